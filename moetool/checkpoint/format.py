@@ -1,0 +1,58 @@
+"""What makes a checkpoint a moetool checkpoint: the entry `quantization_config` in its `config.json`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moetool.architectures import Architecture, find_architecture
+from moetool.errors import InvalidInputError
+from moetool.representations.layout import LayerLayout, native_layout
+
+METHOD = "moetool"
+FORMAT_VERSION = 1
+
+
+def moetool_entry(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The `quantization_config` of a moetool checkpoint, `None` for any other."""
+    entry = config.get("quantization_config")
+    if isinstance(entry, Mapping) and entry.get("quant_method") == METHOD:
+        return entry
+    return None
+
+
+def check_format_version(entry: Mapping[str, Any]) -> None:
+    """Raise `InvalidInputError` for a checkpoint written by a newer moetool."""
+    version = entry.get("format_version", 1)
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise InvalidInputError(
+            f"This checkpoint has moetool format version {version}; this moetool reads up to {FORMAT_VERSION}. "
+            "Upgrade moetool."
+        )
+
+
+def layer_layouts(config: Mapping[str, Any]) -> dict[int, LayerLayout]:
+    """The layout of every layer that is not stored natively, by layer.
+
+    Raises:
+        InvalidInputError: the entry lists layers the model does not have, or cannot be read.
+    """
+    entry = moetool_entry(config)
+    if entry is None:
+        return {}
+    check_format_version(entry)
+    architecture = find_architecture(config)
+    shape, count = architecture.shape(config), architecture.layers(config)
+    layers = entry.get("layers", {})
+    if not isinstance(layers, Mapping) or not all(str(key).isdigit() and int(key) < count for key in layers):
+        raise InvalidInputError(f"quantization_config lists layers that a model of {count} layers does not have.")
+    return {int(key): LayerLayout.from_config(shape, layout) for key, layout in layers.items()}
+
+
+def layout_of(config: Mapping[str, Any], architecture: Architecture, layer: int) -> LayerLayout:
+    """The layout of one layer, native where nothing is said about it."""
+    return layer_layouts(config).get(layer) or native_layout(architecture.shape(config))
+
+
+def format_entry(layouts: Mapping[int, LayerLayout], **more: Any) -> dict[str, Any]:
+    """The `quantization_config` to write for these layouts; native layers are left out."""
+    layers = {str(layer): layout.to_config() for layer, layout in sorted(layouts.items()) if not layout.is_native}
+    return {"quant_method": METHOD, "format_version": FORMAT_VERSION, **more, "layers": layers}

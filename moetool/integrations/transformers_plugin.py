@@ -1,0 +1,81 @@
+"""How transformers loads a moetool checkpoint: a quantizer plug-in used as a loader only.
+
+`config.json` says `"quantization_config": {"quant_method": "moetool", ...}`. On loading, the experts of the listed
+layers are replaced by `SharedBaseExperts` before the weights arrive; afterwards the model is an ordinary float model
+that generates, trains, moves between devices and saves.
+"""
+
+from typing import Any
+
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from moetool.architectures import find_architecture
+from moetool.checkpoint.format import METHOD, check_format_version, layer_layouts
+from moetool.modules.experts import SharedBaseExperts
+
+
+class MoetoolConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """The `quantization_config` of a moetool checkpoint, kept as it was read."""
+
+    def __init__(self, **entries: Any) -> None:
+        entries.pop("quant_method", None)
+        self.quant_method = METHOD
+        check_format_version(entries)
+        for name, value in entries.items():
+            setattr(self, name, value)
+
+
+class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Puts `SharedBaseExperts` where the config lists them, and gets out of the way."""
+
+    requires_calibration = True  # a dense checkpoint cannot be compressed by passing a quantization_config
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        config = {**model.config.to_dict(), "quantization_config": self.quantization_config.to_dict()}
+        architecture = find_architecture(config)
+        for layer, layout in layer_layouts(config).items():
+            path = f"{architecture.layer_prefix(layer)}{architecture.experts_module}"
+            if not path.startswith(model.base_model_prefix) or not hasattr(model, model.base_model_prefix):
+                path = path.removeprefix(f"{model.base_model_prefix}.")  # the bare decoder, AutoModel
+            model.set_submodule(path, SharedBaseExperts(model.get_submodule(path), layout))
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        # transformers does not fail on tensors that are missing from a file; it leaves memory as it found it.
+        missing = [
+            f"{name}.{parameter}"
+            for name, module in model.named_modules()
+            if isinstance(module, SharedBaseExperts)
+            for parameter, tensor in [*module.named_parameters(), *module.named_buffers()]
+            if not getattr(tensor, "_is_hf_initialized", False) and tensor.device.type != "meta"
+        ]
+        if missing:
+            raise RuntimeError(f"moetool tensors are missing from the checkpoint: {missing[:4]} ({len(missing)} in all)")
+        # As long as the model counts as quantized, .half(), Trainer fine-tuning and save_pretrained(state_dict=...)
+        # are blocked or ignored. Only `config.quantization_config` stays, so that saving writes it back.
+        model.is_quantized = False
+        del model.hf_quantizer, model.quantization_method
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def register() -> None:
+    """Make `AutoModelForCausalLM.from_pretrained` know moetool checkpoints. Safe to call twice."""
+    if METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantization_config(METHOD)(MoetoolConfig)
+        register_quantizer(METHOD)(MoetoolQuantizer)

@@ -1,0 +1,166 @@
+"""The run-time module for compressed experts: a drop-in for the fused experts of transformers 5.
+
+`y = Σ_i G_i · down_i(act(gate_i x) · up_i x)` with `W_i = base + Δ_i`. The gate and up bases are multiplied once per
+token, whatever the number of routed experts. The down base is multiplied once per token too, on the routing-weighted
+sum of the activations: `Σ_i G_i (B + Δ_i) h_i = B (Σ_i G_i h_i) + Σ_i Δ_i (G_i h_i)`, exact by linearity
+(D²-MoE, Eq. 10). With the base inside every expert the model would be slower than the original.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moetool.architectures import ROLES, Role
+from moetool.representations.base import Weight, empty_parameter
+from moetool.representations.layout import LayerLayout
+
+
+class SharedBaseExperts(nn.Module):
+    """Experts of one layer as a shared base and one small difference per expert and matrix.
+
+    Parameters keep their native names: `gate_up_proj` and `down_proj` hold the base (leading dimension 1), or all
+    experts where that group was left alone. `moetool.{expert}.{role}` holds the differences.
+    """
+
+    moetool: nn.ModuleList
+
+    def __init__(self, native: nn.Module, layout: LayerLayout) -> None:
+        """Build empty on the device and in the dtype of `native`, the fused experts module it replaces."""
+        super().__init__()
+        weight: Tensor = native.gate_up_proj  # type: ignore[assignment]
+        dtype, device, shape = weight.dtype, weight.device, layout.shape
+        self.layout = layout
+        self.config: Any = native.config
+        self.act_fn: Any = native.act_fn
+        self.num_experts, self.hidden_dim, self.intermediate_dim = (
+            shape.experts,
+            shape.hidden,
+            shape.intermediate,
+        )
+        self.native_class = type(native)
+        self.gate_up_base = layout.weights["gate"] is not None
+        self.down_base = layout.weights["down"] is not None
+        channels = layout.base_channels
+        self.gate_up_proj = empty_parameter(
+            (1, 2 * channels, shape.hidden) if self.gate_up_base else tuple(weight.shape), dtype, device
+        )
+        self.down_proj = empty_parameter(
+            (1, shape.hidden, channels) if self.down_base else (shape.experts, shape.hidden, shape.intermediate),
+            dtype,
+            device,
+        )
+        if layout.is_pruned:
+            self.register_buffer("base_channels", torch.zeros(channels, dtype=torch.int32, device=device))
+        self.moetool = nn.ModuleList(nn.ModuleDict() for _ in range(shape.experts))
+        for expert, role, representation in layout.deltas():
+            deltas: nn.ModuleDict = self.moetool[expert]  # type: ignore[assignment]
+            deltas[role] = representation.build(shape.matrix(role), dtype, device)
+
+    def delta(self, expert: int, role: Role) -> Weight:
+        """The stored form of one matrix."""
+        return self.moetool[expert][role]  # type: ignore[index,return-value]
+
+    def _uses_base(self, expert: int, role: Role) -> bool:
+        weights = self.layout.weights[role]
+        return weights is not None and weights[expert].uses_base
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """Put the base's stored channels `[tokens, base_channels]` where they belong among all of them."""
+        if not self.layout.is_pruned:
+            return values
+        full = values.new_zeros(values.shape[0], self.intermediate_dim)
+        return full.index_copy(1, self.base_channels.long(), values)  # type: ignore[operator]
+
+    def _base_gate_up(self, hidden: Tensor) -> dict[Role, Tensor]:
+        """Gate and up of the base, once per token: two times `[tokens, intermediate]`."""
+        if not self.gate_up_base:
+            return {}
+        gate, up = F.linear(hidden, self.gate_up_proj[0]).chunk(2, dim=-1)
+        return {"gate": self._spread(gate), "up": self._spread(up)}
+
+    def _activation(self, expert: int, hidden: Tensor, base: dict[Role, Tensor], tokens: Tensor) -> Tensor:
+        """`act(gate x) · up x` of one expert for its tokens: `[routed, intermediate]`."""
+        if not self.gate_up_base:
+            gate, up = F.linear(hidden, self.gate_up_proj[expert]).chunk(2, dim=-1)
+        else:
+            gate, up = (
+                base[role][tokens] + self.delta(expert, role)(hidden)
+                if self._uses_base(expert, role)
+                else self.delta(expert, role)(hidden)
+                for role in ("gate", "up")
+            )
+        return self.act_fn(gate) * up  # type: ignore[no-any-return]
+
+    def _base_down(self, activations: Tensor) -> Tensor:
+        """The down base on summed activations `[tokens, intermediate]`, without the batch's weakest channels.
+
+        Semi-dynamic pruning (Eq. 9): the score of channel j is `‖base_down[:, j]‖ · ‖h_j‖`, with h_j the activations
+        that the base is about to multiply, so the score is exactly the size of what would be lost. By then gate and up
+        are computed, so leaving the channel in them costs nothing. No state: a batch gives the same result whatever
+        came before it.
+        """
+        base = self.down_proj[0]
+        if self.layout.is_pruned:
+            activations = activations[:, self.base_channels.long()]  # type: ignore[operator]
+        if self.layout.dynamic_channels:
+            scores = base.detach().float().norm(dim=0) * activations.detach().float().norm(dim=0)
+            weakest = scores.argsort(stable=True)[: self.layout.dynamic_channels]
+            activations = activations.index_fill(1, weakest, 0)
+        return F.linear(activations, base)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`."""
+        tokens, top_k = top_k_index.shape
+        experts, order = top_k_index.reshape(-1).sort(stable=True)
+        weights = top_k_weights.reshape(-1, 1)
+        ends = torch.bincount(experts, minlength=self.num_experts).cumsum(0).tolist()
+        base = self._base_gate_up(hidden_states)
+        # One row per routed pair, summed at the end: sums do not depend on the order in which experts run, and are
+        # accumulated in fp32 whatever the dtype.
+        routed = hidden_states.new_zeros(tokens * top_k, self.intermediate_dim) if self.down_base else None
+        output = hidden_states.new_zeros(tokens * top_k, self.hidden_dim)
+        start = 0
+        for expert, end in enumerate(ends[: self.num_experts]):
+            if start == end:
+                continue
+            pairs, start = order[start:end], end
+            rows = pairs // top_k
+            activation = self._activation(expert, hidden_states[rows], base, rows)
+            activation = (activation * weights[pairs]).to(hidden_states.dtype)
+            if routed is None:
+                output[pairs] = F.linear(activation, self.down_proj[expert])
+                continue
+            output[pairs] = self.delta(expert, "down")(activation)
+            if self._uses_base(expert, "down"):
+                routed[pairs] = activation
+        result = output.view(tokens, top_k, -1).sum(1)
+        if routed is not None:
+            result = result + self._base_down(routed.view(tokens, top_k, -1).sum(1))
+        return result.to(hidden_states.dtype)
+
+    @torch.no_grad()
+    def dense(self, expert: int, role: Role) -> Tensor:
+        """The matrix `[out, in]` that an expert's stored form stands for, in fp32 (dynamic pruning left out)."""
+        if self.layout.weights[role] is None:
+            if role == "down":
+                return self.down_proj[expert].float()
+            return self.gate_up_proj[expert].chunk(2)[("gate", "up").index(role)].float()
+        delta = self.delta(expert, role).dense().float()
+        if not self._uses_base(expert, role):
+            return delta
+        base = self.down_proj[0] if role == "down" else self.gate_up_proj[0].chunk(2)[("gate", "up").index(role)]
+        if not self.layout.is_pruned:
+            return base.float() + delta
+        dimension = 1 if role == "down" else 0
+        return delta.index_add(dimension, self.base_channels.long(), base.float())  # type: ignore[operator]
+
+    @torch.no_grad()
+    def fill(self, tensors: dict[str, Tensor]) -> None:
+        """Set every parameter from `tensors` by name; all of them, with the right shapes."""
+        self.load_state_dict(tensors, strict=True, assign=True)
+
+    def extra_repr(self) -> str:
+        ranks = {role: [w.spec for w in self.layout.weights[role] or ()] or "native" for role in ROLES}
+        return f"channels={self.layout.base_channels}/{self.intermediate_dim}, {ranks}"

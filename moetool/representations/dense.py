@@ -1,0 +1,42 @@
+"""The expert's own matrix, untouched.
+
+Also what is kept when factors would cost as many bytes as the matrix: the expert's own weight takes the same room as
+its difference to the base and is exact, where the difference of two bf16 numbers usually is not a bf16 number.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moetool.representations.base import Representation, Weight, empty_parameter
+
+
+@dataclass(frozen=True)
+class Dense(Representation):
+    """`[out, in]` as it is."""
+
+    kind: ClassVar[str] = "dense"
+    uses_base: ClassVar[bool] = False
+
+    def shapes(self, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+        return {"weight": shape}
+
+    def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
+        return DenseWeight(shape, dtype, device)
+
+
+class DenseWeight(Weight):
+    """Run-time form of `Dense`."""
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_parameter(shape, dtype, device)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return F.linear(inputs, self.weight)
+
+    def dense(self) -> Tensor:
+        return self.weight

@@ -1,0 +1,61 @@
+"""A difference to the shared base as a product of two thin matrices, `W ≈ base + U V` (D²-MoE, Eq. 8 and 10)."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from moetool.representations.base import Representation, Weight, empty_parameter
+
+
+@dataclass(frozen=True)
+class LowRank(Representation):
+    """`U [out, rank]` and `V [rank, in]`. Rank 0 stores nothing: the expert's matrix is the base."""
+
+    rank: int
+    kind: ClassVar[str] = "low-rank"
+    uses_base: ClassVar[bool] = True
+
+    @property
+    def spec(self) -> str:
+        return f"{self.kind}:{self.rank}"
+
+    @classmethod
+    def from_arguments(cls, arguments: list[str]) -> Self:
+        if len(arguments) != 1 or not arguments[0].isdigit():
+            raise ValueError(f"'{cls.kind}' takes one argument, its rank")
+        return cls(rank=int(arguments[0]))
+
+    def shapes(self, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+        return {"u": (shape[0], self.rank), "v": (self.rank, shape[1])} if self.rank else {}
+
+    def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
+        return LowRankWeight(shape, self.rank, dtype, device)
+
+
+class LowRankWeight(Weight):
+    """Run-time form of `LowRank`: two thin products instead of one full one."""
+
+    def __init__(self, shape: tuple[int, int], rank: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.shape, self.rank = shape, rank
+        if rank:
+            self.u = empty_parameter((shape[0], rank), dtype, device)
+            self.v = empty_parameter((rank, shape[1]), dtype, device)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.rank:
+            return inputs.new_zeros(inputs.shape[0], self.shape[0])
+        return (inputs @ self.v.T) @ self.u.T
+
+    def dense(self) -> Tensor:
+        if not self.rank:
+            return torch.zeros(self.shape)
+        return self.u.float() @ self.v.float()
+
+
+def break_even_rank(shape: tuple[int, int]) -> int:
+    """The largest rank whose factors are smaller than the matrix `[out, in]` itself: r (out + in) < out · in."""
+    rows, columns = shape
+    return (rows * columns - 1) // (rows + columns)
