@@ -60,6 +60,10 @@ class Architecture:
         """Number of decoder layers."""
         return self.number(config, "num_hidden_layers")
 
+    def moe_layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """Which decoder layers are mixtures of experts, by `config.json`."""
+        return tuple(range(self.layers(config)))
+
     def shape(self, config: Mapping[str, Any]) -> MoEShape:
         """The shape that `config.json` promises for every MoE layer.
 

@@ -51,7 +51,9 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
             if not getattr(tensor, "_is_hf_initialized", False) and tensor.device.type != "meta"
         ]
         if missing:
-            raise RuntimeError(f"moetool tensors are missing from the checkpoint: {missing[:4]} ({len(missing)} in all)")
+            raise RuntimeError(
+                f"moetool tensors are missing from the checkpoint: {missing[:4]} ({len(missing)} in all)"
+            )
         # As long as the model counts as quantized, .half(), Trainer fine-tuning and save_pretrained(state_dict=...)
         # are blocked or ignored. Only `config.quantization_config` stays, so that saving writes it back.
         model.is_quantized = False

@@ -60,7 +60,7 @@ class SharedBaseExperts(nn.Module):
 
     def delta(self, expert: int, role: Role) -> Weight:
         """The stored form of one matrix."""
-        return self.moetool[expert][role]  # type: ignore[index,return-value]
+        return self.moetool[expert][role]  # type: ignore[index]
 
     def _uses_base(self, expert: int, role: Role) -> bool:
         weights = self.layout.weights[role]
@@ -91,7 +91,7 @@ class SharedBaseExperts(nn.Module):
                 else self.delta(expert, role)(hidden)
                 for role in ("gate", "up")
             )
-        return self.act_fn(gate) * up  # type: ignore[no-any-return]
+        return self.act_fn(gate) * up
 
     def _base_down(self, activations: Tensor) -> Tensor:
         """The down base on summed activations `[tokens, intermediate]`, without the batch's weakest channels.

@@ -29,7 +29,7 @@ def parse_representation(spec: str) -> Representation:
     known = representations()
     if kind not in known:
         raise InvalidInputError(
-            f"Unknown representation '{spec}'. This moetool knows {', '.join(sorted(known))}; a newer one may know more."
+            f"Unknown representation '{spec}': this moetool knows {', '.join(sorted(known))}. Is it up to date?"
         )
     try:
         return known[kind].from_arguments(arguments)

@@ -1,0 +1,151 @@
+"""The statistics that D²-MoE needs of one layer: usage, Fisher information, and Gram matrices of what is lost."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moetool.architectures import ROLES, MoEShape, Role
+from moetool.numerics.gram import Gram
+
+
+@dataclass
+class LayerStatistics:
+    """What one MoE layer did on the calibration set. Tensors are on the CPU.
+
+    Attributes:
+        tokens: `[experts]` int64, routed tokens.
+        fisher_trace: `[3, experts]` fp64 in the order gate, up, down: mean over windows of the squared norm of the
+            gradient of the window's mean next-token loss. Zeros where no gradients were computed.
+        channel_energy: `[intermediate]` fp64, Σ over tokens of the squared routing-weighted activation.
+    """
+
+    tokens: Tensor
+    fisher_trace: Tensor
+    channel_energy: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For a file."""
+        return {"tokens": self.tokens, "fisher_trace": self.fisher_trace, "channel_energy": self.channel_energy}
+
+
+class UsageCollector:
+    """How many tokens reach each expert, and how much energy each intermediate channel carries."""
+
+    def __init__(self, shape: MoEShape) -> None:
+        self.tokens = torch.zeros(shape.experts, dtype=torch.int64)
+        self.channel_energy = torch.zeros(shape.intermediate, dtype=torch.float64)
+
+    def observe(
+        self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
+    ) -> None:
+        self.tokens[expert] += len(inputs)
+
+    def observe_sum(self, activations: Tensor) -> None:
+        self.channel_energy += activations.detach().double().square().sum(0).cpu()
+
+
+class FisherCollector:
+    """Fisher-weighted sums of the experts' weights (D²-MoE, Eq. 4 and 5).
+
+    The diagonal Fisher information of an expert's matrix is the mean over windows of the squared gradient of the
+    window's mean next-token loss (empirical: the label is the true next token). The base `Σ_j F_j W_j / Σ_j F_j` is
+    linear in F above and below the line, so both sums are accumulated directly, in fp32: two matrices per role instead
+    of a Fisher matrix per expert. Gradients are formed one expert, role and window at a time, from the inputs and the
+    gradients of the outputs, and never for the whole layer at once.
+    """
+
+    def __init__(self, experts: nn.Module, shape: MoEShape) -> None:
+        module: Any = experts
+        self._gate_up, self._down, self._shape = module.gate_up_proj, module.down_proj, shape
+        device = self._down.device
+        self.weighted = {role: torch.zeros(shape.matrix(role), device=device) for role in ROLES}
+        self.total = {role: torch.zeros(shape.matrix(role), device=device) for role in ROLES}
+        self.trace = torch.zeros(len(ROLES), shape.experts, dtype=torch.float64)
+
+    def observe(
+        self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
+    ) -> None:
+        counts = windows.unique_consecutive(return_counts=True)[1].tolist()
+        inputs, activation = inputs.detach(), activation.detach()
+
+        def gate_up_gradient(gradient: Tensor) -> None:
+            gate, up = gradient.chunk(2, dim=-1)
+            self._add("gate", expert, gate, inputs, counts)
+            self._add("up", expert, up, inputs, counts)
+
+        gate_up.register_hook(gate_up_gradient)
+        output.register_hook(lambda gradient: self._add("down", expert, gradient, activation, counts))
+
+    def observe_sum(self, activations: Tensor) -> None:
+        pass
+
+    @torch.no_grad()
+    def _add(self, role: Role, expert: int, gradients: Tensor, inputs: Tensor, counts: list[int]) -> None:
+        weight = self._weight(role, expert)
+        squared = torch.zeros_like(self.total[role])
+        for gradient, rows in zip(gradients.split(counts), inputs.split(counts), strict=True):
+            product = gradient.float().T @ rows.float()
+            squared.addcmul_(product, product)
+        self.total[role] += squared
+        self.weighted[role].addcmul_(squared, weight)
+        self.trace[ROLES.index(role), expert] += squared.sum(dtype=torch.float64).item()
+
+    def _weight(self, role: Role, expert: int) -> Tensor:
+        if role == "down":
+            return self._down[expert].float()
+        half = self._shape.intermediate
+        return self._gate_up[expert][:half].float() if role == "gate" else self._gate_up[expert][half:].float()
+
+
+class GramCollector:
+    """Second moments of what each expert's matrices are given, in the cheapest form that determines the factors.
+
+    Gate and up share the Gram matrix of their input, `Σ x xᵀ [hidden, hidden]`. For down, whose input is wider than its
+    output, it is the Gram matrix of the lost output that is accumulated, `Σ (Δh)(Δh)ᵀ [hidden, hidden]`; the Gram
+    matrix of h would be 12 times larger at Mixtral's size. A regular sample of all activations stands for the layer's
+    mean, towards which the matrices of rarely used experts are shrunk.
+    """
+
+    def __init__(self, shape: MoEShape, down_delta: Callable[[int], Tensor], tokens: int, device: torch.device) -> None:
+        """`down_delta(expert)` gives Δ of the down matrix in fp32; `tokens` is how many will be routed in all."""
+        self.inputs = [Gram(shape.hidden, device) for _ in range(shape.experts)]
+        self.wide_down = shape.intermediate > shape.hidden
+        size = shape.hidden if self.wide_down else shape.intermediate
+        self.down = [Gram(size, device) for _ in range(shape.experts)]
+        self.energy = torch.zeros(len(ROLES), shape.experts, dtype=torch.float64)
+        self.magnitude = {
+            "input": torch.zeros(shape.experts, shape.hidden, dtype=torch.float64),
+            "activation": torch.zeros(shape.experts, shape.intermediate, dtype=torch.float64),
+        }
+        self._down_delta = down_delta
+        self._stride = max(1, tokens // (2 * size)) if self.wide_down else 0
+        self._seen = 0
+        self._sample: list[Tensor] = []
+
+    def observe(
+        self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
+    ) -> None:
+        self.inputs[expert].add(inputs)
+        energy = inputs.double().square().sum().item()
+        self.energy[0, expert] += energy
+        self.energy[1, expert] += energy
+        self.energy[2, expert] += activation.double().square().sum().item()
+        self.magnitude["input"][expert] += inputs.double().abs().sum(0).cpu()
+        self.magnitude["activation"][expert] += activation.double().abs().sum(0).cpu()
+        if self.wide_down:
+            self.down[expert].add(activation.float() @ self._down_delta(expert).T)
+            first = -self._seen % self._stride
+            self._sample.append(activation[first :: self._stride].float())
+            self._seen += len(activation)
+        else:
+            self.down[expert].add(activation)
+
+    def observe_sum(self, activations: Tensor) -> None:
+        pass
+
+    def sample(self) -> Tensor:
+        """`[rows, intermediate]`: every n-th activation of the layer, whichever expert it went to."""
+        return torch.cat(self._sample)

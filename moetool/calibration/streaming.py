@@ -1,0 +1,208 @@
+"""A model of which only one decoder layer is in memory at a time.
+
+The model is built on the meta device, so every part keeps transformers' own code: embeddings, masks, rotary positions,
+layers, final norm, head and loss. Layers are filled from the checkpoint when they are needed and emptied afterwards.
+Tensors of the experts are read one matrix at a time; everything else goes through transformers' own loader.
+Layers of a moetool checkpoint are filled with the dense experts they stand for.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+
+from moetool.architectures import Architecture
+from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.reader import Checkpoint
+from moetool.errors import InvalidInputError
+
+REST = -1  # the block of everything that is not a decoder layer
+
+LayerCall = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class StreamedModel:
+    """A causal language model whose decoder layers are loaded one by one.
+
+    Attributes:
+        config: transformers' config of the (dense-expert) model.
+        layer_count: number of decoder layers.
+        hidden_size: width of the hidden states.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, architecture: Architecture, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.checkpoint, self.architecture, self.dtype, self.device = checkpoint, architecture, dtype, device
+        self.experts = ExpertReader(checkpoint, architecture)
+        raw = copy.deepcopy(checkpoint.config)
+        raw.pop("quantization_config", None)
+        self.config = AutoConfig.for_model(**raw)
+        self.config._name_or_path = ""
+        with torch.device("meta"):
+            self.model: Any = AutoModelForCausalLM.from_config(self.config, dtype=dtype).eval().requires_grad_(False)
+        self.layer_count = architecture.layers(checkpoint.config)
+        self.hidden_size = int(checkpoint.config["hidden_size"])
+        # get_decoder() is not right for every family; the decoder is what holds the layers.
+        self.decoder: Any = next(
+            module
+            for module in self.model.modules()
+            if isinstance(getattr(module, "layers", None), nn.ModuleList) and len(module.layers) == self.layer_count
+        )
+        self._calls: dict[int, list[LayerCall]] = {}  # how each layer is called, by batch size
+        self._blocks = self._assign_blocks()
+        self._load_block(REST)
+        self._finish_rest()
+
+    def _assign_blocks(self) -> dict[int, list[str]]:
+        """Which tensors of the checkpoint belong to which layer, by the loader's own renaming rules."""
+        mapping = get_model_conversion_mapping(self.model, None, None)
+        renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
+        state = self.model.state_dict()
+        experts = tuple(self.architecture.experts_prefix(layer) for layer in range(self.layer_count))
+        layers = {self.architecture.layer_prefix(layer): layer for layer in range(self.layer_count)}
+        blocks: dict[int, list[str]] = defaultdict(list)
+        covered = set(getattr(self.model, "all_tied_weights_keys", None) or {})
+        for name in self.checkpoint.tensors:
+            if name.startswith(experts):
+                continue
+            renamed, _ = rename_source_key(name, renamings, converters, self.model.base_model_prefix, state)
+            renamed = renamed if renamed in state else name
+            if renamed not in state:
+                continue  # passes through to the output untouched
+            covered.add(renamed)
+            block = next((layer for prefix, layer in layers.items() if name.startswith(prefix)), REST)
+            blocks[block].append(name)
+        experts_in_memory = f".{self.architecture.experts_module}."
+        if missing := [name for name in state if name not in covered and experts_in_memory not in name]:
+            raise InvalidInputError(
+                f"{self.checkpoint.path} has no tensor for {missing[0]} ({len(missing)} missing in all): "
+                "the checkpoint is incomplete."
+            )
+        self._loading = LoadStateDictConfig(
+            dtype=self.dtype,
+            device_map={"": self.device},
+            weight_mapping=mapping,
+            dtype_plan=self.model._get_dtype_plan(self.dtype),
+        )
+        return blocks
+
+    def _load_block(self, block: int) -> None:
+        tensors = {name: self.checkpoint.read(name) for name in self._blocks[block]}
+        info, _ = convert_and_load_state_dict_in_model(self.model, tensors, self._loading)
+        if info.mismatched_keys:
+            name, found, expected = min(info.mismatched_keys)
+            raise InvalidInputError(f"Tensor {name} has shape {list(found)}, config.json promises {list(expected)}.")
+        if info.conversion_errors:
+            raise InvalidInputError(f"Tensors could not be loaded: {info.conversion_errors}.")
+        # Remembers the last call only; nothing may be saved through it.
+        self.model.__dict__.pop("_weight_conversions", None)
+
+    def _finish_rest(self) -> None:
+        """Tie what is tied, and rebuild buffers that no file holds (rotary frequencies)."""
+        if getattr(self.model, "all_tied_weights_keys", None):
+            self.model.tie_weights(recompute_mapping=False)
+        for module in self.model.modules():
+            if "RotaryEmbedding" in type(module).__name__:
+                fresh = type(module)(config=self.config.get_text_config()).to(self.device)
+                module._buffers.update(fresh._buffers)
+        layers = set(self.decoder.layers.modules())
+        self._require_loaded(module for module in self.model.modules() if module not in layers)
+
+    def _require_loaded(self, modules: Iterator[nn.Module]) -> None:
+        names = {id(module): name for name, module in self.model.named_modules()}
+        for module in modules:
+            for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                if tensor.device.type == "meta":
+                    raise InvalidInputError(f"Tensor {names[id(module)]}.{name} is missing from the checkpoint.")
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[nn.Module]:
+        """One decoder layer with its weights, for the time of the `with` block."""
+        layer = self.decoder.layers[index]
+        experts = layer.get_submodule(self.architecture.experts_module) if self.experts.has(index) else None
+        try:
+            self._load_block(index)
+            if experts is not None:
+                self._fill_experts(index, experts)
+            self._require_loaded(layer.modules())
+            yield layer
+        finally:
+            layer.to("meta")
+
+    def _fill_experts(self, index: int, experts: nn.Module) -> None:
+        """Read every expert's matrix into transformers' fused tensors."""
+        shape = self.architecture.shape(self.checkpoint.config)
+        like = {"dtype": self.dtype, "device": self.device}
+        gate_up = torch.empty(shape.experts, 2 * shape.intermediate, shape.hidden, **like)  # type: ignore[call-overload]
+        down = torch.empty(shape.experts, shape.hidden, shape.intermediate, **like)  # type: ignore[call-overload]
+        for expert in range(shape.experts):
+            gate_up[expert, : shape.intermediate] = self.experts.dense(index, expert, "gate")
+            gate_up[expert, shape.intermediate :] = self.experts.dense(index, expert, "up")
+            down[expert] = self.experts.dense(index, expert, "down")
+        experts.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
+        experts.down_proj = nn.Parameter(down, requires_grad=False)
+
+    @contextmanager
+    def _layers_replaced(
+        self, forward: Callable[[int, Tensor, tuple[Any, ...], dict[str, Any]], Tensor]
+    ) -> Iterator[None]:
+        """Let `forward` stand in for every decoder layer. An instance attribute wins over the class's method."""
+
+        def bind(index: int) -> Callable[..., Tensor]:
+            return lambda hidden_states, *args, **kwargs: forward(index, hidden_states, args, kwargs)
+
+        try:
+            for index, layer in enumerate(self.decoder.layers):
+                layer.forward = bind(index)
+            yield
+        finally:
+            for layer in self.decoder.layers:
+                layer.__dict__.pop("forward", None)
+
+    @torch.no_grad()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Everything before the first layer: `[batch, length]` token ids → `[batch, length, hidden]`."""
+        calls: list[LayerCall] = []
+        first: list[Tensor] = []
+
+        def record(index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+            calls.append((args, kwargs))
+            first.append(hidden)
+            return hidden
+
+        with self._layers_replaced(record):
+            self.decoder(input_ids=tokens.to(self.device), use_cache=False)
+        self._calls[len(tokens)] = calls
+        return first[0]
+
+    def run_layer(self, index: int, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """One decoder layer on `[batch, length, hidden]`, called exactly as the whole model would call it.
+
+        Masks and positions depend on the batch's size only: calibration windows are all of one length, unpadded.
+        """
+        if len(hidden) not in self._calls:
+            self.embed(torch.zeros(hidden.shape[:2], dtype=torch.long))
+        args, kwargs = self._calls[len(hidden)][index]
+        output = layer(hidden, *args, **kwargs)
+        return output[0] if isinstance(output, tuple) else output
+
+    def head(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Everything after the last layer: logits `[batch, length, vocabulary]`."""
+        last = self.layer_count - 1
+        with self._layers_replaced(lambda index, x, args, kwargs: hidden if index == last else x):
+            return self.model(input_ids=tokens.to(self.device), use_cache=False).logits

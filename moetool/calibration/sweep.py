@@ -1,0 +1,141 @@
+"""Passes over the calibration set: forwards and exactly backwards, one decoder layer at a time.
+
+The loss is the mean next-token loss of each window (labels are the inputs, shifted once), summed over windows, so the
+gradient at a window's tokens is that window's own.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moetool.calibration.activations import ActivationFile
+from moetool.calibration.observation import Collector, observed
+from moetool.calibration.streaming import StreamedModel
+from moetool.errors import InvalidInputError
+
+Tick = Callable[[], None]
+
+TOKENS_PER_BATCH = 4096
+
+
+class Sweep:
+    """The calibration windows on their way through a streamed model.
+
+    Hidden states live in `directory`, one file per layer boundary: boundary i is the input of layer i, boundary
+    `layer_count` the output of the last one.
+    """
+
+    def __init__(self, model: StreamedModel, windows: Tensor, directory: Path, tick: Tick = lambda: None) -> None:
+        """`windows` are token ids `[windows, length]`; `tick` is called once per batch."""
+        self.model, self.windows, self.directory, self.tick = model, windows, directory, tick
+        self.count, self.length = windows.shape
+        self.batch_size = max(1, min(self.count, TOKENS_PER_BATCH // self.length))
+
+    def _batches(self) -> Iterator[tuple[int, int]]:
+        for start in range(0, self.count, self.batch_size):
+            yield start, min(start + self.batch_size, self.count)
+            self.tick()
+
+    @property
+    def batch_count(self) -> int:
+        """Batches per pass over one layer."""
+        return -(-self.count // self.batch_size)
+
+    def _file(self, name: str, boundary: int) -> ActivationFile:
+        shape = (self.count, self.length, self.model.hidden_size)
+        return ActivationFile(self.directory / f"{name}-{boundary:05d}.bin", shape, self.model.dtype)
+
+    def hidden(self, boundary: int) -> ActivationFile:
+        """Hidden states at a layer boundary."""
+        return self._file("hidden", boundary)
+
+    def gradient(self, boundary: int) -> ActivationFile:
+        """Gradients of the loss with respect to the hidden states at a layer boundary."""
+        return self._file("gradient", boundary)
+
+    def _read(self, file: ActivationFile, start: int, stop: int) -> Tensor:
+        return file.read(start, stop).to(self.model.device)
+
+    def embed(self) -> None:
+        """Write boundary 0."""
+        self.hidden(0).replace(self.model.embed(self.windows[start:stop]) for start, stop in self._batches())
+
+    def _experts(self, index: int, layer: nn.Module) -> nn.Module | None:
+        if not self.model.experts.has(index):
+            return None
+        return layer.get_submodule(self.model.architecture.experts_module)
+
+    def forward(self, index: int, layer: nn.Module, collectors: Sequence[Collector] = (), *, keep: bool = True) -> None:
+        """Run one loaded layer on its boundary; write the next boundary if `keep`."""
+
+        def outputs() -> Iterator[Tensor]:
+            source = self.hidden(index)
+            for start, stop in self._batches():
+                yield self.model.run_layer(index, layer, self._read(source, start, stop))
+
+        with torch.no_grad(), _watched(self._experts(index, layer), self.length, collectors):
+            if keep:
+                self.hidden(index + 1).replace(_finite(outputs(), index))
+            else:
+                for _ in outputs():
+                    pass
+
+    def head(self) -> float:
+        """Losses from the last boundary, and their gradients there. Returns the mean loss per predicted token."""
+        total = 0.0
+        last = self.model.layer_count
+
+        def gradients() -> Iterator[Tensor]:
+            nonlocal total
+            source = self.hidden(last)
+            for start, stop in self._batches():
+                rows = []
+                for window in range(start, stop):  # logits of one window at a time: vocabularies are large
+                    hidden = self._read(source, window, window + 1).requires_grad_(True)
+                    tokens = self.windows[window : window + 1].to(self.model.device)
+                    with torch.enable_grad():
+                        logits = self.model.head(tokens, hidden)[0, :-1].float()
+                        loss = F.cross_entropy(logits, tokens[0, 1:])
+                    loss.backward()
+                    total += loss.item()
+                    assert hidden.grad is not None
+                    rows.append(hidden.grad)
+                yield torch.cat(rows)
+
+        self.gradient(last).replace(_finite(gradients(), last - 1))
+        return total / self.count
+
+    def backward(self, index: int, layer: nn.Module, collectors: Sequence[Collector] = ()) -> None:
+        """Recompute one loaded layer with gradients and write those at its input boundary."""
+
+        def gradients() -> Iterator[Tensor]:
+            source, above = self.hidden(index), self.gradient(index + 1)
+            for start, stop in self._batches():
+                hidden = self._read(source, start, stop).requires_grad_(True)
+                with torch.enable_grad():
+                    output = self.model.run_layer(index, layer, hidden)
+                torch.autograd.backward(output, self._read(above, start, stop))
+                assert hidden.grad is not None
+                yield hidden.grad
+
+        with _watched(self._experts(index, layer), self.length, collectors):
+            self.gradient(index).replace(_finite(gradients(), index))
+
+
+def _watched(experts: nn.Module | None, length: int, collectors: Sequence[Collector]) -> AbstractContextManager[None]:
+    return nullcontext() if experts is None else observed(experts, length, collectors)
+
+
+def _finite(batches: Iterator[Tensor], layer: int) -> Iterator[Tensor]:
+    """Pass batches through; stop at the first that is not a number."""
+    for batch in batches:
+        if not bool(torch.isfinite(batch).all()):
+            raise InvalidInputError(
+                f"Layer {layer} gives NaN or infinite values on the calibration text. Its weights are damaged, or the "
+                "compute dtype is too narrow (try --compute-dtype float32)."
+            )
+        yield batch

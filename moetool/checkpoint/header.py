@@ -1,0 +1,156 @@
+"""The header of a safetensors file: eight bytes of length, a JSON object, then the data it describes."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from moetool.errors import InvalidInputError
+
+# In the order in which the safetensors library lays tensors out: large items first, so that every tensor starts
+# aligned, whatever the sizes of those before it.
+DTYPES: dict[str, torch.dtype] = {
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F32": torch.float32,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies on disk.
+
+    Attributes:
+        name: its name in the checkpoint.
+        dtype: element type, as stored.
+        shape: sizes of the dimensions; empty for a scalar.
+        nbytes: bytes of data.
+        file: the safetensors file that holds it.
+        offset: first byte of its data, counted from the start of the file.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    file: Path
+    offset: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """A validated header.
+
+    Attributes:
+        raw: the JSON as it stands in the file, without the length before it.
+        file_bytes: size of the whole file.
+        tensors: every tensor of the file, by name.
+    """
+
+    raw: bytes
+    file_bytes: int
+    tensors: dict[str, TensorInfo]
+
+
+def read_header(file: Path) -> Header:
+    """Read and validate the header of one file; its data is not touched.
+
+    Raises:
+        InvalidInputError: the file cannot be read, is truncated, or its header contradicts itself or the file's size.
+    """
+    try:
+        file_bytes = file.stat().st_size
+        with file.open("rb") as handle:
+            start = handle.read(LENGTH_BYTES)
+            length = int.from_bytes(start, "little")
+            if len(start) < LENGTH_BYTES:
+                _refuse(file, f"it has {file_bytes} bytes, too few for a safetensors file")
+            if start == b"version ":
+                _refuse(file, "it is a Git LFS pointer, not the weights. Run `git lfs pull` where it was cloned", "")
+            if length > MAX_HEADER_BYTES:
+                _refuse(file, f"it claims a header of {length} bytes, more than {MAX_HEADER_BYTES}")
+            if LENGTH_BYTES + length > file_bytes:
+                _refuse(file, f"expected at least {LENGTH_BYTES + length} bytes, found {file_bytes}: it is truncated")
+            raw = handle.read(length)
+    except OSError as error:
+        raise InvalidInputError(f"Cannot read {file}: {error.strerror or error}.") from error
+    tensors, data_bytes = _parse(file, raw)
+    expected = LENGTH_BYTES + length + data_bytes
+    if file_bytes < expected:
+        _refuse(file, f"expected {expected} bytes, found {file_bytes}: it is truncated")
+    if file_bytes > expected:
+        _refuse(file, f"expected {expected} bytes, found {file_bytes}: something follows the last tensor")
+    return Header(raw, file_bytes, tensors)
+
+
+def _parse(file: Path, raw: bytes) -> tuple[dict[str, TensorInfo], int]:
+    """The tensors of a header and the bytes of data they take together."""
+    try:
+        entries = json.loads(raw, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        _refuse(file, f"its header is not valid JSON ({error})")
+    if not isinstance(entries, dict):
+        _refuse(file, "its header is not a JSON object")
+    entries.pop("__metadata__", None)
+    data_start = LENGTH_BYTES + len(raw)
+    tensors: dict[str, TensorInfo] = {}
+    for name, entry in entries.items():
+        try:
+            code, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        except (TypeError, KeyError, ValueError):
+            _refuse(file, f"the entry of tensor {name!r} lacks dtype, shape or data_offsets")
+        if not isinstance(code, str) or code not in DTYPES:
+            known = ", ".join(DTYPES)
+            _refuse(file, f"tensor {name!r} has the unknown dtype {code!r} (known: {known})", "")
+        if not isinstance(shape, list) or not all(_is_size(number) for number in (*shape, begin, end)):
+            _refuse(file, f"the shape or offsets of tensor {name!r} are not natural numbers")
+        nbytes = math.prod(shape) * DTYPES[code].itemsize
+        if end - begin != nbytes:
+            _refuse(file, f"tensor {name!r} ({code} {shape}) needs {nbytes} bytes; its offsets span {end - begin}")
+        tensors[name] = TensorInfo(name, DTYPES[code], tuple(shape), nbytes, file, data_start + begin)
+    position = data_start
+    for info in sorted(tensors.values(), key=lambda info: (info.offset, info.nbytes)):
+        if info.offset != position:
+            kind = "overlaps the tensor before it" if info.offset < position else "leaves a gap before it"
+            _refuse(file, f"tensor {info.name!r} at byte {info.offset} {kind} (expected byte {position})")
+        position += info.nbytes
+    return tensors, position - data_start
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"duplicate key {next(name for name in names if names.count(name) > 1)!r}")
+    return unique
+
+
+def _is_size(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+
+
+def _refuse(file: Path, what: str, advice: str = "Download or write it again") -> NoReturn:
+    raise InvalidInputError(f"Cannot use {file}: {what}." + (f" {advice}." if advice else ""))

@@ -1,0 +1,92 @@
+"""`moetool.json`: where a checkpoint comes from and how it was made, without anything that changes between runs."""
+
+import json
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from moetool import __version__
+from moetool.checkpoint.files import write_json
+from moetool.checkpoint.reader import MANIFEST
+from moetool.errors import InvalidInputError
+
+FORMAT_VERSION = 1
+LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "datasets")
+
+
+class Manifest(BaseModel):
+    """The record of one conversion. The same run gives the same bytes, so it has no times and no hosts.
+
+    Attributes:
+        format_version: of this record.
+        moetool_version: of the moetool that wrote it.
+        source: the checkpoint that was converted, as the user named it.
+        source_fingerprint: `Checkpoint.fingerprint()` of it.
+        recipe: the method and every option, defaults included.
+        seed: of all random choices.
+        versions: of the libraries that computed it.
+        statistics: what was measured on the calibration data.
+        layers: per layer, what was chosen and the errors that came of it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: int = FORMAT_VERSION
+    moetool_version: str = __version__
+    source: str
+    source_fingerprint: str
+    recipe: dict[str, Any]
+    seed: int
+    versions: dict[str, str] = Field(default_factory=lambda: library_versions())
+    statistics: dict[str, Any] = {}
+    layers: dict[str, Any] = {}
+
+
+def library_versions() -> dict[str, str]:
+    """The versions of the libraries that results depend on, of those that are installed."""
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> Path:
+    """Write `moetool.json` into a checkpoint's directory; returns its path.
+
+    Raises:
+        ResourceError: it cannot be written.
+    """
+    write_json(directory / MANIFEST, manifest.model_dump(mode="json"))
+    return directory / MANIFEST
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read `moetool.json` of a checkpoint's directory.
+
+    Raises:
+        InvalidInputError: there is none, it was written by a newer moetool, or it is damaged.
+    """
+    file = directory / MANIFEST
+    try:
+        content = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise InvalidInputError(f"{directory} has no {MANIFEST}: moetool did not write this checkpoint.") from None
+    except OSError as error:
+        raise InvalidInputError(f"Cannot read {file}: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise InvalidInputError(f"{file} is not valid JSON ({error}).") from error
+    written = content.get("format_version") if isinstance(content, dict) else None
+    if isinstance(written, int) and written > FORMAT_VERSION:
+        raise InvalidInputError(
+            f"{file} has format version {written}; this moetool reads up to {FORMAT_VERSION}. Upgrade moetool."
+        )
+    try:
+        return Manifest.model_validate(content)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, item['loc'])) or 'it'}: {item['msg']}" for item in error.errors())
+        raise InvalidInputError(f"{file} is not a manifest ({problems}).") from error

@@ -1,0 +1,276 @@
+"""A checkpoint on disk: its config, the headers of its weight files, and tensors on demand."""
+
+import difflib
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moetool.checkpoint.header import Header, TensorInfo, read_header
+from moetool.checkpoint.source import resolve_source
+from moetool.errors import InvalidInputError
+
+__all__ = ["CONFIG", "INDEX", "MANIFEST", "SINGLE", "Checkpoint", "TensorInfo", "byte_view"]
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MANIFEST = "moetool.json"
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+WEIGHTS = (*PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".tflite")
+UNFINISHED = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.tmp)?")
+WORK_DIRECTORIES = frozenset({".git", ".cache", "__pycache__", ".ipynb_checkpoints", ".moetool"})
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A Hugging Face checkpoint, read lazily: opening it reads `config.json` and headers, never weights.
+
+    Attributes:
+        source: what the user called it: a directory or a hub id.
+        path: its local directory.
+        config: `config.json` as it stands there, without the library's defaults.
+        tensors: every tensor of the weight files, sorted by name.
+        weight_files: the safetensors files, sorted by name.
+        weight_bytes: bytes of those files together, headers included.
+    """
+
+    source: str
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    weight_files: tuple[Path, ...]
+    weight_bytes: int
+    _fingerprint: str = field(repr=False)
+
+    @classmethod
+    def open(cls, source: str | Path, *, revision: str | None = None) -> "Checkpoint":
+        """Open a local directory or a hub id (downloaded to the hub's cache first).
+
+        Raises:
+            InvalidInputError: there is no such checkpoint, a file is missing, truncated or contradicts another, or
+                the weights are not safetensors.
+            ResourceError: no disk left for the download.
+        """
+        path = resolve_source(source, revision)
+        config_bytes, config = _read_object(path / CONFIG, _missing_config(path))
+        files, weight_map = _weight_files(path)
+        digest = hashlib.sha256()
+        _absorb(digest, config_bytes)
+        tensors: dict[str, TensorInfo] = {}
+        weight_bytes = 0
+        for file in files:
+            header = read_header(file)
+            weight_bytes += header.file_bytes
+            for part in (file.name.encode(), str(header.file_bytes).encode(), header.raw):
+                _absorb(digest, part)
+            _merge(tensors, header)
+        for name, file in weight_map.items():
+            if name not in tensors or tensors[name].file != file:
+                raise InvalidInputError(
+                    f"{INDEX} says that tensor {name} is in {file.name}, but it is not. Download {path} again."
+                )
+        if not tensors:
+            raise InvalidInputError(f"The weight files of {path} hold no tensors.")
+        ordered = dict(sorted(tensors.items()))
+        return cls(str(source), path, config, ordered, files, weight_bytes, digest.hexdigest())
+
+    def info(self, name: str) -> TensorInfo:
+        """Where a tensor lies; `InvalidInputError` with the nearest names if there is none of that name."""
+        if name in self.tensors:
+            return self.tensors[name]
+        near = difflib.get_close_matches(name, self.tensors, n=3)
+        hint = f" Did you mean {', '.join(near)}?" if near else ""
+        raise InvalidInputError(f"{self.path} has no tensor {name}.{hint}")
+
+    def read(self, name: str, out: Tensor | None = None) -> Tensor:
+        """One whole tensor, on the CPU, in the dtype it is stored in.
+
+        Args:
+            name: its name.
+            out: a contiguous CPU tensor to read into: either of the tensor's own shape and dtype, or a flat `uint8`
+                buffer of at least its bytes. What is returned then shares its memory.
+
+        Raises:
+            InvalidInputError: no such tensor, or the file has changed since it was opened.
+        """
+        info = self.info(name)
+        target = torch.empty(info.shape, dtype=info.dtype) if out is None else _view(info, out)
+        _fill(info, 0, target)
+        return target
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` (excluded) of a tensor: `[stop - start, *shape[1:]]`.
+
+        Raises:
+            IndexError: those rows do not exist.
+            InvalidInputError: no such tensor, or the file has changed since it was opened.
+        """
+        info = self.info(name)
+        if not info.shape or not 0 <= start <= stop <= info.shape[0]:
+            raise IndexError(f"Rows {start}:{stop} of tensor {name} with shape {list(info.shape)}")
+        target = torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype)
+        _fill(info, start * math.prod(info.shape[1:]) * info.dtype.itemsize, target)
+        return target
+
+    def sidecars(self) -> list[Path]:
+        """Every file that goes into an output byte for byte, sorted: tokenizer, templates, licence, and the like.
+
+        Left out are weights in any format with their indices, `config.json`, which gets patched, `moetool.json`,
+        which describes this checkpoint and no other, and the directories of tools (`.git`, `.cache`, `.moetool`).
+        """
+        return sorted(_sidecars(self.path))
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the config and the names, sizes and headers of the weight files, in hexadecimal.
+
+        Cheap at any size, and independent of where the files lie. It tells two models apart, or a model from its
+        converted self; it does not see that weights were replaced by others of the same names, dtypes and shapes.
+        """
+        return self._fingerprint
+
+
+def _absorb(digest: "hashlib._Hash", part: bytes) -> None:
+    # The length goes first, so that no two sequences of parts hash alike.
+    digest.update(len(part).to_bytes(8, "little"))
+    digest.update(part)
+
+
+def _merge(tensors: dict[str, TensorInfo], header: Header) -> None:
+    for name, info in header.tensors.items():
+        if name in tensors:
+            raise InvalidInputError(
+                f"Tensor {name} is in {tensors[name].file.name} and in {info.file.name}: which one counts? "
+                "Download or write the checkpoint again."
+            )
+        tensors[name] = info
+
+
+def _missing_config(path: Path) -> str:
+    if not any(path.iterdir()):
+        return f"{path} is empty; expected a checkpoint with {CONFIG} and {SINGLE}."
+    return f"{path} has no {CONFIG}, so it is not a checkpoint of a Hugging Face model."
+
+
+def _read_object(file: Path, missing: str) -> tuple[bytes, dict[str, Any]]:
+    """A JSON file as its bytes and the object they hold."""
+    try:
+        content = file.read_bytes()
+        parsed = json.loads(content)
+    except FileNotFoundError:
+        raise InvalidInputError(missing) from None
+    except OSError as error:
+        raise InvalidInputError(f"Cannot read {file}: {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"{file} is not valid JSON ({error}). Download or write it again.") from error
+    if not isinstance(parsed, dict):
+        raise InvalidInputError(f"{file} holds a JSON {type(parsed).__name__}, not an object.")
+    return content, parsed
+
+
+def _weight_files(path: Path) -> tuple[tuple[Path, ...], dict[str, Path]]:
+    """The weight files, and by tensor name the file in which the index looks for it (empty without an index)."""
+    # transformers prefers the single file to the index; reading what it would read is the point.
+    if (path / SINGLE).exists():
+        return (path / SINGLE,), {}
+    if not (path / INDEX).exists():
+        raise InvalidInputError(_no_weights(path))
+    _, index = _read_object(path / INDEX, f"{path / INDEX} is missing.")
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InvalidInputError(f"{path / INDEX} has no weight_map. Download or write it again.")
+    located: dict[str, Path] = {}
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard.endswith(".safetensors") or not _stays_inside(shard):
+            raise InvalidInputError(
+                f"{path / INDEX} maps tensor {name} to {shard!r}, which is no safetensors file here."
+            )
+        located[name] = path / shard
+    files = tuple(sorted(set(located.values())))
+    if absent := [file.name for file in files if not file.exists()]:
+        raise InvalidInputError(
+            f"{INDEX} of {path} lists {len(files)} shards; {len(absent)} missing: {', '.join(absent[:5])}. "
+            "Download them, or finish the run that was writing them."
+        )
+    return files, located
+
+
+def _stays_inside(shard: str) -> bool:
+    return not Path(shard).is_absolute() and ".." not in Path(shard).parts
+
+
+def _no_weights(path: Path) -> str:
+    names = sorted(file.name for file in path.iterdir())
+    if shards := [name for name in names if UNFINISHED.fullmatch(name)]:
+        return (
+            f"{path} has {shards[0]} but neither {SINGLE} nor {INDEX}: "
+            "the run or download that was writing it is not finished. Finish it."
+        )
+    if pickles := [name for name in names if name.endswith(PICKLES)]:
+        return (
+            f"{path} has its weights only as pickles ({pickles[0]}), which can run code when read; moetool never reads "
+            "them. If you trust their origin, convert them with "
+            "`AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)`, which writes safetensors."
+        )
+    found = f" Found {', '.join(names[:8])}{' …' if len(names) > 8 else ''}."
+    return f"{path} has no safetensors weights: expected {SINGLE}, or {INDEX} and its shards.{found}"
+
+
+def _view(info: TensorInfo, out: Tensor) -> Tensor:
+    """`out`, or as much of it as the tensor needs, as that tensor."""
+    if out.device.type == "cpu" and out.is_contiguous():
+        if out.dtype == info.dtype and tuple(out.shape) == info.shape:
+            return out
+        if out.dtype == torch.uint8 and out.dim() == 1 and out.numel() >= info.nbytes:
+            return out[: info.nbytes].view(info.dtype).view(info.shape)
+    raise ValueError(
+        f"Tensor {info.name} ({info.dtype}, {list(info.shape)}, {info.nbytes} bytes) does not fit into a "
+        f"{out.dtype} tensor of shape {list(out.shape)}"
+    )
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor of any dtype, in place."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _fill(info: TensorInfo, skip: int, target: Tensor) -> None:
+    """Read a tensor's bytes from byte `skip` on until `target` is full.
+
+    Not mapped but read: pages of a mapping stay in this process's memory long after the tensor is forgotten.
+    """
+    buffer = byte_view(target)
+    position = info.offset + skip
+    try:
+        descriptor = os.open(info.file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        try:
+            while buffer:
+                count = os.preadv(descriptor, [buffer], position)
+                if count == 0:
+                    raise InvalidInputError(
+                        f"{info.file} ends inside tensor {info.name}: it changed since it was opened."
+                    )
+                buffer, position = buffer[count:], position + count
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise InvalidInputError(f"Cannot read {info.file}: {error.strerror or error}.") from error
+
+
+def _sidecars(root: Path) -> Iterator[Path]:
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = [name for name in subdirectories if name not in WORK_DIRECTORIES]
+        top = Path(directory) == root
+        for name in names:
+            stem = name.removesuffix(".tmp").removesuffix(".index.json").lower()
+            if not stem.endswith(WEIGHTS) and not (top and name in (CONFIG, MANIFEST)):
+                yield Path(directory) / name

@@ -1,0 +1,83 @@
+"""Where a checkpoint comes from: a local directory, or a repository on the Hugging Face hub."""
+
+import errno
+from pathlib import Path
+
+from moetool.errors import InvalidInputError, ResourceError
+
+# No pickles, no code and no weights in other formats ever leave the hub on our account.
+DOWNLOADED = [
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "*.txt",
+    "*.md",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+]
+# The same weights a second time, in the layout of the model's authors.
+NOT_DOWNLOADED = ["consolidated*", "original/*"]
+
+
+def resolve_source(source: str | Path, revision: str | None = None) -> Path:
+    """The local directory of a checkpoint, downloaded first if `source` is a hub id.
+
+    Args:
+        source: a directory, or a hub id such as `mistralai/Mixtral-8x7B-v0.1`. What exists locally wins.
+        revision: branch, tag or commit on the hub; ignored for a directory.
+
+    Raises:
+        InvalidInputError: no such directory, no such repository, or the hub cannot be reached.
+        ResourceError: the disk is full.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise InvalidInputError(f"{source} is a file; give the directory of the checkpoint.")
+    if isinstance(source, Path) or looks_local(source):
+        raise InvalidInputError(f"No such directory: {source}. Give a checkpoint's directory or a hub id (owner/name).")
+    return _download(source, revision)
+
+
+def looks_local(source: str) -> bool:
+    """Whether a name that does not exist locally was nevertheless meant as a path and not as a hub id."""
+    return source in ("", ".", "..") or source.startswith(("/", "./", "../", "~")) or source.count("/") > 1
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        local = snapshot_download(name, revision=revision, allow_patterns=DOWNLOADED, ignore_patterns=NOT_DOWNLOADED)
+    except GatedRepoError as error:
+        raise InvalidInputError(
+            f"{name} is gated: accept its terms at https://huggingface.co/{name} and log in with `hf auth login`."
+        ) from error
+    except RevisionNotFoundError as error:
+        raise InvalidInputError(
+            f"{name} has no revision {revision!r}: see its branches and tags on the hub."
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise InvalidInputError(
+            f"{name!r} is neither a directory here nor a repository on the hub that you can read. "
+            "Check the spelling; for a private repository log in with `hf auth login`."
+        ) from error
+    except Exception as error:  # the transport library differs between versions of huggingface_hub
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ResourceError(f"Downloading {name}: the disk is full. Free some, or move HF_HOME.") from error
+        raise InvalidInputError(
+            f"{name!r} is not a directory here, and downloading it from the hub failed ({first_line(error)}). "
+            "Check the connection, or download it elsewhere and give the directory."
+        ) from error
+    return Path(local)
+
+
+def first_line(error: Exception) -> str:
+    """What a library's error says, without the essay below and without its full stop."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -1,0 +1,69 @@
+"""Which norm a difference is approximated in (D²-MoE §3.3, and the two it is compared with in Table 6)."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moetool.architectures import Role
+from moetool.calibration.collectors import GramCollector
+from moetool.numerics.factorize import Factorization, factorize
+from moetool.numerics.shrinkage import shrink
+
+Svd = Literal["truncation-aware", "vanilla", "activation-aware"]
+
+# ASVD (arXiv:2312.05821) scales input channel j by (mean |x_j|)^α.
+_ASVD_ALPHA = 0.5
+
+
+class LayerSvd:
+    """Factorises every difference of one layer in the norm of its own calibration inputs.
+
+    The Gram matrix of a rarely used expert says little about the tokens it will meet; it is shrunk towards the mean of
+    the layer. An expert that no token reached has none at all and gets the plain SVD.
+    """
+
+    def __init__(self, method: Svd, grams: GramCollector | None) -> None:
+        """`grams` as collected on this layer; not needed by `vanilla`."""
+        if method != "vanilla" and grams is None:
+            raise ValueError(f"{method} SVD needs calibration statistics")
+        self._method, self._grams = method, grams
+        self._mean_input: Tensor | None = None
+        if method == "truncation-aware" and grams is not None:
+            self._mean_input = _mean_gram(grams.inputs)
+            self._mean_down = None if grams.wide_down else _mean_gram(grams.down)
+            self._sample = grams.sample() if grams.wide_down else None
+
+    def factorize(self, role: Role, expert: int, delta: Tensor, rank: int | None = None) -> Factorization:
+        """The leading `rank` (default: all) directions of Δ `[out, in]` fp32, by what losing them would cost."""
+        grams = self._grams
+        if self._method == "vanilla" or grams is None or not grams.inputs[expert].count:
+            return factorize(delta, rank=rank)
+        if self._method == "activation-aware":
+            magnitude = grams.magnitude["activation" if role == "down" else "input"][expert]
+            scale = (magnitude / grams.inputs[expert].count) ** _ASVD_ALPHA
+            return factorize(delta, gram=torch.diag(scale.square()).to(delta.device), rank=rank)
+        if role != "down":
+            assert self._mean_input is not None
+            own = grams.inputs[expert]
+            return factorize(delta, gram=_shrunk(own.matrix(), own.count, self._mean_input, delta.shape[1]), rank=rank)
+        own = grams.down[expert]
+        if not grams.wide_down:
+            assert self._mean_down is not None
+            return factorize(delta, gram=_shrunk(own.matrix(), own.count, self._mean_down, delta.shape[1]), rank=rank)
+        assert self._sample is not None
+        lost = (self._sample @ delta.T).double()
+        mean = lost.T @ lost / len(lost)
+        return factorize(delta, output_gram=_shrunk(own.matrix(), own.count, mean, delta.shape[1]), rank=rank)
+
+
+def _mean_gram(grams: list) -> Tensor:  # type: ignore[type-arg]
+    total = sum(gram.count for gram in grams)
+    mean = torch.zeros_like(grams[0].matrix())
+    for gram in grams:
+        mean += gram.matrix()
+    return mean / total
+
+
+def _shrunk(gram: Tensor, count: int, mean: Tensor, inputs: int) -> Tensor:
+    return shrink(gram, count, mean, 0.25 * inputs)

@@ -1,0 +1,160 @@
+"""Best low-rank approximation of a weight delta in the norm of the activations it sees.
+
+Minimising ||(delta - U V) X||_F (SVD-LLM, arXiv:2403.07378; D2-MoE, arXiv:2502.17298, Eq. 6-8) has the solution
+P P^T delta, with P the leading left singular vectors of delta L, for any L with L L^T = X X^T. No inverse of L is
+needed, so nothing blows up when the activations do not span the input space.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moetool.numerics.precision import fp32_products_are_exact
+from moetool.numerics.whitened import directions_of, left_directions, right_directions
+
+Side = Literal["left", "right"]
+
+# Beyond this ratio of pivots the normal equations lose most of fp64's digits.
+_CONDITION_LIMIT = 1e6
+_TINY = torch.finfo(torch.float64).tiny
+
+
+@dataclass(frozen=True)
+class Factorization:
+    """Nested optimal projections of one delta [out, in]: the first k columns of `basis` serve rank k.
+
+    Attributes:
+        spectrum: fp64 [r], squared whitened singular values, descending, >= 0, in units of squared output.
+        energy: ||delta L||_F^2; the squared error of rank k is `energy - spectrum[:k].sum()`.
+        basis: fp32. Side "left": P [out, r], left singular vectors of delta L. Side "right": Y [in, r] with
+            delta @ Y orthonormal (equal to P); columns are zero where the delta itself has run out of rank.
+        side: which of the two `basis` holds; the smaller one, unless only an output Gram was there.
+    """
+
+    spectrum: Tensor
+    energy: float
+    basis: Tensor
+    side: Side
+
+
+def factorize(
+    delta: Tensor, *, gram: Tensor | None = None, output_gram: Tensor | None = None, rank: int | None = None
+) -> Factorization:
+    """Decompose `delta` so that any rank up to `rank` can be cut from the result by `truncate`.
+
+    With a rank, fp32 does the heavy work where its resolution suffices (the smallest kept eigenvalue at least 1e-5 of
+    the largest once outlier channels and dominating directions were taken out in fp64); otherwise fp64 does it all.
+
+    Args:
+        delta: [out, in] fp32 (other floating dtypes are converted).
+        gram: [in, in] fp64, sum of x x^T over tokens; positive semi-definite, may be singular. Any square root gives
+            the same result.
+        output_gram: [out, out] fp64, sum of (delta x)(delta x)^T, where the input Gram would be too large.
+            Neither means plain SVD (Eckart-Young).
+        rank: at most this many directions; None for all min(out, in) of them, in fp64 throughout.
+
+    Returns:
+        the factorization, on the device of `delta`; equal input gives equal bytes.
+
+    Raises:
+        ValueError: both Grams given, shapes that do not fit, or a rank out of range.
+    """
+    delta = delta.detach().float()
+    rows, columns = delta.shape
+    full = min(rows, columns)
+    if gram is not None and output_gram is not None:
+        raise ValueError("give the input Gram or the output Gram, not both")
+    for name, matrix, size in (("gram", gram, columns), ("output_gram", output_gram, rows)):
+        if matrix is not None and matrix.shape != (size, size):
+            raise ValueError(
+                f"{name} must be [{size}, {size}] for a delta [{rows}, {columns}], got {list(matrix.shape)}"
+            )
+    if rank is not None and not 0 <= rank <= full:
+        raise ValueError(f"rank {rank} is out of range for a delta [{rows}, {columns}]")
+    kept = full if rank is None else rank
+    try_fp32 = rank is not None and delta.device.type == "cpu" and fp32_products_are_exact()
+
+    if output_gram is not None:
+        found = directions_of(output_gram.double(), kept, try_fp32)
+    elif rows <= columns:
+        found = left_directions(delta, gram, kept, try_fp32)
+    else:
+        found = right_directions(delta, gram, kept, try_fp32)
+    side: Side = "left" if output_gram is not None or rows <= columns else "right"
+    return Factorization(found.values, found.energy, _fix_signs(found.basis).float(), side)
+
+
+def truncate(delta: Tensor, factorization: Factorization, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The optimal rank-`rank` factors of `delta`, rounded to `dtype`.
+
+    U is rounded first and V is the least-squares solution against the rounded U: for any U of full column rank
+    V = U^+ delta minimises the whitened error whatever the whitening, so U's rounding error is absorbed except for
+    what leaves its column space.
+
+    Args:
+        delta: [out, in], the matrix that was factorized.
+        factorization: of this delta.
+        rank: 0 <= rank <= the number of columns in the basis.
+        dtype: of the factors as they will be stored.
+
+    Returns:
+        u [out, rank] and v [rank, in] in `dtype`; delta is approximated by u @ v.
+
+    Raises:
+        ValueError: the rank is out of range.
+    """
+    available = factorization.basis.shape[1]
+    if not 0 <= rank <= available:
+        raise ValueError(f"rank {rank} was asked of a factorization with {available} directions")
+    delta = delta.detach().float()
+    wide = dtype == torch.float64 or delta.device.type != "cpu" or not fp32_products_are_exact()
+    work = torch.float64 if wide else torch.float32
+    basis = factorization.basis[:, :rank].to(work)
+    u = basis if factorization.side == "left" else delta.to(work) @ basis
+    u = u.to(dtype)
+    return u, _refit(delta.to(work), u.to(work)).to(dtype)
+
+
+def whitened_error(delta: Tensor, u: Tensor, v: Tensor, *, gram: Tensor | None = None) -> float:
+    """||(delta - u v) L||_F^2 = tr((delta - u v) G (delta - u v)^T) in fp64, without an fp64 copy of the delta.
+
+    Args:
+        delta: [out, in].
+        u: [out, rank].
+        v: [rank, in].
+        gram: G [in, in], or None for the plain Frobenius norm.
+    """
+    total = 0.0
+    metric, right = None if gram is None else gram.double(), v.double()
+    for start in range(0, len(delta), 512):
+        rows = slice(start, start + 512)
+        error = delta[rows].double() - u[rows].double() @ right
+        total += float(((error if metric is None else error @ metric) * error).sum())
+    return total
+
+
+def _refit(delta: Tensor, u: Tensor) -> Tensor:
+    """The V [k, in] fp64 minimising ||delta - u V||_F."""
+    wide = u.double()
+    normal = wide.T @ wide  # [k, k]
+    factor, info = torch.linalg.cholesky_ex(normal)
+    pivots = factor.diagonal()
+    if not len(normal):
+        return delta.new_zeros(0, delta.shape[1], dtype=torch.float64)
+    if int(info) == 0 and bool(pivots.max() < _CONDITION_LIMIT * pivots.min()):
+        return torch.cholesky_solve((u.T @ delta).double(), factor)
+    left, values, right = torch.linalg.svd(wide, full_matrices=False)
+    usable = values > values[:1] * (torch.finfo(torch.float64).eps * max(wide.shape))
+    inverse = torch.where(usable, 1 / values.clamp_min(_TINY), 0)
+    solution: Tensor = right.T @ (inverse[:, None] * (left.T @ delta.double()))
+    return solution
+
+
+def _fix_signs(vectors: Tensor) -> Tensor:
+    """Make the largest component of every column positive: solvers leave the sign open."""
+    if not vectors.numel():
+        return vectors
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    return vectors * torch.where(largest < 0, -1.0, 1.0)

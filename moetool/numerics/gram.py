@@ -1,0 +1,78 @@
+"""Second moments of activations: the Gram matrix that whitening, merging and shrinkage read."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moetool.numerics.congruence import mirror_lower, symmetric_blocks
+from moetool.numerics.fortran import call, character, integer, routine
+from moetool.numerics.precision import bf16_products, fp32_products_are_exact, has_fast_bf16
+
+_TOKENS = 4096  # rows widened at a time
+_TOKENS_FP64 = 512  # fewer for fp64: the widened rows should stay in the cache
+
+
+class Gram:
+    """The sum of x x^T over the rows given to `add`, in fp64.
+
+    bf16 rows: their products are exact in fp32, so chunks are multiplied in fp32 (on bf16 units where the processor
+    has them) and summed in fp64; relative error about 3e-7. Other rows are multiplied in fp64: whitening takes the
+    Gram's smallest eigenvalues seriously, and fp32 would lose them below 1e-7 of the largest.
+
+    Holds one [size, size] fp64 matrix. Not safe for concurrent `add` calls on the same object.
+
+    Args:
+        size: length of a row.
+        device: where the rows come from and the matrix lives.
+    """
+
+    def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
+        self.count = 0  #: tokens seen
+        self._sum = torch.zeros(size, size, dtype=torch.float64, device=device)  # lower triangle is current
+
+    def add(self, rows: Tensor) -> None:
+        """Add the outer products of `rows` [tokens, size], any floating dtype.
+
+        Raises:
+            ValueError: the rows have another length, or are no floating point matrix.
+        """
+        size = len(self._sum)
+        if rows.ndim != 2 or rows.shape[1] != size or not rows.is_floating_point():
+            raise ValueError(f"Gram needs floating point rows [tokens, {size}], got {rows.dtype} {list(rows.shape)}")
+        rows = rows.detach()
+        self.count += len(rows)
+        on_cpu = self._sum.device.type == "cpu"
+        exact_in_fp32 = on_cpu and rows.dtype == torch.bfloat16 and fp32_products_are_exact()
+        step = _TOKENS if exact_in_fp32 or not on_cpu else _TOKENS_FP64
+        for start in range(0, len(rows), step):
+            chunk = rows[start : start + step]
+            if exact_in_fp32 and has_fast_bf16():
+                with bf16_products():
+                    self._add_lower(chunk.float())
+            elif exact_in_fp32:
+                self._add_lower(chunk.float())
+            elif not (on_cpu and self._dsyrk(chunk.double())):
+                self._add_lower(chunk.double())
+
+    def matrix(self) -> Tensor:
+        """The symmetric [size, size] fp64 sum so far. It is the accumulator itself: clone it to go on adding."""
+        return mirror_lower(self._sum)
+
+    def _add_lower(self, chunk: Tensor) -> None:
+        """Add chunk^T chunk to the lower triangle, slab by slab."""
+        for start, stop in symmetric_blocks(len(self._sum)):
+            self._sum[start:stop, :stop] += chunk[:, start:stop].T @ chunk[:, :stop]
+
+    def _dsyrk(self, chunk: Tensor) -> bool:
+        """Add chunk^T chunk in place by BLAS dsyrk, half the operations of a product; False where unavailable."""
+        function = routine("dsyrk", 10)
+        if function is None:
+            return False
+        size, one = integer(len(self._sum)), np.ones(1)
+        # Fortran reads row major rows as their transpose, and the row major lower triangle as the upper one.
+        call(
+            function,
+            *(character("U"), character("N"), size, integer(len(chunk)), one),
+            *(chunk.contiguous(), size, one, self._sum, size),
+        )
+        return True

@@ -1,0 +1,106 @@
+"""The shared base of each layer and what was measured to make it, as files of the work directory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from moetool.architectures import ROLES, Role
+from moetool.calibration.collectors import FisherCollector, LayerStatistics, UsageCollector
+from moetool.checkpoint.experts import ExpertReader
+from moetool.methods.merging import Merge, merge
+from moetool.methods.pruning import PruningPlan, kept_channels, prune_base, spread
+from moetool.pipeline.calibrated import CalibratedJob
+from moetool.pipeline.job import to_cpu
+
+
+@dataclass(frozen=True)
+class LayerBase:
+    """A layer's base as it will be stored.
+
+    Attributes:
+        matrices: by role `[out, in]`, in the storage dtype, without pruned channels.
+        channels: `[kept]` int64, the intermediate channels that are left.
+        intermediate: how many there were.
+        statistics: `None` if nothing was measured.
+    """
+
+    matrices: dict[Role, Tensor]
+    channels: Tensor
+    intermediate: int
+    statistics: LayerStatistics | None
+
+    def full(self, role: Role) -> Tensor:
+        """The base in fp32, with zeros where channels are gone: what differences are taken against."""
+        return spread(self.matrices[role].float(), self.channels, self.intermediate, 1 if role == "down" else 0)
+
+    def pruned(self, plan: PruningPlan) -> "LayerBase":
+        """Without the statically weakest channels."""
+        if not plan.static:
+            return self
+        assert self.statistics is not None
+        energy = self.statistics.channel_energy[self.channels]
+        kept = kept_channels(self.matrices["down"], energy, plan.static)
+        return LayerBase(prune_base(self.matrices, kept), self.channels[kept], self.intermediate, self.statistics)
+
+    def save(self, path: Path) -> None:
+        """Write atomically."""
+        tensors: dict[str, Tensor] = {f"base.{role}": matrix for role, matrix in self.matrices.items()}
+        tensors["channels"] = self.channels
+        tensors["intermediate"] = torch.tensor(self.intermediate)
+        if self.statistics is not None:
+            tensors.update(self.statistics.tensors())
+        temporary = path.with_suffix(".tmp")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "LayerBase":
+        """Inverse of `save`."""
+        tensors = load_file(path)
+        statistics = None
+        if "tokens" in tensors:
+            statistics = LayerStatistics(tensors["tokens"], tensors["fisher_trace"], tensors["channel_energy"])
+        matrices = {role: tensors[f"base.{role}"] for role in ROLES}
+        return cls(matrices, tensors["channels"], int(tensors["intermediate"]), statistics)
+
+
+BASE_FILES = "base-*.safetensors"
+
+
+def base_path(work: Path, layer: int) -> Path:
+    """Where a layer's base waits for the end of the job."""
+    return work / f"base-{layer:05d}.safetensors"
+
+
+def unweighted_base(experts: ExpertReader, layer: int) -> LayerBase:
+    """The plain mean of a layer's experts; nothing is measured."""
+    count = experts.shape.experts
+    matrices = {
+        role: merge("mean", role, [experts.dense(layer, expert, role) for expert in range(count)]).to(experts.dtype)
+        for role in ROLES
+    }
+    return LayerBase(matrices, torch.arange(experts.shape.intermediate), experts.shape.intermediate, None)
+
+
+def measured_base(calibrated: CalibratedJob, index: int, layer: nn.Module, method: Merge) -> LayerBase:
+    """Run a loaded layer backwards, measure it, and merge its experts.
+
+    The base is rounded to the storage dtype here, before any difference is taken against it, so that the differences
+    absorb the rounding.
+    """
+    reader, experts = calibrated.job.source.experts, calibrated.experts(layer)
+    usage = UsageCollector(reader.shape)
+    fisher = FisherCollector(experts, reader.shape)
+    calibrated.sweep.backward(index, layer, [usage, fisher])
+    statistics = LayerStatistics(usage.tokens, fisher.trace / calibrated.sweep.count, usage.channel_energy)
+    matrices: dict[Role, Tensor] = {}
+    for role in ROLES:
+        weights = [
+            reader.dense(index, expert, role).to(calibrated.job.device) for expert in range(reader.shape.experts)
+        ]
+        base = merge(method, role, weights, usage.tokens, (fisher.weighted, fisher.total))
+        matrices[role] = to_cpu(base.to(reader.dtype))
+    return LayerBase(matrices, torch.arange(reader.shape.intermediate), reader.shape.intermediate, statistics)

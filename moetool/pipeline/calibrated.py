@@ -1,0 +1,145 @@
+"""Forward and reverse sweeps of a job over its calibration text, journaled layer by layer."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from moetool.calibration.data import check_vocabulary, load_tokenizer, sample_windows
+from moetool.calibration.streaming import StreamedModel
+from moetool.calibration.sweep import Sweep
+from moetool.errors import InvalidInputError, UsageError
+from moetool.pipeline.job import Job, Source
+from moetool.pipeline.options import CalibrationOptions
+from moetool.pipeline.progress import phase
+
+Visit = Callable[[int, nn.Module], None]
+
+
+def calibration_windows(source: Source, options: CalibrationOptions) -> Tensor:
+    """The calibration set `[samples, sequence_length]` of token ids.
+
+    Raises:
+        UsageError: no text given, or windows longer than the model's context.
+        InvalidInputError: text or tokenizer cannot be used.
+    """
+    if options.calibration is None:
+        raise UsageError("Give a calibration text: --calibration FILE.")
+    config = source.checkpoint.config
+    context = config.get("max_position_embeddings")
+    if isinstance(context, int) and options.sequence_length > context:
+        raise UsageError(
+            f"--sequence-length {options.sequence_length} is more than the model's context of {context} tokens."
+        )
+    tokenizer = load_tokenizer(source.checkpoint.path)
+    windows = sample_windows(
+        options.calibration,
+        tokenizer,
+        samples=options.samples,
+        sequence_length=options.sequence_length,
+        seed=options.seed,
+    )
+    check_vocabulary(windows, int(config["vocab_size"]))
+    return windows
+
+
+class CalibratedJob:
+    """A job together with the model and the text it is calibrated on."""
+
+    def __init__(self, job: Job, options: CalibrationOptions) -> None:
+        self.job = job
+        windows = calibration_windows(job.source, options)
+        if len(windows) < options.samples:
+            job.progress.log(
+                f"The calibration text has only {len(windows)} windows of {options.sequence_length} tokens, "
+                f"not {options.samples}: using them all."
+            )
+        job.record["calibration"] = {"windows": len(windows), "tokens": windows.numel()}
+        model = StreamedModel(job.source.checkpoint, job.source.architecture, job.compute_dtype, job.device)
+        self.model = model
+        self.sweep = Sweep(model, windows, job.work, tick=job.progress.advance)
+
+    @property
+    def _layers(self) -> int:
+        return self.model.layer_count
+
+    def _embed(self) -> None:
+        if self.job.unit("embed"):
+            self.sweep.embed()
+            self.job.finish("embed")
+
+    def forward(self) -> None:
+        """Hidden states at every layer boundary, all kept for the way back."""
+        job, sweep = self.job, self.sweep
+        with phase(job.progress, "Forward", (self._layers + 1) * sweep.batch_count):
+            self._embed()
+            for index in range(self._layers):
+                if job.unit(f"forward/{index}"):
+                    with self.model.layer(index) as layer:
+                        sweep.forward(index, layer)
+                    job.finish(f"forward/{index}")
+
+    def forward_visiting(self, visit: Visit) -> None:
+        """One forward sweep in which `visit(index, layer)` sees each loaded MoE layer before it is left.
+
+        The visitor runs the layer itself (`sweep.forward`, writing the next boundary). Only two boundaries are on disk
+        at a time.
+        """
+        job, sweep = self.job, self.sweep
+        with phase(job.progress, "Forward", (self._layers + 1) * sweep.batch_count):
+            self._embed()
+            for index in range(self._layers):
+                if not job.unit(f"forward/{index}"):
+                    continue
+                with self.model.layer(index) as layer:
+                    if job.source.experts.has(index):
+                        visit(index, layer)
+                    else:
+                        sweep.forward(index, layer)
+                job.finish(f"forward/{index}")
+                sweep.hidden(index).delete()
+
+    def reverse(self, visit: Visit, passes: int) -> None:
+        """From the loss back to the first MoE layer; `visit(index, layer)` sees each loaded MoE layer on the way.
+
+        The visitor runs the layer backwards itself (`sweep.backward`). `passes` is how many times it goes over the
+        calibration set, for the progress bar.
+        """
+        job, sweep = self.job, self.sweep
+        lowest = min(job.source.experts.moe_layers)
+        with phase(job.progress, "Backward", (1 + passes * (self._layers - lowest)) * sweep.batch_count):
+            if job.unit("head"):
+                loss = sweep.head()
+                (job.work / "loss").write_text(repr(loss))
+                job.finish("head")
+            for index in range(self._layers - 1, lowest - 1, -1):
+                if not job.unit(f"reverse/{index}"):
+                    continue
+                with self.model.layer(index) as layer:
+                    if job.source.experts.has(index):
+                        visit(index, layer)
+                    else:
+                        sweep.backward(index, layer)
+                job.finish(f"reverse/{index}")
+                sweep.gradient(index + 1).delete()
+                sweep.hidden(index + 1).delete()
+
+    @property
+    def loss(self) -> float:
+        """Mean next-token loss on the calibration set, known after the head."""
+        return float((self.job.work / "loss").read_text())
+
+    def experts(self, layer: nn.Module) -> nn.Module:
+        """The fused experts of a loaded layer."""
+        return layer.get_submodule(self.job.source.architecture.experts_module)
+
+    def tokens_routed(self) -> int:
+        """Expert inputs per layer over the whole calibration set."""
+        return int(self.sweep.windows.numel()) * self.job.source.experts.shape.top_k
+
+
+def require_reached(tokens: Tensor) -> Tensor:
+    """Indices of experts that no calibration token reached."""
+    if not bool(tokens.any()):
+        raise InvalidInputError("No token was routed to any expert: the router gives no usable scores.")
+    return torch.nonzero(tokens == 0).flatten()

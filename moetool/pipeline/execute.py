@@ -1,0 +1,95 @@
+"""From a stage's name and options to a finished, verified output."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from moetool.errors import VerificationError
+from moetool.pipeline.interrupt import listening
+from moetool.pipeline.job import Job, Source
+from moetool.pipeline.memory import PeakMemory
+from moetool.pipeline.options import RunOptions
+from moetool.pipeline.output import original_bytes
+from moetool.pipeline.plan import Plan, fingerprint
+from moetool.pipeline.progress import Progress, Silent
+from moetool.pipeline.stages import stages
+from moetool.pipeline.workspace import Workspace
+
+
+def plan_stage(name: str, source: str | Path, options: RunOptions) -> Plan:
+    """What a stage would cost, from headers alone. Writes nothing."""
+    return stages()[name](Source.open(source), options).plan()
+
+
+def run_stage(
+    name: str,
+    source: str | Path,
+    output: str | Path,
+    options: RunOptions,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Run one stage from `source` to `output` and say what came of it.
+
+    Args:
+        name: of the stage, e.g. `d2moe` or `decompose`.
+        source: a checkpoint directory or hub id.
+        output: a directory that does not exist or is empty.
+        options: of the type the stage asks for.
+        resume: go on with an interrupted run of the same settings.
+        overwrite: throw away what an earlier run of moetool left in `output`.
+        progress: told where the job is.
+
+    Returns:
+        `bytes_before`, `bytes_after`, `achieved_ratio`, `seconds`, `peak_memory_bytes` and what the stage adds.
+
+    Raises:
+        MoetoolError: anything a user can do something about.
+    """
+    began = time.monotonic()
+    progress = progress or Silent()
+    opened = Source.open(source)
+    stage = stages()[name](opened, options)
+    plan = stage.plan()
+    directory = Path(output).expanduser()
+    _refuse_self(opened.checkpoint.path, directory)
+    plan.check(directory, memory=options.memory, disk=options.disk)
+    workspace = Workspace(
+        directory, fingerprint(name, stage.sources(), stage.recipe()), resume=resume, overwrite=overwrite
+    )
+    with PeakMemory() as peak, listening() as interrupt:
+        job = Job(opened, workspace, options, progress, interrupt, {"recipe": stage.recipe()})
+        if workspace.is_resumed:
+            progress.log(f"Going on with the run in {directory}.")
+        told = stage.run(job)
+        result: dict[str, Any] = {"stage": name, "input": str(source), "output": str(directory)}
+        if stage.writes_model:
+            result.update(_verified(opened, directory))
+        workspace.close()
+    result["seconds"] = round(time.monotonic() - began, 2)
+    result["peak_memory_bytes"] = peak.bytes
+    return result | told
+
+
+def _refuse_self(source: Path, output: Path) -> None:
+    from moetool.errors import UsageError
+
+    if output.resolve() == source.resolve() or source.resolve() in output.resolve().parents:
+        raise UsageError(f"{output} is the input, or inside it. Write somewhere else.")
+
+
+def _verified(before: Source, output: Path) -> dict[str, Any]:
+    """Open what was written as a reader would, and compare sizes."""
+    after = Source.open(output)
+    lost = set(before.checkpoint.tensors) - set(after.checkpoint.tensors)
+    prefixes = tuple(before.architecture.experts_prefix(layer) for layer in before.experts.moe_layers)
+    if missing := sorted(name for name in lost if not name.startswith(prefixes)):
+        raise VerificationError(f"The output lacks {len(missing)} tensors of the input, the first {missing[0]}.")
+    original = original_bytes(before)
+    return {
+        "bytes_before": original,
+        "bytes_after": after.checkpoint.weight_bytes,
+        "achieved_ratio": round(1 - after.checkpoint.weight_bytes / original, 6),
+    }

@@ -1,0 +1,198 @@
+"""What `svd-compress` and `compress` share: options, costs, and the way from factorisations to a written checkpoint."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from moetool.architectures import ROLES
+from moetool.checkpoint.experts import ExpertReader
+from moetool.methods.allocation import Allocation
+from moetool.methods.svd import Svd
+from moetool.numerics.factorize import truncate
+from moetool.pipeline.bases import LayerBase, base_path
+from moetool.pipeline.factors import FactorFile
+from moetool.pipeline.job import Job, Source, pick_compute_dtype, pick_device
+from moetool.pipeline.options import CalibrationOptions, RunOptions
+from moetool.pipeline.output import OutputPlan, entry_for, native_tensors, original_bytes, write_model
+from moetool.pipeline.plan import CalibrationCost, Plan
+from moetool.pipeline.ranking import LayerSpectra, build_groups, check_ratio, fit_layouts, layouts_from, same_rank
+from moetool.representations.layout import BASE_CHANNELS, LayerLayout, delta_name
+from moetool.representations.low_rank import LowRank
+
+
+class FactorOptions(RunOptions, CalibrationOptions):
+    """How differences become factors."""
+
+    ratio: float | None = Field(
+        None, description="Share of the weight files' bytes that disappears: 0.4 makes the model 40 % smaller."
+    )
+    rank: int | None = Field(None, ge=0, description="Instead of a ratio: this rank for every matrix.")
+    svd: Svd = Field("truncation-aware", description="Norm in which factors are best.")
+    allocation: Allocation = Field(
+        "water-filling", description="Ranks where a byte removes most loss, or the same share for every matrix."
+    )
+    sensitivity: bool = Field(True, description="Weight each matrix's loss by its measured sensitivity.")
+    rank_multiple: int = Field(1, ge=1, description="Ranks are multiples of this; 8 suits tensor cores.")
+
+    @model_validator(mode="after")
+    def _one_target(self) -> "FactorOptions":
+        if (self.ratio is None) == (self.rank is None):
+            raise ValueError("give --ratio or --rank, one of them")
+        return self
+
+
+class Factored:
+    """Layers whose bases and factorisations lie in the work directory, to be cut to ranks and written."""
+
+    def __init__(self, job: Job, dynamic_channels: int | Mapping[int, int]) -> None:
+        self.job, self.reader = job, job.source.experts
+        self.bases = {layer: base_path(job.work, layer) for layer in self.reader.moe_layers}
+        self.factors = {layer: FactorFile(job.work, layer, self.reader.shape) for layer in self.reader.moe_layers}
+        self.spectra = []
+        for layer in self.reader.moe_layers:
+            base = LayerBase.load(self.bases[layer])
+            dynamic = dynamic_channels if isinstance(dynamic_channels, int) else dynamic_channels[layer]
+            self.spectra.append(LayerSpectra(layer, self.factors[layer], len(base.channels), dynamic, base.statistics))
+
+    def _plan(self, layouts: Mapping[int, LayerLayout]) -> OutputPlan:
+        return OutputPlan(self.job.source, layouts, self.reader.dtype, self.job.options.shard_size)
+
+    def layouts(self, options: FactorOptions) -> dict[int, LayerLayout]:
+        """Ranks for a ratio of the original's bytes, or one rank everywhere."""
+        shape = self.reader.shape
+        groups = build_groups(
+            self.spectra,
+            shape,
+            self.reader.dtype.itemsize,
+            weighted=options.sensitivity,
+            whitened=options.svd != "vanilla",
+            multiple=options.rank_multiple,
+        )
+        if options.rank is not None:
+            return layouts_from(self.spectra, shape, same_rank(groups, options.rank))
+        assert options.ratio is not None
+        target = round(original_bytes(self.job.source) * (1 - options.ratio))
+        return fit_layouts(
+            options.allocation, self.spectra, groups, shape, target, lambda layouts: self._plan(layouts).nbytes
+        )
+
+    def write(self, layouts: Mapping[int, LayerLayout], seed: int, method: str) -> dict[str, Any]:
+        """Write the checkpoint; returns the per-layer record."""
+        record = self._record(layouts)
+        statistics = {entry.layer: entry.statistics for entry in self.spectra if entry.statistics is not None}
+        write_model(
+            self.job,
+            self._plan(layouts),
+            self._layer_tensors,
+            entry=entry_for(layouts, self.job.source, method=method),
+            statistics=statistics,
+            manifest_layers=lambda: record,
+            seed=seed,
+        )
+        return record
+
+    def _layer_tensors(self, layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
+        base = LayerBase.load(self.bases[layer])
+        yield from base_tensors(self.reader, layer, layout, base)
+        dtype, prefix = self.reader.dtype, self.reader.architecture.experts_prefix(layer)
+        for expert, role, representation in layout.deltas():
+            own = self.reader.dense(layer, expert, role)
+            if not isinstance(representation, LowRank):
+                yield prefix + delta_name(expert, role, "weight"), own.to(dtype)
+                continue
+            if not representation.rank:
+                continue
+            delta = (own.float() - base.full(role)).to(self.job.device)
+            u, v = truncate(delta, self.factors[layer].read(role, expert), representation.rank, dtype)
+            yield prefix + delta_name(expert, role, "u"), u
+            yield prefix + delta_name(expert, role, "v"), v
+
+    def _record(self, layouts: Mapping[int, LayerLayout]) -> dict[str, Any]:
+        """Per layer: tokens per expert, and the share of each difference's energy that its rank loses."""
+        record: dict[str, Any] = {}
+        for entry in self.spectra:
+            layout = layouts[entry.layer]
+            layer: dict[str, Any] = {}
+            if entry.statistics is not None:
+                layer["tokens"] = entry.statistics.tokens.tolist()
+            errors: dict[str, list[float]] = {role: [] for role in ROLES if layout.weights[role] is not None}
+            for expert, role, representation in layout.deltas():
+                error = 0.0
+                if isinstance(representation, LowRank):
+                    spectrum, energy = entry.factors.spectrum(role, expert)
+                    error = 1 - spectrum[: representation.rank].sum().item() / energy if energy > 0 else 0.0
+                errors[role].append(float(f"{max(error, 0.0):.4g}"))
+            layer["lost_energy"] = errors
+            record[str(entry.layer)] = layer
+        return record
+
+
+def base_tensors(
+    reader: ExpertReader, layer: int, layout: LayerLayout, base: LayerBase
+) -> Iterator[tuple[str, Tensor]]:
+    """The base of every group that has one, and all experts of every group that has none."""
+    for role in ROLES:
+        if layout.weights[role] is None:
+            yield from native_tensors(reader, layer, role, reader.dtype)
+        else:
+            yield reader.architecture.weight_name(layer, 0, role), base.matrices[role]
+    if layout.is_pruned:
+        yield reader.architecture.experts_prefix(layer) + BASE_CHANNELS, base.channels.int()
+
+
+def finish(job: Job, factored: Factored, options: FactorOptions, method: str) -> dict[str, Any]:
+    """Choose ranks, write, and report."""
+    missed = [f"layer {entry.layer} expert {expert}" for entry in factored.spectra for expert in unreached(entry)]
+    if missed:
+        job.progress.log(
+            f"No calibration token reached {len(missed)} experts ({', '.join(missed[:4])}"
+            f"{', …' if len(missed) > 4 else ''}): plain SVD for these. More --samples may reach them."
+        )
+    record = factored.write(factored.layouts(options), options.seed, method)
+    return {"unreached_experts": missed, "layers": record}
+
+
+def unreached(entry: LayerSpectra) -> list[int]:
+    """Experts of a layer that no calibration token reached."""
+    energy = entry.factors.input_energy()[0]
+    return [expert for expert, given in enumerate(energy.tolist()) if given == 0] if bool(energy.any()) else []
+
+
+def factor_plan(stage: str, source: Source, options: FactorOptions, base_channels: int, *, gradients: bool) -> Plan:
+    """Costs of a stage that calibrates and factorises; raises `UsageError` for a ratio that cannot be reached."""
+    reader, checkpoint = source.experts, source.checkpoint
+    original = original_bytes(source)
+
+    def size(rank: int) -> int:
+        layout = LayerLayout.uniform(reader.shape, LowRank(rank), base_channels)
+        return OutputPlan(source, dict.fromkeys(reader.moe_layers, layout), reader.dtype, options.shard_size).nbytes
+
+    if options.ratio is not None:
+        check_ratio(options.ratio, size(0), original)
+        output = round(original * (1 - options.ratio))
+    else:
+        output = size(min(options.rank or 0, min(reader.shape.hidden, reader.shape.intermediate)))
+    itemsize = pick_compute_dtype(options.compute_dtype, pick_device(options.device), reader.dtype).itemsize
+    cost = CalibrationCost(options.samples, options.sequence_length, itemsize)
+    layers = source.architecture.layers(checkpoint.config)
+    boundaries = layers + 3 if gradients else 2
+    base = 3 * base_channels * reader.shape.hidden * reader.dtype.itemsize
+    scratch = FactorFile(Path(), 0, reader.shape).nbytes + base
+    return Plan(
+        stage=stage,
+        input_bytes=checkpoint.weight_bytes,
+        output_bytes=output,
+        scratch_bytes=boundaries * cost.boundary_bytes(reader.shape.hidden) + len(reader.moe_layers) * scratch,
+        memory_bytes=cost.memory_bytes(reader, gradients=gradients, factors=True),
+        details={
+            "original_bytes": original,
+            "smallest_possible_bytes": size(0),
+            "layers": layers,
+            "moe_layers": len(reader.moe_layers),
+            "experts": reader.shape.experts,
+            "calibration_tokens": options.samples * options.sequence_length,
+        },
+    )

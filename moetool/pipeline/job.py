@@ -1,0 +1,100 @@
+"""One job: an input that was checked, an output that is being made, and what is needed on the way."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moetool.architectures import Architecture, find_architecture
+from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.reader import Checkpoint
+from moetool.errors import UsageError
+from moetool.pipeline.interrupt import Interrupt
+from moetool.pipeline.options import RunOptions
+from moetool.pipeline.progress import Progress, Silent
+from moetool.pipeline.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint whose headers agree with its config and whose family is known."""
+
+    checkpoint: Checkpoint
+    architecture: Architecture
+    experts: ExpertReader
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Source":
+        """Open and check a mixture of experts by its headers. Raises `InvalidInputError`."""
+        checkpoint = Checkpoint.open(path)
+        architecture = find_architecture(checkpoint.config)
+        return cls(checkpoint, architecture, ExpertReader(checkpoint, architecture))
+
+
+@dataclass
+class Job:
+    """A running job."""
+
+    source: Source
+    workspace: Workspace
+    options: RunOptions
+    progress: Progress = field(default_factory=Silent)
+    interrupt: Interrupt = field(default_factory=Interrupt)
+    record: dict[str, Any] = field(default_factory=dict)  # what the manifest will say about the recipe
+
+    @property
+    def output(self) -> Path:
+        """Where the result goes."""
+        return self.workspace.output
+
+    @property
+    def work(self) -> Path:
+        """Where unfinished files live."""
+        return self.workspace.work
+
+    def unit(self, name: str) -> bool:
+        """Whether a unit is still to be done; between units, a requested stop is obeyed."""
+        if self.workspace.is_done(name):
+            return False
+        self.interrupt.check()
+        return True
+
+    def finish(self, name: str) -> None:
+        """A unit's files are in place."""
+        self.workspace.done(name)
+
+    @property
+    def device(self) -> torch.device:
+        """The device to compute on."""
+        return pick_device(self.options.device)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype to run the model in."""
+        return pick_compute_dtype(self.options.compute_dtype, self.device, self.source.experts.dtype)
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is CUDA when there is a card. Raises `UsageError` for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"Device '{name}' cannot be used here: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def pick_compute_dtype(name: str, device: torch.device, stored: torch.dtype) -> torch.dtype:
+    """`auto` is fp32 on a CPU, where it costs little, and the checkpoint's own dtype on a card."""
+    if name != "auto":
+        return getattr(torch, name)
+    return stored if device.type == "cuda" else torch.float32
+
+
+def to_cpu(tensor: Tensor) -> Tensor:
+    """Detached, contiguous, on the CPU."""
+    return tensor.detach().to("cpu").contiguous()

@@ -1,0 +1,38 @@
+"""Options that many commands share, as frozen pydantic models. Command line and YAML are both generated from these."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from moetool.pipeline.sizes import ByteSize
+
+
+class Options(BaseModel):
+    """Base of every set of options: frozen, and strict about names."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class CalibrationOptions(Options):
+    """Which text the statistics are measured on."""
+
+    calibration: str | None = Field(
+        None,
+        description="Calibration text: a .txt, .jsonl or .parquet file, a folder of them, or a hub data set "
+        "name[:config[:split[:column]]]; several with commas.",
+    )
+    samples: int = Field(128, ge=1, description="Windows of calibration text.")
+    sequence_length: int = Field(2048, ge=2, description="Tokens per window.")
+    seed: int = Field(0, ge=0, description="Seed of the window sampling.")
+
+
+class RunOptions(Options):
+    """Where and how a job runs. None of these changes what is computed, except the compute dtype."""
+
+    device: str = Field("auto", description="cpu, cuda, cuda:1 … (auto: CUDA when there is a card).")
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="For running the model (auto: float32 on CPU, the checkpoint's own on a card)."
+    )
+    memory: ByteSize | None = Field(None, description="Refuse to start if the job needs more memory, e.g. 8GiB.")
+    disk: ByteSize | None = Field(None, description="Refuse to start if the job needs more disk, e.g. 200GB.")
+    shard_size: ByteSize = Field(5_000_000_000, description="Largest weight file to write.")

@@ -1,0 +1,204 @@
+"""Writing a job's result: weight files as planned, then everything else, the index last."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moetool.architectures import Role
+from moetool.calibration.collectors import LayerStatistics
+from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.files import copy_sidecars, patch_config, write_json
+from moetool.checkpoint.format import format_entry, moetool_entry
+from moetool.checkpoint.manifest import Manifest, write_manifest
+from moetool.checkpoint.reader import CONFIG
+from moetool.checkpoint.writer import CheckpointWriter, TensorSpec
+from moetool.pipeline.job import Job, Source
+from moetool.pipeline.progress import phase
+from moetool.representations.layout import BASE_CHANNELS, LayerLayout
+
+STATISTICS = Path("moetool") / "statistics.safetensors"
+
+LayerTensors = Callable[[int, LayerLayout], Iterator[tuple[str, Tensor]]]
+
+
+class OutputPlan:
+    """Which tensors go into which shard, for given layouts of the MoE layers."""
+
+    def __init__(self, source: Source, layouts: Mapping[int, LayerLayout], dtype: torch.dtype, shard_size: int) -> None:
+        self.source, self.layouts = source, dict(layouts)
+        self._units = list(_units(source, self.layouts, dtype))
+        self.shards: list[list[int]] = []
+        size = 0
+        for unit, (_, specs) in enumerate(self._units):
+            nbytes = sum(spec.nbytes for spec in specs)
+            if not self.shards or size + nbytes > shard_size:
+                self.shards.append([])
+                size = 0
+            self.shards[-1].append(unit)
+            size += nbytes
+
+    def layers(self, shard: int) -> list[int]:
+        """The layers of a shard; -1 stands for everything that belongs to no layer."""
+        return [self._units[unit][0] for unit in self.shards[shard]]
+
+    def specs(self, shard: int) -> list[TensorSpec]:
+        """The tensors of a shard."""
+        return [spec for unit in self.shards[shard] for spec in self._units[unit][1]]
+
+    def writer(self, directory: Path) -> CheckpointWriter:
+        """The writer for this plan."""
+        return CheckpointWriter(directory, [self.specs(shard) for shard in range(len(self.shards))])
+
+    @property
+    def nbytes(self) -> int:
+        """Exact bytes of all weight files."""
+        return self.writer(Path()).nbytes
+
+
+def _units(
+    source: Source, layouts: Mapping[int, LayerLayout], dtype: torch.dtype
+) -> Iterator[tuple[int, list[TensorSpec]]]:
+    """Everything outside the layers, then the layers in order; tensors that are not experts pass through."""
+    architecture, tensors = source.architecture, source.checkpoint.tensors
+    count = architecture.layers(source.checkpoint.config)
+    prefixes = [architecture.layer_prefix(layer) for layer in range(count)]
+    names: dict[int, list[str]] = {layer: [] for layer in range(-1, count)}
+    for name in tensors:
+        owner = next((layer for layer, prefix in enumerate(prefixes) if name.startswith(prefix)), -1)
+        if owner not in layouts or not name.startswith(architecture.experts_prefix(owner)):
+            names[owner].append(name)
+    for layer, passed in names.items():
+        specs = [TensorSpec(name, tensors[name].dtype, tensors[name].shape) for name in passed]
+        if layer in layouts:
+            for name, shape in source.experts.tensor_shapes(layer, layouts[layer]).items():
+                specs.append(TensorSpec(name, torch.int32 if name.endswith(BASE_CHANNELS) else dtype, shape))
+        if specs:
+            yield layer, specs
+
+
+def write_model(
+    job: Job,
+    plan: OutputPlan,
+    layer_tensors: LayerTensors,
+    *,
+    entry: Mapping[str, Any] | None,
+    statistics: Mapping[int, LayerStatistics],
+    manifest_layers: Callable[[], Mapping[str, Any]] = dict,
+    seed: int = 0,
+) -> None:
+    """Write a whole checkpoint: shards, sidecars, manifest, config, index.
+
+    Args:
+        job: the job.
+        plan: which tensors go where.
+        layer_tensors: makes the expert tensors of one MoE layer, by full name on disk, one at a time.
+        entry: `quantization_config` to write; `None` leaves an ordinary checkpoint.
+        statistics: what was measured, by layer, kept beside the weights for later stages.
+        manifest_layers: per-layer record for the manifest, asked for after the weights are written.
+        seed: of the job.
+    """
+    writer = plan.writer(job.output)
+    checkpoint = job.source.checkpoint
+    with phase(job.progress, "Write", sum(len(shard) for shard in plan.shards)):
+        for shard in range(len(plan.shards)):
+            if writer.is_written(shard):
+                for _ in plan.layers(shard):
+                    job.progress.advance()
+                continue
+            job.interrupt.check()
+
+            def tensors(shard: int = shard) -> Iterator[tuple[str, Tensor]]:
+                for layer in plan.layers(shard):
+                    made: set[str] = set()
+                    if layer in plan.layouts:
+                        for name, tensor in layer_tensors(layer, plan.layouts[layer]):
+                            made.add(name)
+                            yield name, tensor
+                    yield from _passed_through(job.source, plan, shard, layer, made)
+                    job.progress.advance()
+
+            writer.write_shard(shard, tensors())
+    copy_sidecars(checkpoint, job.output)
+    write_statistics(job.output, statistics)
+    write_manifest(
+        job.output,
+        Manifest(
+            source=checkpoint.source,
+            source_fingerprint=checkpoint.fingerprint(),
+            recipe=dict(job.record.get("recipe", {})),
+            seed=seed,
+            statistics={key: value for key, value in job.record.items() if key != "recipe"},
+            layers=dict(manifest_layers()),
+        ),
+    )
+    if entry is None:
+        config = patch_config(checkpoint.config, remove=["quantization_config"])
+    else:
+        config = patch_config(checkpoint.config, quantization_config=dict(entry))
+    write_json(job.output / CONFIG, config)
+    writer.finish()
+
+
+def _passed_through(
+    source: Source, plan: OutputPlan, shard: int, layer: int, made: set[str]
+) -> Iterator[tuple[str, Tensor]]:
+    unit = plan.shards[shard][plan.layers(shard).index(layer)]
+    for spec in plan._units[unit][1]:
+        if spec.name not in made:
+            yield spec.name, source.checkpoint.read(spec.name)
+
+
+def native_tensors(reader: ExpertReader, layer: int, role: Role, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """All experts' matrices of one role, dense, under their native names."""
+    for expert in range(reader.shape.experts):
+        name = reader.architecture.weight_name(layer, expert, role)
+        yield name, reader.dense(layer, expert, role).to(dtype)
+
+
+def entry_for(layouts: Mapping[int, LayerLayout], source: Source, **more: Any) -> dict[str, Any] | None:
+    """The `quantization_config` for these layouts on top of what the source had; `None` if every layer is native."""
+    merged = {**source.experts.layouts, **layouts}
+    if all(layout.is_native for layout in merged.values()):
+        return None
+    old = moetool_entry(source.checkpoint.config) or {}
+    kept = {key: old[key] for key in old if key not in ("layers", "quant_method", "format_version")}
+    return format_entry(merged, **{**kept, "original_bytes": original_bytes(source), **more})
+
+
+def original_bytes(source: Source) -> int:
+    """Bytes of the weight files before anything was done to the model: what a ratio refers to."""
+    entry = moetool_entry(source.checkpoint.config)
+    return int(entry["original_bytes"]) if entry and "original_bytes" in entry else source.checkpoint.weight_bytes
+
+
+def write_statistics(directory: Path, statistics: Mapping[int, LayerStatistics]) -> None:
+    """Keep what was measured beside the weights, in a directory of its own where no loader looks."""
+    if not statistics:
+        return
+    path = directory / STATISTICS
+    path.parent.mkdir(exist_ok=True)
+    tensors = {
+        f"{layer}.{name}": tensor.contiguous()
+        for layer, measured in sorted(statistics.items())
+        for name, tensor in measured.tensors().items()
+    }
+    save_file(tensors, path)
+
+
+def read_statistics(directory: Path) -> dict[int, LayerStatistics]:
+    """Inverse of `write_statistics`; empty if nothing was measured."""
+    path = directory / STATISTICS
+    if not path.exists():
+        return {}
+    tensors = load_file(path)
+    layers = sorted({int(name.split(".")[0]) for name in tensors})
+    return {
+        layer: LayerStatistics(
+            **{name: tensors[f"{layer}.{name}"] for name in ("tokens", "fisher_trace", "channel_energy")}
+        )
+        for layer in layers
+    }

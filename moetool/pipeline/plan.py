@@ -1,0 +1,135 @@
+"""What a job will read, compute and write, from file headers and config alone."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from moetool import __version__
+from moetool.calibration.sweep import TOKENS_PER_BATCH
+from moetool.checkpoint.experts import ExpertReader
+from moetool.errors import ResourceError
+from moetool.pipeline.sizes import format_bytes
+
+# Python, torch and transformers themselves, before any work.
+_BASELINE = 600_000_000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Costs of a job, known before it starts. All sizes in bytes.
+
+    Attributes:
+        stage: which stage.
+        input_bytes: weight files to read.
+        output_bytes: weight files to write, exactly where `exact`, else at most.
+        scratch_bytes: room for unfinished work beside the output, removed at the end.
+        memory_bytes: estimated peak of anonymous memory.
+        details: more that a reader wants to know, in order.
+    """
+
+    stage: str
+    input_bytes: int
+    output_bytes: int
+    scratch_bytes: int
+    memory_bytes: int
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Peak disk use: output and scratch."""
+        return self.output_bytes + self.scratch_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--dry-run --json`."""
+        return {
+            "stage": self.stage,
+            "input_bytes": self.input_bytes,
+            "output_bytes": self.output_bytes,
+            "scratch_bytes": self.scratch_bytes,
+            "disk_bytes": self.disk_bytes,
+            "peak_memory_bytes": self.memory_bytes,
+            **self.details,
+        }
+
+    def check(self, output: Path, *, memory: int | None, disk: int | None) -> None:
+        """Refuse a job that cannot end well, with the numbers.
+
+        Raises:
+            ResourceError: more memory or disk is needed than allowed or there.
+        """
+        available = psutil.virtual_memory().available if memory is None else memory
+        if self.memory_bytes > available:
+            raise ResourceError(
+                f"This job needs about {format_bytes(self.memory_bytes)} of memory and has {format_bytes(available)}. "
+                "Fewer or shorter calibration windows (--samples, --sequence-length) need less."
+            )
+        there = output
+        while not there.exists():
+            there = there.parent
+        free = shutil.disk_usage(there).free if disk is None else disk
+        written = _bytes_below(output)
+        if self.disk_bytes - written > free:
+            raise ResourceError(
+                f"This job needs {format_bytes(self.disk_bytes)} of disk in {there} ({format_bytes(self.output_bytes)} "
+                f"for the result, {format_bytes(self.scratch_bytes)} while it works) and has {format_bytes(free)}."
+            )
+
+
+def _bytes_below(directory: Path) -> int:
+    """What an earlier, interrupted run has already written."""
+    return sum((Path(root) / name).stat().st_size for root, _, names in os.walk(directory) for name in names)
+
+
+def fingerprint(stage: str, sources: Mapping[str, str], options: Mapping[str, Any]) -> str:
+    """Hash of everything that decides the result; `--resume` refuses to mix two of them."""
+    content = {"stage": stage, "sources": dict(sources), "options": dict(options), "version": __version__}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class CalibrationCost:
+    """What calibrating on `samples` windows of `length` tokens takes."""
+
+    samples: int
+    length: int
+    itemsize: int
+
+    def boundary_bytes(self, hidden: int) -> int:
+        """Hidden states of the whole calibration set at one layer boundary."""
+        return self.samples * self.length * hidden * self.itemsize
+
+    def memory_bytes(self, experts: ExpertReader, *, gradients: bool, factors: bool) -> int:
+        """Estimated peak of anonymous memory: one layer, one batch, statistics, and what is not a layer."""
+        shape, tensors = experts.shape, experts.checkpoint.tensors
+        prefixes = {layer: experts.architecture.layer_prefix(layer) for layer in experts.moe_layers}
+        layer = max(
+            sum(info.nbytes // info.dtype.itemsize for name, info in tensors.items() if name.startswith(prefix))
+            for prefix in prefixes.values()
+        )
+        matrices = 3 * shape.hidden * shape.intermediate
+        rest = sum(
+            info.nbytes // info.dtype.itemsize
+            for name, info in tensors.items()
+            if not name.startswith(tuple(prefixes.values()))
+        )
+        batch = min(self.samples, max(1, TOKENS_PER_BATCH // self.length)) * self.length
+        activations = batch * (16 * shape.hidden + 5 * shape.top_k * shape.intermediate) * 4
+        vocabulary = int(experts.checkpoint.config.get("vocab_size", 0))
+        logits = 4 * 4 * self.length * vocabulary if gradients else 0
+        native = max(layer, shape.experts * matrices)
+        statistics = 0
+        if gradients:
+            statistics = 4 * (2 * matrices + 2 * shape.hidden * shape.intermediate)
+        if factors:
+            small = min(shape.hidden, shape.intermediate)
+            grams = 8 * shape.experts * (shape.hidden**2 + small**2) + 8 * small * shape.intermediate
+            work = 8 * 6 * small * max(shape.hidden, shape.intermediate)
+            statistics = max(statistics, grams + work + 4 * matrices)
+        return _BASELINE + (native + rest) * self.itemsize + max(activations, logits) + statistics

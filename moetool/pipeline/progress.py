@@ -1,0 +1,43 @@
+"""How a job tells where it is. The pipeline reports, the command line draws."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Receives what a job is doing."""
+
+    def start(self, phase: str, total: int) -> None:
+        """A phase of `total` steps begins."""
+
+    def advance(self) -> None:
+        """One step is done."""
+
+    def finish(self) -> None:
+        """The phase is over."""
+
+    def log(self, message: str) -> None:
+        """Something worth a line of its own."""
+
+
+class Silent:
+    """Draws nothing."""
+
+    def start(self, phase: str, total: int) -> None: ...
+
+    def advance(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def log(self, message: str) -> None: ...
+
+
+@contextmanager
+def phase(progress: Progress, name: str, total: int) -> Iterator[None]:
+    """A phase as a `with` block."""
+    progress.start(name, total)
+    try:
+        yield
+    finally:
+        progress.finish()

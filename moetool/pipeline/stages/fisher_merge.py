@@ -1,0 +1,78 @@
+"""The first stage of D²-MoE alone: one shared base per layer (§3.2)."""
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+from torch import nn
+
+from moetool.checkpoint.manifest import Manifest, write_manifest
+from moetool.errors import UsageError
+from moetool.methods.merging import Merge
+from moetool.pipeline.bases import BASE_FILES, base_path, measured_base, unweighted_base
+from moetool.pipeline.calibrated import CalibratedJob
+from moetool.pipeline.job import Job, pick_compute_dtype, pick_device
+from moetool.pipeline.options import CalibrationOptions, RunOptions
+from moetool.pipeline.plan import CalibrationCost, Plan
+from moetool.pipeline.stage import Stage
+
+
+class FisherMergeOptions(RunOptions, CalibrationOptions):
+    """How the base is made."""
+
+    merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
+
+
+class FisherMerge(Stage[FisherMergeOptions]):
+    """Writes a base: not a model, but what `decompose --base` needs, with what was measured to make it."""
+
+    name: ClassVar[str] = "fisher-merge"
+    summary: ClassVar[str] = "merge the experts of each layer into one shared base"
+    options_type: ClassVar[type[RunOptions]] = FisherMergeOptions
+    writes_model: ClassVar[bool] = False
+
+    def plan(self) -> Plan:
+        reader, options = self.source.experts, self.options
+        if options.calibration is None and options.merge != "mean":
+            raise UsageError(f"--merge {options.merge} needs calibration text: give --calibration.")
+        itemsize = pick_compute_dtype(options.compute_dtype, pick_device(options.device), reader.dtype).itemsize
+        cost = CalibrationCost(options.samples, options.sequence_length, itemsize)
+        layers = self.source.architecture.layers(self.source.checkpoint.config)
+        base = 3 * reader.shape.intermediate * reader.shape.hidden * reader.dtype.itemsize
+        measured = options.calibration is not None
+        return Plan(
+            stage=self.name,
+            input_bytes=self.source.checkpoint.weight_bytes,
+            output_bytes=len(reader.moe_layers) * base,
+            scratch_bytes=(layers + 3) * cost.boundary_bytes(reader.shape.hidden) if measured else 0,
+            memory_bytes=cost.memory_bytes(reader, gradients=measured, factors=False),
+            details={"layers": layers, "moe_layers": len(reader.moe_layers), "experts": reader.shape.experts},
+        )
+
+    def run(self, job: Job) -> dict[str, Any]:
+        reader, options = self.source.experts, self.options
+        if options.calibration is None:
+            for layer in reader.moe_layers:
+                unweighted_base(reader, layer).save(base_path(job.work, layer))
+        else:
+            calibrated = CalibratedJob(job, options)
+            calibrated.forward()
+
+            def visit(index: int, layer: nn.Module) -> None:
+                measured_base(calibrated, index, layer, options.merge).save(base_path(job.work, index))
+
+            calibrated.reverse(visit, passes=1)
+            job.record["calibration"]["loss"] = calibrated.loss
+        for path in sorted(job.work.glob(BASE_FILES)):
+            path.replace(job.output / path.name)
+        checkpoint = self.source.checkpoint
+        write_manifest(
+            job.output,
+            Manifest(
+                source=checkpoint.source,
+                source_fingerprint=checkpoint.fingerprint(),
+                recipe=self.recipe(),
+                seed=options.seed,
+                statistics=job.record.get("calibration", {}),
+            ),
+        )
+        return {"layers": {str(layer): {} for layer in reader.moe_layers}}

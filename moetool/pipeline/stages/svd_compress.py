@@ -1,0 +1,77 @@
+"""The third stage of D²-MoE alone: differences become low-rank (§3.3)."""
+
+from typing import Any, ClassVar
+
+from torch import nn
+
+from moetool.errors import InvalidInputError, UsageError
+from moetool.pipeline.bases import LayerBase, base_path
+from moetool.pipeline.calibrated import CalibratedJob
+from moetool.pipeline.factored import Factored, FactorOptions, factor_plan, finish
+from moetool.pipeline.factors import measured_grams, write_factors
+from moetool.pipeline.job import Job
+from moetool.pipeline.options import RunOptions
+from moetool.pipeline.output import read_statistics
+from moetool.pipeline.plan import Plan
+from moetool.pipeline.stage import Stage
+
+
+class SvdCompress(Stage[FactorOptions]):
+    """Factorises the differences of a decomposed checkpoint against the bases it holds."""
+
+    name: ClassVar[str] = "svd-compress"
+    summary: ClassVar[str] = "make the differences of a decomposed checkpoint low-rank"
+    options_type: ClassVar[type[RunOptions]] = FactorOptions
+
+    def plan(self) -> Plan:
+        reader, options = self.source.experts, self.options
+        layouts = [reader.layout(layer) for layer in reader.moe_layers]
+        if any(weights is None for layout in layouts for weights in layout.weights.values()):
+            raise InvalidInputError(
+                f"{self.source.checkpoint.path} has experts without a shared base: run decompose on it first."
+            )
+        if options.calibration is None and options.svd != "vanilla":
+            raise UsageError(f"--svd {options.svd} needs calibration text: give --calibration.")
+        channels = max(layout.base_channels for layout in layouts)
+        return factor_plan(self.name, self.source, options, channels, gradients=False)
+
+    def run(self, job: Job) -> dict[str, Any]:
+        reader, options = self.source.experts, self.options
+        statistics = read_statistics(self.source.checkpoint.path)
+        if (
+            options.ratio is not None
+            and options.sensitivity
+            and options.allocation == "water-filling"
+            and not statistics
+        ):
+            job.progress.log(
+                "The input carries no Fisher statistics (decompose --base BASE from fisher-merge would): "
+                "ranks are chosen without sensitivities."
+            )
+
+        def stored_base(layer: int) -> LayerBase:
+            return LayerBase(
+                {role: reader.base(layer, role) for role in ("gate", "up", "down")},
+                reader.base_channels(layer),
+                reader.shape.intermediate,
+                statistics.get(layer),
+            )
+
+        def visit(index: int, layer: nn.Module) -> None:
+            base = stored_base(index)
+            grams = measured_grams(calibrated, index, layer, base, keep=True)
+            base.save(base_path(job.work, index))
+            write_factors(calibrated, reader, job.work, index, base, options.svd, grams)
+
+        if options.calibration is not None:
+            calibrated = CalibratedJob(job, options)
+            calibrated.forward_visiting(visit)
+        else:
+            for layer in reader.moe_layers:
+                if job.unit(f"factor/{layer}"):
+                    base = stored_base(layer)
+                    base.save(base_path(job.work, layer))
+                    write_factors(None, reader, job.work, layer, base, options.svd, None)
+                    job.finish(f"factor/{layer}")
+        dynamic = {layer: reader.layout(layer).dynamic_channels for layer in reader.moe_layers}
+        return finish(job, Factored(job, dynamic), options, self.name)
