@@ -200,7 +200,7 @@ def _check_planned(file: Path, spec: TensorSpec | None, name: str, tensor: Tenso
 def _lay_out(specs: Sequence[TensorSpec]) -> _Layout:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position, starts = 0, {}
-    for spec in sorted(specs, key=lambda spec: (_ORDER[spec.dtype], spec.name.encode())):
+    for spec in sorted(specs, key=lambda spec: (_ORDER[spec.dtype], spec.name)):
         starts[spec.name] = position
         position += spec.nbytes
         entries[spec.name] = {

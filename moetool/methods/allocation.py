@@ -128,7 +128,7 @@ def water_filling(groups: Sequence[Group], budget: int) -> list[Ranks | None]:
     if budget >= most:
         return [None] * len(groups)
     low, high = -300.0, 300.0  # log of the price; sizes fall as it rises
-    for _ in range(200):
+    for _ in range(60):
         middle = (low + high) / 2
         if sum(group.at(math.exp(middle))[1] for group in groups) <= budget:
             high = middle

@@ -37,12 +37,15 @@ def deflated_top_eigh(matrix: Tensor, k: int) -> tuple[Tensor, Tensor] | None:
         half = torch.addmm(product, outer, outer.T @ product, alpha=-0.5)
         update = outer @ half.T
         inner_matrix = matrix - update - update.T
-    values, vectors = top_eigh(inner_matrix.float(), k - len(outer_values))
+    scale = inner_matrix.diagonal().max()  # fp32 has a short range of exponents, too
+    if not bool(scale > 0):
+        return None
+    values, vectors = top_eigh((inner_matrix / scale).float(), k - len(outer_values))
     if not bool((values[-1] > 0) & (values[-1] >= FP32_RESOLUTION * values[0])):
         return None
     inner = vectors.double()
     inner -= outer @ (outer.T @ inner)  # fp32 rounding leaves a trace of the outer directions in the inner ones
-    all_values = torch.cat([outer_values, values.double()])
+    all_values = torch.cat([outer_values, values.double() * scale])
     tail = float(matrix.diagonal().sum() - all_values.sum())
     if k < len(matrix) and leak > LEAK_LIMIT * tail:
         return None

@@ -4,6 +4,7 @@ Left: P are eigenvectors of delta G delta^T. Right: with L L^T = G, L^T (delta^T
 for which delta Y = P. Each is tried in fp32 where that is allowed and resolves the rank that is asked for.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -94,7 +95,7 @@ def _outliers(delta: Tensor, gram: Tensor) -> Tensor:
 
 def _try_fp32(product: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor] | None:
     """Leading eigenpairs if fp32 resolves them, `scale` being the norm of what already went through fp32."""
-    if k == 0:
+    if k == 0 or not math.isfinite(scale):
         return None
     found = deflated_top_eigh(product, k)
     if found is None or not bool(found[0].min() >= FP32_RESOLUTION * scale):

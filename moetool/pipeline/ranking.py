@@ -142,16 +142,17 @@ def fit_layouts(
     Headers and alignment depend a little on the layouts, so the budget for the experts is corrected until they fit.
     """
     least, most = byte_range(groups)
+    step = min(curve.step_bytes for group in groups for curve in group.curves)
     best: tuple[int, dict[int, LayerLayout]] | None = None
     budget = least + max(0, target_bytes - planned_bytes(layouts_from(spectra, shape, allocate(method, groups, least))))
-    for _ in range(6):
+    for _ in range(16):
         layouts = layouts_from(spectra, shape, allocate(method, groups, min(max(budget, least), most)))
-        size = planned_bytes(layouts)
-        if size <= target_bytes and (best is None or size > best[0]):
-            best = size, layouts
-        if size == target_bytes:
+        left = target_bytes - planned_bytes(layouts)
+        if left >= 0 and (best is None or left < best[0]):
+            best = left, layouts
+        if 0 <= left < step:
             break
-        budget += target_bytes - size
+        budget += left if left > 0 else min(left, -step)
     if best is None:
         raise UsageError(f"The experts cannot be made small enough for {format_bytes(target_bytes)} in all.")
     return best[1]

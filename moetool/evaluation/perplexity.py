@@ -1,0 +1,88 @@
+"""Perplexity of a model that transformers loads.
+
+Protocol: the text is tokenised as one stream without special tokens and cut into consecutive windows, the rest dropped;
+perplexity is exp of the mean next-token loss over the length − 1 predictions of every window.
+"""
+
+import math
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from moetool.calibration.data import check_vocabulary, evaluation_windows, load_tokenizer
+from moetool.checkpoint.reader import Checkpoint
+from moetool.errors import UsageError, VerificationError
+from moetool.evaluation.loading import load_model
+from moetool.pipeline.job import pick_compute_dtype, pick_device
+from moetool.pipeline.options import Options
+from moetool.pipeline.progress import Progress, Silent, phase
+
+
+class EvaluationOptions(Options):
+    """What to evaluate on, and how."""
+
+    data: str = Field(description="Text: a file, folder or hub data set, as for --calibration.")
+    sequence_length: int = Field(2048, ge=2, description="Tokens per window.")
+    windows: int | None = Field(None, ge=1, description="Only the first so many windows.")
+    batch_tokens: int = Field(4096, ge=1, description="Tokens per batch.")
+    device: str = Field("auto", description="cpu, cuda, … or `map` to spread a large model over what there is.")
+    compute_dtype: str = Field("auto", description="float32, bfloat16, float16 (auto: float32 on CPU, else as stored).")
+
+
+@torch.inference_mode()
+def window_loss(model: Any, windows: Tensor) -> Tensor:
+    """Mean next-token loss of each window `[batch, length]`: `[batch]` fp64."""
+    tokens = windows.to(model.device)
+    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+    losses = [F.cross_entropy(row.float(), target) for row, target in zip(logits, tokens[:, 1:], strict=True)]
+    return torch.stack(losses).double().cpu()
+
+
+def perplexity(path: str, options: EvaluationOptions, progress: Progress | None = None) -> dict[str, Any]:
+    """Evaluate a checkpoint; any that transformers loads, moetool's among them.
+
+    Returns:
+        `perplexity`, `nll` (mean next-token loss in nats), `tokens`, `windows`, `sequence_length`.
+
+    Raises:
+        InvalidInputError: model, tokenizer or text cannot be used.
+        VerificationError: the model's output is not a number.
+    """
+    progress = progress or Silent()
+    checkpoint = Checkpoint.open(path)
+    context = checkpoint.config.get("max_position_embeddings")
+    if isinstance(context, int) and options.sequence_length > context:
+        raise UsageError(
+            f"--sequence-length {options.sequence_length} is more than the model's context of {context} tokens."
+        )
+    tokenizer = load_tokenizer(checkpoint.path)
+    windows = evaluation_windows(
+        options.data, tokenizer, sequence_length=options.sequence_length, limit=options.windows
+    )
+    check_vocabulary(windows, int(checkpoint.config["vocab_size"]))
+    stored = next(iter(checkpoint.tensors.values())).dtype
+    spread = options.device == "map"
+    device = pick_device("auto" if spread else options.device)
+    dtype = pick_compute_dtype(options.compute_dtype, device, stored)
+    model = load_model(checkpoint.path, dtype, "auto" if spread else device)
+    batch = max(1, options.batch_tokens // options.sequence_length)
+    losses = []
+    with phase(progress, "Evaluate", -(-len(windows) // batch)):
+        for rows in windows.split(batch):
+            losses.append(window_loss(model, rows))
+            progress.advance()
+    nll = torch.cat(losses).mean().item()
+    if not math.isfinite(nll):
+        raise VerificationError(f"{path} gives a loss of {nll} on {options.data}: its weights are damaged.")
+    return {
+        "model": path,
+        "data": options.data,
+        "perplexity": math.exp(nll) if nll < 700 else math.inf,
+        "nll": nll,
+        "windows": len(windows),
+        "tokens": windows.numel(),
+        "sequence_length": options.sequence_length,
+    }

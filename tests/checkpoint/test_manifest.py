@@ -1,0 +1,71 @@
+"""The manifest: what is written is read back, and what is not a manifest is refused with a reason."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+import moetool
+from moetool.checkpoint.manifest import Manifest, library_versions, read_manifest, write_manifest
+from moetool.errors import InvalidInputError
+
+
+def manifest(**changes: Any) -> Manifest:
+    fields: dict[str, Any] = {
+        "source": "owner/name",
+        "source_fingerprint": "0" * 64,
+        "recipe": {"method": "d2moe", "ratio": 0.4},
+        "seed": 7,
+        "statistics": {"tokens": 1024},
+        "layers": {"3": {"error": 0.125, "rank": 16}},
+    }
+    return Manifest(**{**fields, **changes})
+
+
+def test_round_trip_and_equal_bytes(tmp_path: Path) -> None:
+    file = write_manifest(tmp_path, manifest())
+    assert file == tmp_path / "moetool.json"
+    assert read_manifest(tmp_path) == manifest()
+    first = file.read_bytes()
+    write_manifest(tmp_path, manifest())
+    assert file.read_bytes() == first
+    content = json.loads(first)
+    assert list(content) == list(Manifest.model_fields)
+    assert content["moetool_version"] == moetool.__version__
+    assert content["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+
+
+def test_versions_cover_what_results_depend_on() -> None:
+    assert {"torch", "transformers", "safetensors"} <= set(library_versions())
+
+
+def test_frozen_and_strict_about_names() -> None:
+    with pytest.raises(ValidationError):
+        manifest().seed = 8  # type: ignore[misc]
+    with pytest.raises(ValidationError):
+        manifest(sede=8)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "not a manifest"),
+        ("{}", "source: Field required"),
+        (json.dumps({**manifest().model_dump(), "colour": "red"}), "colour: Extra inputs"),
+        (json.dumps({"format_version": 2}), "format version 2; this moetool reads up to 1. Upgrade"),
+    ],
+)
+def test_refusals(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "moetool.json").write_text(content)
+    with pytest.raises(InvalidInputError) as caught:
+        read_manifest(tmp_path)
+    assert message in str(caught.value)
+
+
+def test_missing(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"has no moetool\.json"):
+        read_manifest(tmp_path)
