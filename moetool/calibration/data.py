@@ -11,14 +11,16 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from moetool.checkpoint.source import first_line, looks_local
 from moetool.errors import InvalidInputError, UsageError
+
+if TYPE_CHECKING:  # transformers takes seconds to import, and not only for --help
+    from transformers import PreTrainedTokenizerBase
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 SEPARATOR = "\n\n"
@@ -112,7 +114,7 @@ def iter_text(spec: DataSpec) -> Iterator[str]:
 
 
 def token_stream(
-    tokenizer: PreTrainedTokenizerBase, text: Iterable[str], chunk_chars: int = WHOLE_TEXT_CHARS
+    tokenizer: "PreTrainedTokenizerBase", text: Iterable[str], chunk_chars: int = WHOLE_TEXT_CHARS
 ) -> Iterator[list[int]]:
     """The tokens of a text, without special tokens, in chunks.
 
@@ -132,7 +134,7 @@ def token_stream(
 
 
 def sample_windows(
-    data: str, tokenizer: PreTrainedTokenizerBase, *, samples: int, sequence_length: int, seed: int
+    data: str, tokenizer: "PreTrainedTokenizerBase", *, samples: int, sequence_length: int, seed: int
 ) -> Tensor:
     """Windows drawn at random from one or several sources: int64 `[samples, sequence_length]`.
 
@@ -166,7 +168,7 @@ def sample_windows(
 
 
 def evaluation_windows(
-    data: str, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int, limit: int | None = None
+    data: str, tokenizer: "PreTrainedTokenizerBase", *, sequence_length: int, limit: int | None = None
 ) -> Tensor:
     """Consecutive windows over all of the text, the rest dropped: int64 `[windows, sequence_length]`.
 
@@ -205,12 +207,14 @@ def check_vocabulary(windows: Tensor, vocab_size: int) -> None:
         )
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
     """The tokenizer of a checkpoint; a local directory is all that is looked at, if there is one.
 
     Raises:
         InvalidInputError: there is none, or it cannot be loaded without running code of the checkpoint.
     """
+    from transformers import AutoTokenizer
+
     directory = Path(path).expanduser()
     local = directory.is_dir()
     name = str(directory) if local else str(path)
@@ -348,7 +352,7 @@ def _cut_point(text: str, most: int) -> int:
 
 
 def _read_tokens(
-    spec: DataSpec, tokenizer: PreTrainedTokenizerBase, sequence_length: int, most: int | None, chunk_chars: int
+    spec: DataSpec, tokenizer: "PreTrainedTokenizerBase", sequence_length: int, most: int | None, chunk_chars: int
 ) -> Tensor:
     """The first `most` tokens of a source, int64 `[tokens]`, at least one window of them."""
     parts: list[Tensor] = []

@@ -7,19 +7,21 @@ gradient at a window's tokens is that window's own.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moetool.calibration.activations import ActivationFile
+from moetool.calibration.batching import batch_size
 from moetool.calibration.observation import Collector, observed
-from moetool.calibration.streaming import StreamedModel
 from moetool.errors import InvalidInputError
 
-Tick = Callable[[], None]
+if TYPE_CHECKING:
+    from moetool.calibration.streaming import StreamedModel
 
-TOKENS_PER_BATCH = 4096
+Tick = Callable[[], None]
 
 
 class Sweep:
@@ -29,11 +31,11 @@ class Sweep:
     `layer_count` the output of the last one.
     """
 
-    def __init__(self, model: StreamedModel, windows: Tensor, directory: Path, tick: Tick = lambda: None) -> None:
+    def __init__(self, model: "StreamedModel", windows: Tensor, directory: Path, tick: Tick = lambda: None) -> None:
         """`windows` are token ids `[windows, length]`; `tick` is called once per batch."""
         self.model, self.windows, self.directory, self.tick = model, windows, directory, tick
         self.count, self.length = windows.shape
-        self.batch_size = max(1, min(self.count, TOKENS_PER_BATCH // self.length))
+        self.batch_size = batch_size(self.count, self.length)
 
     def _batches(self) -> Iterator[tuple[int, int]]:
         for start in range(0, self.count, self.batch_size):

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from moetool.calibration.data import check_vocabulary, evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError, VerificationError
-from moetool.evaluation.loading import load_model
 from moetool.pipeline.job import pick_compute_dtype, pick_device
 from moetool.pipeline.options import Options
 from moetool.pipeline.progress import Progress, Silent, phase
@@ -51,6 +50,8 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
         InvalidInputError: model, tokenizer or text cannot be used.
         VerificationError: the model's output is not a number.
     """
+    from moetool.evaluation.loading import load_model
+
     progress = progress or Silent()
     checkpoint = Checkpoint.open(path)
     context = checkpoint.config.get("max_position_embeddings")

@@ -13,15 +13,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from moetool.errors import UsageError
+from moetool.methods.choices import Allocation
 from moetool.representations.low_rank import break_even_rank
 
-Allocation = Literal["water-filling", "uniform"]
 Ranks = list[int | None]  # per matrix, None: kept dense
 
 

@@ -1,15 +1,13 @@
 """One shared base out of all experts of a layer (D²-MoE §3.2; Table 5 compares the choices)."""
 
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from moetool.architectures import Role
 from moetool.errors import UsageError
-
-Merge = Literal["fisher", "mean", "frequency"]
+from moetool.methods.choices import Merge
 
 # Below this, a sum of squared gradients has lost its digits in fp32 and says nothing about the experts' importance.
 _UNDERFLOW = 1e-32

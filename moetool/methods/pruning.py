@@ -1,14 +1,12 @@
 """Semi-dynamic pruning of the base's intermediate channels (D²-MoE §3.4, Eq. 9, Algorithm 3)."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from moetool.architectures import Role
-
-Pruning = Literal["semi-dynamic", "static"]
+from moetool.methods.choices import Pruning
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,13 @@
 """Which norm a difference is approximated in (D²-MoE §3.3, and the two it is compared with in Table 6)."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from moetool.architectures import Role
 from moetool.calibration.collectors import GramCollector
+from moetool.methods.choices import Svd
 from moetool.numerics.factorize import Factorization, factorize
 from moetool.numerics.shrinkage import shrink
-
-Svd = Literal["truncation-aware", "vanilla", "activation-aware"]
 
 # ASVD (arXiv:2312.05821) scales input channel j by (mean |x_j|)^α.
 _ASVD_ALPHA = 0.5

@@ -55,7 +55,7 @@ def split_congruence(a: Tensor, s: Tensor, outliers: Tensor) -> tuple[Tensor, fl
 
     Args:
         a: [m, n] fp32 or fp64.
-        s: [n, n] symmetric, fp64 at least in the rows and columns of the outliers.
+        s: [n, n] symmetric, fp32 or fp64.
         outliers: [o] channel indices.
 
     Returns:

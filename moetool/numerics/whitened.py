@@ -55,11 +55,8 @@ def right_directions(delta: Tensor, gram: Tensor | None, k: int, try_fp32: bool)
             product = inner.double()
             scale = float(torch.linalg.vector_norm(product))
         else:
-            outliers = _outliers(delta, gram)
-            inner = inner.double()
-            picked = delta.T.double() @ delta[:, outliers].double()
-            inner[:, outliers], inner[outliers] = picked, picked.T
-            product, scale = split_congruence(root.T, inner, outliers)
+            # fp32 is enough for delta^T delta: its error is relative to the delta's own conditioning, whatever L is.
+            product, scale = split_congruence(root.T, inner, _outliers(delta, gram))
         found = _try_fp32(product, k, scale)
     if found is None:
         wide = delta.T.double()

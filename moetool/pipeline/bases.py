@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from moetool.architectures import ROLES, Role
 from moetool.calibration.collectors import FisherCollector, LayerStatistics, UsageCollector
 from moetool.checkpoint.experts import ExpertReader
-from moetool.methods.merging import Merge, merge
+from moetool.methods.choices import Merge
+from moetool.methods.merging import merge
 from moetool.methods.pruning import PruningPlan, kept_channels, prune_base, spread
 from moetool.pipeline.calibrated import CalibratedJob
 from moetool.pipeline.job import to_cpu

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from moetool.calibration.data import check_vocabulary, load_tokenizer, sample_windows
-from moetool.calibration.streaming import StreamedModel
 from moetool.calibration.sweep import Sweep
 from moetool.errors import InvalidInputError, UsageError
 from moetool.pipeline.job import Job, Source
@@ -47,6 +46,8 @@ class CalibratedJob:
     """A job together with the model and the text it is calibrated on."""
 
     def __init__(self, job: Job, options: CalibrationOptions) -> None:
+        from moetool.calibration.streaming import StreamedModel  # transformers: seconds, and not for --help
+
         self.job = job
         windows = calibration_windows(job.source, options)
         if len(windows) < options.samples:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from moetool.architectures import ROLES
 from moetool.checkpoint.experts import ExpertReader
-from moetool.methods.allocation import Allocation
-from moetool.methods.svd import Svd
+from moetool.methods.choices import Allocation, Svd
 from moetool.numerics.factorize import truncate
 from moetool.pipeline.bases import LayerBase, base_path
 from moetool.pipeline.factors import FactorFile

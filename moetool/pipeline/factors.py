@@ -15,7 +15,8 @@ from moetool.architectures import ROLES, MoEShape, Role
 from moetool.calibration.collectors import GramCollector
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.writer import CheckpointWriter, TensorSpec
-from moetool.methods.svd import LayerSvd, Svd
+from moetool.methods.choices import Svd
+from moetool.methods.svd import LayerSvd
 from moetool.numerics.factorize import Factorization
 from moetool.pipeline.bases import LayerBase
 from moetool.pipeline.calibrated import CalibratedJob

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from moetool import __version__
-from moetool.calibration.sweep import TOKENS_PER_BATCH
+from moetool.calibration.batching import batch_size
 from moetool.checkpoint.experts import ExpertReader
 from moetool.errors import ResourceError
 from moetool.pipeline.sizes import format_bytes
@@ -119,7 +119,7 @@ class CalibrationCost:
             for name, info in tensors.items()
             if not name.startswith(tuple(prefixes.values()))
         )
-        batch = min(self.samples, max(1, TOKENS_PER_BATCH // self.length)) * self.length
+        batch = batch_size(self.samples, self.length) * self.length
         activations = batch * (16 * shape.hidden + 5 * shape.top_k * shape.intermediate) * 4
         vocabulary = int(experts.checkpoint.config.get("vocab_size", 0))
         logits = 4 * 4 * self.length * vocabulary if gradients else 0

@@ -10,7 +10,6 @@ from moetool.architectures import ROLES, MoEShape, Role
 from moetool.calibration.collectors import LayerStatistics
 from moetool.errors import UsageError
 from moetool.methods.allocation import (
-    Allocation,
     Curve,
     Group,
     Ranks,
@@ -19,6 +18,7 @@ from moetool.methods.allocation import (
     fixed_rank,
     weighted_curve,
 )
+from moetool.methods.choices import Allocation
 from moetool.pipeline.factors import FactorFile
 from moetool.pipeline.sizes import format_bytes
 from moetool.representations import Representation

@@ -21,6 +21,7 @@ class Stage(ABC, Generic[OptionsT]):
     summary: ClassVar[str]
     options_type: ClassVar[type[RunOptions]]
     writes_model: ClassVar[bool] = True
+    is_method: ClassVar[bool] = False  # offered by `compress --method`
 
     def __init__(self, source: Source, options: OptionsT) -> None:
         self.source, self.options = source, options

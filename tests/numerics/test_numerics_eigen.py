@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moetool.numerics import eigen, fortran
+from moetool.numerics import deflation, eigen, fortran
 from moetool.numerics.deflation import deflated_top_eigh
 from moetool.numerics.eigen import top_eigh
 
@@ -88,4 +88,19 @@ def test_deflation_refuses_what_it_cannot_resolve() -> None:
     values = torch.logspace(0, -9, 200, dtype=torch.float64)  # no gap to deflate at
     assert deflated_top_eigh(spread(values), 10) is not None
     assert deflated_top_eigh(spread(values), 180) is None
+    assert deflated_top_eigh(spread(torch.logspace(0, -6, 200, dtype=torch.float64)), 199) is None
     assert deflated_top_eigh(torch.zeros(50, 50, dtype=torch.float64), 5) is None
+
+
+def test_deflation_refuses_unsettled_outer_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.cat([torch.tensor([1e6]), torch.linspace(2, 1, 99)]).double()
+    matrix, found = spread(values), deflation._outer_directions
+
+    def leaking(share: float) -> None:
+        leak = share * float(values[60:].sum())
+        monkeypatch.setattr(deflation, "_outer_directions", lambda m, k: (*found(m, k)[:2], leak))
+
+    leaking(1e-7)
+    assert deflated_top_eigh(matrix, 60) is not None
+    leaking(1e-5)
+    assert deflated_top_eigh(matrix, 60) is None

@@ -315,3 +315,27 @@ def test_not_finite_is_an_error(make_delta: Build) -> None:
     for rank in (5, None):
         with pytest.raises(RuntimeError, match="finite"):
             factorize(delta * torch.nan, rank=rank)
+
+
+def test_refit_survives_columns_that_are_nearly_parallel() -> None:
+    generator = torch.Generator().manual_seed(0)
+    basis, delta = torch.randn(60, 4, generator=generator), torch.randn(60, 40, generator=generator)
+    basis[:, 3] = basis[:, 2] + 1e-6 * torch.randn(60, generator=generator)
+    made = Factorization(torch.ones(4).double(), 1.0, basis, "left")
+    u, v = truncate(delta, made, 4, torch.float64)
+    assert torch.linalg.norm(v - _refit(delta, u)) <= 1e-9 * torch.linalg.norm(v)  # normal equations: 1e-3
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_outlier_channels_do_not_force_fp64(
+    make_delta: Build, make_gram: Build, monkeypatch: pytest.MonkeyPatch, rows: int, columns: int
+) -> None:
+    def refuse(*_: object) -> Tensor:
+        raise AssertionError("went through fp64")
+
+    monkeypatch.setattr(whitened, "congruence", refuse)
+    gram = make_gram(columns, 1e9)
+    found = factorize(make_delta(rows, columns), gram=gram, rank=30)
+    assert len(found.spectrum) == 30
+    with pytest.raises(AssertionError, match="fp64"):
+        factorize(make_delta(rows, columns), gram=gram)

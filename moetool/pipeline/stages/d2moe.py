@@ -6,8 +6,8 @@ from pydantic import Field
 from torch import nn
 
 from moetool.errors import UsageError
-from moetool.methods.merging import Merge
-from moetool.methods.pruning import Pruning, plan_pruning
+from moetool.methods.choices import Merge, Pruning
+from moetool.methods.pruning import plan_pruning
 from moetool.pipeline.bases import base_path, measured_base
 from moetool.pipeline.calibrated import CalibratedJob
 from moetool.pipeline.factored import Factored, FactorOptions, factor_plan, finish
@@ -34,6 +34,7 @@ class D2MoE(Stage[D2MoEOptions]):
     name: ClassVar[str] = "d2moe"
     summary: ClassVar[str] = "one shared base per layer plus low-rank differences"
     options_type: ClassVar[type[RunOptions]] = D2MoEOptions
+    is_method: ClassVar[bool] = True
 
     def plan(self) -> Plan:
         source, options = self.source, self.options

@@ -7,7 +7,7 @@ from torch import nn
 
 from moetool.checkpoint.manifest import Manifest, write_manifest
 from moetool.errors import UsageError
-from moetool.methods.merging import Merge
+from moetool.methods.choices import Merge
 from moetool.pipeline.bases import BASE_FILES, base_path, measured_base, unweighted_base
 from moetool.pipeline.calibrated import CalibratedJob
 from moetool.pipeline.job import Job, pick_compute_dtype, pick_device

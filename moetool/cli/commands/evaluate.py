@@ -1,0 +1,35 @@
+"""`moetool eval`."""
+
+from typing import Annotated, Any
+
+import typer
+
+from moetool.cli.app import COMMANDS
+from moetool.cli.display import Display, print_fields, print_json
+from moetool.cli.generate import build_options, make_command, with_options
+from moetool.evaluation.perplexity import EvaluationOptions, perplexity
+
+
+def build(name: str, arguments: list[str]) -> Any:
+    """The command."""
+
+    def command(
+        model: Annotated[str, typer.Argument(help="A checkpoint, compressed or not.", show_default=False)],
+        json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+        **typed: Any,
+    ) -> None:
+        result = perplexity(model, build_options(EvaluationOptions, typed), Display())
+        if json:
+            print_json(result)
+            return
+        tokens = f"{result['windows']:,} windows of {result['sequence_length']} tokens"
+        print_fields(
+            [
+                ("model", model),
+                ("data", f"{result['data']} ({tokens})"),
+                ("perplexity", f"{result['perplexity']:.4f}"),
+                ("nll", f"{result['nll']:.6f}"),
+            ]
+        )
+
+    return make_command(name, with_options(command, EvaluationOptions), COMMANDS[name][1])

@@ -1,0 +1,70 @@
+"""`moetool list`."""
+
+from importlib.resources import files
+from typing import Annotated, Any, Literal
+
+import typer
+import yaml
+
+from moetool.architectures import architectures
+from moetool.cli.app import COMMANDS
+from moetool.cli.display import print_json, print_table
+from moetool.cli.generate import make_command
+
+What = Literal["methods", "architectures", "recipes", "representations"]
+
+
+def build(name: str, arguments: list[str]) -> Any:
+    """The command."""
+
+    def command(
+        what: Annotated[What, typer.Argument(help="What to list.")] = "methods",
+        json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+    ) -> None:
+        rows = {"methods": _methods, "architectures": _architectures, "recipes": _recipes}.get(what, _representations)()
+        if json:
+            print_json({what: [dict(row) for row in rows]})
+        elif rows:
+            print_table(tuple(rows[0]), [tuple(row.values()) for row in rows])
+
+    return make_command(name, command, COMMANDS[name][1])
+
+
+def _methods() -> list[dict[str, str]]:
+    from moetool.pipeline.stages import stages
+
+    return [
+        {"method": name, "command": "compress --method" if stage.is_method else name, "summary": stage.summary}
+        for name, stage in sorted(stages().items())
+    ]
+
+
+def _architectures() -> list[dict[str, str]]:
+    return [
+        {"architecture": entry.name, "model types": ", ".join(entry.model_types), "router": entry.router_rule}
+        for entry in architectures()
+    ]
+
+
+def _recipes() -> list[dict[str, str]]:
+    rows = []
+    for file in sorted(files("moetool.recipes").iterdir(), key=lambda entry: entry.name):
+        if file.name.endswith(".yaml"):
+            recipe = yaml.safe_load(file.read_text())
+            rows.append(
+                {
+                    "recipe": str(file),
+                    "variants": ", ".join(recipe.get("variants", {})) or "-",
+                    "description": recipe.get("description", ""),
+                }
+            )
+    return rows
+
+
+def _representations() -> list[dict[str, str]]:
+    from moetool.representations import representations
+
+    return [
+        {"representation": kind, "stands for": "difference to the base" if entry.uses_base else "the matrix itself"}
+        for kind, entry in sorted(representations().items())
+    ]

@@ -1,0 +1,94 @@
+"""Commands that turn one checkpoint into another."""
+
+import inspect
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moetool.cli.app import COMMANDS
+from moetool.cli.display import Display, print_fields, print_json
+from moetool.cli.generate import build_options, make_command, read_recipe, with_options
+from moetool.errors import UsageError
+from moetool.pipeline.sizes import format_bytes
+
+DEFAULT_METHOD = "d2moe"
+
+
+def build(name: str, arguments: list[str]) -> Any:
+    """The command for one stage; `compress --method X` takes the options of X."""
+    from moetool.pipeline.stages import stages
+
+    more: list[inspect.Parameter] = []
+    chosen = name
+    if name == "compress":
+        methods = [stage for stage, kind in stages().items() if kind.is_method]
+        chosen = _method(arguments)
+        if chosen not in methods:
+            print(f"error: --method {chosen}: there is {', '.join(methods)}.", file=sys.stderr)
+            raise typer.Exit(UsageError.exit_code)
+        option = typer.Option(help=f"One of: {', '.join(methods)}.")
+        more.append(
+            inspect.Parameter(
+                "method", inspect.Parameter.KEYWORD_ONLY, default=chosen, annotation=Annotated[str, option]
+            )
+        )
+    stage = stages()[chosen]
+
+    def command(
+        input: Annotated[str, typer.Argument(help="A checkpoint: a directory or a hub id.", show_default=False)],
+        output: Annotated[Path, typer.Argument(help="Where to write; new or empty.", show_default=False)],
+        recipe: Annotated[str | None, typer.Option(help="Options from FILE.yaml or FILE.yaml:VARIANT.")] = None,
+        dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it will cost, and stop.")] = False,
+        resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+        overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete an earlier result.")] = False,
+        json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+        **typed: Any,
+    ) -> None:
+        from moetool.pipeline.execute import plan_stage, run_stage
+
+        typed.pop("method", None)
+        options = build_options(stage.options_type, typed, read_recipe(recipe, name))
+        if dry_run:
+            plan = plan_stage(chosen, input, options).to_json()
+            if json:
+                print_json(plan)
+            else:
+                _print_plan(plan)
+            return
+        result = run_stage(chosen, input, output, options, resume=resume, overwrite=overwrite, progress=Display())
+        if json:
+            print_json(result)
+        else:
+            _print_result(result)
+
+    return make_command(name, with_options(command, stage.options_type, *more), COMMANDS[name][1])
+
+
+def _method(arguments: list[str]) -> str:
+    """What `--method` says; it decides which other options there are."""
+    for position, argument in enumerate(arguments):
+        if argument.startswith("--method="):
+            return argument.removeprefix("--method=")
+        if argument == "--method" and position + 1 < len(arguments):
+            return arguments[position + 1]
+    return DEFAULT_METHOD
+
+
+def _print_plan(plan: dict[str, Any]) -> None:
+    def show(name: str, value: Any) -> str:
+        return format_bytes(value) if name.endswith("bytes") else f"{value:,}" if isinstance(value, int) else str(value)
+
+    print_fields((name.removesuffix("_bytes").replace("_", " "), show(name, value)) for name, value in plan.items())
+    print("Nothing was written (--dry-run).")
+
+
+def _print_result(result: dict[str, Any]) -> None:
+    fields = [("output", str(result["output"]))]
+    if "bytes_after" in result:
+        before, after = format_bytes(result["bytes_before"]), format_bytes(result["bytes_after"])
+        fields.append(("size", f"{before} → {after} ({result['achieved_ratio']:.2%} smaller)"))
+    fields.append(("time", f"{result['seconds']:.1f} s"))
+    fields.append(("peak memory", format_bytes(result["peak_memory_bytes"])))
+    print_fields(fields)

@@ -1,0 +1,38 @@
+"""`moetool verify`."""
+
+from typing import Annotated, Any
+
+import typer
+
+from moetool.cli.app import COMMANDS
+from moetool.cli.display import Display, print_fields, print_json, print_table
+from moetool.cli.generate import make_command
+from moetool.pipeline.sizes import format_bytes
+from moetool.pipeline.verification import verify_checkpoint
+
+
+def build(name: str, arguments: list[str]) -> Any:
+    """The command."""
+
+    def command(
+        model: Annotated[str, typer.Argument(help="A checkpoint.", show_default=False)],
+        against: Annotated[str | None, typer.Option(help="The checkpoint it was made from.")] = None,
+        json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+    ) -> None:
+        result = verify_checkpoint(model, against, Display())
+        if json:
+            print_json(result)
+            return
+        fields = [("model", model), ("tensors", f"{result['tensors']:,}, all finite, {format_bytes(result['bytes'])}")]
+        if against is not None:
+            fields.append(("against", f"{against}: everything outside the experts is bit for bit the same"))
+        print_fields(fields)
+        if "relative_error" in result:
+            rows = [
+                (layer, *(f"{error:.3g}" for error in roles.values()))
+                for layer, roles in result["relative_error"].items()
+            ]
+            print_table(("layer", "gate", "up", "down"), rows, title="‖W' − W‖ / ‖W‖")
+        print("ok")
+
+    return make_command(name, command, COMMANDS[name][1])

@@ -1,0 +1,87 @@
+"""What people see: progress and log on stderr, results on stdout."""
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+HEARTBEAT_SECONDS = 30.0
+
+
+class Display:
+    """Progress of a job: a bar on a terminal, otherwise a line per phase and a heartbeat."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._phase, self._total, self._done = "", 0, 0
+        self._began = self._spoke = 0.0
+
+    def start(self, phase: str, total: int) -> None:
+        """A phase begins."""
+        self._phase, self._total, self._done = phase, total, 0
+        self._began = self._spoke = time.monotonic()
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description:>14}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(elapsed_when_finished=True),
+                console=self._console,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(phase, total=total)
+
+    def advance(self) -> None:
+        """One step further."""
+        self._done += 1
+        now = time.monotonic()
+        if self._bar is not None and self._task is not None:
+            self._bar.advance(self._task)
+        elif now - self._spoke >= HEARTBEAT_SECONDS:
+            self._spoke = now
+            left = (now - self._began) / self._done * max(self._total - self._done, 0)
+            self._console.print(f"{self._phase}: {self._done}/{self._total}, about {left:.0f} s left")
+
+    def finish(self) -> None:
+        """The phase is over."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=self._total)
+            self._bar.stop()
+            self._bar = self._task = None
+        else:
+            self._console.print(f"{self._phase}: done in {time.monotonic() - self._began:.0f} s")
+
+    def log(self, message: str) -> None:
+        """A line of its own."""
+        self._console.print(message)
+
+
+def print_json(result: dict[str, Any]) -> None:
+    """One JSON object on stdout."""
+    print(json.dumps(result, indent=2))
+
+
+def print_fields(fields: Iterable[tuple[str, str]]) -> None:
+    """Aligned `name  value` lines on stdout."""
+    rows = list(fields)
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+
+
+def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
+    """A table on stdout; first column left, the others right."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for position, header in enumerate(headers):
+        table.add_column(header, justify="left" if position == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    # Piped output has no width of its own; a table must not be cut to 80 columns then.
+    Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 160).print(table)

@@ -1,0 +1,144 @@
+"""Commands from pydantic models: one option per field, help from its description, so the two cannot drift apart."""
+
+import functools
+import inspect
+import signal
+import sys
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import typer
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from moetool.errors import InvalidInputError, MoetoolError, UsageError
+from moetool.pipeline.sizes import format_bytes, parse_bytes
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def make_command(name: str, function: Callable[..., None], summary: str) -> Any:
+    """A single command whose errors end with moetool's exit codes."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(name=name, help=summary)(guarded(function))
+    return typer.main.get_command(app)
+
+
+def guarded(function: Callable[..., None]) -> Callable[..., None]:
+    """Turn errors a user can cause into one line on stderr and an exit code; let bugs through."""
+
+    @functools.wraps(function)
+    def wrapper(**arguments: Any) -> None:
+        try:
+            function(**arguments)
+        except MoetoolError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(error.exit_code) from error
+        except KeyboardInterrupt as error:
+            print("interrupted: nothing finished is lost, go on with --resume", file=sys.stderr)
+            raise typer.Exit(128 + signal.SIGINT) from error
+        except BrokenPipeError:
+            raise typer.Exit(0) from None
+
+    wrapper.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return wrapper
+
+
+def with_options(
+    function: Callable[..., None], model: type[BaseModel], *more: inspect.Parameter
+) -> Callable[..., None]:
+    """Add one keyword parameter per field of `model`, and `more`, to a function that takes them as `**options`.
+
+    Defaults are left to the model, so that what was typed can be told from what was not (a recipe comes between).
+    """
+    own = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    fields = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name, field))
+        for name, field in model.model_fields.items()
+    ]
+    function.__signature__ = inspect.Signature([*own, *more, *fields])  # type: ignore[attr-defined]
+    return function
+
+
+def _annotation(name: str, field: FieldInfo) -> Any:
+    flag = "--" + name.replace("_", "-")
+    kind = _plain_type(field.annotation)
+    description = field.description or ""
+    if field.is_required():
+        description += " [required]"
+    elif field.default is not None and kind is not bool:
+        is_size = any(getattr(rule, "func", None) is parse_bytes for rule in field.metadata)
+        default = format_bytes(field.default) if is_size else field.default
+        description += f" [default: {default}]"
+    names = (flag, f"--no-{name.replace('_', '-')}") if kind is bool else (flag,)
+    option = typer.Option("/".join(names), help=description, show_default=False)
+    return Annotated[kind | None, option]
+
+
+def _plain_type(annotation: Any) -> Any:
+    """The type a command line can read: `int | None` → `int`; sizes and anything unusual → `str`."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        annotation = next(kind for kind in get_args(annotation) if kind is not type(None))
+    if get_origin(annotation) is Annotated or annotation not in (int, float, bool, str):
+        return annotation if get_origin(annotation) is Literal else str
+    return annotation
+
+
+def build_options(model: type[ModelT], typed: Mapping[str, Any], recipe: Mapping[str, Any] | None = None) -> ModelT:
+    """The model from a recipe and, over it, what was typed.
+
+    Raises:
+        UsageError: a value that does not fit, a name that does not exist.
+    """
+    given = {**(recipe or {}), **{name: value for name, value in typed.items() if value is not None}}
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise UsageError("; ".join(_explain(model, problem) for problem in error.errors())) from error
+
+
+def _explain(model: type[BaseModel], problem: Any) -> str:
+    message = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:
+        return str(message)
+    name = str(problem["loc"][0])
+    if problem["type"] == "extra_forbidden":
+        return f"no such option '{name}'; there are {', '.join(model.model_fields)}"
+    flag = "--" + name.replace("_", "-")
+    if problem["type"] == "missing":
+        return f"{flag} is required"
+    return f"{flag} {problem['input']}: {message}"
+
+
+def read_recipe(reference: str | None, command: str) -> dict[str, Any]:
+    """The options of a recipe: `FILE.yaml` or `FILE.yaml:VARIANT`.
+
+    A recipe names its `command` (and `method`), gives `options`, and may have `variants` that override some of them.
+
+    Raises:
+        InvalidInputError: no such file or variant, not a recipe, or one for another command.
+    """
+    if reference is None:
+        return {}
+    file, _, variant = reference.partition(":")
+    try:
+        recipe = yaml.safe_load(Path(file).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise InvalidInputError(f"--recipe {file}: {error}") from error
+    if not isinstance(recipe, dict) or not isinstance(recipe.get("options"), dict):
+        raise InvalidInputError(f"{file} is not a recipe: it needs a mapping `options`.")
+    if unknown := set(recipe) - {"command", "method", "description", "options", "variants"}:
+        raise InvalidInputError(f"{file} has entries that a recipe does not have: {', '.join(sorted(unknown))}.")
+    if recipe.get("command") != command:
+        raise InvalidInputError(f"{file} is a recipe for `moetool {recipe.get('command')}`, not for `{command}`.")
+    variants = recipe.get("variants") or {}
+    if variant and variant not in variants:
+        raise InvalidInputError(f"{file} has no variant '{variant}'; there are {', '.join(variants)}.")
+    return {**recipe["options"], **(variants[variant] if variant else {})}

@@ -1,0 +1,8 @@
+"""The alternatives a user can choose between, by the names they go by on the command line."""
+
+from typing import Literal
+
+Merge = Literal["fisher", "mean", "frequency"]
+Svd = Literal["truncation-aware", "vanilla", "activation-aware"]
+Allocation = Literal["water-filling", "uniform"]
+Pruning = Literal["semi-dynamic", "static"]

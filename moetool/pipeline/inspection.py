@@ -1,0 +1,75 @@
+"""What a checkpoint holds, from headers, config and manifest alone."""
+
+from pathlib import Path
+from typing import Any
+
+from moetool.architectures import ROLES
+from moetool.checkpoint.manifest import read_manifest
+from moetool.checkpoint.reader import MANIFEST
+from moetool.pipeline.job import Source
+from moetool.pipeline.output import original_bytes
+
+
+def parameter_counts(source: Source) -> dict[str, int]:
+    """Numbers in the model.
+
+    `stored` counts what the files hold. `total` counts the weights these stand for, every expert in full; tensors that
+    are tied count once. `active` is the part of `total` that one token uses: everything but the experts, and `top_k`
+    experts per MoE layer.
+    """
+    reader, tensors = source.experts, source.checkpoint.tensors
+    prefixes = tuple(reader.architecture.experts_prefix(layer) for layer in reader.moe_layers)
+    sizes = {name: info.nbytes // info.dtype.itemsize for name, info in tensors.items()}
+    other = sum(size for name, size in sizes.items() if not name.startswith(prefixes))
+    expert = 3 * reader.shape.hidden * reader.shape.intermediate
+    layers = len(reader.moe_layers)
+    return {
+        "total": other + layers * reader.shape.experts * expert,
+        "active": other + layers * reader.shape.top_k * expert,
+        "stored": sum(sizes.values()),
+    }
+
+
+def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
+    """The summary that `moetool inspect --json` prints. Raises `InvalidInputError` for what cannot be read."""
+    source = Source.open(path)
+    reader, checkpoint = source.experts, source.checkpoint
+    manifest = read_manifest(checkpoint.path) if (checkpoint.path / MANIFEST).exists() else None
+    layers = []
+    for layer in reader.moe_layers:
+        layout = reader.layout(layer)
+        entry: dict[str, Any] = {
+            "layer": layer,
+            "representation": "native" if layout.is_native else "shared-base",
+            "stored_parameters": layout.stored_parameters(),
+        }
+        if not layout.is_native:
+            entry["base_channels"] = layout.base_channels
+            entry["dynamic_channels"] = layout.dynamic_channels
+            for role in ROLES:
+                weights = layout.weights[role]
+                entry[role] = "native" if weights is None else [weight.spec for weight in weights]
+        if manifest is not None:
+            entry.update(manifest.layers.get(str(layer), {}))
+        layers.append(entry)
+    original = original_bytes(source)
+    return {
+        "path": str(path),
+        "model_type": checkpoint.config["model_type"],
+        "architecture": source.architecture.name,
+        "router_rule": source.architecture.router_rule,
+        "layers": source.architecture.layers(checkpoint.config),
+        "moe_layers": len(reader.moe_layers),
+        "experts": reader.shape.experts,
+        "top_k": reader.shape.top_k,
+        "hidden_size": reader.shape.hidden,
+        "intermediate_size": reader.shape.intermediate,
+        "dtype": str(reader.dtype).removeprefix("torch."),
+        "parameters": parameter_counts(source),
+        "bytes": checkpoint.weight_bytes,
+        "original_bytes": original,
+        "ratio": round(1 - checkpoint.weight_bytes / original, 6),
+        "files": len(checkpoint.weight_files),
+        "recipe": manifest.recipe if manifest is not None else None,
+        "moe": layers,
+    }

@@ -1,0 +1,65 @@
+"""Back to the model's original layout: any engine that ran the source runs the result."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from moetool.architectures import ROLES
+from moetool.errors import UsageError
+from moetool.pipeline.job import Job
+from moetool.pipeline.options import RunOptions
+from moetool.pipeline.output import OutputPlan, native_tensors, write_model
+from moetool.pipeline.plan import CalibrationCost, Plan
+from moetool.pipeline.stage import Stage
+from moetool.representations.layout import LayerLayout, native_layout
+
+
+class ExportOptions(RunOptions):
+    """In which form."""
+
+    format: Literal["dense-experts"] = Field("dense-experts", description="Every expert as a dense matrix of its own.")
+
+
+class Export(Stage[ExportOptions]):
+    """Synthesises every expert from base and difference. What the compression lost stays lost; the file grows back."""
+
+    name: ClassVar[str] = "export"
+    summary: ClassVar[str] = "write the experts back in the model's original layout"
+    options_type: ClassVar[type[RunOptions]] = ExportOptions
+
+    def _output_plan(self) -> OutputPlan:
+        reader = self.source.experts
+        if not reader.layouts:
+            raise UsageError(
+                f"{self.source.checkpoint.path} is not a moetool checkpoint: it is in its original layout."
+            )
+        layouts = {layer: native_layout(reader.shape) for layer in reader.layouts}
+        return OutputPlan(self.source, layouts, reader.dtype, self.options.shard_size)
+
+    def plan(self) -> Plan:
+        reader = self.source.experts
+        dynamic = sum(1 for layout in reader.layouts.values() if layout.dynamic_channels)
+        return Plan(
+            stage=self.name,
+            input_bytes=self.source.checkpoint.weight_bytes,
+            output_bytes=self._output_plan().nbytes,
+            scratch_bytes=0,
+            memory_bytes=CalibrationCost(0, 1, 4).memory_bytes(reader, gradients=False, factors=False),
+            details={"layers_without_dynamic_pruning": dynamic} if dynamic else {},
+        )
+
+    def run(self, job: Job) -> dict[str, Any]:
+        reader = self.source.experts
+        if any(layout.dynamic_channels for layout in reader.layouts.values()):
+            job.progress.log(
+                "Dynamic pruning of the base depends on the batch and has no dense form: the export runs without it."
+            )
+
+        def tensors(layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
+            for role in ROLES:
+                yield from native_tensors(reader, layer, role, reader.dtype)
+
+        write_model(job, self._output_plan(), tensors, entry=None, statistics={})
+        return {}
