@@ -1,6 +1,6 @@
 """The statistics that D²-MoE needs of one layer: usage, Fisher information, and Gram matrices of what is lost."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,18 +17,37 @@ class LayerStatistics:
 
     Attributes:
         tokens: `[experts]` int64, routed tokens.
-        fisher_trace: `[3, experts]` fp64 in the order gate, up, down: mean over windows of the squared norm of the
-            gradient of the window's mean next-token loss. Zeros where no gradients were computed.
+        fisher: by role `[experts, out]` fp32: the diagonal Fisher information summed over each row of the matrix, that
+            is the mean over windows of the squared gradient of the window's mean next-token loss, by output channel.
+            Zeros where no gradients were computed.
         channel_energy: `[intermediate]` fp64, Σ over tokens of the squared routing-weighted activation.
     """
 
     tokens: Tensor
-    fisher_trace: Tensor
+    fisher: dict[Role, Tensor]
     channel_energy: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
         """For a file."""
-        return {"tokens": self.tokens, "fisher_trace": self.fisher_trace, "channel_energy": self.channel_energy}
+        fisher = {f"fisher.{role}": rows for role, rows in self.fisher.items()}
+        return {"tokens": self.tokens, "channel_energy": self.channel_energy, **fisher}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "LayerStatistics":
+        """Inverse of `tensors`."""
+        fisher = {role: tensors[f"fisher.{role}"] for role in ROLES}
+        return cls(tensors["tokens"], fisher, tensors["channel_energy"])
+
+    @classmethod
+    def from_usage(cls, usage: "UsageCollector", shape: MoEShape) -> "LayerStatistics":
+        """Where only a forward pass was made."""
+        fisher = {role: torch.zeros(shape.experts, shape.matrix(role)[0]) for role in ROLES}
+        return cls(usage.tokens, fisher, usage.channel_energy)
+
+    @property
+    def has_fisher(self) -> bool:
+        """Whether gradients were computed."""
+        return any(bool(rows.any()) for rows in self.fisher.values())
 
 
 class UsageCollector:
@@ -63,7 +82,10 @@ class FisherCollector:
         device = self._down.device
         self.weighted = {role: torch.zeros(shape.matrix(role), device=device) for role in ROLES}
         self.total = {role: torch.zeros(shape.matrix(role), device=device) for role in ROLES}
-        self.trace = torch.zeros(len(ROLES), shape.experts, dtype=torch.float64)
+        self.rows = {
+            role: torch.zeros(shape.experts, shape.matrix(role)[0], dtype=torch.float64, device=device)
+            for role in ROLES
+        }
 
     def observe(
         self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
@@ -91,7 +113,7 @@ class FisherCollector:
             squared.addcmul_(product, product)
         self.total[role] += squared
         self.weighted[role].addcmul_(squared, weight)
-        self.trace[ROLES.index(role), expert] += squared.sum(dtype=torch.float64).item()
+        self.rows[role][expert] += squared.sum(1, dtype=torch.float64)
 
     def _weight(self, role: Role, expert: int) -> Tensor:
         if role == "down":

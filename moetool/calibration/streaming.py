@@ -28,6 +28,7 @@ from moetool.architectures import Architecture
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
+from moetool.integrations.quiet import quiet
 
 REST = -1  # the block of everything that is not a decoder layer
 
@@ -103,7 +104,8 @@ class StreamedModel:
 
     def _load_block(self, block: int) -> None:
         tensors = {name: self.checkpoint.read(name) for name in self._blocks[block]}
-        info, _ = convert_and_load_state_dict_in_model(self.model, tensors, self._loading)
+        with quiet():
+            info, _ = convert_and_load_state_dict_in_model(self.model, tensors, self._loading)
         if info.mismatched_keys:
             name, found, expected = min(info.mismatched_keys)
             raise InvalidInputError(f"Tensor {name} has shape {list(found)}, config.json promises {list(expected)}.")

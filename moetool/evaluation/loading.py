@@ -1,29 +1,13 @@
 """Loading a model through transformers, quietly."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
 from moetool.errors import InvalidInputError
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without transformers' progress bars and below-error messages, which would cut through ours."""
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
+from moetool.integrations.quiet import quiet
 
 
 def load_model(path: Path, dtype: torch.dtype, device: torch.device | str) -> Any:

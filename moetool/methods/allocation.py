@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from moetool.errors import UsageError
@@ -199,10 +198,3 @@ def fixed_rank(curve: Curve, rank: int) -> int | None:
 def allocate(method: Allocation, groups: Sequence[Group], budget: int) -> list[Ranks | None]:
     """Ranks by the named method."""
     return water_filling(groups, budget) if method == "water-filling" else uniform(groups, budget)
-
-
-def weighted_curve(
-    shape: tuple[int, int], spectrum: Tensor, energy: float, weight: float, itemsize: int, multiple: int
-) -> Curve:
-    """A curve whose loss counts `weight` times."""
-    return Curve(shape, spectrum.to(torch.float64) * weight, energy * weight, itemsize, multiple)

@@ -25,33 +25,41 @@ class LayerSvd:
         if method != "vanilla" and grams is None:
             raise ValueError(f"{method} SVD needs calibration statistics")
         self._method, self._grams = method, grams
-        self._mean_input: Tensor | None = None
+        self._mean_input = self._mean_down = self._sample = None
         if method == "truncation-aware" and grams is not None:
             self._mean_input = _mean_gram(grams.inputs)
             self._mean_down = None if grams.wide_down else _mean_gram(grams.down)
             self._sample = grams.sample() if grams.wide_down else None
 
-    def factorize(self, role: Role, expert: int, delta: Tensor, rank: int | None = None) -> Factorization:
-        """The leading `rank` (default: all) directions of Δ `[out, in]` fp32, by what losing them would cost."""
+    def is_whitened(self, expert: int) -> bool:
+        """Whether an expert's spectra account for its inputs."""
+        return self._method != "vanilla" and self._grams is not None and self._grams.inputs[expert].count > 0
+
+    def factorize(
+        self, role: Role, expert: int, delta: Tensor, row_scale: Tensor | None = None, rank: int | None = None
+    ) -> Factorization:
+        """The leading `rank` (default: all) directions of Δ `[out, in]` fp32, by what losing them would cost.
+
+        With `row_scale` `[out]` the factorisation is that of `row_scale[:, None] * delta`.
+        """
         grams = self._grams
-        if self._method == "vanilla" or grams is None or not grams.inputs[expert].count:
-            return factorize(delta, rank=rank)
+        scale = torch.ones(len(delta), device=delta.device) if row_scale is None else row_scale.to(delta.device)
+        scaled = scale[:, None] * delta
+        if grams is None or not self.is_whitened(expert):
+            return factorize(scaled, rank=rank)
         if self._method == "activation-aware":
             magnitude = grams.magnitude["activation" if role == "down" else "input"][expert]
-            scale = (magnitude / grams.inputs[expert].count) ** _ASVD_ALPHA
-            return factorize(delta, gram=torch.diag(scale.square()).to(delta.device), rank=rank)
-        if role != "down":
-            assert self._mean_input is not None
-            own = grams.inputs[expert]
-            return factorize(delta, gram=_shrunk(own.matrix(), own.count, self._mean_input, delta.shape[1]), rank=rank)
-        own = grams.down[expert]
-        if not grams.wide_down:
-            assert self._mean_down is not None
-            return factorize(delta, gram=_shrunk(own.matrix(), own.count, self._mean_down, delta.shape[1]), rank=rank)
-        assert self._sample is not None
+            channels = (magnitude / grams.inputs[expert].count) ** _ASVD_ALPHA
+            return factorize(scaled, gram=torch.diag(channels.square()).to(delta.device), rank=rank)
+        own = grams.down[expert] if role == "down" else grams.inputs[expert]
+        if self._sample is None or role != "down":
+            mean = self._mean_down if role == "down" else self._mean_input
+            assert mean is not None
+            return factorize(scaled, gram=_shrunk(own.matrix(), own.count, mean, delta.shape[1]), rank=rank)
         lost = (self._sample @ delta.T).double()
-        mean = lost.T @ lost / len(lost)
-        return factorize(delta, output_gram=_shrunk(own.matrix(), own.count, mean, delta.shape[1]), rank=rank)
+        gram = _shrunk(own.matrix(), own.count, lost.T @ lost / len(lost), delta.shape[1])
+        both = scale.double()
+        return factorize(scaled, output_gram=both[:, None] * gram * both, rank=rank)
 
 
 def _mean_gram(grams: list) -> Tensor:  # type: ignore[type-arg]

@@ -86,7 +86,9 @@ def factorize(
     return Factorization(found.values, found.energy, _fix_signs(found.basis).float(), side)
 
 
-def truncate(delta: Tensor, factorization: Factorization, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def truncate(
+    delta: Tensor, factorization: Factorization, rank: int, dtype: torch.dtype, *, row_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The optimal rank-`rank` factors of `delta`, rounded to `dtype`.
 
     U is rounded first and V is the least-squares solution against the rounded U: for any U of full column rank
@@ -94,10 +96,12 @@ def truncate(delta: Tensor, factorization: Factorization, rank: int, dtype: torc
     what leaves its column space.
 
     Args:
-        delta: [out, in], the matrix that was factorized.
-        factorization: of this delta.
+        delta: [out, in], the matrix that was factorized, before any scaling.
+        factorization: of this delta, or of `row_scale[:, None] * delta`.
         rank: 0 <= rank <= the number of columns in the basis.
         dtype: of the factors as they will be stored.
+        row_scale: [out], positive, if rows were scaled to say how much each output counts; the factors are those of
+            the unscaled delta, best in the scaled norm.
 
     Returns:
         u [out, rank] and v [rank, in] in `dtype`; delta is approximated by u @ v.
@@ -112,9 +116,12 @@ def truncate(delta: Tensor, factorization: Factorization, rank: int, dtype: torc
     wide = dtype == torch.float64 or delta.device.type != "cpu" or not fp32_products_are_exact()
     work = torch.float64 if wide else torch.float32
     basis = factorization.basis[:, :rank].to(work)
-    u = basis if factorization.side == "left" else delta.to(work) @ basis
+    scale = (
+        torch.ones(len(delta), 1, dtype=work, device=delta.device) if row_scale is None else row_scale[:, None].to(work)
+    )
+    u = basis / scale if factorization.side == "left" else delta.to(work) @ basis
     u = u.to(dtype)
-    return u, _refit(delta.to(work), u.to(work)).to(dtype)
+    return u, _refit(scale * delta.to(work), scale * u.to(work)).to(dtype)
 
 
 def whitened_error(delta: Tensor, u: Tensor, v: Tensor, *, gram: Tensor | None = None) -> float:

@@ -61,9 +61,7 @@ class LayerBase:
     def load(cls, path: Path) -> "LayerBase":
         """Inverse of `save`."""
         tensors = load_file(path)
-        statistics = None
-        if "tokens" in tensors:
-            statistics = LayerStatistics(tensors["tokens"], tensors["fisher_trace"], tensors["channel_energy"])
+        statistics = LayerStatistics.from_tensors(tensors) if "tokens" in tensors else None
         matrices = {role: tensors[f"base.{role}"] for role in ROLES}
         return cls(matrices, tensors["channels"], int(tensors["intermediate"]), statistics)
 
@@ -96,7 +94,8 @@ def measured_base(calibrated: CalibratedJob, index: int, layer: nn.Module, metho
     usage = UsageCollector(reader.shape)
     fisher = FisherCollector(experts, reader.shape)
     calibrated.sweep.backward(index, layer, [usage, fisher])
-    statistics = LayerStatistics(usage.tokens, fisher.trace / calibrated.sweep.count, usage.channel_energy)
+    rows = {role: to_cpu(sums / calibrated.sweep.count).float() for role, sums in fisher.rows.items()}
+    statistics = LayerStatistics(usage.tokens, rows, usage.channel_energy)
     matrices: dict[Role, Tensor] = {}
     for role in ROLES:
         weights = [

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from moetool.architectures import ROLES
 from moetool.checkpoint.experts import ExpertReader
-from moetool.methods.choices import Allocation, Svd
-from moetool.numerics.factorize import truncate
+from moetool.methods.choices import Allocation, Sensitivity, Svd
 from moetool.pipeline.bases import LayerBase, base_path
 from moetool.pipeline.factors import FactorFile
 from moetool.pipeline.job import Job, Source, pick_compute_dtype, pick_device
@@ -33,7 +32,9 @@ class FactorOptions(RunOptions, CalibrationOptions):
     allocation: Allocation = Field(
         "water-filling", description="Ranks where a byte removes most loss, or the same share for every matrix."
     )
-    sensitivity: bool = Field(True, description="Weight each matrix's loss by its measured sensitivity.")
+    sensitivity: Sensitivity = Field(
+        "channel", description="Weigh errors by what they cost in loss: by output channel, by matrix, or not at all."
+    )
     rank_multiple: int = Field(1, ge=1, description="Ranks are multiples of this; 8 suits tensor cores.")
 
     @model_validator(mode="after")
@@ -62,14 +63,7 @@ class Factored:
     def layouts(self, options: FactorOptions) -> dict[int, LayerLayout]:
         """Ranks for a ratio of the original's bytes, or one rank everywhere."""
         shape = self.reader.shape
-        groups = build_groups(
-            self.spectra,
-            shape,
-            self.reader.dtype.itemsize,
-            weighted=options.sensitivity,
-            whitened=options.svd != "vanilla",
-            multiple=options.rank_multiple,
-        )
+        groups = build_groups(self.spectra, shape, self.reader.dtype.itemsize, options.rank_multiple)
         if options.rank is not None:
             return layouts_from(self.spectra, shape, same_rank(groups, options.rank))
         assert options.ratio is not None
@@ -105,7 +99,7 @@ class Factored:
             if not representation.rank:
                 continue
             delta = (own.float() - base.full(role)).to(self.job.device)
-            u, v = truncate(delta, self.factors[layer].read(role, expert), representation.rank, dtype)
+            u, v = self.factors[layer].cut(role, expert, delta, representation.rank, dtype)
             yield prefix + delta_name(expert, role, "u"), u
             yield prefix + delta_name(expert, role, "v"), v
 

@@ -15,13 +15,16 @@ from moetool.architectures import ROLES, MoEShape, Role
 from moetool.calibration.collectors import GramCollector
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.writer import CheckpointWriter, TensorSpec
-from moetool.methods.choices import Svd
+from moetool.methods.choices import Sensitivity, Svd
+from moetool.methods.sensitivity import LayerSensitivity, MatrixSensitivity
 from moetool.methods.svd import LayerSvd
-from moetool.numerics.factorize import Factorization
+from moetool.numerics.factorize import Factorization, truncate
 from moetool.pipeline.bases import LayerBase
 from moetool.pipeline.calibrated import CalibratedJob
 from moetool.pipeline.job import to_cpu
 from moetool.representations.low_rank import break_even_rank
+
+Factored = tuple[Role, int, Factorization, MatrixSensitivity]
 
 ENERGY = "energy"  # [3, experts] fp64: Σ over an expert's tokens of the squared norm of each role's input
 
@@ -38,15 +41,21 @@ class FactorFile:
         """Size on disk."""
         return self._writer.nbytes
 
-    def write(self, factorizations: Iterator[tuple[Role, int, Factorization]], energy: Tensor) -> None:
+    def write(self, factored: Iterator[Factored], energy: Tensor) -> None:
         """Write all factorisations, one at a time, atomically."""
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
-            for role, expert, factorization in factorizations:
+            for role, expert, factorization, sensitivity in factored:
                 cap = break_even_rank(self._shape.matrix(role))
+                scale = sensitivity.row_scale
                 yield f"{role}.{expert}.spectrum", to_cpu(factorization.spectrum[:cap]).double()
-                yield f"{role}.{expert}.energy", torch.tensor([factorization.energy], dtype=torch.float64)
+                yield (
+                    f"{role}.{expert}.energy",
+                    torch.tensor([factorization.energy, sensitivity.weight], dtype=torch.float64),
+                )
                 yield f"{role}.{expert}.basis", to_cpu(factorization.basis[:, :cap]).float()
+                rows = self._shape.matrix(role)[0]
+                yield f"{role}.{expert}.scale", torch.ones(rows) if scale is None else to_cpu(scale)
             yield ENERGY, energy
 
         self._writer.write_shard(0, tensors())
@@ -60,19 +69,21 @@ class FactorFile:
         return self._read(ENERGY)
 
     def spectrum(self, role: Role, expert: int) -> tuple[Tensor, float]:
-        """Squared whitened singular values, descending, and their sum including those that were not kept."""
-        return self._read(f"{role}.{expert}.spectrum"), self._read(f"{role}.{expert}.energy").item()
+        """Losses that each rank removes, descending, and their sum including those that were not kept."""
+        energy, weight = self._read(f"{role}.{expert}.energy").tolist()
+        return self._read(f"{role}.{expert}.spectrum") * weight, energy * weight
 
-    def read(self, role: Role, expert: int) -> Factorization:
-        """One factorisation, up to break-even rank."""
+    def cut(self, role: Role, expert: int, delta: Tensor, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The factors U `[out, rank]` and V `[rank, in]` of one matrix's difference Δ, in their storage dtype."""
         rows, columns = self._shape.matrix(role)
-        spectrum, energy = self.spectrum(role, expert)
-        return Factorization(
-            spectrum=spectrum,
-            energy=energy,
-            basis=self._read(f"{role}.{expert}.basis"),
+        factorization = Factorization(
+            spectrum=self._read(f"{role}.{expert}.spectrum"),
+            energy=self._read(f"{role}.{expert}.energy")[0].item(),
+            basis=self._read(f"{role}.{expert}.basis").to(delta.device),
             side="left" if rows <= columns else "right",
         )
+        scale = self._read(f"{role}.{expert}.scale").to(delta.device)
+        return truncate(delta, factorization, rank, dtype, row_scale=scale)
 
 
 def _specs(shape: MoEShape) -> Iterator[TensorSpec]:
@@ -81,8 +92,9 @@ def _specs(shape: MoEShape) -> Iterator[TensorSpec]:
         cap = break_even_rank(matrix)
         for expert in range(shape.experts):
             yield TensorSpec(f"{role}.{expert}.spectrum", torch.float64, (cap,))
-            yield TensorSpec(f"{role}.{expert}.energy", torch.float64, (1,))
+            yield TensorSpec(f"{role}.{expert}.energy", torch.float64, (2,))
             yield TensorSpec(f"{role}.{expert}.basis", torch.float32, (min(matrix), cap))
+            yield TensorSpec(f"{role}.{expert}.scale", torch.float32, (matrix[0],))
     yield TensorSpec(ENERGY, torch.float64, (len(ROLES), shape.experts))
 
 
@@ -98,28 +110,27 @@ def measured_grams(
     return grams
 
 
-def factorizations(
-    reader: ExpertReader, layer: int, base: LayerBase, svd: LayerSvd, device: torch.device
-) -> Iterator[tuple[Role, int, Factorization]]:
-    """Factorise every difference of a layer, one at a time."""
-    for role in ROLES:
-        full = base.full(role)
-        for expert in range(reader.shape.experts):
-            delta = (reader.dense(layer, expert, role).float() - full).to(device)
-            yield role, expert, svd.factorize(role, expert, delta)
-
-
 def write_factors(
-    calibrated: CalibratedJob | None,
     reader: ExpertReader,
     work: Path,
     layer: int,
     base: LayerBase,
     method: Svd,
+    choice: Sensitivity,
     grams: GramCollector | None,
+    device: torch.device,
 ) -> None:
-    """Factorise a layer and leave the result in the work directory."""
-    device = calibrated.job.device if calibrated is not None else torch.device("cpu")
+    """Factorise every difference of a layer, one at a time, and leave the result in the work directory."""
     energy = grams.energy if grams is not None else torch.zeros(len(ROLES), reader.shape.experts, dtype=torch.float64)
     svd = LayerSvd(method, grams)
-    FactorFile(work, layer, reader.shape).write(factorizations(reader, layer, base, svd, device), energy)
+    sensitivity = LayerSensitivity(choice, base.statistics, energy)
+
+    def factored() -> Iterator[Factored]:
+        for role in ROLES:
+            full = base.full(role)
+            for expert in range(reader.shape.experts):
+                delta = (reader.dense(layer, expert, role).float() - full).to(device)
+                counts = sensitivity.of(role, expert, delta.shape[1], whitened=svd.is_whitened(expert))
+                yield role, expert, svd.factorize(role, expert, delta, counts.row_scale), counts
+
+    FactorFile(work, layer, reader.shape).write(factored(), energy)

@@ -197,8 +197,8 @@ def read_statistics(directory: Path) -> dict[int, LayerStatistics]:
     tensors = load_file(path)
     layers = sorted({int(name.split(".")[0]) for name in tensors})
     return {
-        layer: LayerStatistics(
-            **{name: tensors[f"{layer}.{name}"] for name in ("tokens", "fisher_trace", "channel_energy")}
+        layer: LayerStatistics.from_tensors(
+            {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{layer}.")}
         )
         for layer in layers
     }

@@ -3,10 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from moetool.architectures import ROLES, MoEShape, Role
+from moetool.architectures import MoEShape, Role
 from moetool.calibration.collectors import LayerStatistics
 from moetool.errors import UsageError
 from moetool.methods.allocation import (
@@ -16,7 +13,6 @@ from moetool.methods.allocation import (
     allocate,
     byte_range,
     fixed_rank,
-    weighted_curve,
 )
 from moetool.methods.choices import Allocation
 from moetool.pipeline.factors import FactorFile
@@ -38,56 +34,16 @@ class LayerSpectra:
     statistics: LayerStatistics | None
 
 
-def matrix_weights(
-    role: Role, energy: Tensor, statistics: LayerStatistics | None, inputs: int, *, whitened: bool
-) -> list[float]:
-    """How much one unit of each expert's spectrum costs in loss.
-
-    The sensitivity of a matrix is the trace of its Fisher information over the energy of its inputs: with output
-    gradients δ, `E‖δ xᵀ‖² / E‖x‖² ≈ E‖δ‖²`, which turns a squared output error into loss. A spectrum that was not
-    whitened says nothing about the inputs and is scaled by their mean energy per channel. An expert that no token
-    reached is never whitened; it counts as if one average token had reached it.
-
-    Args:
-        role: gate, up or down.
-        energy: `[3, experts]`, Σ over tokens of the squared norm of each role's input; zeros if nothing was measured.
-        statistics: token counts and Fisher traces; without them all sensitivities are 1.
-        inputs: width of the role's input.
-        whitened: whether spectra include the inputs.
-    """
-    row = ROLES.index(role)
-    given = energy[row]
-    if not bool(given.any()):
-        return [1.0] * len(given)
-    reached = given > 0
-    tokens = float(reached.sum()) if statistics is None else float(statistics.tokens.sum())
-    sensitivity = torch.ones_like(given)
-    if statistics is not None and bool(statistics.fisher_trace[row].any()):
-        trace = statistics.fisher_trace[row]
-        average = trace.sum() / given.sum()
-        sensitivity = torch.where(reached, trace / torch.where(reached, given, 1.0), average)
-    plain = torch.where(reached, given, given.sum() / tokens) / inputs
-    scale = torch.where(reached, 1.0, plain) if whitened else plain
-    return (sensitivity * scale).tolist()
-
-
-def build_groups(
-    spectra: Sequence[LayerSpectra], shape: MoEShape, itemsize: int, *, weighted: bool, whitened: bool, multiple: int
-) -> list[Group]:
+def build_groups(spectra: Sequence[LayerSpectra], shape: MoEShape, itemsize: int, multiple: int) -> list[Group]:
     """Two groups per layer, in order: gate with up (gate's experts first), and down."""
     groups = []
     for entry in spectra:
-        energy = entry.factors.input_energy()
         for roles in GROUPS:
-            curves: list[Curve] = []
-            for role in roles:
-                matrix = shape.matrix(role)
-                weights = [1.0] * shape.experts
-                if weighted:
-                    weights = matrix_weights(role, energy, entry.statistics, matrix[1], whitened=whitened)
-                for expert in range(shape.experts):
-                    values, total = entry.factors.spectrum(role, expert)
-                    curves.append(weighted_curve(matrix, values, total, weights[expert], itemsize, multiple))
+            curves = [
+                Curve(shape.matrix(role), *entry.factors.spectrum(role, expert), itemsize, multiple)
+                for role in roles
+                for expert in range(shape.experts)
+            ]
             groups.append(Group(curves, len(roles) * entry.base_channels * shape.hidden * itemsize))
     return groups
 

@@ -57,7 +57,7 @@ class D2MoE(Stage[D2MoEOptions]):
             base = measured_base(calibrated, index, layer, options.merge).pruned(pruning)
             grams = measured_grams(calibrated, index, layer, base, keep=False)
             base.save(base_path(job.work, index))
-            write_factors(calibrated, reader, job.work, index, base, options.svd, grams)
+            write_factors(reader, job.work, index, base, options.svd, options.sensitivity, grams, job.device)
 
         calibrated.reverse(visit, passes=2)
         job.record["calibration"]["loss"] = calibrated.loss

@@ -114,10 +114,9 @@ class PruneBase(Stage[PruneBaseOptions]):
         def visit(index: int, layer: nn.Module) -> None:
             usage = UsageCollector(shape)
             calibrated.sweep.forward(index, layer, [usage])
-            trace = torch.zeros(len(ROLES), shape.experts, dtype=torch.float64)
-            measured = LayerStatistics(usage.tokens, trace, usage.channel_energy)
+            measured = LayerStatistics.from_usage(usage, shape)
             save_file(measured.tensors(), job.work / f"usage-{index:05d}.safetensors")
 
         calibrated.forward_visiting(visit)
         files = {layer: job.work / f"usage-{layer:05d}.safetensors" for layer in self.source.experts.moe_layers}
-        return {layer: LayerStatistics(**load_file(file)) for layer, file in files.items()}
+        return {layer: LayerStatistics.from_tensors(load_file(file)) for layer, file in files.items()}

@@ -38,15 +38,10 @@ class SvdCompress(Stage[FactorOptions]):
     def run(self, job: Job) -> dict[str, Any]:
         reader, options = self.source.experts, self.options
         statistics = read_statistics(self.source.checkpoint.path)
-        if (
-            options.ratio is not None
-            and options.sensitivity
-            and options.allocation == "water-filling"
-            and not statistics
-        ):
+        if options.sensitivity != "none" and not any(measured.has_fisher for measured in statistics.values()):
             job.progress.log(
                 "The input carries no Fisher statistics (decompose --base BASE from fisher-merge would): "
-                "ranks are chosen without sensitivities."
+                "all errors count the same."
             )
 
         def stored_base(layer: int) -> LayerBase:
@@ -61,7 +56,7 @@ class SvdCompress(Stage[FactorOptions]):
             base = stored_base(index)
             grams = measured_grams(calibrated, index, layer, base, keep=True)
             base.save(base_path(job.work, index))
-            write_factors(calibrated, reader, job.work, index, base, options.svd, grams)
+            write_factors(reader, job.work, index, base, options.svd, options.sensitivity, grams, job.device)
 
         if options.calibration is not None:
             calibrated = CalibratedJob(job, options)
@@ -71,7 +66,7 @@ class SvdCompress(Stage[FactorOptions]):
                 if job.unit(f"factor/{layer}"):
                     base = stored_base(layer)
                     base.save(base_path(job.work, layer))
-                    write_factors(None, reader, job.work, layer, base, options.svd, None)
+                    write_factors(reader, job.work, layer, base, options.svd, options.sensitivity, None, job.device)
                     job.finish(f"factor/{layer}")
         dynamic = {layer: reader.layout(layer).dynamic_channels for layer in reader.moe_layers}
         return finish(job, Factored(job, dynamic), options, self.name)
