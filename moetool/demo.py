@@ -17,7 +17,7 @@ from moetool.pipeline.progress import Progress, phase
 VOCABULARY = 2048
 LENGTH = 128
 BATCH = 16
-STEPS = 240
+STEPS = 220
 LEARNING_RATE = 4e-3
 SIZES = {
     "hidden_size": 128,

@@ -1,6 +1,6 @@
 """How many calibration windows go through a layer at a time."""
 
-TOKENS_PER_BATCH = 4096
+TOKENS_PER_BATCH = 1024
 
 
 def batch_size(windows: int, length: int) -> int:

@@ -17,7 +17,7 @@ class Display:
     """Progress of a job: a bar on a terminal, otherwise a line per phase and a heartbeat."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
+        self._console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._phase, self._total, self._done = "", 0, 0
@@ -84,4 +84,5 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, title:
     for row in rows:
         table.add_row(*row)
     # Piped output has no width of its own; a table must not be cut to 80 columns then.
-    Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+    width = None if sys.stdout.isatty() else 1000
+    Console(file=sys.stdout, highlight=False, markup=False, emoji=False, width=width).print(table)

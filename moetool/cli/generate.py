@@ -69,12 +69,12 @@ def with_options(
 
 def _annotation(name: str, field: FieldInfo) -> Any:
     flag = "--" + name.replace("_", "-")
-    kind = _plain_type(field.annotation)
+    is_size = any(getattr(rule, "func", None) is parse_bytes for rule in field.metadata)
+    kind = str if is_size else _plain_type(field.annotation)
     description = field.description or ""
     if field.is_required():
         description += " [required]"
     elif field.default is not None and kind is not bool:
-        is_size = any(getattr(rule, "func", None) is parse_bytes for rule in field.metadata)
         default = format_bytes(field.default) if is_size else field.default
         description += f" [default: {default}]"
     names = (flag, f"--no-{name.replace('_', '-')}") if kind is bool else (flag,)
@@ -117,7 +117,7 @@ def _explain(model: type[BaseModel], problem: Any) -> str:
     return f"{flag} {problem['input']}: {message}"
 
 
-def read_recipe(reference: str | None, command: str) -> dict[str, Any]:
+def read_recipe(reference: str | None, command: str, method: str | None = None) -> dict[str, Any]:
     """The options of a recipe: `FILE.yaml` or `FILE.yaml:VARIANT`.
 
     A recipe names its `command` (and `method`), gives `options`, and may have `variants` that override some of them.
@@ -138,7 +138,11 @@ def read_recipe(reference: str | None, command: str) -> dict[str, Any]:
         raise InvalidInputError(f"{file} has entries that a recipe does not have: {', '.join(sorted(unknown))}.")
     if recipe.get("command") != command:
         raise InvalidInputError(f"{file} is a recipe for `moetool {recipe.get('command')}`, not for `{command}`.")
+    if recipe.get("method", method) != method:
+        raise InvalidInputError(f"{file} is a recipe for --method {recipe['method']}, not for {method or command}.")
     variants = recipe.get("variants") or {}
+    if not isinstance(variants, dict) or not all(isinstance(options, dict) for options in variants.values()):
+        raise InvalidInputError(f"The variants of {file} are not a mapping from names to options.")
     if variant and variant not in variants:
-        raise InvalidInputError(f"{file} has no variant '{variant}'; there are {', '.join(variants)}.")
+        raise InvalidInputError(f"{file} has no variant '{variant}'; there are {', '.join(variants) or 'none'}.")
     return {**recipe["options"], **(variants[variant] if variant else {})}

@@ -5,7 +5,7 @@ perplexity is exp of the mean next-token loss over the length − 1 predictions 
 """
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -26,9 +26,11 @@ class EvaluationOptions(Options):
     data: str = Field(description="Text: a file, folder or hub data set, as for --calibration.")
     sequence_length: int = Field(2048, ge=2, description="Tokens per window.")
     windows: int | None = Field(None, ge=1, description="Only the first so many windows.")
-    batch_tokens: int = Field(4096, ge=1, description="Tokens per batch.")
+    batch_tokens: int = Field(2048, ge=1, description="Tokens per batch.")
     device: str = Field("auto", description="cpu, cuda, … or `map` to spread a large model over what there is.")
-    compute_dtype: str = Field("auto", description="float32, bfloat16, float16 (auto: float32 on CPU, else as stored).")
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="For running the model (auto: float32 on CPU, else as stored)."
+    )
 
 
 @torch.inference_mode()

@@ -135,9 +135,9 @@ class SharedBaseExperts(nn.Module):
             output[pairs] = self.delta(expert, "down")(activation)
             if self._uses_base(expert, "down"):
                 routed[pairs] = activation
-        result = output.view(tokens, top_k, -1).sum(1)
+        result = output.view(tokens, top_k, self.hidden_dim).sum(1)
         if routed is not None:
-            result = result + self._base_down(routed.view(tokens, top_k, -1).sum(1))
+            result = result + self._base_down(routed.view(tokens, top_k, self.intermediate_dim).sum(1))
         return result.to(hidden_states.dtype)
 
     @torch.no_grad()

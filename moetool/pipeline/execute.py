@@ -7,7 +7,7 @@ from typing import Any
 from moetool.errors import VerificationError
 from moetool.pipeline.interrupt import listening
 from moetool.pipeline.job import Job, Source
-from moetool.pipeline.memory import PeakMemory
+from moetool.pipeline.memory import PeakMemory, return_freed_memory
 from moetool.pipeline.options import RunOptions
 from moetool.pipeline.output import original_bytes
 from moetool.pipeline.plan import Plan, fingerprint
@@ -59,15 +59,20 @@ def run_stage(
     workspace = Workspace(
         directory, fingerprint(name, stage.sources(), stage.recipe()), resume=resume, overwrite=overwrite
     )
-    with PeakMemory() as peak, listening() as interrupt:
-        job = Job(opened, workspace, options, progress, interrupt, {"recipe": stage.recipe()})
-        if workspace.is_resumed:
-            progress.log(f"Going on with the run in {directory}.")
-        told = stage.run(job)
-        result: dict[str, Any] = {"stage": name, "input": str(source), "output": str(directory)}
-        if stage.writes_model:
-            result.update(_verified(opened, directory))
-        workspace.close()
+    result: dict[str, Any] = {"stage": name, "input": str(source), "output": str(directory)}
+    try:
+        return_freed_memory()
+        with PeakMemory() as peak, listening() as interrupt:
+            job = Job(opened, workspace, options, progress, interrupt, {"recipe": stage.recipe()})
+            if workspace.is_resumed:
+                progress.log(f"Going on with the run in {directory}.")
+            told = stage.run(job)
+            if stage.writes_model:
+                result.update(_verified(opened, directory))
+            workspace.close()
+    except BaseException:
+        workspace.abandon()
+        raise
     result["seconds"] = round(time.monotonic() - began, 2)
     result["peak_memory_bytes"] = peak.bytes
     return result | told
@@ -76,8 +81,9 @@ def run_stage(
 def _refuse_self(source: Path, output: Path) -> None:
     from moetool.errors import UsageError
 
-    if output.resolve() == source.resolve() or source.resolve() in output.resolve().parents:
-        raise UsageError(f"{output} is the input, or inside it. Write somewhere else.")
+    there, here = output.resolve(), source.resolve()
+    if there == here or here in there.parents or there in here.parents:
+        raise UsageError(f"{output} is the input, inside it or around it. Write somewhere else.")
 
 
 def _verified(before: Source, output: Path) -> dict[str, Any]:

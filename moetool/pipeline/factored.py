@@ -145,7 +145,7 @@ def finish(job: Job, factored: Factored, options: FactorOptions, method: str) ->
             f"{', …' if len(missed) > 4 else ''}): plain SVD for these. More --samples may reach them."
         )
     record = factored.write(factored.layouts(options), options.seed, method)
-    return {"unreached_experts": missed, "layers": record}
+    return {"ratio": options.ratio, "unreached_experts": missed, "layers": record}
 
 
 def unreached(entry: LayerSpectra) -> list[int]:

@@ -95,20 +95,25 @@ def fit_layouts(
 ) -> dict[int, LayerLayout]:
     """Layouts whose weight files, headers included, come as close to `target_bytes` from below as ranks allow.
 
-    Headers and alignment depend a little on the layouts, so the budget for the experts is corrected until they fit.
+    Headers and alignment depend a little on the layouts, so the budget for the experts is corrected until they fit,
+    between one that does and one that does not.
     """
-    least, most = byte_range(groups)
+    low, high = byte_range(groups)
     step = min(curve.step_bytes for group in groups for curve in group.curves)
     best: tuple[int, dict[int, LayerLayout]] | None = None
-    budget = least + max(0, target_bytes - planned_bytes(layouts_from(spectra, shape, allocate(method, groups, least))))
-    for _ in range(16):
-        layouts = layouts_from(spectra, shape, allocate(method, groups, min(max(budget, least), most)))
+    budget = low + max(0, target_bytes - planned_bytes(layouts_from(spectra, shape, allocate(method, groups, low))))
+    for _ in range(32):
+        budget = min(max(budget, low), high)
+        layouts = layouts_from(spectra, shape, allocate(method, groups, budget))
         left = target_bytes - planned_bytes(layouts)
         if left >= 0 and (best is None or left < best[0]):
             best = left, layouts
-        if 0 <= left < step:
+        low, high = (budget, high) if left >= 0 else (low, budget)
+        if 0 <= left < step or high - low < 2:
             break
-        budget += left if left > 0 else min(left, -step)
+        budget += left
+        if not low < budget < high:
+            budget = (low + high) // 2
     if best is None:
         raise UsageError(f"The experts cannot be made small enough for {format_bytes(target_bytes)} in all.")
     return best[1]

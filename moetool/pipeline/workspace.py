@@ -5,6 +5,7 @@ Everything unfinished lives in `OUTPUT/.moetool`, which is removed at the end. E
 happened to the process. The fingerprint of the plan must match to go on.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 from moetool.errors import UsageError
 
 WORK_DIRECTORY = ".moetool"
+FINISHED = "finished"  # the journal's last unit
 
 
 class Workspace:
@@ -30,9 +32,13 @@ class Workspace:
             raise UsageError("--resume goes on with what is there, --overwrite throws it away: give one of them.")
         if output.exists() and not output.is_dir():
             raise UsageError(f"{output} exists and is not a directory.")
+        if resume and FINISHED in self._read_journal():
+            shutil.rmtree(self.work)  # the process died while it was tidying up
         occupied = output.is_dir() and any(output.iterdir())
-        if occupied and resume and not self.work.exists() and (output / "moetool.json").exists():
-            raise UsageError(f"{output} is finished: there is nothing to resume.")
+        if occupied and resume and not self.work.exists():
+            finished = (output / "moetool.json").exists()
+            state = "is finished" if finished else "is not empty and holds no unfinished run of moetool"
+            raise UsageError(f"{output} {state}: there is nothing to resume.")
         if occupied and not resume and not overwrite:
             unfinished = " It holds an unfinished run: --resume goes on with it." if self.work.exists() else ""
             raise UsageError(f"{output} is not empty.{unfinished} --overwrite deletes what is there.")
@@ -43,6 +49,7 @@ class Workspace:
                     "Remove it yourself or choose another place."
                 )
             shutil.rmtree(output)
+        self._is_new = not output.exists()
         self.work.mkdir(parents=True, exist_ok=True)
         self._check_fingerprint(fingerprint)
         self._done = self._read_journal()
@@ -60,12 +67,14 @@ class Workspace:
     def _read_journal(self) -> set[str]:
         if not self._journal.exists():
             return set()
+        text = self._journal.read_text()
+        if text and not text.endswith("\n"):  # the process died writing this line; the next one must not join it
+            with self._journal.open("a") as file:
+                file.write("\n")
         done = set()
-        for line in self._journal.read_text().splitlines():
-            try:
+        for line in text.splitlines():
+            with contextlib.suppress(json.JSONDecodeError, KeyError, TypeError):
                 done.add(json.loads(line)["unit"])
-            except (json.JSONDecodeError, KeyError, TypeError):
-                break  # the line being written when the process died
         return done
 
     def is_done(self, unit: str) -> bool:
@@ -85,6 +94,19 @@ class Workspace:
             os.fsync(file.fileno())
         self._done.add(unit)
 
+    def abandon(self) -> None:
+        """The job failed. If nothing is there to go on with, leave nothing at all: a mended command can start."""
+        if not self._done and list(self.output.iterdir()) == [self.work]:
+            shutil.rmtree(self.work)
+            if self._is_new:
+                self.output.rmdir()
+
     def close(self) -> None:
-        """The job is finished: remove everything that was only for the work."""
+        """The job is finished: remove everything that was only for the work, the journal that says so last."""
+        self.done(FINISHED)
+        for path in self.work.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path != self._journal:
+                path.unlink()
         shutil.rmtree(self.work)

@@ -48,7 +48,7 @@ def _architectures() -> list[dict[str, str]]:
 
 def _recipes() -> list[dict[str, str]]:
     rows = []
-    for file in sorted(files("moetool.recipes").iterdir(), key=lambda entry: entry.name):
+    for file in sorted((files("moetool") / "recipes").iterdir(), key=lambda entry: entry.name):
         if file.name.endswith(".yaml"):
             recipe = yaml.safe_load(file.read_text())
             rows.append(

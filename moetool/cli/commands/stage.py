@@ -49,7 +49,9 @@ def build(name: str, arguments: list[str]) -> Any:
         from moetool.pipeline.execute import plan_stage, run_stage
 
         typed.pop("method", None)
-        options = build_options(stage.options_type, typed, read_recipe(recipe, name))
+        options = build_options(
+            stage.options_type, typed, read_recipe(recipe, name, chosen if name == "compress" else None)
+        )
         if dry_run:
             plan = plan_stage(chosen, input, options).to_json()
             if json:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
+from safetensors import SafetensorError
 from torch import Tensor
 
 from moetool.checkpoint.manifest import read_manifest
@@ -74,7 +75,12 @@ class Decompose(Stage[DecomposeOptions]):
         if read_manifest(directory).source_fingerprint != self.source.checkpoint.fingerprint():
             raise InvalidInputError(f"{directory} is the base of another model than {self.source.checkpoint.path}.")
         for layer in reader.moe_layers:
-            for role, matrix in LayerBase.load(base_path(directory, layer)).matrices.items():
+            path = base_path(directory, layer)
+            try:
+                matrices = LayerBase.load(path).matrices
+            except (OSError, KeyError, SafetensorError) as error:
+                raise InvalidInputError(f"{path} is damaged ({error}). Run fisher-merge again.") from error
+            for role, matrix in matrices.items():
                 if tuple(matrix.shape) != reader.shape.matrix(role) or matrix.dtype != reader.dtype:
                     raise InvalidInputError(
                         f"The {role} base of layer {layer} in {directory} does not fit the experts."

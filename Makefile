@@ -1,0 +1,26 @@
+# `make demo` and `make test` need nothing but Python 3.11 and a network for pip; each makes .venv if it is not there.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check bench clean
+
+demo: .venv/ready
+	$(BIN)/moetool demo
+
+test: .venv/ready
+	$(BIN)/python -m pytest -q
+
+check: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy moetool
+
+# torch comes first and alone, pinned to the tested build, so that nothing else decides which one is taken.
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch .venv/ready
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache demo

@@ -1,0 +1,111 @@
+"""Held-out perplexity at equal bytes: what each part of the method is worth.
+
+    python scripts/benchmarks/quality.py MODEL --calibration VALID.txt --data TEST.txt
+
+Compresses MODEL by every method and ratio through the command line, evaluates each result on the whole of --data, and
+prints a table. Excess is the log of the perplexity ratio to the original; the last column is relative to the published
+method's (Fisher base, truncation-aware SVD, uniform rank).
+"""
+
+import argparse
+import json
+import math
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+METHODS = {
+    "mean base + plain SVD, uniform": ["--merge", "mean", "--svd", "vanilla"],
+    "Fisher base + plain SVD, uniform": ["--merge", "fisher", "--svd", "vanilla"],
+    "Fisher base + truncation-aware SVD, uniform": ["--merge", "fisher", "--svd", "truncation-aware"],
+    "moetool's default": [],
+}
+UNIFORM = ["--allocation", "uniform", "--sensitivity", "none"]
+PUBLISHED = "Fisher base + truncation-aware SVD, uniform"
+
+
+def moetool(*arguments: str) -> dict:
+    """The JSON a command prints."""
+    command = [sys.executable, "-c", "from moetool.cli import main; main()", *arguments, "--json"]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    if finished.returncode:
+        sys.exit(finished.stderr)
+    return json.loads(finished.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--calibration", required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--samples", default="64")
+    parser.add_argument("--sequence-length", default="256")
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.2, 0.4, 0.6])
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "moetool-quality")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    cache = options.work / "scores.jsonl"
+    scores = {}
+    if cache.exists():
+        scores = {line["key"]: line for line in map(json.loads, cache.read_text().splitlines())}
+
+    def score(key: str, path: Path | str, **more: object) -> dict:
+        evaluation = moetool("eval", str(path), "--data", options.data, "--sequence-length", options.sequence_length)
+        scores[key] = {"key": key, **more, **evaluation}
+        with cache.open("a") as file:
+            file.write(json.dumps(scores[key]) + "\n")
+        return scores[key]
+
+    original = scores.get("original") or score("original", options.model)
+    for name, flags in METHODS.items():
+        for ratio in options.ratios:
+            key = f"{name} {ratio}"
+            if key in scores:
+                continue
+            target = options.work / "model"
+            shutil.rmtree(target, ignore_errors=True)
+            made = moetool(
+                "compress", options.model, str(target), "--ratio", str(ratio), "--calibration", options.calibration,
+                "--samples", options.samples, "--sequence-length", options.sequence_length,
+                *flags, *(UNIFORM if flags else []),
+            )  # fmt: skip
+            score(key, target, achieved=made["achieved_ratio"], seconds=made["seconds"])
+            print(key, scores[key]["perplexity"], file=sys.stderr, flush=True)
+
+    def excess(key: str) -> float:
+        return math.log(scores[key]["perplexity"] / original["perplexity"])
+
+    lines = [
+        f"Original: perplexity {original['perplexity']:.4f} on {original['windows']} windows of "
+        f"{original['sequence_length']} tokens. Calibrated on {options.samples} windows.",
+        "",
+        "| smaller by | method | bytes saved | perplexity | excess loss | relative |",
+        "|---|---|---|---|---|---|",
+    ]
+    for ratio in options.ratios:
+        for name in METHODS:
+            key = f"{name} {ratio}"
+            relative = excess(key) / excess(f"{PUBLISHED} {ratio}")
+            lines.append(
+                f"| {ratio:.0%} | {name} | {scores[key]['achieved']:.3%} | {scores[key]['perplexity']:.4f} "
+                f"| {excess(key):.5f} | {relative:.3f} |"
+            )
+    table = "\n".join(lines)
+    print(table)
+    if options.output:
+        import torch
+
+        made_by = "python scripts/benchmarks/quality.py MODEL --calibration VALID --data TEST"
+        options.output.write_text(
+            f"Made by `{made_by} --samples {options.samples} --sequence-length {options.sequence_length}` with torch "
+            f"{torch.__version__} on {platform.machine()}. MODEL is a Mixtral of 20.7 M parameters (8 experts, top-2, "
+            f"bf16), trained for this purpose; VALID and TEST are WikiText-2's validation and test text.\n\n{table}\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

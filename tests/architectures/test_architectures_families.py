@@ -1,0 +1,122 @@
+"""Names and numbers of the model families, against what transformers itself writes and holds."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from moetool.architectures import ROLES, Architecture, MoEShape, architectures, find_architecture
+from moetool.errors import InvalidInputError
+
+CONFIG = {
+    "model_type": "mixtral",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.fixture
+def mixtral() -> Architecture:
+    return find_architecture(CONFIG)
+
+
+def test_numbers_of_the_config(mixtral: Architecture) -> None:
+    assert mixtral.name == "Mixtral"
+    assert mixtral.shape(CONFIG) == MoEShape(experts=4, top_k=2, hidden=32, intermediate=48)
+    assert mixtral.layers(CONFIG) == 3
+    assert mixtral.moe_layers(CONFIG) == (0, 1, 2)
+
+
+def test_matrices_are_stored_out_by_in() -> None:
+    shape = MoEShape(experts=4, top_k=2, hidden=32, intermediate=48)
+    assert [shape.matrix(role) for role in ("gate", "up", "down")] == [(48, 32), (48, 32), (32, 48)]
+
+
+def test_names_on_disk_are_those_transformers_writes(mixtral: Architecture, tiny_mixtral: Path) -> None:
+    with safe_open(tiny_mixtral / "model.safetensors", "pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    shape = mixtral.shape(CONFIG)
+    for layer in range(3):
+        block = {name for name in shapes if name.startswith(mixtral.block_prefix(layer))}
+        experts = {
+            mixtral.weight_name(layer, expert, role): shape.matrix(role) for expert in range(4) for role in ROLES
+        }
+        assert block == {*experts, mixtral.router_name(layer)}
+        assert {name: shapes[name] for name in experts} == experts
+        assert shapes[mixtral.router_name(layer)] == (4, 32)
+        assert {name for name in shapes if name.startswith(mixtral.experts_prefix(layer))} == set(experts)
+
+
+def test_roles_are_what_the_model_computes(mixtral: Architecture, tiny_mixtral: Path, make_mixtral: Any) -> None:
+    """Gate is the half that goes through the activation; a swap of w1 and w3 would not change any shape."""
+    experts = make_mixtral().model.layers[1].get_submodule(mixtral.experts_module)
+    assert experts.gate_up_proj.shape == (4, 96, 32)
+    assert experts.down_proj.shape == (4, 32, 48)
+    with safe_open(tiny_mixtral / "model.safetensors", "pt") as file:
+        assert file.get_tensor(mixtral.weight_name(1, 3, "gate")).equal(experts.gate_up_proj[3, :48])
+        assert file.get_tensor(mixtral.weight_name(1, 3, "up")).equal(experts.gate_up_proj[3, 48:])
+        assert file.get_tensor(mixtral.weight_name(1, 3, "down")).equal(experts.down_proj[3])
+
+
+def test_layer_prefixes_do_not_match_each_other(mixtral: Architecture) -> None:
+    assert not mixtral.weight_name(10, 0, "gate").startswith(mixtral.layer_prefix(1))
+
+
+@pytest.mark.parametrize("value", [None, 0, -1, 2.0, "4", True])
+def test_a_number_must_be_positive_and_whole(mixtral: Architecture, value: Any) -> None:
+    with pytest.raises(InvalidInputError, match=f"'num_local_experts', found {re.escape(repr(value))}"):
+        mixtral.shape({**CONFIG, "num_local_experts": value})
+
+
+def test_a_missing_number_is_named(mixtral: Architecture) -> None:
+    with pytest.raises(InvalidInputError, match="hidden_size"):
+        mixtral.shape({key: value for key, value in CONFIG.items() if key != "hidden_size"})
+
+
+def test_more_routed_than_there_are(mixtral: Architecture) -> None:
+    with pytest.raises(InvalidInputError, match=r"5 experts \(num_experts_per_tok\).*only 4 \(num_local_experts\)"):
+        mixtral.shape({**CONFIG, "num_experts_per_tok": 5})
+
+
+def test_a_dense_model_is_called_dense() -> None:
+    with pytest.raises(InvalidInputError, match=r"'llama' is not a mixture of experts.*mixtral"):
+        find_architecture({"model_type": "llama", "hidden_size": 32})
+
+
+def test_one_expert_is_dense_too() -> None:
+    with pytest.raises(InvalidInputError, match="not a mixture of experts"):
+        find_architecture({"model_type": "llama", "num_experts": 1})
+
+
+def test_an_unknown_family_gets_a_hint() -> None:
+    with pytest.raises(InvalidInputError, match=r"Unknown model family 'mixtrel'.*Did you mean 'mixtral'"):
+        find_architecture({"model_type": "mixtrel", "num_local_experts": 8})
+    with pytest.raises(InvalidInputError, match=r"Unknown model family 'zzz'") as caught:
+        find_architecture({"model_type": "zzz", "num_local_experts": 8})
+    assert "Did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("model_type", [None, 7, ["mixtral"]])
+def test_a_config_without_a_usable_type(model_type: Any) -> None:
+    with pytest.raises(InvalidInputError, match="Unknown model family"):
+        find_architecture({**CONFIG, "model_type": model_type})
+
+
+def test_every_family_is_data_and_unambiguous() -> None:
+    found = architectures()
+    types = [name for architecture in found for name in architecture.model_types]
+    assert found == tuple(sorted(found, key=lambda architecture: architecture.name))
+    assert len(types) == len(set(types))
+    for architecture in found:
+        assert set(architecture.weights) == set(ROLES)
+        assert architecture.reference.startswith("https://")
+        with pytest.raises(TypeError):
+            architecture.weights["gate"] = "x"  # type: ignore[index]
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            architecture.layer = "x"  # type: ignore[misc]

@@ -1,0 +1,116 @@
+"""What the tests of the command line do to checkpoints: copy, damage, compare, run."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import moetool  # noqa: F401  (makes transformers load its checkpoints)
+from moetool.integrations.quiet import quiet
+
+WEIGHTS = "model.safetensors"
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+COMMAND_LINE = "from moetool.cli import main; main()"
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file below a directory, by relative path."""
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def weights(directory: Path) -> dict[str, bytes]:
+    """The weight files and their index, if there is one."""
+    return {name: data for name, data in contents(directory).items() if name.startswith("model") and "/" not in name}
+
+
+def weight_bytes(directory: Path) -> int:
+    """Bytes of the weight files, without the index."""
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+
+
+def config_of(directory: Path) -> dict[str, Any]:
+    """`config.json`."""
+    return json.loads((directory / "config.json").read_text())
+
+
+def change_config(directory: Path, **changes: Any) -> Path:
+    """Patch `config.json`; `None` removes a key. Returns the directory."""
+    patched = {**config_of(directory), **changes}
+    kept = {key: value for key, value in patched.items() if value is not None or key not in changes}
+    (directory / "config.json").write_text(json.dumps(kept, indent=2))
+    return directory
+
+
+def change_tensors(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """Rewrite a checkpoint's only weight file after `change(tensors)`. Returns the directory."""
+    tensors = {name: tensor.clone() for name, tensor in load_file(directory / WEIGHTS).items()}
+    change(tensors)
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    return directory
+
+
+def copy_of(source: Path, target: Path) -> Path:
+    """A copy that may be changed."""
+    return Path(shutil.copytree(source, target))
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The model, as a user of transformers gets it."""
+    with quiet():
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+
+
+@torch.inference_mode()
+def logits(path: Path, tokens: Tensor) -> Tensor:
+    """fp32 logits `[batch, length, vocabulary]` of a checkpoint that transformers loads."""
+    return load(path)(input_ids=tokens, use_cache=False).logits
+
+
+def python(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Another Python, on one thread."""
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=ONE_THREAD, check=False)
+
+
+class CrashDriver:
+    """A process that runs `crash_driver.py`; see there."""
+
+    def __init__(self) -> None:
+        script = Path(__file__).with_name("crash_driver.py")
+        self._process = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=ONE_THREAD,
+        )
+
+    def __call__(
+        self, output: Path, arguments: Sequence[object], at: int | None = None, sent: str = "SIGKILL"
+    ) -> dict[str, Any]:
+        """Run `(command, source, *options)` to `output`, and send the signal before the `at`-th change to it."""
+        command, source, *options = map(str, arguments)
+        line = [command, source, str(output), *options]
+        job = {"arguments": line, "watched": str(output), "at": at, "signal": sent}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()

@@ -1,0 +1,63 @@
+"""What the tests of the command line share: calibration options, and models that were compressed once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RunCli = Callable[..., Any]
+Options = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """A checkpoint that `moetool compress --json` has written, and what it said. Read-only."""
+
+    path: Path
+    told: dict[str, Any]
+    log: str
+
+
+Compress = Callable[..., Compressed]
+
+
+@pytest.fixture(scope="session")
+def calibration(tiny_text: Path) -> Options:
+    """Options of a quick calibration: `--calibration`, `--samples`, `--sequence-length`."""
+    return "--calibration", tiny_text, "--samples", 16, "--sequence-length", 32
+
+
+@pytest.fixture(scope="session")
+def compress(run_cli: RunCli, calibration: Options, tmp_path_factory: pytest.TempPathFactory) -> Compress:
+    """`compress(source, *options)`: the result of `moetool compress`, made once per session for the same arguments."""
+    made: dict[Options, Compressed] = {}
+
+    def make(source: Path, *options: object) -> Compressed:
+        if (source, *options) not in made:
+            output = tmp_path_factory.mktemp("compressed") / "model"
+            result = run_cli("compress", source, output, *calibration, *options, "--json")
+            assert result.code == 0, result.stderr
+            made[source, *options] = Compressed(output, result.json, result.stderr)
+        return made[source, *options]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def base(run_cli: RunCli, calibration: Options, tiny_mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `fisher-merge` makes of `tiny_mixtral`."""
+    output = tmp_path_factory.mktemp("base") / "base"
+    result = run_cli("fisher-merge", tiny_mixtral, output, *calibration)
+    assert result.code == 0, result.stderr
+    return output
+
+
+@pytest.fixture(scope="session")
+def decomposed(run_cli: RunCli, tiny_mixtral: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `decompose --base BASE` makes of `tiny_mixtral`."""
+    output = tmp_path_factory.mktemp("decomposed") / "model"
+    result = run_cli("decompose", tiny_mixtral, output, "--base", base)
+    assert result.code == 0, result.stderr
+    return output

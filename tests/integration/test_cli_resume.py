@@ -1,0 +1,237 @@
+"""Jobs that are killed, stopped and continued: the result is that of a job that nobody disturbed, byte for byte."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import COMMAND_LINE, ONE_THREAD, CrashDriver, contents, copy_of
+
+SHARDS = ("--shard-size", "40kB")
+
+
+@pytest.fixture(scope="module")
+def crash() -> Iterator[CrashDriver]:
+    """`crash(output, arguments, at=25)`: a command that gets a signal before its 25th change to the output."""
+    driver = CrashDriver()
+    yield driver
+    driver.close()
+
+
+@pytest.fixture(scope="module")
+def arguments(tiny_mixtral_bf16, calibration) -> tuple[object, ...]:
+    """A job with every kind of unit, and several weight files."""
+    return "compress", tiny_mixtral_bf16, "--ratio", 0.35, *calibration, *SHARDS
+
+
+@pytest.fixture(scope="module")
+def undisturbed(crash, arguments, tmp_path_factory) -> dict[str, bytes]:
+    """What that job writes."""
+    output = tmp_path_factory.mktemp("undisturbed") / "model"
+    assert crash(output, arguments)["code"] == 0
+    return contents(output)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, crash, arguments, undisturbed) -> Path:
+    """An output that was killed on its way, to be copied and continued."""
+    output = tmp_path_factory.mktemp("stopped") / "model"
+    assert crash(output, arguments, at=25)["code"] == -signal.SIGKILL
+    return output
+
+
+def resume(run_cli, arguments, output: Path, *more: object) -> Any:
+    command, source, *options = arguments
+    return run_cli(command, source, output, *options, "--resume", *more)
+
+
+@pytest.mark.slow
+def test_killed_anywhere(tmp_path, crash, arguments, undisturbed):
+    """Before every eleventh change to a file of the output, and a second time while the first is being made good."""
+    quiet = crash(tmp_path / "quiet", arguments)
+    assert contents(tmp_path / "quiet") == undisturbed
+    assert quiet["changes"] > 70
+    for at in range(3, quiet["changes"], 11):
+        output = tmp_path / str(at)
+        assert crash(output, arguments, at=at)["code"] == -signal.SIGKILL
+        again = (*arguments, "--resume")
+        crash(output, again, at=5)
+        last = crash(output, again)
+        # Killed while tidying up, the job is done, and that is what the next one says.
+        assert last["code"] == (2 if "is finished" in last["stderr"] else 0), (at, last["stderr"])
+        assert contents(output) == undisturbed, at
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["fisher-merge", "svd-compress", "prune-base", "decompose"])
+def test_killed_stages(crash, tiny_mixtral, calibration, tmp_path, command):
+    source, options = tiny_mixtral, () if command == "decompose" else calibration
+    if command in ("svd-compress", "prune-base"):
+        source = tmp_path / "decomposed"
+        assert crash(source, ("decompose", tiny_mixtral))["code"] == 0
+    if command == "svd-compress":
+        options = ("--svd", "vanilla", "--ratio", 0.3)
+    arguments = (command, source, *options, *SHARDS)
+    quiet = crash(tmp_path / "quiet", arguments)
+    assert quiet["code"] == 0, quiet["stderr"]
+    for at in [quiet["changes"] * part // 7 for part in (1, 3, 5)]:
+        output = tmp_path / str(at)
+        assert crash(output, arguments, at=at)["code"] == -signal.SIGKILL
+        last = crash(output, (*arguments, "--resume"))
+        assert last["code"] == 0, (at, last["stderr"])
+        assert contents(output) == contents(tmp_path / "quiet"), at
+
+
+@pytest.mark.parametrize("at", [20, 50])
+@pytest.mark.parametrize(("sent", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
+def test_stopped_by_a_signal(crash, run_cli, tmp_path, arguments, undisturbed, sent, code, at):
+    """SIGTERM finishes the unit in hand and exits 75; Ctrl-C stops at once, with 130. Both can be continued."""
+    told = crash(tmp_path / "out", arguments, at=at, sent=sent)
+    assert told["code"] == code
+    assert "--resume" in told["stderr"]
+    assert "Traceback" not in told["stderr"]
+    assert told["changes"] >= at if sent == "SIGTERM" else told["changes"] < at + 5
+    result = resume(run_cli, arguments, tmp_path / "out")
+    assert result.code == 0, result.stderr
+    assert contents(tmp_path / "out") == undisturbed
+
+
+@pytest.mark.slow
+def test_killed_from_outside(run_cli, tiny_mixtral_bf16, tiny_text, tmp_path):
+    """As the kernel or a scheduler does it: kill -9 once the journal has a few lines, whatever is going on then."""
+    options = ("--ratio", "0.35", "--calibration", str(tiny_text), "--samples", "48", "--sequence-length", "64")
+    output, journal = tmp_path / "out", tmp_path / "out" / ".moetool" / "journal.jsonl"
+    command = [sys.executable, "-c", COMMAND_LINE, "compress", str(tiny_mixtral_bf16), str(output), *options]
+    with subprocess.Popen(command, env=ONE_THREAD, stderr=subprocess.DEVNULL) as process:
+        while process.poll() is None and not (journal.exists() and len(journal.read_bytes().splitlines()) >= 5):
+            time.sleep(0.002)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert journal.exists()
+    assert run_cli("compress", tiny_mixtral_bf16, output, *options, "--resume").code == 0
+    assert run_cli("compress", tiny_mixtral_bf16, tmp_path / "quiet", *options).code == 0
+    assert contents(output) == contents(tmp_path / "quiet")
+
+
+def test_continues_where_it_was(run_cli, stopped, arguments, undisturbed, tmp_path):
+    output = copy_of(stopped, tmp_path / "out")
+    journal = [json.loads(line)["unit"] for line in (output / ".moetool" / "journal.jsonl").read_text().splitlines()]
+    assert journal[0] == "embed"
+    assert len(journal) == 5
+    result = resume(run_cli, arguments, output, "--json")
+    assert result.code == 0
+    assert f"Going on with the run in {output}" in result.stderr
+    assert result.json["achieved_ratio"] > 0.35
+    assert contents(output) == undisturbed
+
+
+@pytest.mark.parametrize("torn", ['{"un', '{"unit": "reverse/0"', "\x00" * 7], ids=["begun", "almost", "zeros"])
+def test_a_torn_line_in_the_journal(crash, stopped, arguments, undisturbed, run_cli, tmp_path, torn):
+    """The machine went down while a line was being written; it goes down again after some more lines."""
+    output = copy_of(stopped, tmp_path / "out")
+    journal = output / ".moetool" / "journal.jsonl"
+    whole = journal.read_text()
+    journal.write_text(whole + torn)
+    assert crash(output, (*arguments, "--resume"), at=12)["code"] == -signal.SIGKILL
+    assert len(journal.read_text().splitlines()) > len(whole.splitlines()) + 1
+    assert resume(run_cli, arguments, output).code == 0
+    assert contents(output) == undisturbed
+
+
+def test_an_unfinished_output_is_no_checkpoint(run_cli, stopped, tmp_path, tiny_text):
+    output = copy_of(stopped, tmp_path / "out")
+    for command in (("inspect", output), ("verify", output), ("eval", output, "--data", tiny_text)):
+        result = run_cli(*command)
+        assert result.code == 3
+        assert str(output) in result.stderr
+
+
+def test_an_unfinished_output_is_not_overwritten_by_mistake(run_cli, stopped, arguments, undisturbed, tmp_path):
+    command, source, *options = arguments
+    output = copy_of(stopped, tmp_path / "out")
+    before = contents(output)
+    refused = run_cli(command, source, output, *options)
+    assert refused.code == 2
+    assert "unfinished run: --resume" in refused.stderr
+    assert "--overwrite" in refused.stderr
+    assert contents(output) == before
+    assert run_cli(command, source, output, *options, "--overwrite").code == 0
+    assert contents(output) == undisturbed
+
+
+@pytest.mark.parametrize(
+    "other",
+    [("--ratio", 0.3), ("--seed", 1), ("--svd", "vanilla"), ("--samples", 8), ("--compute-dtype", "bfloat16")],
+    ids=lambda option: str(option[0]).strip("-"),
+)
+def test_other_settings_are_refused(run_cli, stopped, arguments, tmp_path, other):
+    output = copy_of(stopped, tmp_path / "out")
+    before = contents(output)
+    result = resume(run_cli, arguments, output, *other)
+    assert result.code == 2
+    assert "other settings" in result.stderr
+    assert contents(output) == before
+
+
+def test_another_input_is_refused(run_cli, stopped, arguments, tiny_mixtral, tmp_path):
+    output = copy_of(stopped, tmp_path / "out")
+    result = resume(run_cli, ("compress", tiny_mixtral, *arguments[2:]), output)
+    assert result.code == 2
+    assert "another input" in result.stderr
+
+
+def test_another_stage_is_refused(run_cli, stopped, tiny_mixtral_bf16, tmp_path):
+    result = run_cli("decompose", tiny_mixtral_bf16, copy_of(stopped, tmp_path / "out"), "--resume")
+    assert result.code == 2
+
+
+def test_a_finished_output_is_not_resumed(run_cli, compress, tiny_mixtral_bf16, calibration):
+    made = compress(tiny_mixtral_bf16, "--ratio", 0.35)
+    before = contents(made.path)
+    result = run_cli("compress", tiny_mixtral_bf16, made.path, "--ratio", 0.35, *calibration, "--resume")
+    assert result.code == 2
+    assert "is finished: there is nothing to resume" in result.stderr
+    assert contents(made.path) == before
+
+
+def test_nobody_elses_directory_is_resumed(run_cli, tiny_mixtral, decomposed, tmp_path):
+    """A weight file of the expected name and size that another program wrote is not taken for ours."""
+    output = tmp_path / "out"
+    output.mkdir()
+    size = (tiny_mixtral / "model.safetensors").stat().st_size
+    (output / "model.safetensors").write_bytes(b"\0" * size)
+    result = run_cli("export", decomposed, output, "--resume")
+    assert result.code == 2
+    assert "no unfinished run" in result.stderr
+    assert list(contents(output)) == ["model.safetensors"]
+
+
+def test_resume_starts_what_was_never_begun(run_cli, arguments, undisturbed, tmp_path):
+    """A batch job can always say --resume."""
+    assert resume(run_cli, arguments, tmp_path / "out").code == 0
+    assert contents(tmp_path / "out") == undisturbed
+
+
+def test_resume_and_overwrite_exclude_each_other(run_cli, arguments, stopped, tmp_path):
+    result = resume(run_cli, arguments, copy_of(stopped, tmp_path / "out"), "--overwrite")
+    assert result.code == 2
+    assert "one of them" in result.stderr
+
+
+def test_tidying_up_can_be_resumed(run_cli, arguments, undisturbed, stopped, tmp_path):
+    """Killed after everything was written, while the work directory was being removed."""
+    output = copy_of(stopped, tmp_path / "out")
+    assert resume(run_cli, arguments, output).code == 0
+    shutil.copytree(stopped / ".moetool", output / ".moetool")
+    with (output / ".moetool" / "journal.jsonl").open("a") as journal:
+        journal.write('{"unit": "finished"}\n')
+    result = resume(run_cli, arguments, output)
+    assert result.code == 2
+    assert "is finished" in result.stderr
+    assert contents(output) == undisturbed

@@ -1,0 +1,479 @@
+"""`eval`, `inspect`, `verify`, `export`, `list`, `--dry-run` and `--help`, as a user sees them."""
+
+import json
+import math
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import (
+    COMMAND_LINE,
+    change_tensors,
+    config_of,
+    contents,
+    copy_of,
+    load,
+    logits,
+    python,
+    weight_bytes,
+    weights,
+)
+from torch.nn import functional as F
+
+from moetool.checkpoint.header import read_header
+
+# What the command line must not import before a command runs.
+HEAVY = ("torch", "transformers", "datasets", "numpy", "scipy", "accelerate")
+
+
+@pytest.fixture(scope="module")
+def small(compress, tiny_mixtral):
+    """A compressed model."""
+    return compress(tiny_mixtral, "--ratio", 0.35).path
+
+
+# -- eval
+
+
+def perplexity_by_hand(path: Path, stream: torch.Tensor, length: int) -> tuple[float, int]:
+    """Mean loss over the `length − 1` predictions of every consecutive window, and the number of windows."""
+    windows = stream[: len(stream) // length * length].view(-1, length)
+    model = load(path)
+    losses = []
+    with torch.inference_mode():
+        for window in windows:
+            predicted = model(input_ids=window[None]).logits[0, :-1]
+            losses.append(F.cross_entropy(predicted.double(), window[1:], reduction="sum").item())
+    return math.fsum(losses) / (len(windows) * (length - 1)), len(windows)
+
+
+@pytest.mark.parametrize("which", ["tiny_mixtral", "small"])
+def test_eval_follows_the_protocol(request, run_cli, tiny_text, tiny_tokens, tmp_path, which):
+    path, text = request.getfixturevalue(which), tmp_path / "text.txt"
+    text.write_text(tiny_text.read_text()[:6000])
+    told = run_cli("eval", path, "--data", text, "--sequence-length", 48, "--batch-tokens", 200, "--json").json
+    tokens = tiny_tokens[: told["tokens"]]  # the tokens of a beginning are the beginning of the tokens, up to the cut
+    nll, windows = perplexity_by_hand(path, tokens, 48)
+    assert told["windows"] == windows > 20
+    assert told["tokens"] == 48 * windows
+    assert told["nll"] == pytest.approx(nll, abs=1e-5)
+    assert told["perplexity"] == pytest.approx(math.exp(nll), rel=1e-5)
+
+
+def test_eval_does_not_depend_on_batches(run_cli, small, tiny_text):
+    arguments = ("eval", small, "--data", tiny_text, "--sequence-length", 32, "--windows", 50, "--json")
+    told = [run_cli(*arguments, "--batch-tokens", count).json["nll"] for count in (1, 100, 100_000)]
+    assert told == pytest.approx([told[0]] * 3, abs=1e-6)
+
+
+def test_eval_of_decomposed_is_that_of_the_source(run_cli, decomposed, tiny_mixtral, tiny_text):
+    options = ("--data", tiny_text, "--sequence-length", 64, "--windows", 40, "--json")
+    results = [run_cli("eval", path, *options).json for path in (tiny_mixtral, decomposed)]
+    assert results[0]["windows"] == results[1]["windows"] == 40
+    assert results[0]["nll"] == pytest.approx(results[1]["nll"], abs=1e-6)
+
+
+def test_eval_for_people(run_cli, small, tiny_text):
+    result = run_cli("eval", small, "--data", tiny_text, "--sequence-length", 64, "--windows", 5)
+    assert result.code == 0
+    assert "5 windows of 64 tokens" in result.stdout
+    assert re.search(r"^perplexity +\d+\.\d{4}$", result.stdout, re.M)
+    assert "Evaluate" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "word"),
+    [
+        ((), 2, "--data"),
+        (("--data", "/no/such.txt", "--sequence-length", 64), 3, "/no/such.txt"),
+        (("--data", "TEXT", "--sequence-length", 129), 2, "context of 128"),
+        (("--data", "TEXT", "--sequence-length", 1), 2, "--sequence-length"),
+        (("--data", "TEXT", "--compute-dtype", "int8"), 2, "bfloat16"),
+        (("--data", "TEXT", "--sequence-length", 64, "--device", "toaster"), 2, "toaster"),
+        (("--data", "TEXT@2", "--sequence-length", 64), 2, "@weights"),
+    ],
+)
+def test_eval_refuses(run_cli, tiny_mixtral, tiny_text, options, code, word):
+    options = [str(option).replace("TEXT", str(tiny_text)) for option in options]
+    result = run_cli("eval", tiny_mixtral, *options, "--json")
+    assert result.code == code
+    assert word in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_eval_of_a_model_that_predicts_nothing(run_cli, tiny_mixtral, tiny_text, tmp_path):
+    def damage(tensors):
+        tensors["model.norm.weight"][0] = torch.nan
+
+    broken = change_tensors(copy_of(tiny_mixtral, tmp_path / "broken"), damage)
+    result = run_cli("eval", broken, "--data", tiny_text, "--sequence-length", 64, "--windows", 2)
+    assert result.code == 5
+    assert "damaged" in result.stderr
+
+
+# -- inspect
+
+
+@pytest.mark.parametrize("which", ["tiny_mixtral", "small", "decomposed"])
+def test_inspect_counts(request, run_cli, which):
+    path = request.getfixturevalue(which)
+    told = run_cli("inspect", path, "--json").json
+    expected = {
+        "model_type": "mixtral",
+        "architecture": "Mixtral",
+        "layers": 3,
+        "moe_layers": 3,
+        "experts": 4,
+        "top_k": 2,
+        "bytes": weight_bytes(path),
+        "dtype": "float32",
+    }
+    assert {key: told[key] for key in expected} == expected
+    dense = sum(parameter.numel() for parameter in load(request.getfixturevalue("tiny_mixtral")).parameters())
+    expert = 3 * 32 * 48
+    assert told["parameters"]["total"] == dense
+    assert told["parameters"]["active"] == dense - 3 * 2 * expert
+    infos = read_header(path / "model.safetensors").tensors.values()
+    assert told["parameters"]["stored"] == sum(math.prod(info.shape) for info in infos)
+    assert [layer["layer"] for layer in told["moe"]] == [0, 1, 2]
+
+
+def test_inspect_names_ranks_and_errors(run_cli, small):
+    told = run_cli("inspect", small, "--json").json
+    assert told["ratio"] == pytest.approx(0.35, abs=0.005)
+    tensors = read_header(small / "model.safetensors").tensors
+    for layer in told["moe"]:
+        assert layer["representation"] == "shared-base"
+        assert layer["base_channels"] == 48
+        assert all((layer[role] == "native") == (role not in layer["lost_energy"]) for role in ("gate", "up", "down"))
+        for role in layer["lost_energy"]:
+            for expert, (spec, error) in enumerate(zip(layer[role], layer["lost_energy"][role], strict=True)):
+                name = f"model.layers.{layer['layer']}.block_sparse_moe.experts.moetool.{expert}.{role}"
+                if spec == "dense":
+                    assert tensors[f"{name}.weight"].shape
+                    assert error == 0
+                elif spec == "low-rank:0":
+                    assert f"{name}.u" not in tensors
+                    assert error == 1
+                else:
+                    assert spec == f"low-rank:{tensors[f'{name}.u'].shape[1]}"
+                    assert 0 < error < 1
+
+
+def test_inspect_of_an_untouched_model(run_cli, tiny_mixtral):
+    told = run_cli("inspect", tiny_mixtral, "--json").json
+    assert told["ratio"] == 0
+    assert told["recipe"] is None
+    assert {layer["representation"] for layer in told["moe"]} == {"native"}
+
+
+def test_inspect_for_people(run_cli, small, tiny_mixtral):
+    result = run_cli("inspect", small)
+    assert result.code == 0
+    for line in (
+        r"^model +" + re.escape(str(small)),
+        r"^architecture +Mixtral \(softmax",
+        r"^layers +3, of which 3 with experts",
+        r"^experts +4, top-2, float32",
+        r"^parameters +[\d,]+ total, [\d,]+ active, [\d,]+ stored",
+        r"3[45]\.\d\d% smaller",
+        r"gate ranks.*up ranks.*down ranks.*base channels",
+        r"^│ 2 +│.* 48 │",
+    ):
+        assert re.search(line, result.stdout, re.M), line
+    assert result.stderr == ""
+    assert "gate ranks" not in run_cli("inspect", tiny_mixtral).stdout
+
+
+# -- verify
+
+
+def test_verify_of_a_sound_checkpoint(run_cli, small, tiny_mixtral, decomposed):
+    assert run_cli("verify", small).stdout.endswith("ok\n")
+    result = run_cli("verify", small, "--against", tiny_mixtral)
+    assert result.code == 0
+    assert "bit for bit" in result.stdout
+    told = run_cli("verify", small, "--against", tiny_mixtral, "--json").json
+    assert told["tensors"] == len(read_header(small / "model.safetensors").tensors)
+    errors = [error for layer in told["relative_error"].values() for error in layer.values()]
+    assert len(errors) == 9
+    assert all(0 <= error < 1 for error in errors)
+    assert any(errors)
+    assert run_cli("verify", small, "--against", decomposed).code == 0, "a stage's input is a source as well"
+    assert run_cli("verify", tiny_mixtral, "--against", tiny_mixtral).code == 0
+
+
+def flip(path: Path, name: str) -> Path:
+    """Flip the lowest bit of a tensor's last byte but three: another number, and nothing else."""
+    info = read_header(path / "model.safetensors").tensors[name]
+    data = bytearray((path / "model.safetensors").read_bytes())
+    data[info.offset + info.nbytes - 4] ^= 1
+    (path / "model.safetensors").write_bytes(data)
+    return path
+
+
+def test_verify_finds_one_flipped_bit(run_cli, small, tiny_mixtral, tmp_path):
+    broken = flip(copy_of(small, tmp_path / "broken"), "model.layers.1.self_attn.q_proj.weight")
+    assert run_cli("verify", broken).code == 0, "it is a sound checkpoint, of another model"
+    result = run_cli("verify", broken, "--against", tiny_mixtral, "--json")
+    assert result.code == 5
+    assert "model.layers.1.self_attn.q_proj.weight differs" in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.2.block_sparse_moe.experts.0.w2.weight"])
+def test_verify_finds_what_is_no_number(run_cli, small, tmp_path, name, value):
+    broken = change_tensors(copy_of(small, tmp_path / "broken"), lambda t: t[name].view(-1)[-1:].fill_(value))
+    result = run_cli("verify", broken)
+    assert result.code == 5
+    assert f"{name} holds NaN or infinity" in result.stderr
+
+
+def test_verify_finds_a_lost_tensor(run_cli, small, tiny_mixtral, tmp_path):
+    broken = change_tensors(copy_of(small, tmp_path / "broken"), lambda t: t.pop("model.norm.weight"))
+    result = run_cli("verify", broken, "--against", tiny_mixtral)
+    assert result.code == 5
+    assert "model.norm.weight is missing" in result.stderr
+
+
+def test_verify_finds_another_source(run_cli, small, make_mixtral, save_model, tmp_path):
+    other = save_model(make_mixtral(seed=1), tmp_path / "other")
+    result = run_cli("verify", small, "--against", other)
+    assert result.code == 5
+    assert "differs" in result.stderr
+    smaller = save_model(make_mixtral(num_local_experts=3), tmp_path / "smaller")
+    result = run_cli("verify", small, "--against", smaller)
+    assert result.code == 5
+    assert "not made from" in result.stderr
+
+
+def test_verify_finds_a_lost_shard(run_cli, tiny_mixtral_sharded, tmp_path):
+    broken = copy_of(tiny_mixtral_sharded, tmp_path / "broken")
+    lost = sorted(broken.glob("*.safetensors"))[1]
+    lost.unlink()
+    result = run_cli("verify", broken)
+    assert result.code == 3
+    assert lost.name in result.stderr
+
+
+# -- export
+
+LOAD_PLAINLY = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+source, tokens, output = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(source).eval()
+assert not [name for name in sys.modules if name.startswith("moetool")], "this is about transformers alone"
+with torch.inference_mode():
+    torch.save(model(input_ids=torch.load(tokens)).logits, output)
+"""
+
+
+@pytest.mark.slow
+def test_export_needs_no_moetool(run_cli, small, tiny_tokens, tmp_path):
+    """Transformers alone loads the export, and says what is missing when it is given the compressed model."""
+    output, tokens = tmp_path / "export", tiny_tokens[:192].view(3, 64)
+    result = run_cli("export", small, output, "--format", "dense-experts", "--json")
+    assert result.code == 0, result.stderr
+    torch.save(tokens, tmp_path / "tokens.pt")
+    alone = python("-c", LOAD_PLAINLY, output, tmp_path / "tokens.pt", tmp_path / "logits.pt")
+    assert alone.returncode == 0, alone.stderr
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), logits(small, tokens), rtol=0, atol=1e-5)
+
+    refused = python("-c", LOAD_PLAINLY, small, tmp_path / "tokens.pt", tmp_path / "none.pt")
+    assert refused.returncode != 0
+    assert "moetool" in refused.stderr
+    assert not (tmp_path / "none.pt").exists()
+
+
+def test_export_is_in_the_original_layout(run_cli, small, tiny_mixtral, tmp_path):
+    assert run_cli("export", small, tmp_path / "out").code == 0
+    before, after = (read_header(path / "model.safetensors").tensors for path in (tiny_mixtral, tmp_path / "out"))
+    assert {name: (info.dtype, info.shape) for name, info in before.items()} == {
+        name: (info.dtype, info.shape) for name, info in after.items()
+    }
+    assert config_of(tmp_path / "out") == config_of(tiny_mixtral)
+
+
+def test_export_of_a_lossless_checkpoint_is_the_source(run_cli, decomposed, tiny_mixtral, tmp_path):
+    assert run_cli("export", decomposed, tmp_path / "out").code == 0
+    assert weights(tmp_path / "out") == weights(tiny_mixtral)
+
+
+def test_export_says_what_it_leaves_out(run_cli, compress, tiny_mixtral, tmp_path):
+    pruned = compress(tiny_mixtral, "--ratio", 0.35, "--prune-base", 0.25).path
+    result = run_cli("export", pruned, tmp_path / "out")
+    assert result.code == 0
+    assert "Dynamic pruning" in result.stderr
+
+
+# -- list
+
+
+@pytest.mark.parametrize(
+    ("what", "column", "names"),
+    [
+        ("methods", "method", {"d2moe", "fisher-merge", "decompose", "svd-compress", "prune-base", "export"}),
+        ("architectures", "architecture", {"Mixtral"}),
+        ("representations", "representation", {"dense", "low-rank"}),
+        ("recipes", "recipe", {"d2moe-mixtral-8x7b"}),
+    ],
+)
+def test_list(run_cli, what, column, names):
+    result = run_cli("list", what, "--json")
+    assert result.code == 0, result.stderr
+    listed = {Path(row[column]).stem for row in result.json[what]}
+    assert names <= listed
+    for_people = run_cli("list", what)
+    assert for_people.code == 0
+    assert all(name in for_people.stdout for name in names)
+    assert "…" not in for_people.stdout, "nothing is cut off"
+
+
+def test_list_of_nothing_known(run_cli):
+    result = run_cli("list", "flavours")
+    assert result.code == 2
+    assert "architectures" in result.stderr
+
+
+# -- dry run
+
+
+def whole_mixtral(directory: Path) -> int:
+    """Mixtral-8x7B as headers over a hole: 93 GB of bf16 that take no room. Returns the file's size."""
+    hidden, intermediate, layers, vocabulary = 4096, 14336, 32, 32000
+    config = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 32768,
+    }
+    shapes = {"model.embed_tokens.weight": [vocabulary, hidden], "lm_head.weight": [vocabulary, hidden]}
+    shapes["model.norm.weight"] = [hidden]
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {f"{prefix}{name}.weight": [hidden] for name in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{prefix}self_attn.{name}_proj.weight": [hidden, hidden] for name in "qo"}
+        shapes |= {f"{prefix}self_attn.{name}_proj.weight": [1024, hidden] for name in "kv"}
+        shapes[f"{prefix}block_sparse_moe.gate.weight"] = [8, hidden]
+        for expert in range(8):
+            experts = f"{prefix}block_sparse_moe.experts.{expert}"
+            shapes |= {f"{experts}.{name}.weight": [intermediate, hidden] for name in ("w1", "w3")}
+            shapes[f"{experts}.w2.weight"] = [hidden, intermediate]
+    header, position = {}, 0
+    for name, shape in shapes.items():
+        end = position + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, end]}
+        position = end
+    encoded = json.dumps(header).encode()
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.truncate(8 + len(encoded) + position)
+        return 8 + len(encoded) + position
+
+
+def test_dry_run_of_the_real_size_reads_headers_only(run_cli, tmp_path):
+    size = whole_mixtral(tmp_path / "mixtral")
+    assert 93e9 < size < 94e9
+    assert (tmp_path / "mixtral" / "model.safetensors").stat().st_blocks * 512 < 1e6
+    arguments = ("compress", tmp_path / "mixtral", tmp_path / "out", "--ratio", 0.4, "--calibration", "wiki.txt")
+    result = run_cli(*arguments, "--dry-run", "--json")
+    assert result.code == 0, result.stderr
+    told = result.json
+    assert told["input_bytes"] == told["original_bytes"] == size
+    assert told["output_bytes"] == pytest.approx(0.6 * size, rel=0.005)
+    assert told["disk_bytes"] == told["output_bytes"] + told["scratch_bytes"]
+    layer = 4 * (8 * 3 * 4096 * 14336 + 2 * 4096 * 4096 + 2 * 1024 * 4096)
+    activations = told["calibration_tokens"] * 4096 * 4
+    assert layer < told["peak_memory_bytes"] < 4 * layer + activations
+    assert (told["layers"], told["moe_layers"], told["experts"]) == (32, 32, 8)
+    assert [path.name for path in tmp_path.iterdir()] == ["mixtral"], "nothing was written"
+
+    for_people = run_cli(*arguments, "--dry-run")
+    for line in (r"^input +93\.4 GB", r"^output +56\.0 GB", r"^disk +[\d.]+ [GT]B", r"^peak memory +[\d.]+ GB"):
+        assert re.search(line, for_people.stdout, re.M), for_people.stdout
+    assert "Nothing was written" in for_people.stdout
+
+    impossible = run_cli(*arguments[:4], 0.9, "--calibration", "wiki.txt", "--dry-run")
+    assert impossible.code == 2
+    assert re.search(r"at most 0\.8\d", impossible.stderr)
+
+
+@pytest.mark.parametrize("command", ["fisher-merge", "decompose", "svd-compress", "prune-base", "export", "compress"])
+def test_dry_run_says_what_the_run_then_takes(
+    run_cli, tiny_mixtral_bf16, calibration, base, tiny_mixtral, decomposed, small, tmp_path, command
+):
+    source, options = {
+        "fisher-merge": (tiny_mixtral_bf16, calibration),
+        "decompose": (tiny_mixtral, ("--base", base)),
+        "svd-compress": (decomposed, (*calibration, "--ratio", 0.3)),
+        "prune-base": (decomposed, ()),
+        "export": (small, ()),
+        "compress": (tiny_mixtral_bf16, (*calibration, "--ratio", 0.3, "--prune-base", 0.25)),
+    }[command]
+    dry = run_cli(command, source, tmp_path / "out", *options, "--dry-run", "--json")
+    assert dry.code == 0, dry.stderr
+    assert not (tmp_path / "out").exists()
+    wet = run_cli(command, source, tmp_path / "out", *options, "--json")
+    assert wet.code == 0, wet.stderr
+    assert dry.json["input_bytes"] == weight_bytes(source)
+    if command != "fisher-merge":  # whose statistics are not small beside so small a base
+        assert weight_bytes(tmp_path / "out") <= dry.json["output_bytes"]
+    if command in ("decompose", "prune-base", "export"):
+        assert wet.json["bytes_after"] == dry.json["output_bytes"]
+
+
+# -- the command line itself
+
+
+def test_help_imports_nothing_heavy():
+    """`--help` and `--version` are instant because they leave torch and transformers alone."""
+    for argument, word in (("--help", "svd-compress"), ("--version", version("moetool"))):
+        probe = (
+            f"import sys; sys.argv = ['moetool', '{argument}']\n"
+            f"try:\n    {COMMAND_LINE}\n"
+            f"finally:\n    print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)"
+        )
+        done = python("-c", probe)
+        assert done.returncode == 0
+        assert word in done.stdout
+        assert done.stderr.splitlines()[-1] == "[]", done.stderr
+
+
+def test_help_of_every_command(run_cli):
+    listed = re.findall(r"^  ([a-z-]+) ", run_cli("--help").stdout.partition("Commands:")[2], re.M)
+    assert {"compress", "eval", "inspect", "verify", "demo", "list", "export"} <= set(listed)
+    for command in listed:
+        result = run_cli(command, "--help")
+        assert result.code == 0
+        assert f"moetool {command}" in result.stdout
+        assert "--json" in result.stdout
+
+
+def test_no_arguments_and_no_such_command(run_cli):
+    assert "Usage" in run_cli().stdout + run_cli().stderr
+    result = run_cli("comprss")
+    assert result.code == 2
+    assert "comprss" in result.stderr
+
+
+def test_nothing_but_the_output_is_touched(run_cli, tiny_mixtral, calibration, small, tmp_path):
+    """Inputs are read-only: a source on a read-only mount works."""
+    before = contents(tiny_mixtral), contents(small)
+    run_cli("compress", tiny_mixtral, tmp_path / "out", "--ratio", 0.3, *calibration)
+    run_cli("verify", small, "--against", tiny_mixtral)
+    run_cli("inspect", small)
+    assert (contents(tiny_mixtral), contents(small)) == before

@@ -1,0 +1,121 @@
+"""One base out of all experts: the identities that each merge must satisfy."""
+
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from moetool.errors import UsageError
+from moetool.methods.choices import Merge
+from moetool.methods.merging import fisher_base, frequency_base, mean_base, merge
+
+E, SHAPE = 4, (6, 5)
+
+
+def random(*size: int, seed: int) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.fixture
+def weights() -> Tensor:
+    """`[E, out, in]` fp64, so that identities are sharp."""
+    return random(E, *SHAPE, seed=0)
+
+
+def fisher(weights: Tensor, information: Tensor) -> Tensor:
+    """`fisher_base` from F `[E, out, in]`."""
+    return fisher_base((information * weights).sum(0), information.sum(0), weights.mean(0))
+
+
+def test_equal_fisher_is_the_mean(weights: Tensor) -> None:
+    torch.testing.assert_close(fisher(weights, torch.full_like(weights, 0.37)), weights.mean(0), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("expert", range(E))
+def test_one_hot_fisher_is_that_expert(weights: Tensor, expert: int) -> None:
+    information = torch.zeros_like(weights)
+    information[expert] = random(*SHAPE, seed=1).square() + 1e-3
+    torch.testing.assert_close(fisher(weights, information), weights[expert], rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-3, 7.0, 1e9])
+def test_scaling_fisher_changes_nothing(weights: Tensor, scale: float) -> None:
+    information = random(E, *SHAPE, seed=1).square()
+    torch.testing.assert_close(fisher(weights, scale * information), fisher(weights, information), rtol=0, atol=1e-14)
+
+
+def test_weighted_differences_cancel(weights: Tensor) -> None:
+    """`Σ F_j (W_b - W_j) = 0`, element by element: the base minimises the Fisher-weighted squared differences."""
+    information = random(E, *SHAPE, seed=1).square()
+    base = fisher(weights, information)
+    torch.testing.assert_close((information * (base - weights)).sum(0), torch.zeros_like(base), rtol=0, atol=1e-14)
+
+
+def test_fisher_is_between_the_experts(weights: Tensor) -> None:
+    base = fisher(weights, random(E, *SHAPE, seed=1).square())
+    assert (base <= weights.amax(0)).all()
+    assert (base >= weights.amin(0)).all()
+    assert not base.allclose(weights.mean(0))
+
+
+@pytest.mark.parametrize("nothing", [0.0, 1e-38])
+def test_no_information_is_the_mean(weights: Tensor, nothing: float) -> None:
+    """Where ΣF is zero or has underflowed; elsewhere the merge is not disturbed."""
+    information = random(E, *SHAPE, seed=1).square() + 0.1
+    expected = fisher(weights, information)
+    information[:, 2, 3] = nothing
+    base = fisher(weights, information)
+    assert base[2, 3] == weights[:, 2, 3].mean()
+    base[2, 3] = expected[2, 3]
+    assert base.equal(expected)
+    assert torch.isfinite(base).all()
+
+
+def test_mean(weights: Tensor) -> None:
+    torch.testing.assert_close(mean_base(list(weights.float())), weights.mean(0).float(), rtol=1e-6, atol=1e-7)
+
+
+def test_the_mean_of_bf16_is_taken_in_fp32() -> None:
+    """256 + 1 is 256 in bf16; a bf16 sum would lose every small expert."""
+    weights = [torch.full(SHAPE, 256.0, dtype=torch.bfloat16)] + 3 * [torch.ones(SHAPE, dtype=torch.bfloat16)]
+    base = mean_base(weights)
+    assert base.dtype == torch.float32
+    assert base.equal(torch.full(SHAPE, 259 / 4))
+
+
+def test_frequency_by_hand(weights: Tensor) -> None:
+    base = frequency_base(list(weights.float()), torch.tensor([3, 0, 1, 0]))
+    torch.testing.assert_close(base, (0.75 * weights[0] + 0.25 * weights[2]).float(), rtol=1e-6, atol=1e-6)
+
+
+def test_equal_frequencies_are_the_mean(weights: Tensor) -> None:
+    rows = list(weights.float())
+    torch.testing.assert_close(frequency_base(rows, torch.full((E,), 11)), mean_base(rows), rtol=1e-6, atol=1e-6)
+
+
+def test_one_used_expert_is_the_base(weights: Tensor) -> None:
+    rows = list(weights.float())
+    assert frequency_base(rows, torch.tensor([0, 0, 5, 0])).equal(rows[2])
+
+
+def test_no_tokens_at_all_is_the_mean(weights: Tensor) -> None:
+    rows = list(weights.float())
+    assert frequency_base(rows, torch.zeros(E, dtype=torch.int64)).equal(mean_base(rows))
+
+
+def test_merge_finds_the_role(weights: Tensor) -> None:
+    rows = list(weights.float())
+    tokens = torch.tensor([3, 0, 1, 0])
+    total = {role: torch.full(SHAPE, float(E)) for role in ("gate", "up", "down")}
+    weighted = {"gate": torch.zeros(SHAPE), "up": torch.full(SHAPE, 8.0), "down": torch.full(SHAPE, -4.0)}
+    assert merge("mean", "up", rows).equal(mean_base(rows))
+    assert merge("frequency", "up", rows, tokens).equal(frequency_base(rows, tokens))
+    assert merge("fisher", "up", rows, tokens, (weighted, total)).equal(torch.full(SHAPE, 2.0))
+    assert merge("fisher", "down", rows, tokens, (weighted, total)).equal(torch.full(SHAPE, -1.0))
+
+
+@pytest.mark.parametrize("method", [name for name in get_args(Merge) if name != "mean"])
+def test_measured_merges_need_text(weights: Tensor, method: Merge) -> None:
+    with pytest.raises(UsageError, match=f"--merge {method} needs calibration text"):
+        merge(method, "up", list(weights))
