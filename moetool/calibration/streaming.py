@@ -64,6 +64,7 @@ class StreamedModel:
             if isinstance(getattr(module, "layers", None), nn.ModuleList) and len(module.layers) == self.layer_count
         )
         self._calls: dict[int, list[LayerCall]] = {}  # how each layer is called, by batch size
+        self._dtypes: dict[str, torch.dtype] = {}  # of each tensor in memory
         self._blocks = self._assign_blocks()
         self._load_block(REST)
         self._finish_rest()
@@ -86,6 +87,7 @@ class StreamedModel:
             if renamed not in state:
                 continue  # passes through to the output untouched
             covered.add(renamed)
+            self._dtypes[name] = state[renamed].dtype
             block = next((layer for prefix, layer in layers.items() if name.startswith(prefix)), REST)
             blocks[block].append(name)
         experts_in_memory = f".{self.architecture.experts_module}."
@@ -103,7 +105,8 @@ class StreamedModel:
         return blocks
 
     def _load_block(self, block: int) -> None:
-        tensors = {name: self.checkpoint.read(name) for name in self._blocks[block]}
+        # Cast here and not by the loader, which leaves some tensors in their storage dtype in older versions.
+        tensors = {name: self.checkpoint.read(name).to(self._dtypes[name]) for name in self._blocks[block]}
         with quiet():
             info, _ = convert_and_load_state_dict_in_model(self.model, tensors, self._loading)
         if info.mismatched_keys:

@@ -44,6 +44,8 @@ def layer_layouts(config: Mapping[str, Any]) -> dict[int, LayerLayout]:
     layers = entry.get("layers", {})
     if not isinstance(layers, Mapping) or not all(str(key).isdigit() and int(key) < count for key in layers):
         raise InvalidInputError(f"quantization_config lists layers that a model of {count} layers does not have.")
+    if not all(isinstance(layout, Mapping) for layout in layers.values()):
+        raise InvalidInputError("quantization_config: every layer must be an object.")
     return {int(key): LayerLayout.from_config(shape, layout) for key, layout in layers.items()}
 
 

@@ -76,11 +76,13 @@ def print_fields(fields: Iterable[tuple[str, str]]) -> None:
         print(f"{name:<{width}}  {value}")
 
 
-def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
-    """A table on stdout; first column left, the others right."""
+def print_table(
+    headers: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, numbers: bool = True
+) -> None:
+    """A table on stdout; the first column to the left, the others to the right if they hold numbers."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for position, header in enumerate(headers):
-        table.add_column(header, justify="left" if position == 0 else "right", no_wrap=True)
+        table.add_column(header, justify="right" if position and numbers else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     # Piped output has no width of its own; a table must not be cut to 80 columns then.

@@ -130,8 +130,10 @@ def read_recipe(reference: str | None, command: str, method: str | None = None) 
     file, _, variant = reference.partition(":")
     try:
         recipe = yaml.safe_load(Path(file).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise InvalidInputError(f"--recipe {file}: {error}") from error
+    except OSError as error:
+        raise InvalidInputError(f"--recipe {file}: {error.strerror or error}.") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidInputError(f"--recipe {file} is not valid YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(recipe, dict) or not isinstance(recipe.get("options"), dict):
         raise InvalidInputError(f"{file} is not a recipe: it needs a mapping `options`.")
     if unknown := set(recipe) - {"command", "method", "description", "options", "variants"}:

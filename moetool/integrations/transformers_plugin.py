@@ -40,6 +40,7 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
             if not path.startswith(model.base_model_prefix) or not hasattr(model, model.base_model_prefix):
                 path = path.removeprefix(f"{model.base_model_prefix}.")  # the bare decoder, AutoModel
             model.set_submodule(path, SharedBaseExperts(model.get_submodule(path), layout))
+        self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         # transformers does not fail on tensors that are missing from a file; it leaves memory as it found it.
@@ -54,6 +55,10 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
             raise RuntimeError(
                 f"moetool tensors are missing from the checkpoint: {missing[:4]} ({len(missing)} in all)"
             )
+        # Older transformers leave tensors that they rename in the dtype of the file, whatever was asked for.
+        for name, parameter in model.named_parameters():
+            if parameter.device.type != "meta" and parameter.dtype != self._dtypes.get(name, parameter.dtype):
+                parameter.data = parameter.data.to(self._dtypes[name])
         # As long as the model counts as quantized, .half(), Trainer fine-tuning and save_pretrained(state_dict=...)
         # are blocked or ignored. Only `config.quantization_config` stays, so that saving writes it back.
         model.is_quantized = False

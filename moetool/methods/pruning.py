@@ -19,8 +19,8 @@ class PruningPlan:
 
 def plan_pruning(intermediate: int, ratio: float, mode: Pruning) -> PruningPlan:
     """Half of `floor(intermediate · ratio)` channels statically and the rest dynamically, or all of them statically."""
-    total = int(intermediate * ratio)
-    static = total if mode == "static" else int(intermediate * ratio / 2)
+    total = int(intermediate * ratio + 1e-9)  # 100 · 0.29 is 29, not 28.999…
+    static = total if mode == "static" else int(intermediate * ratio / 2 + 1e-9)
     return PruningPlan(static=static, dynamic=total - static)
 
 

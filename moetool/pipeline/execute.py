@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from moetool.errors import VerificationError
+from moetool.pipeline.calibrated import calibration_windows
 from moetool.pipeline.interrupt import listening
 from moetool.pipeline.job import Job, Source
 from moetool.pipeline.memory import PeakMemory, return_freed_memory
-from moetool.pipeline.options import RunOptions
+from moetool.pipeline.options import CalibrationOptions, RunOptions
 from moetool.pipeline.output import original_bytes
 from moetool.pipeline.plan import Plan, fingerprint
 from moetool.pipeline.progress import Progress, Silent
@@ -56,6 +57,10 @@ def run_stage(
     directory = Path(output).expanduser()
     _refuse_self(opened.checkpoint.path, directory)
     plan.check(directory, memory=options.memory, disk=options.disk)
+    if overwrite and isinstance(stage.options, CalibrationOptions) and stage.options.calibration:
+        calibration_windows(
+            opened, stage.options
+        )  # an earlier result is not thrown away for a text that cannot be used
     workspace = Workspace(
         directory, fingerprint(name, stage.sources(), stage.recipe()), resume=resume, overwrite=overwrite
     )

@@ -84,7 +84,10 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"Device '{name}' cannot be used here: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0].partition(". ")[0].rstrip(".")
+        raise UsageError(f"Device '{name}' cannot be used here: {reason}.") from error
+    if device.type == "meta":
+        raise UsageError("Device 'meta' holds no numbers: nothing can be computed there.")
     return device
 
 

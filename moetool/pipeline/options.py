@@ -23,7 +23,7 @@ class CalibrationOptions(Options):
     )
     samples: int = Field(128, ge=1, description="Windows of calibration text.")
     sequence_length: int = Field(2048, ge=2, description="Tokens per window.")
-    seed: int = Field(0, ge=0, description="Seed of the window sampling.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of the window sampling.")
 
 
 class RunOptions(Options):

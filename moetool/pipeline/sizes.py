@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("KMGT", start=1)
-    for suffix, base in (("B", 1000), ("iB", 1024))
+    for suffix, base in (("", 1000), ("B", 1000), ("iB", 1024))
 }
 
 

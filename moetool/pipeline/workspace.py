@@ -11,6 +11,7 @@ import os
 import shutil
 from pathlib import Path
 
+from moetool.checkpoint.files import storage_errors
 from moetool.errors import UsageError
 
 WORK_DIRECTORY = ".moetool"
@@ -50,7 +51,8 @@ class Workspace:
                 )
             shutil.rmtree(output)
         self._is_new = not output.exists()
-        self.work.mkdir(parents=True, exist_ok=True)
+        with storage_errors(self.work):
+            self.work.mkdir(parents=True, exist_ok=True)
         self._check_fingerprint(fingerprint)
         self._done = self._read_journal()
 

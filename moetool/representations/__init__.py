@@ -25,7 +25,7 @@ def representations() -> dict[str, type[Representation]]:
 
 def parse_representation(spec: str) -> Representation:
     """The representation a `config.json` names, e.g. `dense` or `low-rank:48`."""
-    kind, *arguments = spec.split(":")
+    kind, *arguments = str(spec).split(":")
     known = representations()
     if kind not in known:
         raise InvalidInputError(

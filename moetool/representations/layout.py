@@ -122,8 +122,13 @@ class LayerLayout:
         if unknown:
             raise InvalidInputError(f"quantization_config has entries this moetool does not know: {sorted(unknown)}.")
         weights: dict[Role, tuple[Representation, ...] | None] = {}
+        for name in ("base_channels", "dynamic_channels"):
+            if not isinstance(config.get(name, 0), int):
+                raise InvalidInputError(f"quantization_config: {name} must be a whole number, not {config[name]!r}.")
         for role in ROLES:
             specs = config.get(role)
+            if not isinstance(specs, (list, type(None))):
+                raise InvalidInputError(f"quantization_config: {role} must be a list or null, not {specs!r}.")
             weights[role] = None if specs is None else tuple(parse_representation(spec) for spec in specs)
         try:
             return cls(

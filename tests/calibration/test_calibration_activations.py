@@ -72,7 +72,14 @@ def test_delete_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("windows", "length", "expected"),
-    [(128, 2048, 2), (1, 2048, 1), (128, TOKENS_PER_BATCH * 2, 1), (3, 16, 3), (1000, 16, TOKENS_PER_BATCH // 16)],
+    [
+        (1, 16, 1),
+        (3, 16, 3),
+        (10**6, 16, TOKENS_PER_BATCH // 16),
+        (10**6, TOKENS_PER_BATCH // 2, 2),
+        (10**6, TOKENS_PER_BATCH // 2 + 1, 1),
+        (10**6, TOKENS_PER_BATCH * 2, 1),
+    ],
 )
 def test_batch_size(windows: int, length: int, expected: int) -> None:
     assert batch_size(windows, length) == expected

@@ -61,3 +61,9 @@ def decomposed(run_cli: RunCli, tiny_mixtral: Path, base: Path, tmp_path_factory
     result = run_cli("decompose", tiny_mixtral, output, "--base", base)
     assert result.code == 0, result.stderr
     return output
+
+
+@pytest.fixture(scope="session")
+def small(compress: Compress, tiny_mixtral: Path) -> Path:
+    """`tiny_mixtral`, compressed by 35 %."""
+    return compress(tiny_mixtral, "--ratio", 0.35).path

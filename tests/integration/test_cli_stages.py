@@ -56,6 +56,8 @@ def test_stages_by_hand_give_the_bytes_of_compress(request, run_cli, calibration
     assert configs[0] == configs[1]
     assert [entry.pop("method") for entry in entries] == ["svd-compress", "d2moe"]
     assert entries[0] == entries[1]
+    for earlier in (source, tmp_path / "decomposed"):
+        assert run_cli("verify", by_hand, "--against", earlier).code == 0
     statistics = "moetool/statistics.safetensors"
     assert contents(by_hand)[statistics] == contents(at_once)[statistics]
 

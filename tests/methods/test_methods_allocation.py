@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -55,6 +56,11 @@ def every_choice(groups: Sequence[Group]) -> list[tuple[int, float, list[Ranks |
     return [(size(groups, choice), loss(groups, choice), choice) for choice in found]
 
 
+@cache
+def choices_of(group: Group) -> list[tuple[int, float, list[Ranks | None]]]:
+    return every_choice([group])
+
+
 def best(choices: Sequence[tuple[int, float, list[Ranks | None]]], budget: int) -> float:
     return min(lost for taken, lost, _ in choices if taken <= budget)
 
@@ -77,6 +83,22 @@ PROBLEMS = {
 }
 PRICES = torch.logspace(-18, 9, 300, dtype=torch.float64).tolist()
 each_problem = pytest.mark.parametrize("groups", PROBLEMS.values(), ids=PROBLEMS.keys())
+
+
+@each_problem
+def test_every_decision_is_the_cheapest_at_its_price(groups: list[Group]) -> None:
+    """Loss plus price times bytes, over everything there is to choose: for one matrix, and for a group."""
+    for group in groups:
+        separate = [Group([curve], 0) for curve in group.curves]
+        for price in PRICES[::3]:
+            for curve, alone in zip(group.curves, separate, strict=True):
+                rank, taken, lost = curve.at(price)
+                assert (taken, lost) == (size([alone], [[rank]]), pytest.approx(loss([alone], [[rank]]), abs=1e-12))
+                cheapest = min(own + price * bytes_ for bytes_, own, _ in choices_of(alone))
+                assert lost + price * taken == pytest.approx(cheapest, rel=1e-9)
+            ranks, taken = group.at(price)
+            cheapest = min(own + price * bytes_ for bytes_, own, _ in choices_of(group))
+            assert loss([group], [ranks]) + price * taken == pytest.approx(cheapest, rel=1e-9)
 
 
 @each_problem

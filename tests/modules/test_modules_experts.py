@@ -415,6 +415,18 @@ def test_dynamic_pruning_in_bf16_scores_in_fp32(native: Any) -> None:
     assert (narrow.double() - exact).norm() / exact.norm() < 4 * torch.finfo(torch.bfloat16).eps
 
 
+def test_dynamic_pruning_in_bf16_tells_near_ties_apart(native: Any) -> None:
+    """All channels are alike except that column 5 of the base is a little shorter, by less than a bf16 norm can say."""
+    module = shared(native, layout(dict.fromkeys(ROLES, LowRank(0)), dynamic=1)).to(torch.bfloat16)
+    with torch.no_grad():
+        module.gate_up_proj.fill_(0.25)
+        module.down_proj.fill_(1)
+        module.down_proj[0, 0, 5] = 1 - 2**-8
+    hidden, index, weights = batch()
+    module(hidden.abs().bfloat16(), index, weights).float().sum().backward()
+    assert [channel for channel in range(INTERMEDIATE) if not module.down_proj.grad[0, :, channel].any()] == [5]
+
+
 def test_the_order_of_tokens_does_not_matter(native: Any) -> None:
     module = shared(native, LAYOUTS["mixed"])
     hidden, index, weights = batch()

@@ -25,7 +25,7 @@ def build(name: str, arguments: list[str]) -> Any:
         if json:
             print_json({what: [dict(row) for row in rows]})
         elif rows:
-            print_table(tuple(rows[0]), [tuple(row.values()) for row in rows])
+            print_table(tuple(rows[0]), [tuple(row.values()) for row in rows], numbers=False)
 
     return make_command(name, command, COMMANDS[name][1])
 

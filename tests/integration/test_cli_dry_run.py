@@ -1,0 +1,102 @@
+"""`--dry-run`: what a job will cost, from file headers alone."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from checkpoints import weight_bytes
+
+
+def whole_mixtral(directory: Path) -> int:
+    """Mixtral-8x7B as headers over a hole: 93 GB of bf16 that take no room. Returns the file's size."""
+    hidden, intermediate, layers, vocabulary = 4096, 14336, 32, 32000
+    config = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 32768,
+    }
+    shapes = {"model.embed_tokens.weight": [vocabulary, hidden], "lm_head.weight": [vocabulary, hidden]}
+    shapes["model.norm.weight"] = [hidden]
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {f"{prefix}{name}.weight": [hidden] for name in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{prefix}self_attn.{name}_proj.weight": [hidden, hidden] for name in "qo"}
+        shapes |= {f"{prefix}self_attn.{name}_proj.weight": [1024, hidden] for name in "kv"}
+        shapes[f"{prefix}block_sparse_moe.gate.weight"] = [8, hidden]
+        for expert in range(8):
+            experts = f"{prefix}block_sparse_moe.experts.{expert}"
+            shapes |= {f"{experts}.{name}.weight": [intermediate, hidden] for name in ("w1", "w3")}
+            shapes[f"{experts}.w2.weight"] = [hidden, intermediate]
+    header, position = {}, 0
+    for name, shape in shapes.items():
+        end = position + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, end]}
+        position = end
+    encoded = json.dumps(header).encode()
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.truncate(8 + len(encoded) + position)
+        return 8 + len(encoded) + position
+
+
+def test_dry_run_of_the_real_size_reads_headers_only(run_cli, tmp_path):
+    size = whole_mixtral(tmp_path / "mixtral")
+    assert 93e9 < size < 94e9
+    assert (tmp_path / "mixtral" / "model.safetensors").stat().st_blocks * 512 < 1e6
+    arguments = ("compress", tmp_path / "mixtral", tmp_path / "out", "--ratio", 0.4, "--calibration", "wiki.txt")
+    result = run_cli(*arguments, "--dry-run", "--json")
+    assert result.code == 0, result.stderr
+    told = result.json
+    assert told["input_bytes"] == told["original_bytes"] == size
+    assert told["output_bytes"] == pytest.approx(0.6 * size, rel=0.005)
+    assert told["disk_bytes"] == told["output_bytes"] + told["scratch_bytes"]
+    layer = 4 * (8 * 3 * 4096 * 14336 + 2 * 4096 * 4096 + 2 * 1024 * 4096)
+    activations = told["calibration_tokens"] * 4096 * 4
+    assert layer < told["peak_memory_bytes"] < 4 * layer + activations
+    assert (told["layers"], told["moe_layers"], told["experts"]) == (32, 32, 8)
+    assert [path.name for path in tmp_path.iterdir()] == ["mixtral"], "nothing was written"
+
+    for_people = run_cli(*arguments, "--dry-run")
+    for line in (r"^input +93\.4 GB", r"^output +56\.0 GB", r"^disk +[\d.]+ [GT]B", r"^peak memory +[\d.]+ GB"):
+        assert re.search(line, for_people.stdout, re.M), for_people.stdout
+    assert "Nothing was written" in for_people.stdout
+
+    impossible = run_cli(*arguments[:4], 0.9, "--calibration", "wiki.txt", "--dry-run")
+    assert impossible.code == 2
+    assert re.search(r"at most 0\.8\d", impossible.stderr)
+
+
+@pytest.mark.parametrize("command", ["fisher-merge", "decompose", "svd-compress", "prune-base", "export", "compress"])
+def test_dry_run_says_what_the_run_then_takes(
+    run_cli, tiny_mixtral_bf16, calibration, base, tiny_mixtral, decomposed, small, tmp_path, command
+):
+    source, options = {
+        "fisher-merge": (tiny_mixtral_bf16, calibration),
+        "decompose": (tiny_mixtral, ("--base", base)),
+        "svd-compress": (decomposed, (*calibration, "--ratio", 0.3)),
+        "prune-base": (decomposed, ()),
+        "export": (small, ()),
+        "compress": (tiny_mixtral_bf16, (*calibration, "--ratio", 0.3, "--prune-base", 0.25)),
+    }[command]
+    dry = run_cli(command, source, tmp_path / "out", *options, "--dry-run", "--json")
+    assert dry.code == 0, dry.stderr
+    assert not (tmp_path / "out").exists()
+    wet = run_cli(command, source, tmp_path / "out", *options, "--json")
+    assert wet.code == 0, wet.stderr
+    assert dry.json["input_bytes"] == weight_bytes(source)
+    if command != "fisher-merge":  # whose statistics are not small beside so small a base
+        assert weight_bytes(tmp_path / "out") <= dry.json["output_bytes"]
+    if command in ("decompose", "prune-base", "export"):
+        assert wet.json["bytes_after"] == dry.json["output_bytes"]

@@ -1,0 +1,92 @@
+"""Recipes: options from a file, with variants, under what is typed."""
+
+import json
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from checkpoints import contents, weights
+
+
+@pytest.fixture
+def recipe(tmp_path, calibration) -> Path:
+    """A recipe with a variant that prunes and one that compresses less."""
+    _, text, _, samples, _, length = calibration
+    path = tmp_path / "recipe.yaml"
+    content = {
+        "command": "compress",
+        "method": "d2moe",
+        "description": "for a test",
+        "options": {"calibration": str(text), "samples": samples, "sequence_length": length, "ratio": 0.35},
+        "variants": {"pruned": {"prune_base": 0.25, "shard_size": "40kB"}, "gentle": {"ratio": 0.2}},
+    }
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.fixture
+def made(run_cli, tiny_mixtral_bf16, tmp_path) -> Callable[..., dict[str, bytes]]:
+    """What `compress` with these options writes."""
+
+    def run(*options: object) -> dict[str, bytes]:
+        output = tmp_path / f"out-{len(list(tmp_path.glob('out-*')))}"
+        result = run_cli("compress", tiny_mixtral_bf16, output, *options)
+        assert result.code == 0, result.stderr
+        return contents(output)
+
+    return run
+
+
+def test_a_recipe_is_its_options(made, recipe, compress, tiny_mixtral_bf16):
+    assert made("--recipe", recipe) == contents(compress(tiny_mixtral_bf16, "--ratio", 0.35).path)
+
+
+def test_a_variant_overrides_its_recipe(made, recipe, calibration, compress, tiny_mixtral_bf16):
+    assert made("--recipe", f"{recipe}:gentle") == contents(compress(tiny_mixtral_bf16, "--ratio", 0.2).path)
+    typed = made("--ratio", 0.35, *calibration, "--prune-base", 0.25, "--shard-size", "40kB")
+    assert made("--recipe", f"{recipe}:pruned") == typed
+
+
+def test_the_command_line_overrides_both(made, recipe, compress, tiny_mixtral_bf16):
+    expected = contents(compress(tiny_mixtral_bf16, "--ratio", 0.2).path)
+    assert made("--recipe", recipe, "--ratio", 0.2) == expected
+    assert made("--recipe", f"{recipe}:gentle", "--ratio", 0.35) == made("--recipe", recipe)
+
+
+def test_the_manifest_says_what_was_done(made, recipe):
+    manifest = json.loads(made("--recipe", recipe, "--seed", 3)["moetool.json"])
+    told = manifest["recipe"]
+    assert (told["stage"], told["ratio"], told["samples"], told["seed"]) == ("d2moe", 0.35, 16, 3)
+    assert manifest["seed"] == 3
+
+
+def test_recipes_of_other_commands(run_cli, tiny_mixtral, tmp_path):
+    path = tmp_path / "base.yaml"
+    path.write_text("command: fisher-merge\noptions: {merge: mean}\n")
+    assert run_cli("fisher-merge", tiny_mixtral, tmp_path / "base", "--recipe", path).code == 0
+    path.write_text(f"command: decompose\noptions: {{base: {tmp_path / 'base'}}}\n")
+    assert run_cli("decompose", tiny_mixtral, tmp_path / "one", "--recipe", path).code == 0
+    assert run_cli("decompose", tiny_mixtral, tmp_path / "two").code == 0
+    assert weights(tmp_path / "one") == weights(tmp_path / "two")
+
+
+def packaged() -> list[Any]:
+    """The recipes that come with the package."""
+    return sorted(
+        (entry for entry in (files("moetool") / "recipes").iterdir() if entry.name.endswith(".yaml")), key=str
+    )
+
+
+@pytest.mark.parametrize("path", packaged(), ids=lambda path: Path(path.name).stem)
+def test_packaged_recipes_are_valid(run_cli, tiny_mixtral, tiny_text, tmp_path, path):
+    """Every variant of every recipe names options that exist, with values they can have."""
+    content = yaml.safe_load(path.read_text())
+    typed = ("--calibration", tiny_text, "--sequence-length", 32, "--dry-run", "--json")
+    for variant in ("", *(f":{name}" for name in content.get("variants", {}))):
+        reference = f"{path}{variant}"
+        for ratio in ((), ("--ratio", 0.2)):  # the model of a recipe can be made smaller than this one
+            result = run_cli(content["command"], tiny_mixtral, tmp_path / "out", "--recipe", reference, *typed, *ratio)
+            assert result.code == 0 or (not ratio and "is not possible here" in result.stderr), result.stderr
