@@ -58,9 +58,8 @@ def run_stage(
     _refuse_self(opened.checkpoint.path, directory)
     plan.check(directory, memory=options.memory, disk=options.disk)
     if overwrite and isinstance(stage.options, CalibrationOptions) and stage.options.calibration:
-        calibration_windows(
-            opened, stage.options
-        )  # an earlier result is not thrown away for a text that cannot be used
+        # No earlier result is thrown away for a text that cannot be used.
+        calibration_windows(opened, stage.options)
     workspace = Workspace(
         directory, fingerprint(name, stage.sources(), stage.recipe()), resume=resume, overwrite=overwrite
     )

@@ -124,7 +124,9 @@ class LayerLayout:
         weights: dict[Role, tuple[Representation, ...] | None] = {}
         for name in ("base_channels", "dynamic_channels"):
             if not isinstance(config.get(name, 0), int):
-                raise InvalidInputError(f"quantization_config: {name} must be a whole number, not {config[name]!r}.")
+                raise InvalidInputError(
+                    f"quantization_config does not fit the model: {name} must be a whole number, not {config[name]!r}."
+                )
         for role in ROLES:
             specs = config.get(role)
             if not isinstance(specs, (list, type(None))):

@@ -73,8 +73,8 @@ def write_model(directory: Path, layers: int, hidden: int, intermediate: int, ex
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--intermediate", type=int, default=3072)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--intermediate", type=int, default=6144)
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=512)
