@@ -82,10 +82,15 @@ class StreamedModel:
         for name in self.checkpoint.tensors:
             if name.startswith(experts):
                 continue
-            renamed, _ = rename_source_key(name, renamings, converters, self.model.base_model_prefix, state)
+            renamed, converter = rename_source_key(name, renamings, converters, self.model.base_model_prefix, state)
             renamed = renamed if renamed in state else name
             if renamed not in state:
                 continue  # passes through to the output untouched
+            found, promised = self.checkpoint.tensors[name].shape, tuple(state[renamed].shape)
+            if converter is None and found != promised:
+                raise InvalidInputError(
+                    f"Tensor {name} has shape {list(found)}, config.json promises {list(promised)}."
+                )
             covered.add(renamed)
             self._dtypes[name] = state[renamed].dtype
             block = next((layer for prefix, layer in layers.items() if name.startswith(prefix)), REST)

@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+from torch import Tensor
+
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, ResourceError, UsageError
 
@@ -44,6 +47,15 @@ def storage_errors(file: Path, needed: int | None = None) -> Iterator[None]:
     except OSError as error:
         numbers = "" if needed is None else f" It needs {needed} bytes, {free_bytes(file)} are free."
         raise ResourceError(f"Cannot write {file}: {error.strerror or error}.{numbers}") from error
+
+
+def save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file that is not a model's, whole or not at all, with the permissions of any other new file."""
+    with atomically(file) as temporary, storage_errors(file):
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)
 
 
 def free_bytes(path: Path) -> int:

@@ -97,7 +97,10 @@ def build_options(model: type[ModelT], typed: Mapping[str, Any], recipe: Mapping
     Raises:
         UsageError: a value that does not fit, a name that does not exist.
     """
-    given = {**(recipe or {}), **{name: value for name, value in typed.items() if value is not None}}
+    said = {name: value for name, value in typed.items() if value is not None}
+    alternatives = getattr(model, "alternatives", ())
+    replaced = set(alternatives) if any(name in said for name in alternatives) else set()
+    given = {name: value for name, value in (recipe or {}).items() if name not in replaced} | said
     try:
         return model.model_validate(given)
     except ValidationError as error:

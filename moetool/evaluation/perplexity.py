@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from moetool.calibration.data import check_vocabulary, evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
-from moetool.errors import UsageError, VerificationError
+from moetool.errors import VerificationError
 from moetool.pipeline.job import pick_compute_dtype, pick_device
-from moetool.pipeline.options import Options
+from moetool.pipeline.options import Options, fit_context
 from moetool.pipeline.progress import Progress, Silent, phase
 
 
@@ -24,7 +24,7 @@ class EvaluationOptions(Options):
     """What to evaluate on, and how."""
 
     data: str = Field(description="Text: a file, folder or hub data set, as for --calibration.")
-    sequence_length: int = Field(2048, ge=2, description="Tokens per window.")
+    sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
     windows: int | None = Field(None, ge=1, description="Only the first so many windows.")
     batch_tokens: int = Field(2048, ge=1, description="Tokens per batch.")
     device: str = Field("auto", description="cpu, cuda, … or `map` to spread a large model over what there is.")
@@ -56,11 +56,7 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
 
     progress = progress or Silent()
     checkpoint = Checkpoint.open(path)
-    context = checkpoint.config.get("max_position_embeddings")
-    if isinstance(context, int) and options.sequence_length > context:
-        raise UsageError(
-            f"--sequence-length {options.sequence_length} is more than the model's context of {context} tokens."
-        )
+    options = fit_context(options, checkpoint.config)
     tokenizer = load_tokenizer(checkpoint.path)
     windows = evaluation_windows(
         options.data, tokenizer, sequence_length=options.sequence_length, limit=options.windows

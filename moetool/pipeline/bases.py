@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moetool.architectures import ROLES, Role
 from moetool.calibration.collectors import FisherCollector, LayerStatistics, UsageCollector
 from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.files import save_tensors
 from moetool.methods.choices import Merge
 from moetool.methods.merging import merge
 from moetool.methods.pruning import PruningPlan, kept_channels, prune_base, spread
@@ -53,9 +54,7 @@ class LayerBase:
         tensors["intermediate"] = torch.tensor(self.intermediate)
         if self.statistics is not None:
             tensors.update(self.statistics.tensors())
-        temporary = path.with_suffix(".tmp")
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
-        temporary.replace(path)
+        save_tensors(path, tensors)
 
     @classmethod
     def load(cls, path: Path) -> "LayerBase":

@@ -1,6 +1,8 @@
 """Forward and reverse sweeps of a job over its calibration text, journaled layer by layer."""
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +21,12 @@ def calibration_windows(source: Source, options: CalibrationOptions) -> Tensor:
     """The calibration set `[samples, sequence_length]` of token ids.
 
     Raises:
-        UsageError: no text given, or windows longer than the model's context.
+        UsageError: no text given.
         InvalidInputError: text or tokenizer cannot be used.
     """
     if options.calibration is None:
         raise UsageError("Give a calibration text: --calibration FILE.")
     config = source.checkpoint.config
-    context = config.get("max_position_embeddings")
-    if isinstance(context, int) and options.sequence_length > context:
-        raise UsageError(
-            f"--sequence-length {options.sequence_length} is more than the model's context of {context} tokens."
-        )
     tokenizer = load_tokenizer(source.checkpoint.path)
     windows = sample_windows(
         options.calibration,
@@ -55,6 +52,7 @@ class CalibratedJob:
                 f"The calibration text has only {len(windows)} windows of {options.sequence_length} tokens, "
                 f"not {options.samples}: using them all."
             )
+        _require_same_windows(job.work / "windows", windows)
         job.record["calibration"] = {"windows": len(windows), "tokens": windows.numel()}
         model = StreamedModel(job.source.checkpoint, job.source.architecture, job.compute_dtype, job.device)
         self.model = model
@@ -144,3 +142,12 @@ def require_reached(tokens: Tensor) -> Tensor:
     if not bool(tokens.any()):
         raise InvalidInputError("No token was routed to any expert: the router gives no usable scores.")
     return torch.nonzero(tokens == 0).flatten()
+
+
+def _require_same_windows(note: Path, windows: Tensor) -> None:
+    """A resumed run must go on with the very text it began with, whatever the file of that name holds by now."""
+    digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
+    if not note.exists():
+        note.write_text(digest)
+    elif note.read_text() != digest:
+        raise UsageError("The calibration text has changed since this run began. Start again with --overwrite.")

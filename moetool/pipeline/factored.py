@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -23,6 +23,8 @@ from moetool.representations.low_rank import LowRank
 
 class FactorOptions(RunOptions, CalibrationOptions):
     """How differences become factors."""
+
+    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "rank")  # one typed replaces the other of a recipe
 
     ratio: float | None = Field(
         None, description="Share of the weight files' bytes that disappears: 0.4 makes the model 40 % smaller."

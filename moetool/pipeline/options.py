@@ -1,9 +1,11 @@
 """Options that many commands share, as frozen pydantic models. Command line and YAML are both generated from these."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from moetool.errors import UsageError
 from moetool.pipeline.sizes import ByteSize
 
 
@@ -22,7 +24,7 @@ class CalibrationOptions(Options):
         "name[:config[:split[:column]]]; several with commas.",
     )
     samples: int = Field(128, ge=1, description="Windows of calibration text.")
-    sequence_length: int = Field(2048, ge=2, description="Tokens per window.")
+    sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of the window sampling.")
 
 
@@ -36,3 +38,21 @@ class RunOptions(Options):
     memory: ByteSize | None = Field(None, description="Refuse to start if the job needs more memory, e.g. 8GiB.")
     disk: ByteSize | None = Field(None, description="Refuse to start if the job needs more disk, e.g. 200GB.")
     shard_size: ByteSize = Field(5_000_000_000, description="Largest weight file to write.")
+
+
+OptionsT = TypeVar("OptionsT", bound=Options)
+
+
+def fit_context(options: OptionsT, config: Mapping[str, Any]) -> OptionsT:
+    """Shorten windows to the model's context, unless their length was asked for.
+
+    Raises:
+        UsageError: it was, and is more than the model can take.
+    """
+    length = getattr(options, "sequence_length", None)
+    context = config.get("max_position_embeddings")
+    if length is None or not isinstance(context, int) or length <= context:
+        return options
+    if "sequence_length" in options.model_fields_set:
+        raise UsageError(f"--sequence-length {length} is more than the model's context of {context} tokens.")
+    return options.model_copy(update={"sequence_length": context})

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from moetool.architectures import Role
 from moetool.calibration.collectors import LayerStatistics
 from moetool.checkpoint.experts import ExpertReader
-from moetool.checkpoint.files import copy_sidecars, patch_config, write_json
+from moetool.checkpoint.files import copy_sidecars, patch_config, save_tensors, write_json
 from moetool.checkpoint.format import format_entry, moetool_entry
 from moetool.checkpoint.manifest import Manifest, write_manifest
 from moetool.checkpoint.reader import CONFIG
@@ -179,14 +179,12 @@ def write_statistics(directory: Path, statistics: Mapping[int, LayerStatistics])
     """Keep what was measured beside the weights, in a directory of its own where no loader looks."""
     if not statistics:
         return
-    path = directory / STATISTICS
-    path.parent.mkdir(exist_ok=True)
     tensors = {
-        f"{layer}.{name}": tensor.contiguous()
+        f"{layer}.{name}": tensor
         for layer, measured in sorted(statistics.items())
         for name, tensor in measured.tensors().items()
     }
-    save_file(tensors, path)
+    save_tensors(directory / STATISTICS, tensors)
 
 
 def read_statistics(directory: Path) -> dict[int, LayerStatistics]:

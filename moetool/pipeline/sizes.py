@@ -33,3 +33,8 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.2f} TB"
+
+
+def format_change(ratio: float) -> str:
+    """0.4 → `40.00% smaller`, −0.1 → `10.00% larger`."""
+    return f"{abs(ratio):.2%} {'smaller' if ratio >= 0 else 'larger'}"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 from moetool.pipeline.job import Job, Source
-from moetool.pipeline.options import RunOptions
+from moetool.pipeline.options import RunOptions, fit_context
 from moetool.pipeline.plan import Plan
 
 OptionsT = TypeVar("OptionsT", bound=RunOptions)
@@ -24,7 +24,7 @@ class Stage(ABC, Generic[OptionsT]):
     is_method: ClassVar[bool] = False  # offered by `compress --method`
 
     def __init__(self, source: Source, options: OptionsT) -> None:
-        self.source, self.options = source, options
+        self.source, self.options = source, fit_context(options, source.checkpoint.config)
 
     @abstractmethod
     def plan(self) -> Plan:

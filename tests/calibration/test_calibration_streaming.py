@@ -241,11 +241,9 @@ def test_a_missing_tensor_is_named_before_anything_is_computed(
 def test_a_wrong_shape_is_named(tiny_mixtral: Path, tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.q_proj.weight"
     path = changed(tiny_mixtral, tmp_path / "a", lambda stored: stored.update({name: torch.zeros(32, 31)}))
-    model = stream(path)
     told = r"q_proj\.weight has shape \[32, 31\], config\.json promises \[32, 32\]"
-    with pytest.raises(InvalidInputError, match=told), model.layer(1):
-        pass
-    assert meta(model.decoder.layers) == {"meta"}
+    with pytest.raises(InvalidInputError, match=told):  # before any layer is read: a sweep takes hours
+        stream(path)
     path = changed(tiny_mixtral, tmp_path / "b", lambda stored: stored.update({"model.norm.weight": torch.zeros(9)}))
     with pytest.raises(InvalidInputError, match=r"model\.norm\.weight has shape \[9\]"):
         stream(path)

@@ -9,7 +9,7 @@ from moetool.cli.app import COMMANDS
 from moetool.cli.display import print_fields, print_json, print_table
 from moetool.cli.generate import make_command
 from moetool.pipeline.inspection import inspect_checkpoint
-from moetool.pipeline.sizes import format_bytes
+from moetool.pipeline.sizes import format_bytes, format_change
 
 
 def build(name: str, arguments: list[str]) -> Any:
@@ -30,6 +30,7 @@ def build(name: str, arguments: list[str]) -> Any:
 
 def _print(result: dict[str, Any]) -> None:
     counts = result["parameters"]
+    files = "1 file" if result["files"] == 1 else f"{result['files']} files"
     print_fields(
         [
             ("model", result["path"]),
@@ -38,7 +39,7 @@ def _print(result: dict[str, Any]) -> None:
             ("experts", f"{result['experts']}, top-{result['top_k']}, {result['dtype']}"),
             ("width", f"hidden {result['hidden_size']}, intermediate {result['intermediate_size']}"),
             ("parameters", f"{counts['total']:,} total, {counts['active']:,} active, {counts['stored']:,} stored"),
-            ("bytes", f"{format_bytes(result['bytes'])} in {result['files']} files, {result['ratio']:.2%} smaller"),
+            ("bytes", f"{format_bytes(result['bytes'])} in {files}, {format_change(result['ratio'])}"),
         ]
     )
     if all(layer["representation"] == "native" for layer in result["moe"]):

@@ -11,7 +11,7 @@ from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json
 from moetool.cli.generate import build_options, make_command, read_recipe, with_options
 from moetool.errors import UsageError
-from moetool.pipeline.sizes import format_bytes
+from moetool.pipeline.sizes import format_bytes, format_change
 
 DEFAULT_METHOD = "d2moe"
 
@@ -90,7 +90,7 @@ def _print_result(result: dict[str, Any]) -> None:
     fields = [("output", str(result["output"]))]
     if "bytes_after" in result:
         before, after = format_bytes(result["bytes_before"]), format_bytes(result["bytes_after"])
-        fields.append(("size", f"{before} → {after} ({result['achieved_ratio']:.2%} smaller)"))
+        fields.append(("size", f"{before} → {after} ({format_change(result['achieved_ratio'])})"))
     fields.append(("time", f"{result['seconds']:.1f} s"))
     fields.append(("peak memory", format_bytes(result["peak_memory_bytes"])))
     print_fields(fields)

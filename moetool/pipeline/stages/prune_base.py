@@ -5,11 +5,12 @@ from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moetool.architectures import ROLES
 from moetool.calibration.collectors import LayerStatistics, UsageCollector
+from moetool.checkpoint.files import save_tensors
 from moetool.errors import InvalidInputError, UsageError
 from moetool.methods.choices import Pruning
 from moetool.methods.pruning import PruningPlan, plan_pruning
@@ -115,7 +116,7 @@ class PruneBase(Stage[PruneBaseOptions]):
             usage = UsageCollector(shape)
             calibrated.sweep.forward(index, layer, [usage])
             measured = LayerStatistics.from_usage(usage, shape)
-            save_file(measured.tensors(), job.work / f"usage-{index:05d}.safetensors")
+            save_tensors(job.work / f"usage-{index:05d}.safetensors", measured.tensors())
 
         calibrated.forward_visiting(visit)
         files = {layer: job.work / f"usage-{layer:05d}.safetensors" for layer in self.source.experts.moe_layers}

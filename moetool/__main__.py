@@ -1,0 +1,6 @@
+"""`python -m moetool`."""
+
+from moetool.cli import main
+
+if __name__ == "__main__":
+    main()
