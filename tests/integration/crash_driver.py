@@ -68,6 +68,8 @@ def import_all(names: Sequence[str]) -> None:
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Run a job in a child of its own."""
+    # A shell starts background jobs with Ctrl-C ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with (
         tempfile.TemporaryFile() as stderr,
         tempfile.TemporaryFile() as report,
