@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from moetool.architectures import Architecture, find_architecture
+from moetool.architectures import find_architecture
 from moetool.errors import InvalidInputError
-from moetool.representations.layout import LayerLayout, native_layout
+from moetool.representations.layout import LayerLayout
 
 METHOD = "moetool"
 FORMAT_VERSION = 1
@@ -47,11 +47,6 @@ def layer_layouts(config: Mapping[str, Any]) -> dict[int, LayerLayout]:
     if not all(isinstance(layout, Mapping) for layout in layers.values()):
         raise InvalidInputError("quantization_config: every layer must be an object.")
     return {int(key): LayerLayout.from_config(shape, layout) for key, layout in layers.items()}
-
-
-def layout_of(config: Mapping[str, Any], architecture: Architecture, layer: int) -> LayerLayout:
-    """The layout of one layer, native where nothing is said about it."""
-    return layer_layouts(config).get(layer) or native_layout(architecture.shape(config))
 
 
 def format_entry(layouts: Mapping[int, LayerLayout], **more: Any) -> dict[str, Any]:

@@ -4,12 +4,11 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from moetool.calibration.data import check_vocabulary, load_tokenizer, sample_windows
 from moetool.calibration.sweep import Sweep
-from moetool.errors import InvalidInputError, UsageError
+from moetool.errors import UsageError
 from moetool.pipeline.job import Job, Source
 from moetool.pipeline.options import CalibrationOptions
 from moetool.pipeline.progress import phase
@@ -135,13 +134,6 @@ class CalibratedJob:
     def tokens_routed(self) -> int:
         """Expert inputs per layer over the whole calibration set."""
         return int(self.sweep.windows.numel()) * self.job.source.experts.shape.top_k
-
-
-def require_reached(tokens: Tensor) -> Tensor:
-    """Indices of experts that no calibration token reached."""
-    if not bool(tokens.any()):
-        raise InvalidInputError("No token was routed to any expert: the router gives no usable scores.")
-    return torch.nonzero(tokens == 0).flatten()
 
 
 def _require_same_windows(note: Path, windows: Tensor) -> None:
