@@ -226,7 +226,8 @@ def make_compressed() -> Callable[..., Path]:
                 tensors[names[0]] = mean.index_select(1 if role == "down" else 0, kept)
                 for expert, weight in enumerate(weights):
                     own = f"{prefix}moetool.{expert}.{role}."
-                    for name, size in weight.shapes(reader.shape.matrix(role)).items():
+                    for name, entry in weight.tensors(reader.shape.matrix(role)).items():
+                        size = entry.shape
                         scale = 0.5 / size[1] ** 0.5
                         value = torch.randn(size, generator=generator) * scale
                         tensors[own + name] = native[names[expert]] if weight == Dense() else value.to(reader.dtype)

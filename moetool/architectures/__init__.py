@@ -1,4 +1,6 @@
-"""Model families, one declarative file each. A file in this directory that defines `ARCHITECTURE` is known."""
+"""Model families, one declarative file each. A file in this directory that defines `ARCHITECTURE` is known,
+one that defines `UNSUPPORTED` is refused with its reason.
+"""
 
 import difflib
 import importlib
@@ -7,33 +9,46 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from moetool.architectures.base import ROLES, Architecture, MoEShape, Role
+from moetool.architectures.base import ROLES, Architecture, MoEShape, Role, Unsupported
 from moetool.errors import InvalidInputError
 
-__all__ = ["ROLES", "Architecture", "MoEShape", "Role", "architectures", "find_architecture"]
+__all__ = ["ROLES", "Architecture", "MoEShape", "Role", "architectures", "find_architecture", "unsupported"]
 
 # Keys that only a mixture of experts has in its config, whatever the family.
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
+def _defined(name: str) -> list[Any]:
+    modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
+    found = [getattr(module, name) for module in modules if hasattr(module, name)]
+    return sorted(found, key=lambda family: family.name)
+
+
 @cache
 def architectures() -> tuple[Architecture, ...]:
     """Every known family, by name."""
-    modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
-    found = [module.ARCHITECTURE for module in modules if hasattr(module, "ARCHITECTURE")]
-    return tuple(sorted(found, key=lambda architecture: architecture.name))
+    return tuple(_defined("ARCHITECTURE"))
+
+
+@cache
+def unsupported() -> tuple[Unsupported, ...]:
+    """Every family that is known not to fit, by name."""
+    return tuple(_defined("UNSUPPORTED"))
 
 
 def find_architecture(config: Mapping[str, Any]) -> Architecture:
     """The family that a `config.json` belongs to.
 
     Raises:
-        InvalidInputError: the model is dense, or its family is not known.
+        InvalidInputError: the model is dense, or its family is not known or known not to fit.
     """
     model_type = config.get("model_type")
     by_type = {name: architecture for architecture in architectures() for name in architecture.model_types}
     if isinstance(model_type, str) and model_type in by_type:
         return by_type[model_type]
+    for family in unsupported():
+        if model_type in family.model_types:
+            raise InvalidInputError(f"{family.name} cannot be compressed: {family.reason}.")
     known = ", ".join(sorted(by_type))
     if not any(isinstance(config.get(key), int) and config[key] > 1 for key in _EXPERT_KEYS):
         raise InvalidInputError(

@@ -13,6 +13,18 @@ from moetool.errors import InvalidInputError
 Role = Literal["gate", "up", "down"]
 ROLES: tuple[Role, ...] = ("gate", "up", "down")
 
+# The two ways in which most families name one expert's matrices, relative to the MoE block.
+PROJECTIONS: Mapping[Role, str] = {
+    "gate": "experts.{expert}.gate_proj.weight",
+    "up": "experts.{expert}.up_proj.weight",
+    "down": "experts.{expert}.down_proj.weight",
+}
+NUMBERED: Mapping[Role, str] = {
+    "gate": "experts.{expert}.w1.weight",
+    "up": "experts.{expert}.w3.weight",
+    "down": "experts.{expert}.w2.weight",
+}
+
 
 @dataclass(frozen=True)
 class MoEShape:
@@ -31,45 +43,129 @@ class MoEShape:
 
 
 @dataclass(frozen=True)
+class MoELayers:
+    """Which decoder layers are mixtures of experts, by the keys of `config.json`; every layer if no key says otherwise.
+
+    Attributes:
+        first_dense: key with the number of leading dense layers.
+        every: key with n, every n-th layer being a mixture, and the index of the first that counts (`0`: layers 0, n,
+            2n …; `n - 1` is written as -1: layers n-1, 2n-1 …).
+        dense: key with a list of dense layers.
+    """
+
+    first_dense: str | None = None
+    every: tuple[str, Literal[0, -1]] | None = None
+    dense: str | None = None
+
+    def among(self, layers: int, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """The mixtures among that many layers.
+
+        Raises:
+            InvalidInputError: an entry is not of the kind it has to be.
+        """
+        first = config.get(self.first_dense, 0) if self.first_dense else 0
+        step, offset = (config.get(self.every[0], 1), self.every[1]) if self.every else (1, 0)
+        listed = (config.get(self.dense) or []) if self.dense else []
+        for key, value in ((self.first_dense, first), (self.every and self.every[0], step)):
+            if not isinstance(value, int) or value < 0:
+                raise InvalidInputError(f"config.json: '{key}' must be a whole number, found {value!r}.")
+        if not step:
+            raise InvalidInputError(f"config.json: '{self.every and self.every[0]}' must not be 0.")
+        if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
+            raise InvalidInputError(f"config.json: '{self.dense}' must be a list of layers, found {listed!r}.")
+        return tuple(
+            layer for layer in range(layers) if layer >= first and (layer - offset) % step == 0 and layer not in listed
+        )
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """A family whose experts or router do not fit, and why. A file that defines `UNSUPPORTED` refuses it."""
+
+    name: str
+    model_types: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
 class Architecture:
     """One model family, by name templates.
 
     `{layer}` and `{expert}` are filled in with numbers. Names on disk are those of the hub's checkpoints; names in
     memory are what transformers 5 holds after loading, where `experts_module` owns the fused tensors
     `gate_up_proj [experts, 2·intermediate, hidden]` and `down_proj [experts, hidden, intermediate]`.
+
+    Attributes:
+        name: as people say it.
+        model_types: of `config.json`.
+        reference: where the family is described.
+        layer: prefix of one decoder layer, on disk and in memory.
+        block: the MoE block on disk, relative to the layer. Every tensor in it must be known.
+        weights: one expert's matrix on disk, relative to the block. A template without `{expert}` names one tensor
+            for all experts, `[experts, out, in]`, which gate and up then share, one below the other.
+        router: router weight on disk, relative to the block.
+        experts_module: module path in memory, relative to the layer.
+        experts_key: config key, number of routed experts.
+        top_k_key: config key, experts per token.
+        intermediate_key: config key, width of one expert.
+        router_rule: in words; the router itself is never touched.
+        router_options: config keys that change the router's rule, and the values that transformers computes.
+        others: beginnings of the names of other tensors in the block, relative to it (shared experts, biases).
+        moe_layers_rule: which layers are mixtures.
     """
 
     name: str
     model_types: tuple[str, ...]
     reference: str
-    layer: str  # prefix of one decoder layer, on disk and in memory
-    experts: str  # prefix on disk of everything that belongs to the routed experts, relative to the layer
-    weights: Mapping[Role, str]  # one expert's matrix on disk, relative to `experts`
-    router: str  # router weight on disk, relative to the layer
-    experts_module: str  # module path in memory, relative to the layer
-    experts_key: str  # config key: number of routed experts
+    layer: str
+    block: str
+    weights: Mapping[Role, str]
+    router: str
+    experts_module: str
+    experts_key: str
     top_k_key: str
     intermediate_key: str
-    router_rule: str  # in words; the router itself is never touched
-    extra_block_names: tuple[str, ...] = field(default=())  # other tensors allowed inside the MoE block, on disk
+    router_rule: str
+    router_options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+    moe_layers_rule: MoELayers = field(default_factory=MoELayers)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", MappingProxyType(dict(self.weights)))
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether all experts of a layer lie in one tensor on disk."""
+        return "{expert}" not in self.weights["gate"]
 
     def layers(self, config: Mapping[str, Any]) -> int:
         """Number of decoder layers."""
         return self.number(config, "num_hidden_layers")
 
     def moe_layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
-        """Which decoder layers are mixtures of experts, by `config.json`."""
-        return tuple(range(self.layers(config)))
+        """Which decoder layers are mixtures of experts, by `config.json`.
+
+        Raises:
+            InvalidInputError: none is, or an entry cannot be read.
+        """
+        found = self.moe_layers_rule.among(self.layers(config), config)
+        if not found:
+            raise InvalidInputError("By config.json no layer of this model is a mixture of experts.")
+        return found
 
     def shape(self, config: Mapping[str, Any]) -> MoEShape:
         """The shape that `config.json` promises for every MoE layer.
 
         Raises:
-            InvalidInputError: a number is missing, or more experts are routed than exist.
+            InvalidInputError: a number is missing, more experts are routed than exist, or the router follows a rule
+                that transformers does not compute for this family.
         """
+        for key, known in self.router_options.items():
+            if key in config and config[key] not in known:
+                raise InvalidInputError(
+                    f"config.json has {key} = {config[key]!r}: this router's rule is not implemented for {self.name}, "
+                    f"which knows {', '.join(map(repr, known))}. Results would be wrong; refusing."
+                )
         shape = MoEShape(
             experts=self.number(config, self.experts_key),
             top_k=self.number(config, self.top_k_key),
@@ -96,18 +192,18 @@ class Architecture:
         """`model.layers.3.`"""
         return self.layer.format(layer=layer) + "."
 
+    def block_prefix(self, layer: int) -> str:
+        """`model.layers.3.block_sparse_moe.`, the whole MoE block on disk: router, experts and what else there is."""
+        return f"{self.layer_prefix(layer)}{self.block}."
+
     def experts_prefix(self, layer: int) -> str:
-        """`model.layers.3.block_sparse_moe.experts.`, on disk."""
-        return f"{self.layer_prefix(layer)}{self.experts}."
+        """`model.layers.3.block_sparse_moe.experts.`, under which moetool's own tensors lie on disk."""
+        return f"{self.block_prefix(layer)}experts."
 
     def weight_name(self, layer: int, expert: int, role: Role) -> str:
-        """Name on disk of one expert's matrix."""
-        return self.experts_prefix(layer) + self.weights[role].format(expert=expert)
+        """Name on disk of one expert's matrix, or of the tensor that holds those of all experts."""
+        return self.block_prefix(layer) + self.weights[role].format(expert=expert)
 
     def router_name(self, layer: int) -> str:
         """Name on disk of the layer's router weight."""
-        return self.layer_prefix(layer) + self.router
-
-    def block_prefix(self, layer: int) -> str:
-        """Prefix on disk of the whole MoE block (router and experts): every tensor under it must be known."""
-        return self.layer_prefix(layer) + self.experts.rsplit(".", 1)[0] + "."
+        return self.block_prefix(layer) + self.router

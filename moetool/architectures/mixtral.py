@@ -1,15 +1,15 @@
 """Mixtral: 8 experts, softmax over all, top-2, renormalised."""
 
-from moetool.architectures.base import Architecture
+from moetool.architectures.base import NUMBERED, Architecture
 
 ARCHITECTURE = Architecture(
     name="Mixtral",
     model_types=("mixtral",),
     reference="https://arxiv.org/abs/2401.04088",
     layer="model.layers.{layer}",
-    experts="block_sparse_moe.experts",
-    weights={"gate": "{expert}.w1.weight", "up": "{expert}.w3.weight", "down": "{expert}.w2.weight"},
-    router="block_sparse_moe.gate.weight",
+    block="block_sparse_moe",
+    weights=NUMBERED,
+    router="gate.weight",
     experts_module="mlp.experts",
     experts_key="num_local_experts",
     top_k_key="num_experts_per_tok",

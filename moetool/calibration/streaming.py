@@ -75,12 +75,11 @@ class StreamedModel:
         renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
         state = self.model.state_dict()
-        experts = tuple(self.architecture.experts_prefix(layer) for layer in range(self.layer_count))
         layers = {self.architecture.layer_prefix(layer): layer for layer in range(self.layer_count)}
         blocks: dict[int, list[str]] = defaultdict(list)
         covered = set(getattr(self.model, "all_tied_weights_keys", None) or {})
         for name in self.checkpoint.tensors:
-            if name.startswith(experts):
+            if name in self.experts.names:
                 continue
             renamed, converter = rename_source_key(name, renamings, converters, self.model.base_model_prefix, state)
             renamed = renamed if renamed in state else name

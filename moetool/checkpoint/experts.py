@@ -1,27 +1,48 @@
 """Reading experts from a checkpoint by role, whatever their representation on disk."""
 
+from collections.abc import Callable, Iterator, Sequence
+
 import torch
 from torch import Tensor
 
-from moetool.architectures import ROLES, Architecture, MoEShape, Role
-from moetool.checkpoint.format import layer_layouts
+from moetool.architectures import Architecture, MoEShape, Role
+from moetool.checkpoint.format import check_unquantised, layer_layouts
 from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError
-from moetool.representations.layout import BASE_CHANNELS, LayerLayout, delta_name, native_layout
+from moetool.representations import Representation
+from moetool.representations.dense import Dense
+from moetool.representations.layout import (
+    BASE_CHANNELS,
+    GROUPS,
+    GUARD,
+    LayerLayout,
+    base_name,
+    delta_name,
+    native_layout,
+)
 
 
 class ExpertReader:
     """The experts of a checkpoint. Holds no weights; every call reads what it returns.
+
+    Attributes:
+        shape: of every MoE layer.
+        layouts: of the layers that are moetool's.
+        moe_layers: indices.
+        names: of every tensor on disk that stores experts.
 
     Raises:
         InvalidInputError: on construction, if the files do not hold exactly the experts that `config.json` promises.
     """
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
+        check_unquantised(checkpoint.config)
         self.checkpoint, self.architecture = checkpoint, architecture
         self.shape: MoEShape = architecture.shape(checkpoint.config)
         self.layouts: dict[int, LayerLayout] = layer_layouts(checkpoint.config)
         self.moe_layers: tuple[int, ...] = architecture.moe_layers(checkpoint.config)
+        self.names: frozenset[str] = frozenset()
         self._check()
 
     def has(self, layer: int) -> bool:
@@ -32,32 +53,40 @@ class ExpertReader:
         """How a MoE layer's experts are stored."""
         return self.layouts.get(layer) or native_layout(self.shape)
 
-    def tensor_shapes(self, layer: int, layout: LayerLayout | None = None) -> dict[str, tuple[int, ...]]:
-        """Every tensor that stores a layer's experts, by full name on disk, in the order in which it is written."""
+    def _shapes(
+        self, layer: int, layout: LayerLayout | None = None
+    ) -> Iterator[tuple[str, tuple[int, ...], torch.dtype | None]]:
+        """Name, shape and dtype (`None`: the experts' own) of every tensor that stores a layer's experts."""
         layout = layout or self.layout(layer)
-        prefix = self.architecture.experts_prefix(layer)
-        shapes: dict[str, tuple[int, ...]] = {}
-        for role in ROLES:
-            if layout.weights[role] is not None:
-                shapes[self.architecture.weight_name(layer, 0, role)] = layout.base_shape(role)
+        for roles in GROUPS:
+            native = layout.weights[roles[0]] is None
+            count = self.shape.experts if native else 1
+            matrices = {role: self.shape.matrix(role) if native else layout.native_shape(role) for role in roles}
+            if self.architecture.is_fused:
+                rows = sum(shape[0] for shape in matrices.values())
+                yield self.architecture.weight_name(layer, 0, roles[0]), (count, rows, matrices[roles[0]][1]), None
                 continue
-            for expert in range(self.shape.experts):
-                shapes[self.architecture.weight_name(layer, expert, role)] = self.shape.matrix(role)
-        if layout.is_pruned:
-            shapes[prefix + BASE_CHANNELS] = (layout.base_channels,)
-        shapes.update({prefix + name: shape for name, shape in layout.delta_shapes()})
-        return shapes
+            for role, shape in matrices.items():
+                for expert in range(count):
+                    yield self.architecture.weight_name(layer, expert, role), shape, None
+        prefix = self.architecture.experts_prefix(layer)
+        for name, stored in layout.own_tensors():
+            yield prefix + name, stored.shape, stored.dtype
+
+    def specs(self, layer: int, layout: LayerLayout | None = None) -> list[TensorSpec]:
+        """Every tensor that stores a layer's experts (by default as they are), by full name on disk."""
+        own = self.dtype
+        return [TensorSpec(name, dtype or own, shape) for name, shape, dtype in self._shapes(layer, layout)]
 
     def _check(self) -> None:
         """Headers against promises: missing, surplus and wrongly shaped tensors of the MoE blocks."""
         architecture, tensors = self.architecture, self.checkpoint.tensors
         if absent := sorted(set(self.layouts) - set(self.moe_layers)):
             raise InvalidInputError(f"quantization_config lists layers {absent}, which have no experts in the files.")
-        blocks = {architecture.block_prefix(layer): layer for layer in self.moe_layers}
-        expected: dict[str, tuple[int, ...]] = {}
-        for layer in self.moe_layers:
-            expected[architecture.router_name(layer)] = (self.shape.experts, self.shape.hidden)
-            expected.update(self.tensor_shapes(layer))
+        blocks = tuple(architecture.block_prefix(layer) for layer in self.moe_layers)
+        experts = {name: shape for layer in self.moe_layers for name, shape, _ in self._shapes(layer)}
+        routers = dict.fromkeys(map(architecture.router_name, self.moe_layers), (self.shape.experts, self.shape.hidden))
+        expected = experts | routers
         if missing := [name for name in expected if name not in tensors]:
             raise InvalidInputError(
                 f"Tensor {missing[0]} is missing from {self.checkpoint.path} ({len(missing)} missing in all): "
@@ -69,30 +98,57 @@ class ExpertReader:
                     f"Tensor {name} has shape {list(tensors[name].shape)}, config.json promises {list(shape)}."
                 )
         for name in tensors:
-            inside = next((prefix for prefix in blocks if name.startswith(prefix)), None)
-            if inside and name not in expected and name.removeprefix(inside) not in architecture.extra_block_names:
+            if name in expected or not name.startswith(blocks):
+                continue
+            inside = next(name.removeprefix(prefix) for prefix in blocks if name.startswith(prefix))
+            if not inside.startswith(architecture.others):
                 raise InvalidInputError(
                     f"Tensor {name} is inside a MoE block, and moetool does not know what it is for. "
                     "Refusing to guess: a rewritten checkpoint would be wrong."
                 )
+        self.names = frozenset(experts)
+        if not self.dtype.is_floating_point or self.dtype.itemsize < 2:
+            raise InvalidInputError(
+                f"The experts are stored as {self.dtype}; moetool works on 16- and 32-bit floating point numbers. "
+                "Convert the checkpoint to bfloat16 first."
+            )
 
     @property
     def dtype(self) -> torch.dtype:
         """Storage dtype of the experts."""
         return self.checkpoint.tensors[self.architecture.weight_name(self.moe_layers[0], 0, "gate")].dtype
 
+    def _read_native(self, layer: int, expert: int, role: Role, shape: tuple[int, int]) -> Tensor:
+        """The `expert`-th matrix `[out, in]` under native names: an expert's own, or (the 0th) the base."""
+        name = self.architecture.weight_name(layer, expert, role)
+        if not self.architecture.is_fused:
+            return self.checkpoint.read(name)
+        start = shape[0] if role == "up" else 0
+        return self.checkpoint.read_part(name, expert, start, start + shape[0])
+
+    def _decode(
+        self, layer: int, representation: Representation, shape: tuple[int, int], name: Callable[[str], str]
+    ) -> Tensor:
+        prefix = self.architecture.experts_prefix(layer)
+        tensors = {tensor: self.checkpoint.read(prefix + name(tensor)) for tensor in representation.tensors(shape)}
+        return representation.decode(tensors, shape, self.dtype)
+
     def stored(self, layer: int, expert: int, role: Role) -> Tensor | None:
         """The expert's own matrix as it is on disk, `None` where it is only stored as a difference to a base."""
         weights = self.layout(layer).weights[role]
         if weights is None:
-            return self.checkpoint.read(self.architecture.weight_name(layer, expert, role))
-        if weights[expert].uses_base:
+            return self._read_native(layer, expert, role, self.shape.matrix(role))
+        if weights[expert] != Dense():
             return None
         return self.checkpoint.read(self.architecture.experts_prefix(layer) + delta_name(expert, role, "weight"))
 
     def base(self, layer: int, role: Role) -> Tensor:
-        """The stored base of a layer that has one, `[out, in]` without pruned channels, in its storage dtype."""
-        return self.checkpoint.read(self.architecture.weight_name(layer, 0, role))
+        """The base of a layer that has one, `[out, in]` without pruned channels, in its storage dtype if it is dense
+        and otherwise in fp32."""
+        layout = self.layout(layer)
+        if layout.has_dense_base(role):
+            return self._read_native(layer, 0, role, layout.base_shape(role))
+        return self._decode(layer, layout.base[role], layout.base_shape(role), lambda tensor: base_name(role, tensor))
 
     def base_channels(self, layer: int) -> Tensor:
         """Indices (int64) of the intermediate channels that the stored base has."""
@@ -116,10 +172,25 @@ class ExpertReader:
             return own
         weights = self.layout(layer).weights[role]
         assert weights is not None
-        prefix = self.architecture.experts_prefix(layer)
-        matrix = self.shape.matrix(role)
-        weight = weights[expert].build(matrix, self.dtype, torch.device("cpu"))
-        names = weights[expert].shapes(matrix)
-        weight.load_state_dict({name: self.checkpoint.read(prefix + delta_name(expert, role, name)) for name in names})
-        with torch.no_grad():
-            return self.full_base(layer, role) + weight.dense().float()
+        representation = weights[expert]
+        matrix = self._decode(
+            layer, representation, self.shape.matrix(role), lambda tensor: delta_name(expert, role, tensor)
+        ).float()
+        return self.full_base(layer, role) + matrix if representation.uses_base else matrix
+
+    def native_tensors(
+        self, layer: int, roles: Sequence[Role], count: int, matrix: Callable[[Role, int], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """`count` matrices per role of a group under their native names, `matrix(role, i)` each; a base is one."""
+        architecture = self.architecture
+        if architecture.is_fused:
+            rows = [torch.cat([matrix(role, i) for role in roles]) for i in range(count)]
+            yield architecture.weight_name(layer, 0, roles[0]), torch.stack(rows)
+            return
+        for role in roles:
+            for i in range(count):
+                yield architecture.weight_name(layer, i, role), matrix(role, i)
+
+    def guards(self, layer: int, roles: Sequence[Role]) -> Iterator[tuple[str, Tensor]]:
+        """What stands at the native names of a group whose base is not dense."""
+        yield from self.native_tensors(layer, roles, 1, lambda *_: torch.zeros(GUARD, dtype=self.dtype))

@@ -19,6 +19,17 @@ def moetool_entry(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
+def check_unquantised(config: Mapping[str, Any]) -> None:
+    """Raise `InvalidInputError` for a checkpoint that another tool has quantised."""
+    entry = config.get("quantization_config")
+    if entry is not None and moetool_entry(config) is None:
+        method = entry.get("quant_method", "unknown") if isinstance(entry, Mapping) else entry
+        raise InvalidInputError(
+            f"This checkpoint is already quantised (quant_method '{method}'). moetool needs the weights in 16 or 32 "
+            "bits: take the unquantised checkpoint, or dequantise this one first."
+        )
+
+
 def check_format_version(entry: Mapping[str, Any]) -> None:
     """Raise `InvalidInputError` for a checkpoint written by a newer moetool."""
     version = entry.get("format_version", 1)

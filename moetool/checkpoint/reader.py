@@ -122,6 +122,20 @@ class Checkpoint:
         _fill(info, start * math.prod(info.shape[1:]) * info.dtype.itemsize, target)
         return target
 
+    def read_part(self, name: str, index: int, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` (excluded) of `tensor[index]`, for a tensor of three dimensions.
+
+        Raises:
+            IndexError: they do not exist.
+            InvalidInputError: no such tensor, or the file has changed since it was opened.
+        """
+        info = self.info(name)
+        if len(info.shape) != 3 or not (0 <= index < info.shape[0] and 0 <= start <= stop <= info.shape[1]):
+            raise IndexError(f"Part {index}, rows {start}:{stop} of tensor {name} with shape {list(info.shape)}")
+        target = torch.empty((stop - start, info.shape[2]), dtype=info.dtype)
+        _fill(info, (index * info.shape[1] + start) * info.shape[2] * info.dtype.itemsize, target)
+        return target
+
     def sidecars(self) -> list[Path]:
         """Every file that goes into an output byte for byte, sorted: tokenizer, templates, licence, and the like.
 

@@ -20,11 +20,12 @@ from moetool.representations.layout import LayerLayout
 class SharedBaseExperts(nn.Module):
     """Experts of one layer as a shared base and one small difference per expert and matrix.
 
-    Parameters keep their native names: `gate_up_proj` and `down_proj` hold the base (leading dimension 1), or all
-    experts where that group was left alone. `moetool.{expert}.{role}` holds the differences.
+    Parameters keep their native names: `gate_up_proj` and `down_proj` hold the base (leading dimension 1), a guard if
+    the base is stored in another form, or all experts where that group was left alone. `moetool.{expert}.{role}` holds
+    the differences, `moetool.base.{role}` a base that is not dense.
     """
 
-    moetool: nn.ModuleList
+    moetool: nn.ModuleDict
 
     def __init__(self, native: nn.Module, layout: LayerLayout) -> None:
         """Build empty on the device and in the dtype of `native`, the fused experts module it replaces."""
@@ -42,25 +43,34 @@ class SharedBaseExperts(nn.Module):
         self.native_class = type(native)
         self.gate_up_base = layout.weights["gate"] is not None
         self.down_base = layout.weights["down"] is not None
-        channels = layout.base_channels
+        rows, columns = layout.native_shape("gate")
         self.gate_up_proj = empty_parameter(
-            (1, 2 * channels, shape.hidden) if self.gate_up_base else tuple(weight.shape), dtype, device
+            (1, 2 * rows, columns) if self.gate_up_base else tuple(weight.shape), dtype, device
         )
         self.down_proj = empty_parameter(
-            (1, shape.hidden, channels) if self.down_base else (shape.experts, shape.hidden, shape.intermediate),
+            (1, *layout.native_shape("down")) if self.down_base else (shape.experts, shape.hidden, shape.intermediate),
             dtype,
             device,
         )
         if layout.is_pruned:
-            self.register_buffer("base_channels", torch.zeros(channels, dtype=torch.int32, device=device))
-        self.moetool = nn.ModuleList(nn.ModuleDict() for _ in range(shape.experts))
+            self.register_buffer("base_channels", torch.zeros(layout.base_channels, dtype=torch.int32, device=device))
+        self.moetool = nn.ModuleDict({str(expert): nn.ModuleDict() for expert in range(shape.experts)})
         for expert, role, representation in layout.deltas():
-            deltas: nn.ModuleDict = self.moetool[expert]  # type: ignore[assignment]
+            deltas: nn.ModuleDict = self.moetool[str(expert)]  # type: ignore[assignment]
             deltas[role] = representation.build(shape.matrix(role), dtype, device)
+        if bases := {
+            str(role): representation.build(layout.base_shape(role), dtype, device)
+            for role, representation in layout.compact_bases()
+        }:
+            self.moetool["base"] = nn.ModuleDict(bases)
 
     def delta(self, expert: int, role: Role) -> Weight:
         """The stored form of one matrix."""
-        return self.moetool[expert][role]  # type: ignore[index]
+        return self.moetool[str(expert)][role]  # type: ignore[index]
+
+    def _compact(self, role: Role) -> Weight:
+        """The stored form of a base that is not dense."""
+        return self.moetool["base"][role]  # type: ignore[index]
 
     def _uses_base(self, expert: int, role: Role) -> bool:
         weights = self.layout.weights[role]
@@ -77,7 +87,10 @@ class SharedBaseExperts(nn.Module):
         """Gate and up of the base, once per token: two times `[tokens, intermediate]`."""
         if not self.gate_up_base:
             return {}
-        gate, up = F.linear(hidden, self.gate_up_proj[0]).chunk(2, dim=-1)
+        if self.layout.has_dense_base("gate"):
+            gate, up = F.linear(hidden, self.gate_up_proj[0]).chunk(2, dim=-1)
+        else:
+            gate, up = self._compact("gate")(hidden), self._compact("up")(hidden)
         return {"gate": self._spread(gate), "up": self._spread(up)}
 
     def _activation(self, expert: int, hidden: Tensor, base: dict[Role, Tensor], tokens: Tensor) -> Tensor:
@@ -101,9 +114,11 @@ class SharedBaseExperts(nn.Module):
         are computed, so leaving the channel in them costs nothing. No state: a batch gives the same result whatever
         came before it.
         """
-        base = self.down_proj[0]
         if self.layout.is_pruned:
             activations = activations[:, self.base_channels.long()]  # type: ignore[operator]
+        if not self.layout.has_dense_base("down") and not self.layout.dynamic_channels:
+            return self._compact("down")(activations)
+        base = self._base("down").to(activations.dtype)
         if self.layout.dynamic_channels:
             scores = base.detach().float().norm(dim=0) * activations.detach().float().norm(dim=0)
             weakest = scores.argsort(stable=True)[: self.layout.dynamic_channels]
@@ -140,6 +155,12 @@ class SharedBaseExperts(nn.Module):
             result = result + self._base_down(routed.view(tokens, top_k, self.intermediate_dim).sum(1))
         return result.to(hidden_states.dtype)
 
+    def _base(self, role: Role) -> Tensor:
+        """The base `[out, in]` without pruned channels."""
+        if not self.layout.has_dense_base(role):
+            return self._compact(role).dense()
+        return self.down_proj[0] if role == "down" else self.gate_up_proj[0].chunk(2)[("gate", "up").index(role)]
+
     @torch.no_grad()
     def dense(self, expert: int, role: Role) -> Tensor:
         """The matrix `[out, in]` that an expert's stored form stands for, in fp32 (dynamic pruning left out)."""
@@ -150,7 +171,7 @@ class SharedBaseExperts(nn.Module):
         delta = self.delta(expert, role).dense().float()
         if not self._uses_base(expert, role):
             return delta
-        base = self.down_proj[0] if role == "down" else self.gate_up_proj[0].chunk(2)[("gate", "up").index(role)]
+        base = self._base(role)
         if not self.layout.is_pruned:
             return base.float() + delta
         dimension = 1 if role == "down" else 0

@@ -94,8 +94,7 @@ def _verified(before: Source, output: Path) -> dict[str, Any]:
     """Open what was written as a reader would, and compare sizes."""
     after = Source.open(output)
     lost = set(before.checkpoint.tensors) - set(after.checkpoint.tensors)
-    prefixes = tuple(before.architecture.experts_prefix(layer) for layer in before.experts.moe_layers)
-    if missing := sorted(name for name in lost if not name.startswith(prefixes)):
+    if missing := sorted(lost - before.experts.names):
         raise VerificationError(f"The output lacks {len(missing)} tensors of the input, the first {missing[0]}.")
     original = original_bytes(before)
     return {

@@ -7,17 +7,17 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from moetool.architectures import ROLES
+from moetool.architectures import ROLES, Role
 from moetool.checkpoint.experts import ExpertReader
 from moetool.methods.choices import Allocation, Sensitivity, Svd
 from moetool.pipeline.bases import LayerBase, base_path
 from moetool.pipeline.factors import FactorFile
 from moetool.pipeline.job import Job, Source, pick_compute_dtype, pick_device
 from moetool.pipeline.options import CalibrationOptions, RunOptions
-from moetool.pipeline.output import OutputPlan, entry_for, native_tensors, original_bytes, write_model
+from moetool.pipeline.output import OutputPlan, entry_for, original_bytes, write_model
 from moetool.pipeline.plan import CalibrationCost, Plan
 from moetool.pipeline.ranking import LayerSpectra, build_groups, check_ratio, fit_layouts, layouts_from, same_rank
-from moetool.representations.layout import BASE_CHANNELS, LayerLayout, delta_name
+from moetool.representations.layout import BASE_CHANNELS, GROUPS, LayerLayout, base_name, delta_name
 from moetool.representations.low_rank import LowRank
 
 
@@ -57,15 +57,19 @@ class Factored:
         for layer in self.reader.moe_layers:
             base = LayerBase.load(self.bases[layer])
             dynamic = dynamic_channels if isinstance(dynamic_channels, int) else dynamic_channels[layer]
-            self.spectra.append(LayerSpectra(layer, self.factors[layer], len(base.channels), dynamic, base.statistics))
+            self.spectra.append(
+                LayerSpectra(
+                    layer, self.factors[layer], len(base.channels), dynamic, base.statistics, base.representations
+                )
+            )
 
     def _plan(self, layouts: Mapping[int, LayerLayout]) -> OutputPlan:
-        return OutputPlan(self.job.source, layouts, self.reader.dtype, self.job.options.shard_size)
+        return OutputPlan(self.job.source, layouts, self.job.options.shard_size)
 
     def layouts(self, options: FactorOptions) -> dict[int, LayerLayout]:
         """Ranks for a ratio of the original's bytes, or one rank everywhere."""
         shape = self.reader.shape
-        groups = build_groups(self.spectra, shape, self.reader.dtype.itemsize, options.rank_multiple)
+        groups = build_groups(self.spectra, shape, self.reader.dtype, options.rank_multiple)
         if options.rank is not None:
             return layouts_from(self.spectra, shape, same_rank(groups, options.rank))
         assert options.ratio is not None
@@ -129,13 +133,23 @@ def base_tensors(
     reader: ExpertReader, layer: int, layout: LayerLayout, base: LayerBase
 ) -> Iterator[tuple[str, Tensor]]:
     """The base of every group that has one, and all experts of every group that has none."""
-    for role in ROLES:
-        if layout.weights[role] is None:
-            yield from native_tensors(reader, layer, role, reader.dtype)
+
+    def own(role: Role, expert: int) -> Tensor:
+        return reader.dense(layer, expert, role).to(reader.dtype)
+
+    for roles in GROUPS:
+        if layout.weights[roles[0]] is None:
+            yield from reader.native_tensors(layer, roles, reader.shape.experts, own)
+        elif layout.has_dense_base(roles[0]):
+            yield from reader.native_tensors(layer, roles, 1, lambda role, _: base.matrices[role])
         else:
-            yield reader.architecture.weight_name(layer, 0, role), base.matrices[role]
+            yield from reader.guards(layer, roles)
+    prefix = reader.architecture.experts_prefix(layer)
     if layout.is_pruned:
-        yield reader.architecture.experts_prefix(layer) + BASE_CHANNELS, base.channels.int()
+        yield prefix + BASE_CHANNELS, base.channels.int()
+    for role, _ in layout.compact_bases():
+        for name, tensor in base.compact[role][1].items():
+            yield prefix + base_name(role, name), tensor
 
 
 def finish(job: Job, factored: Factored, options: FactorOptions, method: str) -> dict[str, Any]:
@@ -163,7 +177,7 @@ def factor_plan(stage: str, source: Source, options: FactorOptions, base_channel
 
     def size(rank: int) -> int:
         layout = LayerLayout.uniform(reader.shape, LowRank(rank), base_channels)
-        return OutputPlan(source, dict.fromkeys(reader.moe_layers, layout), reader.dtype, options.shard_size).nbytes
+        return OutputPlan(source, dict.fromkeys(reader.moe_layers, layout), options.shard_size).nbytes
 
     if options.ratio is not None:
         check_ratio(options.ratio, size(0), original)

@@ -18,9 +18,8 @@ def parameter_counts(source: Source) -> dict[str, int]:
     experts per MoE layer.
     """
     reader, tensors = source.experts, source.checkpoint.tensors
-    prefixes = tuple(reader.architecture.experts_prefix(layer) for layer in reader.moe_layers)
     sizes = {name: info.nbytes // info.dtype.itemsize for name, info in tensors.items()}
-    other = sum(size for name, size in sizes.items() if not name.startswith(prefixes))
+    other = sum(size for name, size in sizes.items() if name not in reader.names)
     expert = 3 * reader.shape.hidden * reader.shape.intermediate
     layers = len(reader.moe_layers)
     return {

@@ -4,13 +4,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moetool.architectures import Role
 from moetool.calibration.collectors import LayerStatistics
-from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.files import copy_sidecars, patch_config, save_tensors, write_json
 from moetool.checkpoint.format import format_entry, moetool_entry
 from moetool.checkpoint.manifest import Manifest, write_manifest
@@ -18,7 +15,7 @@ from moetool.checkpoint.reader import CONFIG
 from moetool.checkpoint.writer import CheckpointWriter, TensorSpec
 from moetool.pipeline.job import Job, Source
 from moetool.pipeline.progress import phase
-from moetool.representations.layout import BASE_CHANNELS, LayerLayout
+from moetool.representations.layout import LayerLayout
 
 STATISTICS = Path("moetool") / "statistics.safetensors"
 
@@ -28,9 +25,9 @@ LayerTensors = Callable[[int, LayerLayout], Iterator[tuple[str, Tensor]]]
 class OutputPlan:
     """Which tensors go into which shard, for given layouts of the MoE layers."""
 
-    def __init__(self, source: Source, layouts: Mapping[int, LayerLayout], dtype: torch.dtype, shard_size: int) -> None:
+    def __init__(self, source: Source, layouts: Mapping[int, LayerLayout], shard_size: int) -> None:
         self.source, self.layouts = source, dict(layouts)
-        self._units = list(_units(source, self.layouts, dtype))
+        self._units = list(_units(source, self.layouts))
         self.shards: list[list[int]] = []
         size = 0
         for unit, (_, specs) in enumerate(self._units):
@@ -59,9 +56,7 @@ class OutputPlan:
         return self.writer(Path()).nbytes
 
 
-def _units(
-    source: Source, layouts: Mapping[int, LayerLayout], dtype: torch.dtype
-) -> Iterator[tuple[int, list[TensorSpec]]]:
+def _units(source: Source, layouts: Mapping[int, LayerLayout]) -> Iterator[tuple[int, list[TensorSpec]]]:
     """Everything outside the layers, then the layers in order; tensors that are not experts pass through."""
     architecture, tensors = source.architecture, source.checkpoint.tensors
     count = architecture.layers(source.checkpoint.config)
@@ -69,13 +64,12 @@ def _units(
     names: dict[int, list[str]] = {layer: [] for layer in range(-1, count)}
     for name in tensors:
         owner = next((layer for layer, prefix in enumerate(prefixes) if name.startswith(prefix)), -1)
-        if owner not in layouts or not name.startswith(architecture.experts_prefix(owner)):
+        if owner not in layouts or name not in source.experts.names:
             names[owner].append(name)
     for layer, passed in names.items():
         specs = [TensorSpec(name, tensors[name].dtype, tensors[name].shape) for name in passed]
         if layer in layouts:
-            for name, shape in source.experts.tensor_shapes(layer, layouts[layer]).items():
-                specs.append(TensorSpec(name, torch.int32 if name.endswith(BASE_CHANNELS) else dtype, shape))
+            specs += source.experts.specs(layer, layouts[layer])
         if specs:
             yield layer, specs
 
@@ -150,13 +144,6 @@ def _passed_through(
     for spec in plan._units[unit][1]:
         if spec.name not in made:
             yield spec.name, source.checkpoint.read(spec.name)
-
-
-def native_tensors(reader: ExpertReader, layer: int, role: Role, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """All experts' matrices of one role, dense, under their native names."""
-    for expert in range(reader.shape.experts):
-        name = reader.architecture.weight_name(layer, expert, role)
-        yield name, reader.dense(layer, expert, role).to(dtype)
 
 
 def entry_for(layouts: Mapping[int, LayerLayout], source: Source, **more: Any) -> dict[str, Any] | None:

@@ -1,7 +1,9 @@
 """From spectra and a byte target to the rank of every matrix and the layout of every layer."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from moetool.architectures import MoEShape, Role
 from moetool.calibration.collectors import LayerStatistics
@@ -19,7 +21,7 @@ from moetool.pipeline.factors import FactorFile
 from moetool.pipeline.sizes import format_bytes
 from moetool.representations import Representation
 from moetool.representations.dense import Dense
-from moetool.representations.layout import GROUPS, LayerLayout
+from moetool.representations.layout import DENSE_BASE, GROUPS, LayerLayout
 from moetool.representations.low_rank import LowRank
 
 
@@ -32,19 +34,26 @@ class LayerSpectra:
     base_channels: int
     dynamic_channels: int
     statistics: LayerStatistics | None
+    base: Mapping[Role, Representation] = field(default_factory=lambda: DENSE_BASE)
+
+    def base_bytes(self, role: Role, shape: MoEShape, dtype: torch.dtype) -> int:
+        """Bytes of the stored base of one role."""
+        rows, columns = shape.matrix(role)
+        pruned = (rows, self.base_channels) if role == "down" else (self.base_channels, columns)
+        return self.base[role].nbytes(pruned, dtype)
 
 
-def build_groups(spectra: Sequence[LayerSpectra], shape: MoEShape, itemsize: int, multiple: int) -> list[Group]:
+def build_groups(spectra: Sequence[LayerSpectra], shape: MoEShape, dtype: torch.dtype, multiple: int) -> list[Group]:
     """Two groups per layer, in order: gate with up (gate's experts first), and down."""
     groups = []
     for entry in spectra:
         for roles in GROUPS:
             curves = [
-                Curve(shape.matrix(role), *entry.factors.spectrum(role, expert), itemsize, multiple)
+                Curve(shape.matrix(role), *entry.factors.spectrum(role, expert), dtype.itemsize, multiple)
                 for role in roles
                 for expert in range(shape.experts)
             ]
-            groups.append(Group(curves, len(roles) * entry.base_channels * shape.hidden * itemsize))
+            groups.append(Group(curves, sum(entry.base_bytes(role, shape, dtype) for role in roles)))
     return groups
 
 
@@ -65,6 +74,7 @@ def layouts_from(
             weights,
             shape.intermediate if untouched else entry.base_channels,
             0 if weights["down"] is None else entry.dynamic_channels,
+            DENSE_BASE if untouched else entry.base,
         )
     return layouts
 

@@ -32,7 +32,6 @@ def verify_checkpoint(
     original = Source.open(against) if against is not None else None
     problems: list[str] = []
     tensors = made.checkpoint.tensors
-    expert_prefixes = tuple(made.architecture.experts_prefix(layer) for layer in made.experts.moe_layers)
     if original is not None:
         problems += _same_model(made, original)
     with phase(progress, "Verify", len(tensors)):
@@ -40,7 +39,7 @@ def verify_checkpoint(
             tensor = made.checkpoint.read(name)
             if not is_finite(tensor):
                 problems.append(f"{name} holds NaN or infinity")
-            if original is not None and not name.startswith(expert_prefixes):
+            if original is not None and name not in made.experts.names:
                 if name not in original.checkpoint.tensors:
                     problems.append(f"{name} is not in {against}")
                 elif not torch.equal(tensor, original.checkpoint.read(name)):
@@ -60,13 +59,7 @@ def _same_model(made: Source, original: Source) -> list[str]:
     problems = []
     if made.architecture != original.architecture or made.experts.shape != original.experts.shape:
         return [f"it is not made from {original.checkpoint.path}: {made.experts.shape} is not {original.experts.shape}"]
-    passed = {
-        name
-        for name in original.checkpoint.tensors
-        if not name.startswith(
-            tuple(original.architecture.experts_prefix(layer) for layer in original.experts.moe_layers)
-        )
-    }
+    passed = original.checkpoint.tensors.keys() - original.experts.names
     problems += [f"{name} is missing" for name in sorted(passed - set(made.checkpoint.tensors))]
     if (made.checkpoint.path / MANIFEST).exists():
         manifest = read_manifest(made.checkpoint.path)

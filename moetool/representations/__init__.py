@@ -6,9 +6,9 @@ import pkgutil
 from functools import cache
 
 from moetool.errors import InvalidInputError
-from moetool.representations.base import Representation, Weight
+from moetool.representations.base import Representation, Stored, Weight
 
-__all__ = ["Representation", "Weight", "parse_representation", "representations"]
+__all__ = ["Representation", "Stored", "Weight", "parse_representation", "representations"]
 
 
 @cache

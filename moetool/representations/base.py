@@ -1,14 +1,31 @@
-"""What a representation is: one way to store one expert's matrix."""
+"""What a representation is: one way to store one matrix."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A tensor on disk: its shape, and its dtype where that is not the model's own."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes in a model stored in `dtype`."""
+        return torch.Size(self.shape).numel() * (self.dtype or dtype).itemsize
+
+
 class Weight(nn.Module, ABC):
-    """One stored matrix at run time: `forward` is its product with inputs, `dense` the matrix it stands for."""
+    """One stored matrix at run time: `forward` is its product with inputs, `dense` the matrix it stands for.
+
+    Its parameters and persistent buffers are the tensors on disk.
+    """
 
     @abstractmethod
     def forward(self, inputs: Tensor) -> Tensor:
@@ -20,10 +37,10 @@ class Weight(nn.Module, ABC):
 
 
 class Representation(ABC):
-    """How one expert's matrix is stored, as a value that fits into `config.json`.
+    """How one matrix is stored, as a value that fits into `config.json`.
 
     A representation either stands for the expert's own matrix, or for its difference to the layer's shared base
-    (`uses_base`).
+    (`uses_base`). The base itself is stored in one, too.
     """
 
     kind: ClassVar[str]
@@ -42,16 +59,28 @@ class Representation(ABC):
         return cls()
 
     @abstractmethod
-    def shapes(self, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         """Tensors on disk, by name, for a matrix `[out, in]`."""
 
     @abstractmethod
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
-        """An empty `Weight` whose parameters are exactly `shapes(shape)`."""
+        """An empty `Weight` whose parameters and buffers are exactly `tensors(shape)`."""
+
+    def decode(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """The matrix `[out, in]` that stored tensors stand for, in fp32 or better."""
+        device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
+        weight = self.build(shape, dtype, device)
+        weight.load_state_dict(dict(tensors), assign=True)
+        with torch.no_grad():
+            return weight.dense()
 
     def parameters(self, shape: tuple[int, int]) -> int:
-        """Stored numbers."""
-        return sum(torch.Size(size).numel() for size in self.shapes(shape).values())
+        """Stored numbers, packed ones counted by the element of their tensor."""
+        return sum(torch.Size(stored.shape).numel() for stored in self.tensors(shape).values())
+
+    def nbytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
+        """Bytes on disk in a model stored in `dtype`."""
+        return sum(stored.nbytes(dtype) for stored in self.tensors(shape).values())
 
 
 def empty_parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moetool.representations.base import Representation, Weight, empty_parameter
+from moetool.representations.base import Representation, Stored, Weight, empty_parameter
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Dense(Representation):
     kind: ClassVar[str] = "dense"
     uses_base: ClassVar[bool] = False
 
-    def shapes(self, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-        return {"weight": shape}
+    def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
+        return {"weight": Stored(shape)}
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         return DenseWeight(shape, dtype, device)

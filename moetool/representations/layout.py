@@ -3,20 +3,26 @@
 Gate and up form one group, down the other; each group is either left as it was (`None`) or has a base of its own.
 Everything else follows from that: names, shapes, bytes, and the run-time module.
 
-Names are chosen so that nothing can be loaded by mistake. The base takes the native name of expert 0 and is the only
-one of its kind, so a reader that does not know moetool finds one expert where the config promises many and stops.
+Names are chosen so that nothing can be loaded by mistake. A dense base takes the native name of expert 0 and is the
+only one of its kind, so a reader that does not know moetool finds one expert where the config promises many and stops.
+A base in any other form lies under names of its own, and a single number, the guard, stops such a reader in its place.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from moetool.architectures import ROLES, MoEShape, Role
 from moetool.errors import InvalidInputError
-from moetool.representations import Representation, parse_representation
+from moetool.representations import Representation, Stored, parse_representation
+from moetool.representations.dense import Dense
 
 GROUPS: tuple[tuple[Role, ...], ...] = (("gate", "up"), ("down",))
 BASE_CHANNELS = "base_channels"  # indices of the intermediate channels that the stored base still has
+GUARD = (1, 1)  # shape of what stands at the native name of a base that is not dense
+DENSE_BASE: Mapping[Role, Representation] = dict.fromkeys(ROLES, Dense())
 
 
 def delta_name(expert: int, role: Role, tensor: str) -> str:
@@ -24,24 +30,33 @@ def delta_name(expert: int, role: Role, tensor: str) -> str:
     return f"moetool.{expert}.{role}.{tensor}"
 
 
+def base_name(role: Role, tensor: str) -> str:
+    """The same for a base that is not dense."""
+    return f"moetool.base.{role}.{tensor}"
+
+
 @dataclass(frozen=True)
 class LayerLayout:
     """Storage of one layer's experts.
 
     `base_channels` intermediate channels of the base are stored (all, unless it was pruned statically), and
-    `dynamic_channels` more of its down matrix are skipped for every batch at run time.
+    `dynamic_channels` more of its down matrix are skipped for every batch at run time. `base` says how the base of each
+    role is stored, of those that have one.
     """
 
     shape: MoEShape
     weights: Mapping[Role, tuple[Representation, ...] | None]
     base_channels: int
     dynamic_channels: int = 0
+    base: Mapping[Role, Representation] = field(default_factory=lambda: DENSE_BASE)
 
     def __post_init__(self) -> None:
         for group in GROUPS:
             native = {self.weights[role] is None for role in group}
             if len(native) > 1:
                 raise ValueError("gate and up are stored the same way: both with a base or both without")
+            if len({self.base[role] == Dense() for role in group}) > 1:
+                raise ValueError("the bases of gate and up are either both dense or both not")
         for role in ROLES:
             weights = self.weights[role]
             if weights is not None and len(weights) != self.shape.experts:
@@ -53,11 +68,15 @@ class LayerLayout:
 
     @classmethod
     def uniform(
-        cls, shape: MoEShape, representation: Representation, base_channels: int | None = None
+        cls,
+        shape: MoEShape,
+        representation: Representation,
+        base_channels: int | None = None,
+        base: Mapping[Role, Representation] | None = None,
     ) -> "LayerLayout":
         """Every matrix of every expert stored in the same way."""
         weights = dict.fromkeys(ROLES, (representation,) * shape.experts)
-        return cls(shape, weights, base_channels or shape.intermediate)
+        return cls(shape, weights, base_channels or shape.intermediate, base=base or DENSE_BASE)
 
     @property
     def is_native(self) -> bool:
@@ -75,29 +94,54 @@ class LayerLayout:
             return self.shape.hidden, self.base_channels
         return self.base_channels, self.shape.hidden
 
+    def has_dense_base(self, role: Role) -> bool:
+        """Whether a role has a base and it is stored as the matrix it is, under its native name."""
+        return self.weights[role] is not None and self.base[role] == Dense()
+
+    def native_shape(self, role: Role) -> tuple[int, int]:
+        """Shape of what stands at the native name of expert 0, for a role that has a base: the base, or its guard."""
+        return self.base_shape(role) if self.has_dense_base(role) else GUARD
+
+    def compact_bases(self) -> Iterator[tuple[Role, Representation]]:
+        """Every base that is not dense."""
+        for role in ROLES:
+            if self.weights[role] is not None and not self.has_dense_base(role):
+                yield role, self.base[role]
+
     def deltas(self) -> Iterator[tuple[int, Role, Representation]]:
         """Every matrix that is not native."""
         for role in ROLES:
             for expert, representation in enumerate(self.weights[role] or ()):
                 yield expert, role, representation
 
-    def delta_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name and shape of every tensor of the representations, in the order in which they are written."""
+    def own_tensors(self) -> Iterator[tuple[str, Stored]]:
+        """Every tensor under moetool's own names, relative to the experts, in the order in which it is written."""
+        if self.is_pruned:
+            yield BASE_CHANNELS, Stored((self.base_channels,), torch.int32)
+        for role, representation in self.compact_bases():
+            for tensor, stored in representation.tensors(self.base_shape(role)).items():
+                yield base_name(role, tensor), stored
         for expert, role, representation in self.deltas():
-            for tensor, shape in representation.shapes(self.shape.matrix(role)).items():
-                yield delta_name(expert, role, tensor), shape
+            for tensor, stored in representation.tensors(self.shape.matrix(role)).items():
+                yield delta_name(expert, role, tensor), stored
+
+    def native_parameters(self) -> int:
+        """Numbers under native names: bases or their guards, and experts that were left as they were."""
+        total = 0
+        for role in ROLES:
+            rows, columns = self.shape.matrix(role) if self.weights[role] is None else self.native_shape(role)
+            total += rows * columns * (self.shape.experts if self.weights[role] is None else 1)
+        return total
 
     def stored_parameters(self) -> int:
         """Numbers in the file for this layer's experts (channel indices not counted)."""
-        total = 0
-        for role in ROLES:
-            weights, matrix = self.weights[role], self.shape.matrix(role)
-            if weights is None:
-                total += self.shape.experts * matrix[0] * matrix[1]
-            else:
-                rows, columns = self.base_shape(role)
-                total += rows * columns + sum(weight.parameters(matrix) for weight in weights)
-        return total
+        own = sum(torch.Size(stored.shape).numel() for name, stored in self.own_tensors() if name != BASE_CHANNELS)
+        return self.native_parameters() + own
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes of this layer's experts on disk, in a model stored in `dtype`."""
+        own = sum(stored.nbytes(dtype) for _, stored in self.own_tensors())
+        return self.native_parameters() * dtype.itemsize + own
 
     def to_config(self) -> dict[str, Any]:
         """JSON form, for `quantization_config` in `config.json`."""
@@ -109,6 +153,8 @@ class LayerLayout:
             config["base_channels"] = self.base_channels
         if self.dynamic_channels:
             config["dynamic_channels"] = self.dynamic_channels
+        if compact := {role: representation.spec for role, representation in self.compact_bases()}:
+            config["base"] = compact
         return config
 
     @classmethod
@@ -118,7 +164,7 @@ class LayerLayout:
         Raises:
             InvalidInputError: the entry is not one this version writes.
         """
-        unknown = set(config) - {*ROLES, "base_channels", "dynamic_channels"}
+        unknown = set(config) - {*ROLES, "base_channels", "dynamic_channels", "base"}
         if unknown:
             raise InvalidInputError(f"quantization_config has entries this moetool does not know: {sorted(unknown)}.")
         weights: dict[Role, tuple[Representation, ...] | None] = {}
@@ -132,12 +178,17 @@ class LayerLayout:
             if not isinstance(specs, (list, type(None))):
                 raise InvalidInputError(f"quantization_config: {role} must be a list or null, not {specs!r}.")
             weights[role] = None if specs is None else tuple(parse_representation(spec) for spec in specs)
+        compact = config.get("base", {})
+        if not isinstance(compact, Mapping) or set(compact) - set(ROLES):
+            raise InvalidInputError(f"quantization_config: base must be an object by role, not {compact!r}.")
+        base = {role: parse_representation(compact[role]) if role in compact else Dense() for role in ROLES}
         try:
             return cls(
                 shape,
                 weights,
                 config.get("base_channels", shape.intermediate),
                 config.get("dynamic_channels", 0),
+                base,
             )
         except (ValueError, TypeError) as error:
             raise InvalidInputError(f"quantization_config does not fit the model: {error}.") from error

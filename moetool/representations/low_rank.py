@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from moetool.representations.base import Representation, Weight, empty_parameter
+from moetool.representations.base import Representation, Stored, Weight, empty_parameter
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class LowRank(Representation):
             raise ValueError(f"'{cls.kind}' takes one argument, its rank")
         return cls(rank=int(arguments[0]))
 
-    def shapes(self, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-        return {"u": (shape[0], self.rank), "v": (self.rank, shape[1])} if self.rank else {}
+    def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
+        return {"u": Stored((shape[0], self.rank)), "v": Stored((self.rank, shape[1]))} if self.rank else {}
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         return LowRankWeight(shape, self.rank, dtype, device)

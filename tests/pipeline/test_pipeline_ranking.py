@@ -53,13 +53,13 @@ def spectra() -> list[LayerSpectra]:
 def planned_bytes(layouts: Mapping[int, LayerLayout]) -> int:
     """Files of tensors and of headers that grow with names and numbers, as real ones do, padded to 8 bytes."""
     assert set(layouts) == set(LAYERS)
-    header = sum(len(name) + len(str(shape)) + 60 for own in layouts.values() for name, shape in own.delta_shapes())
+    header = sum(len(name) + len(str(shape)) + 60 for own in layouts.values() for name, shape in own.own_tensors())
     stored = sum(ITEMSIZE * own.stored_parameters() + 4 * own.base_channels * own.is_pruned for own in layouts.values())
     return 5000 + stored + header + -header % 8
 
 
 def test_groups_are_gate_with_up_and_down(spectra: list[LayerSpectra]) -> None:
-    groups = build_groups(spectra, SHAPE, ITEMSIZE, 1)
+    groups = build_groups(spectra, SHAPE, torch.bfloat16, 1)
     assert [len(group.curves) for group in groups] == [8, 4] * 3
     assert [group.base_bytes for group in groups] == [2 * 45 * 32 * 2, 45 * 32 * 2] * 3
     second_layer_up_of_expert_2 = groups[2].curves[4 + 2]
@@ -92,7 +92,7 @@ def test_a_native_down_is_not_pruned_dynamically(spectra: list[LayerSpectra]) ->
 
 
 def test_same_rank(spectra: list[LayerSpectra]) -> None:
-    groups = build_groups(spectra, SHAPE, ITEMSIZE, 1)
+    groups = build_groups(spectra, SHAPE, torch.bfloat16, 1)
     assert same_rank(groups, 7) == [[7] * 8, [7] * 4] * 3
     assert break_even_rank((48, 32)) == 19
     assert same_rank(groups, 20) == [[None] * 8, [None] * 4] * 3
@@ -102,7 +102,7 @@ def test_same_rank(spectra: list[LayerSpectra]) -> None:
 @pytest.mark.parametrize("share", [0.005, 0.02, 0.04, 0.06, 0.1, 0.15, 0.3, 0.5, 0.7, 0.9, 0.99])
 def test_the_target_is_hit_from_below(spectra: list[LayerSpectra], method: Any, share: float) -> None:
     """Within half a percent of the whole, although one rank and its header are a quarter of a percent here."""
-    groups = build_groups(spectra, SHAPE, ITEMSIZE, 1)
+    groups = build_groups(spectra, SHAPE, torch.bfloat16, 1)
     least = planned_bytes(layouts_from(spectra, SHAPE, [[0] * 8, [0] * 4] * 3))
     most = planned_bytes(layouts_from(spectra, SHAPE, [None] * 6))
     target = least + round(share * (most - least))
@@ -111,7 +111,7 @@ def test_the_target_is_hit_from_below(spectra: list[LayerSpectra], method: Any, 
 
 
 def test_more_bytes_lose_less(spectra: list[LayerSpectra]) -> None:
-    groups = build_groups(spectra, SHAPE, ITEMSIZE, 1)
+    groups = build_groups(spectra, SHAPE, torch.bfloat16, 1)
     least, most = byte_range(groups)
 
     def loss(target: int) -> float:
@@ -130,7 +130,7 @@ def test_more_bytes_lose_less(spectra: list[LayerSpectra]) -> None:
 
 
 def test_multiples_are_kept(spectra: list[LayerSpectra]) -> None:
-    groups = build_groups(spectra, SHAPE, ITEMSIZE, 4)
+    groups = build_groups(spectra, SHAPE, torch.bfloat16, 4)
     target = planned_bytes(layouts_from(spectra, SHAPE, [[4] * 8, [4] * 4] * 3)) + 333
     layouts = fit_layouts("water-filling", spectra, groups, SHAPE, target, planned_bytes)
     ranks = {w.rank for layout in layouts.values() for _, _, w in layout.deltas() if isinstance(w, LowRank)}
@@ -140,13 +140,13 @@ def test_multiples_are_kept(spectra: list[LayerSpectra]) -> None:
 
 
 def test_everything_fits(spectra: list[LayerSpectra]) -> None:
-    groups = build_groups(spectra, SHAPE, ITEMSIZE, 1)
+    groups = build_groups(spectra, SHAPE, torch.bfloat16, 1)
     layouts = fit_layouts("water-filling", spectra, groups, SHAPE, 10**9, planned_bytes)
     assert all(layout.is_native for layout in layouts.values())
 
 
 def test_nothing_fits(spectra: list[LayerSpectra]) -> None:
-    groups = build_groups(spectra, SHAPE, ITEMSIZE, 1)
+    groups = build_groups(spectra, SHAPE, torch.bfloat16, 1)
     with pytest.raises(UsageError, match=r"cannot be made small enough for 5\.0 kB"):
         fit_layouts("water-filling", spectra, groups, SHAPE, 5000, planned_bytes)
 

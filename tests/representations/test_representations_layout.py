@@ -11,7 +11,7 @@ from moetool.architectures import MoEShape
 from moetool.errors import InvalidInputError
 from moetool.modules.experts import SharedBaseExperts
 from moetool.representations.dense import Dense
-from moetool.representations.layout import LayerLayout, delta_name, native_layout
+from moetool.representations.layout import BASE_CHANNELS, LayerLayout, delta_name, native_layout
 from moetool.representations.low_rank import LowRank
 
 SHAPE = MoEShape(experts=3, top_k=2, hidden=8, intermediate=12)
@@ -72,7 +72,9 @@ def test_names_shapes_and_numbers_are_those_of_the_module(layout: LayerLayout) -
     module = SharedBaseExperts(Fused(), layout)
     stored = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
     deltas = {name: shape for name, shape in stored.items() if name.startswith("moetool.")}
-    assert deltas == dict(layout.delta_shapes())
+    own = {name: entry.shape for name, entry in layout.own_tensors()}
+    assert deltas == {name: shape for name, shape in own.items() if name != BASE_CHANNELS}
+    assert (BASE_CHANNELS in own) == layout.is_pruned
     assert layout.stored_parameters() == sum(torch.Size(shape).numel() for shape in stored.values())
     if layout.weights["gate"] is not None:
         assert stored["gate_up_proj"] == (1, 2 * layout.base_shape("gate")[0], 8)
@@ -99,7 +101,7 @@ def test_bytes_of_the_plain_case_by_hand() -> None:
 
 def test_delta_names() -> None:
     assert delta_name(7, "down", "u") == "moetool.7.down.u"
-    assert [name for name, _ in LAYOUTS["mixed"].delta_shapes()][:3] == [
+    assert [name for name, _ in LAYOUTS["mixed"].own_tensors()][:3] == [
         "moetool.0.gate.u",
         "moetool.0.gate.v",
         "moetool.2.gate.weight",

@@ -59,7 +59,7 @@ def test_bad_specs(spec: str, says: str) -> None:
 def test_shapes_are_those_of_the_parameters(representation: Representation) -> None:
     weight = representation.build(SHAPE, torch.bfloat16, CPU)
     stored = {name: tuple(parameter.shape) for name, parameter in weight.named_parameters()}
-    assert stored == representation.shapes(SHAPE)
+    assert stored == {name: entry.shape for name, entry in representation.tensors(SHAPE).items()}
     assert representation.parameters(SHAPE) == sum(parameter.numel() for parameter in weight.parameters())
     assert {parameter.dtype for parameter in weight.parameters()} <= {torch.bfloat16}
 

@@ -41,7 +41,7 @@ class Decompose(Stage[DecomposeOptions]):
     def _output_plan(self) -> OutputPlan:
         reader = self.source.experts
         layout = LayerLayout.uniform(reader.shape, Dense())
-        return OutputPlan(self.source, dict.fromkeys(reader.moe_layers, layout), reader.dtype, self.options.shard_size)
+        return OutputPlan(self.source, dict.fromkeys(reader.moe_layers, layout), self.options.shard_size)
 
     def sources(self) -> Mapping[str, str]:
         return {**super().sources(), "base": self.options.base}

@@ -6,14 +6,14 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from moetool.architectures import ROLES
+from moetool.architectures import Role
 from moetool.errors import UsageError
 from moetool.pipeline.job import Job
 from moetool.pipeline.options import RunOptions
-from moetool.pipeline.output import OutputPlan, native_tensors, write_model
+from moetool.pipeline.output import OutputPlan, write_model
 from moetool.pipeline.plan import CalibrationCost, Plan
 from moetool.pipeline.stage import Stage
-from moetool.representations.layout import LayerLayout, native_layout
+from moetool.representations.layout import GROUPS, LayerLayout, native_layout
 
 
 class ExportOptions(RunOptions):
@@ -36,7 +36,7 @@ class Export(Stage[ExportOptions]):
                 f"{self.source.checkpoint.path} is not a moetool checkpoint: it is in its original layout."
             )
         layouts = {layer: native_layout(reader.shape) for layer in reader.layouts}
-        return OutputPlan(self.source, layouts, reader.dtype, self.options.shard_size)
+        return OutputPlan(self.source, layouts, self.options.shard_size)
 
     def plan(self) -> Plan:
         reader = self.source.experts
@@ -58,8 +58,11 @@ class Export(Stage[ExportOptions]):
             )
 
         def tensors(layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
-            for role in ROLES:
-                yield from native_tensors(reader, layer, role, reader.dtype)
+            def dense(role: Role, expert: int) -> Tensor:
+                return reader.dense(layer, expert, role).to(reader.dtype)
+
+            for roles in GROUPS:
+                yield from reader.native_tensors(layer, roles, reader.shape.experts, dense)
 
         write_model(job, self._output_plan(), tensors, entry=None, statistics={})
         return {}

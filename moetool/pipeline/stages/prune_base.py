@@ -22,7 +22,7 @@ from moetool.pipeline.options import CalibrationOptions, RunOptions
 from moetool.pipeline.output import OutputPlan, entry_for, read_statistics, write_model
 from moetool.pipeline.plan import CalibrationCost, Plan
 from moetool.pipeline.stage import Stage
-from moetool.representations.layout import LayerLayout
+from moetool.representations.layout import BASE_CHANNELS, LayerLayout
 
 
 class PruneBaseOptions(RunOptions, CalibrationOptions):
@@ -55,11 +55,15 @@ class PruneBase(Stage[PruneBaseOptions]):
                 continue
             if old.is_pruned or old.dynamic_channels:
                 raise InvalidInputError(f"The base of layer {layer} is already pruned.")
+            if any(old.compact_bases()):
+                raise InvalidInputError(
+                    f"The base of layer {layer} is stored as {old.base['down'].spec}: prune it before it is compressed."
+                )
             dynamic = pruning.dynamic if old.weights["down"] is not None else 0
             layouts[layer] = LayerLayout(reader.shape, old.weights, reader.shape.intermediate - pruning.static, dynamic)
         if not layouts:
             raise InvalidInputError(f"{self.source.checkpoint.path} has no shared base: run decompose on it first.")
-        return OutputPlan(self.source, layouts, reader.dtype, self.options.shard_size)
+        return OutputPlan(self.source, layouts, self.options.shard_size)
 
     def plan(self) -> Plan:
         reader, options = self.source.experts, self.options
@@ -94,8 +98,9 @@ class PruneBase(Stage[PruneBaseOptions]):
             ).pruned(pruning)
             yield from base_tensors(reader, layer, layout, base)
             prefix = reader.architecture.experts_prefix(layer)
-            for name, _ in layout.delta_shapes():
-                yield prefix + name, self.source.checkpoint.read(prefix + name)
+            for name, _ in layout.own_tensors():
+                if name != BASE_CHANNELS:
+                    yield prefix + name, self.source.checkpoint.read(prefix + name)
 
         plan = self._output_plan()
         write_model(
