@@ -267,11 +267,11 @@ def synthesise() -> Callable[[Path], dict[str, torch.Tensor]]:
                 for expert in range(config["num_local_experts"]):
                     own = {
                         tensor: stored.pop(f"{prefix}moetool.{expert}.{role}.{tensor}", None)
-                        for tensor in ("weight", "u", "v")
+                        for tensor in ("matrix", "u", "v")
                     }
                     matrix = full.T if role == "down" else full
-                    if own["weight"] is not None:
-                        matrix = own["weight"]
+                    if own["matrix"] is not None:
+                        matrix = own["matrix"]
                     elif own["u"] is not None:
                         matrix = matrix + own["u"].float() @ own["v"].float()
                     stored[f"{prefix}{expert}.{name}.weight"] = matrix

@@ -105,7 +105,7 @@ class Architecture:
             for all experts, `[experts, out, in]`, which gate and up then share, one below the other.
         router: router weight on disk, relative to the block.
         experts_module: module path in memory, relative to the layer.
-        experts_key: config key, number of routed experts.
+        experts_key: config key, number of routed experts; several, if versions of transformers write different ones.
         top_k_key: config key, experts per token.
         intermediate_key: config key, width of one expert.
         router_rule: in words; the router itself is never touched.
@@ -122,7 +122,7 @@ class Architecture:
     weights: Mapping[Role, str]
     router: str
     experts_module: str
-    experts_key: str
+    experts_key: str | tuple[str, ...]
     top_k_key: str
     intermediate_key: str
     router_rule: str
@@ -166,8 +166,10 @@ class Architecture:
                     f"config.json has {key} = {config[key]!r}: this router's rule is not implemented for {self.name}, "
                     f"which knows {', '.join(map(repr, known))}. Results would be wrong; refusing."
                 )
+        keys = (self.experts_key,) if isinstance(self.experts_key, str) else self.experts_key
+        experts_key = next((key for key in keys if key in config), keys[0])
         shape = MoEShape(
-            experts=self.number(config, self.experts_key),
+            experts=self.number(config, experts_key),
             top_k=self.number(config, self.top_k_key),
             hidden=self.number(config, "hidden_size"),
             intermediate=self.number(config, self.intermediate_key),
@@ -175,7 +177,7 @@ class Architecture:
         if shape.top_k > shape.experts:
             raise InvalidInputError(
                 f"config.json routes every token to {shape.top_k} experts ({self.top_k_key}) "
-                f"but has only {shape.experts} ({self.experts_key})."
+                f"but has only {shape.experts} ({experts_key})."
             )
         return shape
 

@@ -140,7 +140,7 @@ class ExpertReader:
             return self._read_native(layer, expert, role, self.shape.matrix(role))
         if weights[expert] != Dense():
             return None
-        return self.checkpoint.read(self.architecture.experts_prefix(layer) + delta_name(expert, role, "weight"))
+        return self.checkpoint.read(self.architecture.experts_prefix(layer) + delta_name(expert, role, "matrix"))
 
     def base(self, layer: int, role: Role) -> Tensor:
         """The base of a layer that has one, `[out, in]` without pruned channels, in its storage dtype if it is dense

@@ -1,10 +1,11 @@
-"""Registers the transformers plug-in when transformers is imported, and not before.
+"""Registers what transformers has to know about moetool when transformers is imported, and not before.
 
 `import moetool` must make `from_pretrained` work, and must also be instant, since it is the first thing that
 `moetool --help` does; importing transformers takes seconds. So `import moetool` only leaves a note with the import
-system, which registers the plug-in the moment transformers' quantizers are loaded.
+system, which calls a module's `register` the moment the part of transformers that it extends is loaded.
 """
 
+import importlib
 import importlib.abc
 import importlib.util
 import sys
@@ -12,16 +13,23 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_TARGET = "transformers.quantizers.auto"
+# Part of transformers → the module of ours that extends it.
+_EXTENDED_BY = {
+    "transformers.quantizers.auto": "moetool.integrations.transformers_plugin",
+    "transformers.models.auto.configuration_auto": "moetool.integrations.deepseek_config",
+}
 
 
 class _RegisterAfterImport(importlib.abc.MetaPathFinder):
     """Finds nothing itself; wraps the loader of one module so that registration follows its execution."""
 
+    def __init__(self, target: str) -> None:
+        self.target = target
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _TARGET:
+        if fullname != self.target:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -31,21 +39,21 @@ class _RegisterAfterImport(importlib.abc.MetaPathFinder):
 
         def execute_and_register(module: ModuleType) -> None:
             execute(module)
-            _register()
+            _register(fullname)
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
 
 
-def _register() -> None:
-    from moetool.integrations.transformers_plugin import register
-
-    register()
+def _register(target: str) -> None:
+    importlib.import_module(_EXTENDED_BY[target]).register()
 
 
 def install() -> None:
-    """Register now if transformers' quantizers are loaded, otherwise as soon as they are."""
-    if _TARGET in sys.modules:
-        _register()
-    elif not any(isinstance(finder, _RegisterAfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _RegisterAfterImport())
+    """Register now what transformers has loaded already, the rest as soon as it is loaded."""
+    waiting = {finder.target for finder in sys.meta_path if isinstance(finder, _RegisterAfterImport)}
+    for target in _EXTENDED_BY:
+        if target in sys.modules:
+            _register(target)
+        elif target not in waiting:
+            sys.meta_path.insert(0, _RegisterAfterImport(target))

@@ -100,7 +100,7 @@ class Factored:
         for expert, role, representation in layout.deltas():
             own = self.reader.dense(layer, expert, role)
             if not isinstance(representation, LowRank):
-                yield prefix + delta_name(expert, role, "weight"), own.to(dtype)
+                yield prefix + delta_name(expert, role, "matrix"), own.to(dtype)
                 continue
             if not representation.rank:
                 continue

@@ -22,7 +22,7 @@ class Dense(Representation):
     uses_base: ClassVar[bool] = False
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
-        return {"weight": Stored(shape)}
+        return {"matrix": Stored(shape)}  # not "weight": some families rename "gate.weight" as they load
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         return DenseWeight(shape, dtype, device)
@@ -33,10 +33,10 @@ class DenseWeight(Weight):
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.weight = empty_parameter(shape, dtype, device)
+        self.matrix = empty_parameter(shape, dtype, device)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return F.linear(inputs, self.weight)
+        return F.linear(inputs, self.matrix)
 
     def dense(self) -> Tensor:
-        return self.weight
+        return self.matrix

@@ -1,11 +1,12 @@
 """What the tests of the command line share: calibration options, and models that were compressed once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import CrashDriver
 
 RunCli = Callable[..., Any]
 Options = tuple[object, ...]
@@ -43,6 +44,14 @@ def compress(run_cli: RunCli, calibration: Options, tmp_path_factory: pytest.Tem
         return made[source, *options]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def crash() -> Iterator[CrashDriver]:
+    """`crash(output, arguments, at=25)`: a command that gets a signal before its 25th change to the output."""
+    driver = CrashDriver()
+    yield driver
+    driver.close()
 
 
 @pytest.fixture(scope="session")

@@ -6,22 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import COMMAND_LINE, ONE_THREAD, CrashDriver, contents, copy_of
+from checkpoints import COMMAND_LINE, ONE_THREAD, contents, copy_of
 
 SHARDS = ("--shard-size", "40kB")
-
-
-@pytest.fixture(scope="module")
-def crash() -> Iterator[CrashDriver]:
-    """`crash(output, arguments, at=25)`: a command that gets a signal before its 25th change to the output."""
-    driver = CrashDriver()
-    yield driver
-    driver.close()
 
 
 @pytest.fixture(scope="module")

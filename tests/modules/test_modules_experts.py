@@ -77,7 +77,7 @@ def shared(native: Any, layout: LayerLayout, kept: Tensor | None = None) -> Shar
                 size = parameter.shape
                 parameter.copy_(random(*size, seed=1000 + 10 * seed + offset) * 0.7 / size[1] ** 0.5)
             if representation == Dense():
-                delta.weight.copy_(own(native, expert, role))
+                delta.matrix.copy_(own(native, expert, role))
     return module
 
 
@@ -99,7 +99,7 @@ def matrices(module: SharedBaseExperts) -> list[dict[Role, Tensor]]:
             representation = layout.weights[role][expert]
             delta = module.delta(expert, role)
             if representation == Dense():
-                row[role] = delta.weight
+                row[role] = delta.matrix
                 continue
             full = torch.zeros(SHAPE.matrix(role), dtype=stored.dtype)
             full = full.index_copy(1 if role == "down" else 0, kept, stored)

@@ -104,7 +104,7 @@ def test_delta_names() -> None:
     assert [name for name, _ in LAYOUTS["mixed"].own_tensors()][:3] == [
         "moetool.0.gate.u",
         "moetool.0.gate.v",
-        "moetool.2.gate.weight",
+        "moetool.2.gate.matrix",
     ]
 
 

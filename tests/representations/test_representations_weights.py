@@ -84,7 +84,7 @@ def test_low_rank_forward_is_the_product(rank: int) -> None:
 
 def test_dense_forward_is_the_product() -> None:
     weight = filled(Dense())
-    torch.testing.assert_close(weight(inputs()), inputs() @ weight.weight.T, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(weight(inputs()), inputs() @ weight.matrix.T, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("representation", [Dense(), LowRank(0), LowRank(2)])

@@ -97,7 +97,7 @@ class Decompose(Stage[DecomposeOptions]):
             yield from base_tensors(reader, layer, layout, load(layer))
             prefix = reader.architecture.experts_prefix(layer)
             for expert, role, _ in layout.deltas():
-                yield prefix + delta_name(expert, role, "weight"), reader.dense(layer, expert, role)
+                yield prefix + delta_name(expert, role, "matrix"), reader.dense(layer, expert, role)
 
         plan = self._output_plan()
         measured = {}
