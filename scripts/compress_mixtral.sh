@@ -10,8 +10,8 @@ set -euo pipefail
 
 model=${1:-mistralai/Mixtral-8x7B-v0.1}
 output=${2:-mixtral-8x7b-d2moe}
-variant=${3:-ours-40}
-recipe=${RECIPE:-configs/d2moe-mixtral-8x7b.yaml}:$variant
+variant=${3:-d2moe-40}
+recipe=${RECIPE:-configs/d2moe.yaml}:$variant
 evaluation=${EVALUATION:-Salesforce/wikitext:wikitext-2-raw-v1:test:text}
 length=${EVALUATION_LENGTH:-2048}
 read -r -a more <<<"${OPTIONS:-}" # e.g. OPTIONS="--calibration mine.txt --samples 128"

@@ -76,9 +76,11 @@ class FisherCollector:
     gradients of the outputs, and never for the whole layer at once.
     """
 
-    def __init__(self, experts: nn.Module, shape: MoEShape) -> None:
+    def __init__(self, experts: nn.Module, shape: MoEShape, scale: Tensor | None = None) -> None:
+        """`scale` `[experts]` multiplies each expert's part in the two sums (not in `rows`)."""
         module: Any = experts
         self._gate_up, self._down, self._shape = module.gate_up_proj, module.down_proj, shape
+        self._scale = [1.0] * shape.experts if scale is None else scale.tolist()
         device = self._down.device
         self.weighted = {role: torch.zeros(shape.matrix(role), device=device) for role in ROLES}
         self.total = {role: torch.zeros(shape.matrix(role), device=device) for role in ROLES}
@@ -111,15 +113,84 @@ class FisherCollector:
         for gradient, rows in zip(gradients.split(counts), inputs.split(counts), strict=True):
             product = gradient.float().T @ rows.float()
             squared.addcmul_(product, product)
+        self.rows[role][expert] += squared.sum(1, dtype=torch.float64)
+        if self._scale[expert] != 1.0:
+            squared *= self._scale[expert]
         self.total[role] += squared
         self.weighted[role].addcmul_(squared, weight)
-        self.rows[role][expert] += squared.sum(1, dtype=torch.float64)
 
     def _weight(self, role: Role, expert: int) -> Tensor:
         if role == "down":
             return self._down[expert].float()
         half = self._shape.intermediate
         return self._gate_up[expert][:half].float() if role == "gate" else self._gate_up[expert][half:].float()
+
+
+class RegressionCollector:
+    """What RegMean needs: input Gram matrices summed over experts, and their products with the experts' matrices.
+
+    `W_j G_j` is the sum over tokens of output times input, so no Gram matrix per expert is kept. That of down is
+    `[intermediate, intermediate]`, which is what makes RegMean the most expensive of the merges.
+    """
+
+    def __init__(self, shape: MoEShape, device: torch.device) -> None:
+        like: dict[str, Any] = {"dtype": torch.float64, "device": device}
+        widths = {role: shape.matrix(role)[1] for role in ROLES}
+        self._products = {role: torch.zeros(shape.matrix(role), **like) for role in ROLES}
+        self._diagonals = {role: torch.zeros(shape.experts, widths[role], **like) for role in ROLES}
+        self._inputs, self._activations = Gram(shape.hidden, device), Gram(shape.intermediate, device)
+
+    def observe(
+        self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
+    ) -> None:
+        gate, up = gate_up.detach().chunk(2, dim=-1)
+        given: dict[Role, tuple[Tensor, Tensor]] = {
+            "gate": (inputs.detach(), gate),
+            "up": (inputs.detach(), up),
+            "down": (activation.detach(), output.detach()),
+        }
+        self._inputs.add(inputs)
+        self._activations.add(activation)
+        for role, (rows, results) in given.items():
+            self._products[role] += (results.float().T @ rows.float()).double()
+            self._diagonals[role][expert] += rows.double().square().sum(0)
+
+    def observe_sum(self, activations: Tensor) -> None:
+        pass
+
+    def sums(self) -> dict[Role, tuple[Tensor, Tensor, Tensor]]:
+        """By role: `Σ_j W_j G_j` `[out, in]`, `Σ_j G_j` `[in, in]`, and the diagonals of the G_j `[experts, in]`."""
+        return {
+            role: (
+                self._products[role],
+                (self._activations if role == "down" else self._inputs).matrix(),
+                self._diagonals[role],
+            )
+            for role in ROLES
+        }
+
+
+class BaseGramCollector:
+    """Second moments of what the shared base is given, for its own truncation-aware SVD (Table 6).
+
+    Gate and up see every token that any of the experts sees; down sees the routing-weighted sums of activations. As for
+    the experts, where down is wide it is the Gram matrix of its output that is kept.
+    """
+
+    def __init__(self, shape: MoEShape, down: Tensor) -> None:
+        """`down` `[hidden, intermediate]` fp32 is the base's own matrix."""
+        self._down, self.wide_down = down, shape.intermediate > shape.hidden
+        self.inputs = Gram(shape.hidden, down.device)
+        self.down = Gram(shape.hidden if self.wide_down else shape.intermediate, down.device)
+
+    def observe(
+        self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
+    ) -> None:
+        self.inputs.add(inputs)
+
+    def observe_sum(self, activations: Tensor) -> None:
+        activations = activations.float()
+        self.down.add(activations @ self._down.T if self.wide_down else activations)
 
 
 class GramCollector:

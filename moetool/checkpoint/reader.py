@@ -18,7 +18,17 @@ from moetool.checkpoint.header import Header, TensorInfo, read_header
 from moetool.checkpoint.source import resolve_source
 from moetool.errors import InvalidInputError
 
-__all__ = ["CONFIG", "INDEX", "MANIFEST", "SINGLE", "Checkpoint", "TensorInfo", "byte_view"]
+__all__ = [
+    "CONFIG",
+    "INDEX",
+    "MANIFEST",
+    "SINGLE",
+    "Checkpoint",
+    "TensorInfo",
+    "byte_view",
+    "has_weights",
+    "read_config",
+]
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -62,7 +72,7 @@ class Checkpoint:
             ResourceError: no disk left for the download.
         """
         path = resolve_source(source, revision)
-        config_bytes, config = _read_object(path / CONFIG, _missing_config(path))
+        config_bytes, config = read_config(path)
         files, weight_map = _weight_files(path)
         digest = hashlib.sha256()
         _absorb(digest, config_bytes)
@@ -151,6 +161,16 @@ class Checkpoint:
         converted self; it does not see that weights were replaced by others of the same names, dtypes and shapes.
         """
         return self._fingerprint
+
+
+def read_config(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """`config.json` of a checkpoint's directory, as bytes and parsed. Raises `InvalidInputError`."""
+    return _read_object(path / CONFIG, _missing_config(path))
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a directory holds weight files in any format, complete or not."""
+    return any(file.name.removesuffix(".index.json").endswith(WEIGHTS) for file in path.iterdir())
 
 
 def _absorb(digest: "hashlib._Hash", part: bytes) -> None:

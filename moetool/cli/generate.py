@@ -1,11 +1,13 @@
 """Commands from pydantic models: one option per field, help from its description, so the two cannot drift apart."""
 
+import difflib
 import functools
 import inspect
 import signal
 import sys
 import types
 from collections.abc import Callable, Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -120,6 +122,33 @@ def _explain(model: type[BaseModel], problem: Any) -> str:
     return f"{flag} {problem['input']}: {message}"
 
 
+def presets() -> dict[str, str]:
+    """Every variant of the recipes that come with moetool, by name, as `read_recipe` takes it."""
+    found = {}
+    for file in sorted((files("moetool") / "recipes").iterdir(), key=lambda entry: entry.name):
+        if file.name.endswith(".yaml"):
+            found.update({name: f"{file}:{name}" for name in yaml.safe_load(file.read_text()).get("variants") or {}})
+    return found
+
+
+def preset_recipe(preset: str | None, recipe: str | None) -> str | None:
+    """The recipe that `--preset` stands for, or what `--recipe` says.
+
+    Raises:
+        UsageError: both are given, or there is no such preset.
+    """
+    if preset is None:
+        return recipe
+    if recipe is not None:
+        raise UsageError("--preset and --recipe both say where options come from: give one of them.")
+    known = presets()
+    if preset not in known:
+        close = difflib.get_close_matches(preset, known, n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise UsageError(f"No preset '{preset}'; there are {', '.join(known)}.{hint}")
+    return known[preset]
+
+
 def read_recipe(reference: str | None, command: str, method: str | None = None) -> dict[str, Any]:
     """The options of a recipe: `FILE.yaml` or `FILE.yaml:VARIANT`.
 
@@ -130,7 +159,7 @@ def read_recipe(reference: str | None, command: str, method: str | None = None) 
     """
     if reference is None:
         return {}
-    file, _, variant = reference.partition(":")
+    file, _, variant = reference.rpartition(":") if ":" in Path(reference).name else (reference, "", "")
     try:
         recipe = yaml.safe_load(Path(file).read_text())
     except OSError as error:

@@ -32,6 +32,7 @@ class Curve:
         energy: their sum over all, including those not listed.
         itemsize: bytes per stored number.
         multiple: ranks come in multiples of this.
+        is_trimmed: the difference is to be dropped, whatever that costs.
     """
 
     shape: tuple[int, int]
@@ -39,6 +40,7 @@ class Curve:
     energy: float
     itemsize: int
     multiple: int = 1
+    is_trimmed: bool = False
 
     @property
     def step_bytes(self) -> int:
@@ -53,6 +55,8 @@ class Curve:
     @cached_property
     def gains(self) -> list[float]:
         """Loss removed by each step in rank, up to the last one that is cheaper than the dense matrix."""
+        if self.is_trimmed:
+            return []
         steps = min(break_even_rank(self.shape), len(self.spectrum)) // self.multiple
         return self.spectrum[: steps * self.multiple].reshape(-1, self.multiple).sum(1).tolist()
 
@@ -70,6 +74,8 @@ class Curve:
 
     def at(self, price: float) -> tuple[int | None, int, float]:
         """The best choice when a byte costs `price`: rank or `None` for dense, its bytes, and the loss that is left."""
+        if self.is_trimmed:
+            return 0, 0, self.energy
         last, slope = self._hull
         if slope > price:
             return None, self.dense_bytes, 0.0
@@ -99,19 +105,34 @@ class Group:
         """Bytes if nothing is done to the group."""
         return sum(curve.dense_bytes for curve in self.curves)
 
+    @property
+    def is_trimmed(self) -> bool:
+        """Whether the group must have a base, because differences to it are to be dropped."""
+        return any(curve.is_trimmed for curve in self.curves)
+
+    @property
+    def most(self) -> tuple[Ranks | None, int]:
+        """The choice that loses least whatever it takes, and its bytes."""
+        if not self.is_trimmed:
+            return None, self.native_bytes
+        kept = [curve for curve in self.curves if not curve.is_trimmed]
+        return [0 if curve.is_trimmed else None for curve in self.curves], self.base_bytes + sum(
+            curve.dense_bytes for curve in kept
+        )
+
     def at(self, price: float) -> tuple[Ranks | None, int]:
         """The best choice at a price, `None` for leaving the group as it was, and its bytes."""
         choices = [curve.at(price) for curve in self.curves]
         size = self.base_bytes + sum(choice[1] for choice in choices)
         loss = math.fsum(choice[2] for choice in choices)
-        if loss + price * size >= price * self.native_bytes:
+        if not self.is_trimmed and loss + price * size >= price * self.native_bytes:
             return None, self.native_bytes
         return [choice[0] for choice in choices], size
 
 
 def byte_range(groups: Sequence[Group]) -> tuple[int, int]:
     """The least and the most bytes the groups can take: bases alone, and as they were."""
-    return sum(group.base_bytes for group in groups), sum(group.native_bytes for group in groups)
+    return sum(group.base_bytes for group in groups), sum(group.most[1] for group in groups)
 
 
 def water_filling(groups: Sequence[Group], budget: int) -> list[Ranks | None]:
@@ -124,7 +145,7 @@ def water_filling(groups: Sequence[Group], budget: int) -> list[Ranks | None]:
     if budget < least:
         raise UsageError(f"{budget:,} bytes for the experts are not enough: their bases alone take {least:,}.")
     if budget >= most:
-        return [None] * len(groups)
+        return [group.most[0] for group in groups]
     low, high = -300.0, 300.0  # log of the price; sizes fall as it rises
     for _ in range(60):
         middle = (low + high) / 2
@@ -165,29 +186,63 @@ def _spend_rest(groups: Sequence[Group], ranks: list[Ranks | None], left: int) -
 
 def uniform(groups: Sequence[Group], budget: int) -> list[Ranks | None]:
     """The same share of every matrix, as the paper's code does, filled up to `budget` bytes one rank at a time."""
+    return _by_shares(groups, budget, [1.0] * len(groups))
+
+
+def adaptive(groups: Sequence[Group], budget: int) -> list[Ranks | None]:
+    """A share per layer that grows with what the layer loses without its differences, uniform within it (A.7).
+
+    The paper measures this sensitivity and says which layers get more, not how much more; here a layer's share is
+    proportional to the square root of its loss. Groups come in pairs, two of each layer.
+    """
+    losses = [
+        math.fsum(curve.energy for group in groups[first : first + 2] for curve in group.curves)
+        for first in range(0, len(groups), 2)
+    ]
+    weights = [math.sqrt(max(loss, 0.0)) for loss in losses]
+    mean = math.fsum(weights) / len(weights)
+    return _by_shares(groups, budget, [weights[i // 2] / mean if mean else 1.0 for i in range(len(groups))])
+
+
+def _by_shares(groups: Sequence[Group], budget: int, weights: Sequence[float]) -> list[Ranks | None]:
+    """Every matrix keeps a share of its parameters proportional to its group's weight; then single ranks on top."""
     least, most = byte_range(groups)
     if budget < least:
         raise UsageError(f"{budget:,} bytes for the experts are not enough: their bases alone take {least:,}.")
     if budget >= most:
-        return [None] * len(groups)
-    share = (budget - least) / most
-    ranks: list[Ranks | None] = []
-    left = budget - least
-    for group in groups:
-        chosen = [
-            fixed_rank(curve, int(share * curve.dense_bytes) // curve.step_bytes * curve.multiple)
-            for curve in group.curves
+        return [group.most[0] for group in groups]
+
+    def chosen(share: float) -> list[list[int | None]]:
+        return [
+            [
+                0
+                if curve.is_trimmed
+                else fixed_rank(curve, int(share * weight * curve.dense_bytes) // curve.step_bytes * curve.multiple)
+                for curve in group.curves
+            ]
+            for group, weight in zip(groups, weights, strict=True)
         ]
-        left -= sum(curve.bytes_at(rank) for curve, rank in zip(group.curves, chosen, strict=True))
-        ranks.append(chosen)
-    for group, row in zip(groups, ranks, strict=True):
-        assert row is not None
+
+    def size(rows: Sequence[Sequence[int | None]]) -> int:
+        return least + sum(
+            curve.bytes_at(rank)
+            for group, row in zip(groups, rows, strict=True)
+            for curve, rank in zip(group.curves, row, strict=True)
+        )
+
+    low, high = 0.0, 1.0 / max(min(weights), 1e-6)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if size(chosen(middle)) <= budget else (low, middle)
+    rows = chosen(low)
+    left = budget - size(rows)
+    for group, row in zip(groups, rows, strict=True):
         for matrix, curve in enumerate(group.curves):
             rank = row[matrix]
             if rank is not None and rank // curve.multiple < len(curve.gains) and curve.step_bytes <= left:
                 row[matrix] = rank + curve.multiple
                 left -= curve.step_bytes
-    return ranks
+    return list(rows)
 
 
 def fixed_rank(curve: Curve, rank: int) -> int | None:
@@ -197,4 +252,4 @@ def fixed_rank(curve: Curve, rank: int) -> int | None:
 
 def allocate(method: Allocation, groups: Sequence[Group], budget: int) -> list[Ranks | None]:
     """Ranks by the named method."""
-    return water_filling(groups, budget) if method == "water-filling" else uniform(groups, budget)
+    return {"water-filling": water_filling, "adaptive": adaptive, "uniform": uniform}[method](groups, budget)

@@ -2,8 +2,11 @@
 
 from typing import Literal
 
-Merge = Literal["fisher", "mean", "frequency"]
+Merge = Literal["fisher", "fisher-frequency", "mean", "frequency", "ties", "regmean"]
 Svd = Literal["truncation-aware", "vanilla", "activation-aware"]
-Allocation = Literal["water-filling", "uniform"]
+Allocation = Literal["water-filling", "adaptive", "uniform"]
 Sensitivity = Literal["channel", "matrix", "none"]
 Pruning = Literal["semi-dynamic", "static"]
+BaseCompression = Literal["semi-dynamic", "static", "svd"]
+
+UNMEASURED_MERGES: tuple[Merge, ...] = ("mean", "ties")  # these need no calibration text

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Role
-from moetool.methods.choices import Pruning
+from moetool.methods.choices import BaseCompression
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,11 @@ class PruningPlan:
     dynamic: int
 
 
-def plan_pruning(intermediate: int, ratio: float, mode: Pruning) -> PruningPlan:
-    """Half of `floor(intermediate · ratio)` channels statically and the rest dynamically, or all of them statically."""
+def plan_pruning(intermediate: int, ratio: float, mode: BaseCompression) -> PruningPlan:
+    """Half of `floor(intermediate · ratio)` channels statically and the rest dynamically, or all of them statically;
+    none where the base gets smaller in another way."""
+    if mode == "svd":
+        return PruningPlan(static=0, dynamic=0)
     total = int(intermediate * ratio + 1e-9)  # 100 · 0.29 is 29, not 28.999…
     static = total if mode == "static" else int(intermediate * ratio / 2 + 1e-9)
     return PruningPlan(static=static, dynamic=total - static)

@@ -9,16 +9,25 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moetool.architectures import ROLES, Role
-from moetool.calibration.collectors import FisherCollector, LayerStatistics, UsageCollector
+from moetool.calibration.collectors import (
+    BaseGramCollector,
+    FisherCollector,
+    LayerStatistics,
+    RegressionCollector,
+    UsageCollector,
+)
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.files import save_tensors
 from moetool.methods.choices import Merge
-from moetool.methods.merging import merge
+from moetool.methods.merging import Regression, merge
 from moetool.methods.pruning import PruningPlan, kept_channels, prune_base, spread
+from moetool.numerics.factorize import factorize, truncate
 from moetool.pipeline.calibrated import CalibratedJob
 from moetool.pipeline.job import to_cpu
 from moetool.representations import Representation, parse_representation
 from moetool.representations.dense import Dense
+from moetool.representations.layout import base_name
+from moetool.representations.low_rank import LowRank
 
 
 @dataclass(frozen=True)
@@ -106,11 +115,11 @@ def base_path(work: Path, layer: int) -> Path:
     return work / f"base-{layer:05d}.safetensors"
 
 
-def unweighted_base(experts: ExpertReader, layer: int) -> LayerBase:
-    """The plain mean of a layer's experts; nothing is measured."""
+def unweighted_base(experts: ExpertReader, layer: int, method: Merge = "mean") -> LayerBase:
+    """A merge of a layer's experts for which nothing is measured."""
     count = experts.shape.experts
     matrices = {
-        role: merge("mean", role, [experts.dense(layer, expert, role) for expert in range(count)]).to(experts.dtype)
+        role: merge(method, role, [experts.dense(layer, expert, role) for expert in range(count)]).to(experts.dtype)
         for role in ROLES
     }
     return LayerBase(matrices, torch.arange(experts.shape.intermediate), experts.shape.intermediate, None)
@@ -122,17 +131,65 @@ def measured_base(calibrated: CalibratedJob, index: int, layer: nn.Module, metho
     The base is rounded to the storage dtype here, before any difference is taken against it, so that the differences
     absorb the rounding.
     """
-    reader, experts = calibrated.job.source.experts, calibrated.experts(layer)
+    reader, experts, device = calibrated.job.source.experts, calibrated.experts(layer), calibrated.job.device
     usage = UsageCollector(reader.shape)
-    fisher = FisherCollector(experts, reader.shape)
-    calibrated.sweep.backward(index, layer, [usage, fisher])
+    frequency = None
+    if method == "fisher-frequency":  # the shares have to be known before gradients are summed
+        calibrated.sweep.forward(index, layer, [first := UsageCollector(reader.shape)], keep=False)
+        frequency = first.tokens.double() / first.tokens.sum()
+    fisher = FisherCollector(experts, reader.shape, frequency)
+    regression = RegressionCollector(reader.shape, device) if method == "regmean" else None
+    calibrated.sweep.backward(index, layer, [usage, fisher, *([regression] if regression is not None else [])])
     rows = {role: to_cpu(sums / calibrated.sweep.count).float() for role, sums in fisher.rows.items()}
     statistics = LayerStatistics(usage.tokens, rows, usage.channel_energy)
+    sums = {} if regression is None else {role: Regression(*own) for role, own in regression.sums().items()}
     matrices: dict[Role, Tensor] = {}
     for role in ROLES:
-        weights = [
-            reader.dense(index, expert, role).to(calibrated.job.device) for expert in range(reader.shape.experts)
-        ]
-        base = merge(method, role, weights, usage.tokens, (fisher.weighted, fisher.total))
+        weights = [reader.dense(index, expert, role).to(device) for expert in range(reader.shape.experts)]
+        base = merge(method, role, weights, usage.tokens, (fisher.weighted, fisher.total), sums)
         matrices[role] = to_cpu(base.to(reader.dtype))
     return LayerBase(matrices, torch.arange(reader.shape.intermediate), reader.shape.intermediate, statistics)
+
+
+def factored_base(calibrated: CalibratedJob, index: int, layer: nn.Module, base: LayerBase, ratio: float) -> LayerBase:
+    """The base as low-rank factors with a share of `1 - ratio` of its parameters, by truncation-aware SVD (Table 6).
+
+    The layer runs once more, to measure what the base is given.
+    """
+    reader, device = calibrated.job.source.experts, calibrated.job.device
+    collector = BaseGramCollector(reader.shape, base.full("down").to(device))
+    calibrated.sweep.forward(index, layer, [collector], keep=False)
+    compact: dict[Role, tuple[Representation, dict[str, Tensor]]] = {}
+    for role in ROLES:
+        matrix = base.full(role).to(device)
+        rank = base_rank(reader.shape.matrix(role), ratio)
+        if role != "down":
+            found = factorize(matrix, gram=collector.inputs.matrix(), rank=rank)
+        elif collector.wide_down:
+            found = factorize(matrix, output_gram=collector.down.matrix(), rank=rank)
+        else:
+            found = factorize(matrix, gram=collector.down.matrix(), rank=rank)
+        u, v = truncate(matrix, found, rank, reader.dtype)
+        compact[role] = LowRank(rank), {"u": to_cpu(u), "v": to_cpu(v)}
+    return base.stored_as(compact)
+
+
+def stored_bases(experts: ExpertReader, layer: int) -> dict[Role, tuple[Representation, dict[str, Tensor]]]:
+    """The bases of a layer of a moetool checkpoint that are not dense, as they are stored."""
+    layout, prefix = experts.layout(layer), experts.architecture.experts_prefix(layer)
+    return {
+        role: (
+            representation,
+            {
+                tensor: experts.checkpoint.read(prefix + base_name(role, tensor))
+                for tensor in representation.tensors(layout.base_shape(role))
+            },
+        )
+        for role, representation in layout.compact_bases()
+    }
+
+
+def base_rank(shape: tuple[int, int], ratio: float) -> int:
+    """The rank whose factors have at most `1 - ratio` of the numbers of a matrix `[out, in]`, at least 1."""
+    rows, columns = shape
+    return max(1, int((1 - ratio) * rows * columns) // (rows + columns))

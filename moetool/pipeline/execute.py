@@ -1,6 +1,7 @@
 """From a stage's name and options to a finished, verified output."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from moetool.pipeline.workspace import Workspace
 
 
 def plan_stage(name: str, source: str | Path, options: RunOptions) -> Plan:
-    """What a stage would cost, from headers alone. Writes nothing."""
-    return stages()[name](Source.open(source), options).plan()
+    """What a stage would cost, from headers alone, or from `config.json` alone if that is all there is. Writes nothing
+    and downloads no weights."""
+    opened = Source.open_for_planning(source)
+    plan = stages()[name](opened, options).plan()
+    return replace(plan, details={**plan.details, "headers": "config.json alone"}) if opened.is_imagined else plan
 
 
 def run_stage(

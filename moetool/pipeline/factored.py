@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moetool.architectures import ROLES, Role
 from moetool.checkpoint.experts import ExpertReader
+from moetool.errors import UsageError
 from moetool.methods.choices import Allocation, Sensitivity, Svd
 from moetool.pipeline.bases import LayerBase, base_path
 from moetool.pipeline.factors import FactorFile
@@ -16,7 +17,16 @@ from moetool.pipeline.job import Job, Source, pick_compute_dtype, pick_device
 from moetool.pipeline.options import CalibrationOptions, RunOptions
 from moetool.pipeline.output import OutputPlan, entry_for, original_bytes, write_model
 from moetool.pipeline.plan import CalibrationCost, Plan
-from moetool.pipeline.ranking import LayerSpectra, build_groups, check_ratio, fit_layouts, layouts_from, same_rank
+from moetool.pipeline.ranking import (
+    LayerSpectra,
+    build_groups,
+    check_ratio,
+    fit_layouts,
+    layouts_from,
+    least_routed,
+    same_rank,
+)
+from moetool.representations import Representation
 from moetool.representations.layout import BASE_CHANNELS, GROUPS, LayerLayout, base_name, delta_name
 from moetool.representations.low_rank import LowRank
 
@@ -37,6 +47,9 @@ class FactorOptions(RunOptions, CalibrationOptions):
     sensitivity: Sensitivity = Field(
         "channel", description="Weigh errors by what they cost in loss: by output channel, by matrix, or not at all."
     )
+    trim: int = Field(
+        0, ge=0, description="Drop the differences of this many experts per layer, those that were given fewest tokens."
+    )
     rank_multiple: int = Field(1, ge=1, description="Ranks are multiples of this; 8 suits tensor cores.")
 
     @model_validator(mode="after")
@@ -49,7 +62,7 @@ class FactorOptions(RunOptions, CalibrationOptions):
 class Factored:
     """Layers whose bases and factorisations lie in the work directory, to be cut to ranks and written."""
 
-    def __init__(self, job: Job, dynamic_channels: int | Mapping[int, int]) -> None:
+    def __init__(self, job: Job, dynamic_channels: int | Mapping[int, int], trim: int = 0) -> None:
         self.job, self.reader = job, job.source.experts
         self.bases = {layer: base_path(job.work, layer) for layer in self.reader.moe_layers}
         self.factors = {layer: FactorFile(job.work, layer, self.reader.shape) for layer in self.reader.moe_layers}
@@ -57,9 +70,16 @@ class Factored:
         for layer in self.reader.moe_layers:
             base = LayerBase.load(self.bases[layer])
             dynamic = dynamic_channels if isinstance(dynamic_channels, int) else dynamic_channels[layer]
+            trimmed = frozenset[int]() if base.statistics is None else least_routed(base.statistics.tokens, trim)
             self.spectra.append(
                 LayerSpectra(
-                    layer, self.factors[layer], len(base.channels), dynamic, base.statistics, base.representations
+                    layer,
+                    self.factors[layer],
+                    len(base.channels),
+                    dynamic,
+                    base.statistics,
+                    base.representations,
+                    trimmed,
                 )
             )
 
@@ -170,13 +190,23 @@ def unreached(entry: LayerSpectra) -> list[int]:
     return [expert for expert, given in enumerate(energy.tolist()) if given == 0] if bool(energy.any()) else []
 
 
-def factor_plan(stage: str, source: Source, options: FactorOptions, base_channels: int, *, gradients: bool) -> Plan:
+def factor_plan(
+    stage: str,
+    source: Source,
+    options: FactorOptions,
+    base_channels: int,
+    *,
+    gradients: bool,
+    base: Mapping[Role, Representation] | None = None,
+) -> Plan:
     """Costs of a stage that calibrates and factorises; raises `UsageError` for a ratio that cannot be reached."""
     reader, checkpoint = source.experts, source.checkpoint
     original = original_bytes(source)
+    if options.trim > reader.shape.experts:
+        raise UsageError(f"--trim {options.trim} is more than the {reader.shape.experts} experts of a layer.")
 
     def size(rank: int) -> int:
-        layout = LayerLayout.uniform(reader.shape, LowRank(rank), base_channels)
+        layout = LayerLayout.uniform(reader.shape, LowRank(rank), base_channels, base)
         return OutputPlan(source, dict.fromkeys(reader.moe_layers, layout), options.shard_size).nbytes
 
     if options.ratio is not None:
@@ -188,8 +218,8 @@ def factor_plan(stage: str, source: Source, options: FactorOptions, base_channel
     cost = CalibrationCost(options.samples, options.sequence_length, itemsize)
     layers = source.architecture.layers(checkpoint.config)
     boundaries = layers + 3 if gradients else 2
-    base = 3 * base_channels * reader.shape.hidden * reader.dtype.itemsize
-    scratch = FactorFile(Path(), 0, reader.shape).nbytes + base
+    base_bytes = 3 * base_channels * reader.shape.hidden * reader.dtype.itemsize
+    scratch = FactorFile(Path(), 0, reader.shape).nbytes + base_bytes
     return Plan(
         stage=stage,
         input_bytes=checkpoint.weight_bytes,

@@ -31,7 +31,7 @@ def parameter_counts(source: Source) -> dict[str, int]:
 
 def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
     """The summary that `moetool inspect --json` prints. Raises `InvalidInputError` for what cannot be read."""
-    source = Source.open(path)
+    source = Source.open_for_planning(path)
     reader, checkpoint = source.experts, source.checkpoint
     manifest = read_manifest(checkpoint.path) if (checkpoint.path / MANIFEST).exists() else None
     layers = []

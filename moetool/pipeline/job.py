@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Architecture, find_architecture
+from moetool.checkpoint.blueprint import open_for_planning
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
@@ -28,9 +29,22 @@ class Source:
     @classmethod
     def open(cls, path: str | Path) -> "Source":
         """Open and check a mixture of experts by its headers. Raises `InvalidInputError`."""
-        checkpoint = Checkpoint.open(path)
+        return cls._of(Checkpoint.open(path))
+
+    @classmethod
+    def open_for_planning(cls, path: str | Path) -> "Source":
+        """The same, or where there are no weight files what `config.json` promises. Raises `InvalidInputError`."""
+        return cls._of(open_for_planning(path))
+
+    @classmethod
+    def _of(cls, checkpoint: Checkpoint) -> "Source":
         architecture = find_architecture(checkpoint.config)
         return cls(checkpoint, architecture, ExpertReader(checkpoint, architecture))
+
+    @property
+    def is_imagined(self) -> bool:
+        """Whether nothing but a config is there."""
+        return not self.checkpoint.weight_files
 
 
 @dataclass

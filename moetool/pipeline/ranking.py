@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from moetool.architectures import MoEShape, Role
 from moetool.calibration.collectors import LayerStatistics
@@ -35,6 +36,7 @@ class LayerSpectra:
     dynamic_channels: int
     statistics: LayerStatistics | None
     base: Mapping[Role, Representation] = field(default_factory=lambda: DENSE_BASE)
+    trimmed: frozenset[int] = frozenset()  # experts that lose their differences
 
     def base_bytes(self, role: Role, shape: MoEShape, dtype: torch.dtype) -> int:
         """Bytes of the stored base of one role."""
@@ -49,7 +51,13 @@ def build_groups(spectra: Sequence[LayerSpectra], shape: MoEShape, dtype: torch.
     for entry in spectra:
         for roles in GROUPS:
             curves = [
-                Curve(shape.matrix(role), *entry.factors.spectrum(role, expert), dtype.itemsize, multiple)
+                Curve(
+                    shape.matrix(role),
+                    *entry.factors.spectrum(role, expert),
+                    dtype.itemsize,
+                    multiple,
+                    expert in entry.trimmed,
+                )
                 for role in roles
                 for expert in range(shape.experts)
             ]
@@ -81,7 +89,12 @@ def layouts_from(
 
 def same_rank(groups: Sequence[Group], rank: int) -> list[Ranks | None]:
     """One rank for every matrix, dense where that costs no more."""
-    return [[fixed_rank(curve, rank) for curve in group.curves] for group in groups]
+    return [[0 if curve.is_trimmed else fixed_rank(curve, rank) for curve in group.curves] for group in groups]
+
+
+def least_routed(tokens: Tensor, count: int) -> frozenset[int]:
+    """The `count` experts that were given the fewest tokens (Appendix B.1 of the D²-MoE paper); `tokens` is `[E]`."""
+    return frozenset(tokens.argsort(stable=True)[:count].tolist())
 
 
 def check_ratio(ratio: float, least: int, original: int) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json
-from moetool.cli.generate import build_options, make_command, read_recipe, with_options
+from moetool.cli.generate import build_options, make_command, preset_recipe, read_recipe, with_options
 from moetool.errors import UsageError
 from moetool.pipeline.sizes import format_bytes, format_change
 
@@ -40,6 +40,7 @@ def build(name: str, arguments: list[str]) -> Any:
         input: Annotated[str, typer.Argument(help="A checkpoint: a directory or a hub id.", show_default=False)],
         output: Annotated[Path, typer.Argument(help="Where to write; new or empty.", show_default=False)],
         recipe: Annotated[str | None, typer.Option(help="Options from FILE.yaml or FILE.yaml:VARIANT.")] = None,
+        preset: Annotated[str | None, typer.Option(help="Options of a recipe that comes along: d2moe-40 …")] = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it will cost, and stop.")] = False,
         resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
         overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete an earlier result.")] = False,
@@ -49,9 +50,8 @@ def build(name: str, arguments: list[str]) -> Any:
         from moetool.pipeline.execute import plan_stage, run_stage
 
         typed.pop("method", None)
-        options = build_options(
-            stage.options_type, typed, read_recipe(recipe, name, chosen if name == "compress" else None)
-        )
+        given = read_recipe(preset_recipe(preset, recipe), name, chosen if name == "compress" else None)
+        options = build_options(stage.options_type, typed, given)
         if dry_run:
             plan = plan_stage(chosen, input, options).to_json()
             if json:

@@ -1,21 +1,27 @@
 """D²-MoE in one streamed pass: base, differences, factors (arXiv:2502.17298)."""
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import nn
 
+from moetool.architectures import ROLES, Role
 from moetool.errors import UsageError
-from moetool.methods.choices import Merge, Pruning
+from moetool.methods.choices import BaseCompression, Merge
+from moetool.methods.paper_counting import PaperRank, paper_rank
 from moetool.methods.pruning import plan_pruning
-from moetool.pipeline.bases import base_path, measured_base
+from moetool.pipeline.bases import base_path, base_rank, factored_base, measured_base
 from moetool.pipeline.calibrated import CalibratedJob
 from moetool.pipeline.factored import Factored, FactorOptions, factor_plan, finish
 from moetool.pipeline.factors import measured_grams, write_factors
+from moetool.pipeline.inspection import parameter_counts
 from moetool.pipeline.job import Job
 from moetool.pipeline.options import RunOptions
 from moetool.pipeline.plan import Plan
 from moetool.pipeline.stage import Stage
+from moetool.representations import Representation
+from moetool.representations.low_rank import LowRank
 
 
 class D2MoEOptions(FactorOptions):
@@ -25,7 +31,22 @@ class D2MoEOptions(FactorOptions):
     prune_base: float = Field(
         0.0, ge=0, lt=1, description="Share of the base's intermediate channels to prune (the paper uses 0.1 and 0.6)."
     )
-    pruning: Pruning = Field("semi-dynamic", description="Half of it statically and half per batch, or all statically.")
+    pruning: BaseCompression = Field(
+        "semi-dynamic",
+        description="Half of it statically and half per batch, or all statically, or no channels but as large a share "
+        "of its parameters by truncation-aware SVD.",
+    )
+    paper_counting: bool = Field(
+        False,
+        description="Take --ratio as the paper counts it: parameters, one rank for all, and channels that are skipped "
+        "at run time as gone although the file holds them.",
+    )
+
+    @model_validator(mode="after")
+    def _ratio_to_count(self) -> "D2MoEOptions":
+        if self.paper_counting and self.ratio is None:
+            raise ValueError("--paper-counting is about --ratio: give one")
+        return self
 
 
 class D2MoE(Stage[D2MoEOptions]):
@@ -45,20 +66,49 @@ class D2MoE(Stage[D2MoEOptions]):
                 "svd-compress and prune-base go on from what is there."
             )
         pruning = plan_pruning(reader.shape.intermediate, options.prune_base, options.pruning)
-        return factor_plan(self.name, source, options, reader.shape.intermediate - pruning.static, gradients=True)
+        bases: dict[Role, Representation] | None = None
+        if self._factored_base:
+            ranks = {role: base_rank(reader.shape.matrix(role), options.prune_base) for role in ROLES}
+            bases = {role: LowRank(rank) for role, rank in ranks.items()}
+        channels = reader.shape.intermediate - pruning.static
+        plan = factor_plan(self.name, source, self._counted, channels, gradients=True, base=bases)
+        if not options.paper_counting:
+            return plan
+        found = self._paper_rank
+        return replace(plan, details={**plan.details, "rank": found.rank, "kept_of_differences": round(found.kept, 6)})
+
+    @property
+    def _factored_base(self) -> bool:
+        return self.options.pruning == "svd" and self.options.prune_base > 0
+
+    @property
+    def _paper_rank(self) -> PaperRank:
+        reader, options = self.source.experts, self.options
+        assert options.ratio is not None
+        total = parameter_counts(self.source)["total"]
+        return paper_rank(options.ratio, options.prune_base, reader.shape, len(reader.moe_layers), total)
+
+    @property
+    def _counted(self) -> D2MoEOptions:
+        """The options with a ratio of the paper's turned into the rank it stands for."""
+        if not self.options.paper_counting:
+            return self.options
+        return self.options.model_copy(update={"ratio": None, "rank": self._paper_rank.rank})
 
     def run(self, job: Job) -> dict[str, Any]:
-        options, reader = self.options, self.source.experts
+        options, reader = self._counted, self.source.experts
         pruning = plan_pruning(reader.shape.intermediate, options.prune_base, options.pruning)
         calibrated = CalibratedJob(job, options)
         calibrated.forward()
 
         def visit(index: int, layer: nn.Module) -> None:
             base = measured_base(calibrated, index, layer, options.merge).pruned(pruning)
+            if self._factored_base:
+                base = factored_base(calibrated, index, layer, base, options.prune_base)
             grams = measured_grams(calibrated, index, layer, base, keep=False)
             base.save(base_path(job.work, index))
             write_factors(reader, job.work, index, base, options.svd, options.sensitivity, grams, job.device)
 
         calibrated.reverse(visit, passes=2)
         job.record["calibration"]["loss"] = calibrated.loss
-        return finish(job, Factored(job, pruning.dynamic), options, self.name)
+        return finish(job, Factored(job, pruning.dynamic, options.trim), options, self.name)

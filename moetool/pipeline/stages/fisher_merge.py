@@ -7,7 +7,7 @@ from torch import nn
 
 from moetool.checkpoint.manifest import Manifest, write_manifest
 from moetool.errors import UsageError
-from moetool.methods.choices import Merge
+from moetool.methods.choices import UNMEASURED_MERGES, Merge
 from moetool.pipeline.bases import BASE_FILES, base_path, measured_base, unweighted_base
 from moetool.pipeline.calibrated import CalibratedJob
 from moetool.pipeline.job import Job, pick_compute_dtype, pick_device
@@ -32,7 +32,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
 
     def plan(self) -> Plan:
         reader, options = self.source.experts, self.options
-        if options.calibration is None and options.merge != "mean":
+        if options.calibration is None and options.merge not in UNMEASURED_MERGES:
             raise UsageError(f"--merge {options.merge} needs calibration text: give --calibration.")
         itemsize = pick_compute_dtype(options.compute_dtype, pick_device(options.device), reader.dtype).itemsize
         cost = CalibrationCost(options.samples, options.sequence_length, itemsize)
@@ -52,7 +52,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
         reader, options = self.source.experts, self.options
         if options.calibration is None:
             for layer in reader.moe_layers:
-                unweighted_base(reader, layer).save(base_path(job.work, layer))
+                unweighted_base(reader, layer, options.merge).save(base_path(job.work, layer))
         else:
             calibrated = CalibratedJob(job, options)
             calibrated.forward()

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from moetool.errors import InvalidInputError, UsageError
-from moetool.pipeline.bases import LayerBase, base_path
+from moetool.pipeline.bases import LayerBase, base_path, stored_bases
 from moetool.pipeline.calibrated import CalibratedJob
 from moetool.pipeline.factored import Factored, FactorOptions, factor_plan, finish
 from moetool.pipeline.factors import measured_grams, write_factors
@@ -32,8 +32,10 @@ class SvdCompress(Stage[FactorOptions]):
             )
         if options.calibration is None and options.svd != "vanilla":
             raise UsageError(f"--svd {options.svd} needs calibration text: give --calibration.")
+        if options.trim and not read_statistics(self.source.checkpoint.path):
+            raise UsageError("--trim needs to know how often experts are used: decompose with a base of fisher-merge.")
         channels = max(layout.base_channels for layout in layouts)
-        return factor_plan(self.name, self.source, options, channels, gradients=False)
+        return factor_plan(self.name, self.source, options, channels, gradients=False, base=layouts[0].base)
 
     def run(self, job: Job) -> dict[str, Any]:
         reader, options = self.source.experts, self.options
@@ -50,6 +52,7 @@ class SvdCompress(Stage[FactorOptions]):
                 reader.base_channels(layer),
                 reader.shape.intermediate,
                 statistics.get(layer),
+                stored_bases(reader, layer),
             )
 
         def visit(index: int, layer: nn.Module) -> None:
@@ -69,4 +72,4 @@ class SvdCompress(Stage[FactorOptions]):
                     write_factors(reader, job.work, layer, base, options.svd, options.sensitivity, None, job.device)
                     job.finish(f"factor/{layer}")
         dynamic = {layer: reader.layout(layer).dynamic_channels for layer in reader.moe_layers}
-        return finish(job, Factored(job, dynamic), options, self.name)
+        return finish(job, Factored(job, dynamic, options.trim), options, self.name)

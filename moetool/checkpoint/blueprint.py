@@ -1,0 +1,62 @@
+"""The headers that a checkpoint would have, from its `config.json` alone: what a job costs before anything is there."""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetool.checkpoint.header import TensorInfo
+from moetool.checkpoint.reader import CONFIG, SINGLE, Checkpoint, has_weights, read_config
+from moetool.checkpoint.source import resolve_source
+from moetool.checkpoint.writer import TensorSpec, shard_nbytes
+from moetool.errors import InvalidInputError
+from moetool.integrations.quiet import quiet
+
+
+def open_for_planning(source: str | Path) -> Checkpoint:
+    """A checkpoint whose headers are all that is needed: the real ones, or where there are no weight files (a hub id is
+    not downloaded for this) the ones that follow from its config. Raises `InvalidInputError`."""
+    path = resolve_source(source, weights=False)
+    if has_weights(path) or not (path / CONFIG).exists():
+        return Checkpoint.open(path)
+    return _imagine(str(source), path)
+
+
+def _imagine(source: str, path: Path) -> Checkpoint:
+    """The checkpoint that transformers would save for `config.json` in `path`; its tensors cannot be read.
+
+    Multi-token-prediction layers, which transformers does not have, are not among them.
+
+    Raises:
+        InvalidInputError: there is no config, or transformers cannot build the model.
+    """
+    _, config = read_config(path)
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), torch.bfloat16)
+    specs = [TensorSpec(name, own, shape) for name, (own, shape) in _names_on_disk(config, dtype, path).items()]
+    file = path / SINGLE
+    tensors = {spec.name: TensorInfo(spec.name, spec.dtype, spec.shape, spec.nbytes, file, 0) for spec in specs}
+    ordered = dict(sorted(tensors.items()))
+    return Checkpoint(source, path, config, ordered, (), shard_nbytes(specs), f"{CONFIG} alone")
+
+
+def _names_on_disk(
+    config: Mapping[str, Any], dtype: torch.dtype, path: Path
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    raw = copy.deepcopy(dict(config))
+    raw.pop("quantization_config", None)
+    try:
+        with quiet(), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw), dtype=dtype)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InvalidInputError(f"transformers cannot build a model from {path / CONFIG}: {reason[:300]}") from error
+    state = model.state_dict()
+    for tied in getattr(model, "all_tied_weights_keys", None) or {}:
+        state.pop(tied, None)
+    on_disk = revert_weight_conversion(model, state)
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in on_disk.items()}
