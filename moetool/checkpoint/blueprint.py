@@ -9,7 +9,7 @@ import torch
 
 from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.reader import CONFIG, SINGLE, Checkpoint, has_weights, read_config
-from moetool.checkpoint.source import resolve_source
+from moetool.checkpoint.source import first_line, resolve_source
 from moetool.checkpoint.writer import TensorSpec, shard_nbytes
 from moetool.errors import InvalidInputError
 from moetool.integrations.quiet import quiet
@@ -52,9 +52,9 @@ def _names_on_disk(
     try:
         with quiet(), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw), dtype=dtype)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InvalidInputError(f"transformers cannot build a model from {path / CONFIG}: {reason[:300]}") from error
+    except Exception as error:  # whatever its validation raises; the classes differ between versions
+        reason = first_line(error)[:300]
+        raise InvalidInputError(f"transformers cannot build a model from {path / CONFIG}: {reason}.") from error
     state = model.state_dict()
     for tied in getattr(model, "all_tied_weights_keys", None) or {}:
         state.pop(tied, None)

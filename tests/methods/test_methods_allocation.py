@@ -1,5 +1,6 @@
 """Which rank for which matrix: against all choices there are, on problems small enough to try them all."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -190,7 +191,7 @@ def test_no_base_where_a_base_does_not_pay() -> None:
     assert ranks == [None, [1, 1]]
 
 
-@pytest.mark.parametrize("method", ["water-filling", "uniform"])
+@pytest.mark.parametrize("method", ["water-filling", "adaptive", "uniform"])
 def test_everything_fits(method: str) -> None:
     groups = PROBLEMS["two groups"]
     most = byte_range(groups)[1]
@@ -198,7 +199,7 @@ def test_everything_fits(method: str) -> None:
     assert allocate(method, groups, most + 1000) == [None, None]
 
 
-@pytest.mark.parametrize("method", ["water-filling", "uniform"])
+@pytest.mark.parametrize("method", ["water-filling", "adaptive", "uniform"])
 def test_bases_alone_must_fit(method: str) -> None:
     groups = PROBLEMS["two groups"]
     assert allocate(method, groups, 428) == [[0, 0], [0, 0]]
@@ -235,7 +236,7 @@ def test_uniform_does_not_look_at_the_loss() -> None:
     assert ranks == [4, 3]
 
 
-@pytest.mark.parametrize("method", ["water-filling", "uniform"])
+@pytest.mark.parametrize("method", ["water-filling", "adaptive", "uniform"])
 def test_multiples(method: str) -> None:
     groups = PROBLEMS["multiples"]
     found = {rank for budget in range(288, 864, 37) for rank in allocate(method, groups, budget)[0] or []}
@@ -253,3 +254,32 @@ def test_a_fixed_rank_is_dense_at_break_even() -> None:
     curve = random_curve(1)
     assert [fixed_rank(curve, rank) for rank in (0, 5, 6, 50)] == [0, 5, None, None]
     assert [curve.bytes_at(rank) for rank in (0, 5, None)] == [0, 240, 288]
+
+
+def trimmed(curve: Curve) -> Curve:
+    return dataclasses.replace(curve, is_trimmed=True)
+
+
+@pytest.mark.parametrize("method", ["water-filling", "adaptive", "uniform"])
+@pytest.mark.parametrize("budget", [700, 1500, 10**6])
+def test_trimmed_differences_get_nothing(method: str, budget: int) -> None:
+    """Whatever the budget, and even where the group would otherwise do without a base."""
+    groups = [Group([trimmed(random_curve(1)), random_curve(2), random_curve(3)], 288), Group([random_curve(4)], 288)]
+    ranks = allocate(method, groups, budget)
+    assert ranks[0] is not None
+    assert ranks[0][0] == 0
+    assert size(groups, ranks) <= budget
+    assert byte_range(groups) == (576, 288 + 2 * 288 + 288)
+    if budget > 10**5:
+        assert ranks == [[0, None, None], None]
+
+
+def test_adaptive_gives_more_to_layers_that_lose_more() -> None:
+    spectrum = torch.linspace(5, 1, 5, dtype=torch.float64)
+    weak, strong = Curve(SHAPE, spectrum, 15.0, 2), Curve(SHAPE, 4 * spectrum, 60.0, 2)
+    groups = [Group([weak] * 4, 288), Group([weak] * 4, 288), Group([strong] * 4, 288), Group([strong] * 4, 288)]
+    ranks = allocate("adaptive", groups, 4 * 288 + 16 * 3 * 48)
+    totals = [sum(rank or 0 for rank in row or []) for row in ranks]
+    assert sum(totals) == 16 * 3
+    assert totals[2] + totals[3] > totals[0] + totals[1]
+    assert allocate("uniform", groups, 4 * 288 + 16 * 3 * 48) == [[3] * 4] * 4

@@ -7,8 +7,16 @@ import torch
 from torch import Tensor
 
 from moetool.errors import UsageError
-from moetool.methods.choices import Merge
-from moetool.methods.merging import fisher_base, frequency_base, mean_base, merge
+from moetool.methods.choices import UNMEASURED_MERGES, Merge
+from moetool.methods.merging import (
+    Regression,
+    fisher_base,
+    frequency_base,
+    mean_base,
+    merge,
+    regmean_base,
+    ties_base,
+)
 
 E, SHAPE = 4, (6, 5)
 
@@ -115,7 +123,64 @@ def test_merge_finds_the_role(weights: Tensor) -> None:
     assert merge("fisher", "down", rows, tokens, (weighted, total)).equal(torch.full(SHAPE, -1.0))
 
 
-@pytest.mark.parametrize("method", [name for name in get_args(Merge) if name != "mean"])
+@pytest.mark.parametrize("method", sorted(set(get_args(Merge)) - set(UNMEASURED_MERGES)))
 def test_measured_merges_need_text(weights: Tensor, method: Merge) -> None:
     with pytest.raises(UsageError, match=f"--merge {method} needs calibration text"):
         merge(method, "up", list(weights))
+
+
+def test_ties_of_equal_experts_is_the_expert(weights: Tensor) -> None:
+    assert ties_base([weights[0].float()] * E).equal(mean_base([weights[0].float()] * E))
+
+
+def test_ties_by_hand() -> None:
+    """The mean is 0. Each keeps one entry of two: 4, -3 and -5. In the first column -5 outweighs 4, and 4 is left out."""
+    rows = [torch.tensor([[4.0, 1.0]]), torch.tensor([[1.0, -3.0]]), torch.tensor([[-5.0, 2.0]])]
+    assert mean_base(rows).equal(torch.zeros(1, 2))
+    assert ties_base(rows, density=0.5).equal(torch.tensor([[-5.0, -3.0]]))
+    assert ties_base(rows, density=1.0).equal(torch.tensor([[0.0, 0.0]])), "untrimmed differences cancel: no sign wins"
+
+
+def test_ties_ignores_what_it_trims(weights: Tensor) -> None:
+    rows = list(weights.float())
+    base = ties_base(rows)
+    differences = torch.stack([(row - mean_base(rows)).abs() for row in rows])
+    kept = differences >= differences.flatten(1).kthvalue(30 - 6 + 1).values[:, None, None]
+    assert base[~kept.any(0)].equal(mean_base(rows)[~kept.any(0)])
+    assert not base.equal(mean_base(rows))
+
+
+def regression(weights: Tensor, inputs: Tensor) -> Regression:
+    """From inputs `[E, tokens, in]`."""
+    grams = inputs.transpose(1, 2) @ inputs
+    return Regression((weights @ grams).sum(0), grams.sum(0), grams.diagonal(dim1=1, dim2=2))
+
+
+def test_regmean_is_least_squares_on_each_experts_own_inputs(weights: Tensor) -> None:
+    """Without shrinkage it minimises Σ ‖(W_b - W_j) X_j‖², so the gradient Σ (W_b - W_j) G_j vanishes."""
+    inputs = random(E, 40, SHAPE[1], seed=5)
+    grams = inputs.transpose(1, 2) @ inputs
+    base = regmean_base(list(weights), regression(weights, inputs), alpha=0.999999).double()
+    gradient = ((base - weights) @ grams).sum(0)
+    assert gradient.abs().max() < 1e-3 * (weights @ grams).abs().max()
+
+
+def test_regmean_of_equal_inputs_is_the_mean(weights: Tensor) -> None:
+    inputs = random(1, 40, SHAPE[1], seed=5).expand(E, -1, -1)
+    base = regmean_base(list(weights), regression(weights, inputs))
+    torch.testing.assert_close(base, weights.mean(0).float(), rtol=1e-5, atol=1e-6)
+
+
+def test_regmean_of_one_used_expert_is_that_expert(weights: Tensor) -> None:
+    inputs = torch.zeros(E, 40, SHAPE[1], dtype=torch.float64)
+    inputs[2] = random(40, SHAPE[1], seed=5)
+    base = regmean_base(list(weights), regression(weights, inputs))
+    torch.testing.assert_close(base, weights[2].float(), rtol=1e-5, atol=1e-6)
+
+
+def test_regmean_where_nothing_came_in_is_the_mean(weights: Tensor) -> None:
+    inputs = random(E, 40, SHAPE[1], seed=5)
+    inputs[:, :, 3] = 0
+    base = regmean_base(list(weights), regression(weights, inputs))
+    torch.testing.assert_close(base[:, 3], weights.mean(0).float()[:, 3])
+    assert torch.isfinite(base).all()

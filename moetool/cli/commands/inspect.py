@@ -30,7 +30,10 @@ def build(name: str, arguments: list[str]) -> Any:
 
 def _print(result: dict[str, Any]) -> None:
     counts = result["parameters"]
-    files = "1 file" if result["files"] == 1 else f"{result['files']} files"
+    files = "in 1 file" if result["files"] == 1 else f"in {result['files']} files"
+    if not result["files"]:
+        files = "by config.json alone: there are no weight files"
+    change = f", {format_change(result['ratio'])}" if result["ratio"] else ""
     print_fields(
         [
             ("model", result["path"]),
@@ -39,7 +42,7 @@ def _print(result: dict[str, Any]) -> None:
             ("experts", f"{result['experts']}, top-{result['top_k']}, {result['dtype']}"),
             ("width", f"hidden {result['hidden_size']}, intermediate {result['intermediate_size']}"),
             ("parameters", f"{counts['total']:,} total, {counts['active']:,} active, {counts['stored']:,} stored"),
-            ("bytes", f"{format_bytes(result['bytes'])} in {files}, {format_change(result['ratio'])}"),
+            ("bytes", f"{format_bytes(result['bytes'])} {files}{change}"),
         ]
     )
     if all(layer["representation"] == "native" for layer in result["moe"]):

@@ -1,0 +1,152 @@
+"""Everything the D²-MoE paper compares, as options of the command line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import config_of, load, logits, weight_bytes, weights
+from safetensors.torch import load_file
+
+MERGES = ("fisher", "fisher-frequency", "mean", "frequency", "ties", "regmean")
+
+
+@pytest.fixture(scope="module")
+def tokens(tiny_tokens: torch.Tensor) -> torch.Tensor:
+    return tiny_tokens[1000:1128].view(2, 64)
+
+
+def test_every_merge_gives_another_base(run_cli: Any, tiny_mixtral: Path, calibration: Any, tmp_path: Path) -> None:
+    bases = {}
+    for merge in MERGES:
+        assert run_cli("fisher-merge", tiny_mixtral, tmp_path / merge, "--merge", merge, *calibration).code == 0
+        bases[merge] = load_file(tmp_path / merge / "base-00001.safetensors")
+    shape = bases["mean"]["base.gate"].shape
+    for name in ("base.gate", "base.up", "base.down"):
+        distinct = {tuple(base[name].flatten()[:8].tolist()) for base in bases.values()}
+        assert len(distinct) == len(MERGES)
+    assert all(torch.isfinite(base["base.gate"]).all() for base in bases.values())
+    assert all(base["base.gate"].shape == shape for base in bases.values())
+    for merge in ("mean", "ties"):  # nothing has to be measured for these
+        assert run_cli("fisher-merge", tiny_mixtral, tmp_path / f"{merge}-2", "--merge", merge).code == 0
+        again = load_file(tmp_path / f"{merge}-2" / "base-00001.safetensors")
+        assert again["base.up"].equal(bases[merge]["base.up"])
+    refused = run_cli("fisher-merge", tiny_mixtral, tmp_path / "no", "--merge", "regmean")
+    assert refused.code == 2
+    assert "--merge regmean needs calibration text" in refused.stderr
+
+
+@pytest.mark.parametrize("merge", ["regmean", "fisher-frequency", "ties"])
+def test_every_merge_compresses(run_cli: Any, compress: Any, tiny_mixtral: Path, tmp_path: Path, merge: str) -> None:
+    made = compress(tiny_mixtral, "--ratio", 0.3, "--merge", merge)
+    assert -0.005 <= weight_bytes(made.path) / weight_bytes(tiny_mixtral) - 0.7 <= 0
+    assert run_cli("verify", made.path, "--against", tiny_mixtral).code == 0
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.35])
+def test_trimmed_experts_are_the_least_routed(compress: Any, tiny_mixtral: Path, ratio: float) -> None:
+    made = compress(tiny_mixtral, "--ratio", ratio, "--trim", 2)
+    layers = config_of(made.path)["quantization_config"]["layers"]
+    assert len(layers) == 3
+    for index, layer in layers.items():
+        used = torch.tensor(made.told["layers"][index]["tokens"]).argsort(stable=True).tolist()
+        for role in ("gate", "up", "down"):
+            assert [layer[role][expert] for expert in used[:2]] == ["low-rank:0"] * 2
+            assert "low-rank:0" not in [layer[role][expert] for expert in used[2:]]
+    if ratio == 0.35:
+        assert -0.005 <= weight_bytes(made.path) / weight_bytes(tiny_mixtral) - 0.65 <= 0
+
+
+def test_trimming_needs_to_know_the_routing(
+    run_cli: Any, tiny_mixtral: Path, calibration: Any, decomposed: Path, tmp_path: Path, compress: Any
+) -> None:
+    assert run_cli("decompose", tiny_mixtral, tmp_path / "plain", "--base", "mean").code == 0
+    trim = ("--ratio", 0.35, "--trim", 2, *calibration)
+    refused = run_cli("svd-compress", tmp_path / "plain", tmp_path / "no", *trim)
+    assert refused.code == 2
+    assert "--trim needs to know" in refused.stderr
+    assert run_cli("svd-compress", decomposed, tmp_path / "by-hand", *trim).code == 0
+    assert weights(tmp_path / "by-hand") == weights(compress(tiny_mixtral, "--ratio", 0.35, "--trim", 2).path)
+    refused = run_cli("svd-compress", decomposed, tmp_path / "no", "--ratio", 0.35, "--trim", 5, *calibration)
+    assert refused.code == 2
+    assert "--trim 5 is more than the 4 experts" in refused.stderr
+
+
+def test_adaptive_shares_meet_the_ratio(compress: Any, tiny_mixtral: Path) -> None:
+    made = compress(tiny_mixtral, "--ratio", 0.35, "--allocation", "adaptive")
+    assert -0.005 <= weight_bytes(made.path) / weight_bytes(tiny_mixtral) - 0.65 <= 0
+    layers = config_of(made.path)["quantization_config"]["layers"].values()
+    ranks = [{spec for role in ("gate", "up", "down") for spec in layer[role]} for layer in layers]
+    assert all(len(specs) <= 3 for specs in ranks), "one share per layer, up to single ranks on top"
+    assert len(set.union(*ranks)) > 2
+
+
+@pytest.fixture(scope="module")
+def factored_base(compress: Any, tiny_mixtral_bf16: Path) -> Any:
+    return compress(tiny_mixtral_bf16, "--ratio", 0.45, "--prune-base", 0.4, "--pruning", "svd")
+
+
+def test_a_factored_base_is_stored_as_factors(factored_base: Any, tiny_mixtral_bf16: Path) -> None:
+    assert -0.005 <= weight_bytes(factored_base.path) / weight_bytes(tiny_mixtral_bf16) - 0.55 <= 0
+    stored = load_file(factored_base.path / "model.safetensors")
+    rank = int(0.6 * 32 * 48) // 80
+    for layer, entry in config_of(factored_base.path)["quantization_config"]["layers"].items():
+        prefix = f"model.layers.{layer}.block_sparse_moe.experts."
+        assert entry["base"] == dict.fromkeys(("gate", "up", "down"), f"low-rank:{rank}")
+        assert stored[f"{prefix}moetool.base.down.u"].shape == (32, rank)
+        assert stored[f"{prefix}0.w1.weight"].shape == (1, 1), "a guard, so that nothing else loads it"
+
+
+def test_a_factored_base_computes(run_cli: Any, factored_base: Any, tokens: torch.Tensor, tmp_path: Path) -> None:
+    expected = logits(factored_base.path, tokens)
+    assert run_cli("export", factored_base.path, tmp_path / "dense").code == 0
+    torch.testing.assert_close(logits(tmp_path / "dense", tokens), expected, rtol=0.02, atol=0.05)
+    load(factored_base.path, torch.bfloat16).save_pretrained(tmp_path / "again")
+    saved, stored = (load_file(path / "model.safetensors") for path in (tmp_path / "again", factored_base.path))
+    assert saved.keys() == stored.keys()
+    assert all(saved[name].equal(stored[name]) for name in stored)
+    assert run_cli("verify", factored_base.path).code == 0
+
+
+def test_a_guard_stops_other_readers(factored_base: Any, tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    shutil.copytree(factored_base.path, tmp_path / "plain")
+    config = config_of(factored_base.path)
+    del config["quantization_config"]
+    (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RuntimeError, match="mismatch"):
+        load(tmp_path / "plain")
+
+
+def test_differences_make_up_for_a_factored_base(run_cli: Any, compress: Any, tiny_mixtral: Path) -> None:
+    """They are taken against what is stored, so with full rank nothing is lost however small the base is."""
+    made = compress(tiny_mixtral, "--rank", 10_000, "--prune-base", 0.5, "--pruning", "svd")
+    errors = run_cli("verify", made.path, "--against", tiny_mixtral, "--json").json["relative_error"]
+    assert {error for layer in errors.values() for error in layer.values()} == {0.0}
+    low = compress(tiny_mixtral, "--rank", 19, "--prune-base", 0.5, "--pruning", "svd")
+    errors = run_cli("verify", low.path, "--against", tiny_mixtral, "--json").json["relative_error"]
+    assert all(0 < error < 0.6 for layer in errors.values() for error in layer.values())
+
+
+def test_the_papers_counting_is_not_ours(run_cli: Any, compress: Any, tiny_mixtral: Path) -> None:
+    made = compress(tiny_mixtral, "--ratio", 0.3, "--prune-base", 0.25, "--paper-counting")
+    assert made.told["achieved_ratio"] < 0.3
+    layers = config_of(made.path)["quantization_config"]["layers"].values()
+    assert len({spec for layer in layers for role in ("gate", "up", "down") for spec in layer[role]}) == 1
+    refused = run_cli("compress", tiny_mixtral, "unused", "--rank", 3, "--paper-counting")
+    assert refused.code == 2
+    assert "--paper-counting is about --ratio" in refused.stderr
+
+
+def test_presets(run_cli: Any, tiny_mixtral: Path, calibration: Any, tmp_path: Path, compress: Any) -> None:
+    preset = ("--preset", "d2moe-40", *calibration)
+    assert run_cli("compress", tiny_mixtral, tmp_path / "out", *preset).code == 0
+    assert weights(tmp_path / "out") == weights(compress(tiny_mixtral, "--ratio", 0.4).path)
+    unknown = run_cli("compress", tiny_mixtral, tmp_path / "no", "--preset", "d2moe-40-thruput")
+    assert unknown.code == 2
+    assert "Did you mean d2moe-40-throughput?" in unknown.stderr
+    both = run_cli("compress", tiny_mixtral, tmp_path / "no", "--preset", "d2moe-40", "--recipe", "x.yaml")
+    assert both.code == 2
+    assert "give one of them" in both.stderr
