@@ -21,6 +21,7 @@ from moetool.representations.layout import (
     delta_name,
     native_layout,
 )
+from moetool.representations.low_rank import LowRank
 
 
 class ExpertReader:
@@ -177,6 +178,15 @@ class ExpertReader:
             layer, representation, self.shape.matrix(role), lambda tensor: delta_name(expert, role, tensor)
         ).float()
         return self.full_base(layer, role) + matrix if representation.uses_base else matrix
+
+    def factors(self, layer: int, expert: int, role: Role) -> tuple[Tensor, Tensor] | None:
+        """U `[out, rank]` and V `[rank, in]` of an expert's difference as they are stored, `None` where it has none."""
+        weights = self.layout(layer).weights[role]
+        if weights is None or not isinstance(own := weights[expert], LowRank) or not own.rank:
+            return None
+        prefix = self.architecture.experts_prefix(layer)
+        left, right = (self.checkpoint.read(prefix + delta_name(expert, role, tensor)) for tensor in ("u", "v"))
+        return left, right
 
     def native_tensors(
         self, layer: int, roles: Sequence[Role], count: int, matrix: Callable[[Role, int], Tensor]

@@ -5,9 +5,12 @@ from typing import Annotated, Any
 
 import typer
 
+from moetool.architectures import ROLES
 from moetool.cli.app import COMMANDS
-from moetool.cli.display import print_fields, print_json, print_table
-from moetool.cli.generate import make_command
+from moetool.cli.display import Display, print_fields, print_json, print_table
+from moetool.cli.generate import build_options, make_command, with_options
+from moetool.errors import UsageError
+from moetool.pipeline.analysis import AnalysisOptions, analyse
 from moetool.pipeline.inspection import inspect_checkpoint
 from moetool.pipeline.sizes import format_bytes, format_change
 
@@ -17,15 +20,26 @@ def build(name: str, arguments: list[str]) -> Any:
 
     def command(
         model: Annotated[str, typer.Argument(help="A checkpoint, compressed or not.", show_default=False)],
+        analysis: Annotated[
+            bool, typer.Option("--analysis", help="Similarity of experts, energy of singular values, sensitivity.")
+        ] = False,
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+        **typed: Any,
     ) -> None:
+        options = build_options(AnalysisOptions, typed)
+        if options.model_fields_set and not analysis:
+            raise UsageError("--layers limits --analysis: give both.")
         result = inspect_checkpoint(model)
+        if analysis:
+            result["analysis"] = analyse(model, options, Display())
         if json:
             print_json(result)
-        else:
-            _print(result)
+            return
+        _print(result)
+        if analysis:
+            _print_analysis(result["analysis"])
 
-    return make_command(name, command, COMMANDS[name][1])
+    return make_command(name, with_options(command, AnalysisOptions), COMMANDS[name][1])
 
 
 def _print(result: dict[str, Any]) -> None:
@@ -68,3 +82,67 @@ def _base(layer: dict[str, Any]) -> str:
     if "base_channels" not in layer:
         return "-"
     return f"{layer['base_channels']}" + (f" (−{layer['dynamic_channels']})" if layer["dynamic_channels"] else "")
+
+
+def _print_analysis(analysis: dict[str, Any]) -> None:
+    roles = [(str(entry["layer"]), role, entry[role]) for entry in analysis["layers"] for role in ROLES]
+    print_table(
+        ("layer", "role", "experts", "factors V", "factors U"),
+        [
+            (layer, role, *(_similarity(entry[kind]) for kind in ("cka", "cka_v", "cka_u")))
+            for layer, role, entry in roles
+        ],
+        title="Similarity: CKA between experts, mean (min … max)",
+    )
+    print_table(
+        ("layer", "role", "of", *(f"{share} %" for share in analysis["shares"])),
+        [
+            (
+                layer,
+                role,
+                _KINDS[kind].format(entry["base"]),
+                *_energies(entry["energy"][kind], len(analysis["shares"])),
+            )
+            for layer, role, entry in roles
+            for kind in _KINDS
+        ],
+        title="Energy retained by the largest singular values, by their share",
+    )
+    print_table(
+        ("layer", "sensitivity", *ROLES, "tokens per expert"),
+        [
+            (
+                str(entry["layer"]),
+                *(
+                    _scientific(value)
+                    for value in (entry["sensitivity"], *(entry[role]["sensitivity"] for role in ROLES))
+                ),
+                _range(entry["token_share"]),
+            )
+            for entry in analysis["layers"]
+        ],
+        title="Sensitivity: cost of errors of the same relative size",
+    )
+    for note in analysis["notes"]:
+        print(f"note: {note}")
+
+
+_KINDS = {"experts": "experts", "base": "{} base", "delta": "differences"}
+
+
+def _similarity(similarity: dict[str, Any] | None) -> str:
+    if similarity is None or similarity["mean"] is None:
+        return "-"
+    return "{mean:.3f} ({min:.3f} … {max:.3f})".format(**similarity)
+
+
+def _energies(retained: list[float] | None, count: int) -> list[str]:
+    return ["-"] * count if retained is None else [f"{value:.3f}" for value in retained]
+
+
+def _scientific(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2e}"
+
+
+def _range(shares: list[float] | None) -> str:
+    return "-" if shares is None else f"{min(shares):.1%} … {max(shares):.1%}"
