@@ -134,7 +134,7 @@ def test_ties_of_equal_experts_is_the_expert(weights: Tensor) -> None:
 
 
 def test_ties_by_hand() -> None:
-    """The mean is 0. Each keeps one entry of two: 4, -3 and -5. In the first column -5 outweighs 4, and 4 is left out."""
+    """The mean is 0. Each keeps one entry of two: 4, -3 and -5. In the first column -5 outweighs 4."""
     rows = [torch.tensor([[4.0, 1.0]]), torch.tensor([[1.0, -3.0]]), torch.tensor([[-5.0, 2.0]])]
     assert mean_base(rows).equal(torch.zeros(1, 2))
     assert ties_base(rows, density=0.5).equal(torch.tensor([[-5.0, -3.0]]))
