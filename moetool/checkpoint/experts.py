@@ -20,6 +20,7 @@ from moetool.representations.layout import (
     base_name,
     delta_name,
     native_layout,
+    shared_name,
 )
 from moetool.representations.low_rank import LowRank
 
@@ -128,10 +129,18 @@ class ExpertReader:
         return self.checkpoint.read_part(name, expert, start, start + shape[0])
 
     def _decode(
-        self, layer: int, representation: Representation, shape: tuple[int, int], name: Callable[[str], str]
+        self,
+        layer: int,
+        representation: Representation,
+        shape: tuple[int, int],
+        name: Callable[[str], str],
+        shared: Callable[[str], str] | None = None,
     ) -> Tensor:
         prefix = self.architecture.experts_prefix(layer)
         tensors = {tensor: self.checkpoint.read(prefix + name(tensor)) for tensor in representation.tensors(shape)}
+        if shared is not None:
+            for tensor in representation.shared_tensors(shape):
+                tensors[tensor] = self.checkpoint.read(prefix + shared(tensor))
         return representation.decode(tensors, shape, self.dtype)
 
     def stored(self, layer: int, expert: int, role: Role) -> Tensor | None:
@@ -175,7 +184,11 @@ class ExpertReader:
         assert weights is not None
         representation = weights[expert]
         matrix = self._decode(
-            layer, representation, self.shape.matrix(role), lambda tensor: delta_name(expert, role, tensor)
+            layer,
+            representation,
+            self.shape.matrix(role),
+            lambda tensor: delta_name(expert, role, tensor),
+            lambda tensor: shared_name(role, tensor),
         ).float()
         return self.full_base(layer, role) + matrix if representation.uses_base else matrix
 

@@ -6,6 +6,7 @@ Merge = Literal["fisher", "fisher-frequency", "mean", "frequency", "ties", "regm
 Svd = Literal["truncation-aware", "vanilla", "activation-aware"]
 Allocation = Literal["water-filling", "adaptive", "uniform"]
 Sensitivity = Literal["channel", "matrix", "none"]
+Share = Literal["none", "v", "u"]
 Pruning = Literal["semi-dynamic", "static"]
 BaseCompression = Literal["semi-dynamic", "static", "svd"]
 

@@ -11,11 +11,12 @@ across matrices. Used by matrix, it only weighs matrices against each other. The
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from moetool.architectures import ROLES, Role
 from moetool.calibration.collectors import LayerStatistics
-from moetool.methods.choices import Sensitivity
+from moetool.methods.choices import Sensitivity, Share
 
 # An expert's own sensitivities count like this many tokens of the layer's average, so that a handful of tokens
 # cannot declare most channels unimportant.
@@ -70,3 +71,20 @@ class LayerSensitivity:
             return MatrixSensitivity(None, scale * channels.sum().item())
         channels = channels.clamp(min=_FLOOR * channels.mean().item())
         return MatrixSensitivity(channels.sqrt().float(), 1.0)
+
+    def jointly(self, role: Role, inputs: int, share: Share, *, whitened: bool) -> MatrixSensitivity:
+        """For the matrices of all experts at once: below each other (`v`) every one keeps its own channels, side by
+        side (`u`) they have the layer's."""
+        experts = self._energy.shape[1]
+        own = [self.of(role, expert, inputs, whitened=whitened) for expert in range(experts)]
+        if not all(entry.row_scale is not None for entry in own):
+            given = self._energy[ROLES.index(role)]
+            total = given.sum().item()
+            if not total:
+                return MatrixSensitivity(None, 1.0)
+            mean = sum(entry.weight * part for entry, part in zip(own, (given / total).tolist(), strict=True))
+            return MatrixSensitivity(None, mean)
+        scales = [entry.row_scale for entry in own if entry.row_scale is not None]
+        if share == "v":
+            return MatrixSensitivity(torch.cat(scales), 1.0)
+        return MatrixSensitivity(torch.stack(scales).square().mean(0).sqrt(), 1.0)

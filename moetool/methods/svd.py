@@ -5,7 +5,8 @@ from torch import Tensor
 
 from moetool.architectures import Role
 from moetool.calibration.collectors import GramCollector
-from moetool.methods.choices import Svd
+from moetool.methods.choices import Share, Svd
+from moetool.numerics.congruence import congruence
 from moetool.numerics.factorize import Factorization, factorize
 from moetool.numerics.shrinkage import shrink
 
@@ -35,6 +36,11 @@ class LayerSvd:
         """Whether an expert's spectra account for its inputs."""
         return self._method != "vanilla" and self._grams is not None and self._grams.inputs[expert].count > 0
 
+    @property
+    def is_whitened_jointly(self) -> bool:
+        """Whether spectra of all experts together account for their inputs."""
+        return self._method != "vanilla" and self._grams is not None
+
     def factorize(
         self, role: Role, expert: int, delta: Tensor, row_scale: Tensor | None = None, rank: int | None = None
     ) -> Factorization:
@@ -60,6 +66,39 @@ class LayerSvd:
         gram = _shrunk(own.matrix(), own.count, lost.T @ lost / len(lost), delta.shape[1])
         both = scale.double()
         return factorize(scaled, output_gram=both[:, None] * gram * both, rank=rank)
+
+    def factorize_jointly(
+        self, role: Role, deltas: list[Tensor], share: Share, row_scales: list[Tensor | None], rank: int | None = None
+    ) -> Factorization:
+        """The leading directions that all differences of a role have in common (Appendix A.6).
+
+        `v`: of the differences one below the other `[experts · out, in]`, on the summed Gram of the inputs (for a wide
+        down, on the sample of all activations). `u`: of the differences side by side `[out, experts · in]`, on the sum
+        of what each would lose on its own inputs. With row scales the factorisation is that of the scaled differences.
+        """
+        ones = torch.ones(len(deltas[0]), device=deltas[0].device)
+        scales = [ones if scale is None else scale.to(ones.device) for scale in row_scales]
+        scaled = [scale[:, None] * delta for scale, delta in zip(scales, deltas, strict=True)]
+        grams = self._grams
+        if share == "v":
+            stacked = torch.cat(scaled)
+            if grams is None or self._method == "vanilla":
+                return factorize(stacked, rank=rank)
+            if role == "down" and self._sample is not None:
+                sample = self._sample.double()
+                return factorize(stacked, gram=sample.T @ sample, rank=rank)
+            own = grams.down if role == "down" else grams.inputs
+            return factorize(stacked, gram=torch.stack([gram.matrix() for gram in own]).sum(0), rank=rank)
+        if grams is None or self._method == "vanilla":
+            return factorize(torch.cat(scaled, dim=1), rank=rank)
+        lost = torch.zeros(len(ones), len(ones), dtype=torch.float64, device=ones.device)
+        for expert, (delta, scale) in enumerate(zip(scaled, scales, strict=True)):
+            if role == "down" and self._sample is not None:
+                lost += scale.double()[:, None] * grams.down[expert].matrix() * scale.double()
+            else:
+                own_gram = (grams.down if role == "down" else grams.inputs)[expert].matrix()
+                lost += congruence(delta.double(), own_gram)
+        return factorize(torch.cat(scaled, dim=1), output_gram=lost, rank=rank)
 
 
 def _mean_gram(grams: list) -> Tensor:  # type: ignore[type-arg]

@@ -30,8 +30,8 @@ class SharedBaseExperts(nn.Module):
     def __init__(self, native: nn.Module, layout: LayerLayout) -> None:
         """Build empty on the device and in the dtype of `native`, the fused experts module it replaces."""
         super().__init__()
-        weight: Tensor = native.gate_up_proj  # type: ignore[assignment]
-        dtype, device, shape = weight.dtype, weight.device, layout.shape
+        fused: Tensor = native.gate_up_proj  # type: ignore[assignment]
+        dtype, device, shape = fused.dtype, fused.device, layout.shape
         self.layout = layout
         self.config: Any = native.config
         self.act_fn: Any = native.act_fn
@@ -45,7 +45,7 @@ class SharedBaseExperts(nn.Module):
         self.down_base = layout.weights["down"] is not None
         rows, columns = layout.native_shape("gate")
         self.gate_up_proj = empty_parameter(
-            (1, 2 * rows, columns) if self.gate_up_base else tuple(weight.shape), dtype, device
+            (1, 2 * rows, columns) if self.gate_up_base else tuple(fused.shape), dtype, device
         )
         self.down_proj = empty_parameter(
             (1, *layout.native_shape("down")) if self.down_base else (shape.experts, shape.hidden, shape.intermediate),
@@ -55,9 +55,20 @@ class SharedBaseExperts(nn.Module):
         if layout.is_pruned:
             self.register_buffer("base_channels", torch.zeros(layout.base_channels, dtype=torch.int32, device=device))
         self.moetool = nn.ModuleDict({str(expert): nn.ModuleDict() for expert in range(shape.experts)})
+        shared = {
+            str(role): nn.ParameterDict(
+                {name: empty_parameter(stored.shape, stored.dtype or dtype, device) for name, stored in common.items()}
+            )
+            for role in ROLES
+            if (common := layout.shared_tensors(role))
+        }
+        if shared:
+            self.moetool["shared"] = nn.ModuleDict(shared)
         for expert, role, representation in layout.deltas():
             deltas: nn.ModuleDict = self.moetool[str(expert)]  # type: ignore[assignment]
-            deltas[role] = representation.build(shape.matrix(role), dtype, device)
+            deltas[role] = weight = representation.build(shape.matrix(role), dtype, device)
+            if role in shared:
+                weight.share(shared[role])
         if bases := {
             str(role): representation.build(layout.base_shape(role), dtype, device)
             for role, representation in layout.compact_bases()

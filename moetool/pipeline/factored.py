@@ -4,13 +4,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from moetool.architectures import ROLES, Role
 from moetool.checkpoint.experts import ExpertReader
 from moetool.errors import UsageError
-from moetool.methods.choices import Allocation, Sensitivity, Svd
+from moetool.methods.choices import Allocation, Sensitivity, Share, Svd
 from moetool.pipeline.bases import LayerBase, base_path
 from moetool.pipeline.factors import FactorFile
 from moetool.pipeline.job import Job, Source, pick_compute_dtype, pick_device
@@ -27,8 +28,10 @@ from moetool.pipeline.ranking import (
     same_rank,
 )
 from moetool.representations import Representation
-from moetool.representations.layout import BASE_CHANNELS, GROUPS, LayerLayout, base_name, delta_name
+from moetool.representations.dense import Dense
+from moetool.representations.layout import BASE_CHANNELS, GROUPS, LayerLayout, base_name, delta_name, shared_name
 from moetool.representations.low_rank import LowRank
+from moetool.representations.shared_factor import SharedU, SharedV
 
 
 class FactorOptions(RunOptions, CalibrationOptions):
@@ -47,6 +50,9 @@ class FactorOptions(RunOptions, CalibrationOptions):
     sensitivity: Sensitivity = Field(
         "channel", description="Weigh errors by what they cost in loss: by output channel, by matrix, or not at all."
     )
+    share: Share = Field(
+        "none", description="Let all experts of a layer share the factor V, or U, of their differences (Appendix A.6)."
+    )
     trim: int = Field(
         0, ge=0, description="Drop the differences of this many experts per layer, those that were given fewest tokens."
     )
@@ -56,21 +62,27 @@ class FactorOptions(RunOptions, CalibrationOptions):
     def _one_target(self) -> "FactorOptions":
         if (self.ratio is None) == (self.rank is None):
             raise ValueError("give --ratio or --rank, one of them")
+        if self.share != "none" and self.trim:
+            raise ValueError(f"--share {self.share} and --trim exclude each other: what is shared cannot be dropped")
+        if self.share != "none" and self.svd == "activation-aware":
+            raise ValueError(f"--share {self.share} goes with --svd truncation-aware or vanilla")
         return self
 
 
 class Factored:
     """Layers whose bases and factorisations lie in the work directory, to be cut to ranks and written."""
 
-    def __init__(self, job: Job, dynamic_channels: int | Mapping[int, int], trim: int = 0) -> None:
+    def __init__(self, job: Job, dynamic_channels: int | Mapping[int, int], options: FactorOptions) -> None:
         self.job, self.reader = job, job.source.experts
         self.bases = {layer: base_path(job.work, layer) for layer in self.reader.moe_layers}
-        self.factors = {layer: FactorFile(job.work, layer, self.reader.shape) for layer in self.reader.moe_layers}
+        self.factors = {
+            layer: FactorFile(job.work, layer, self.reader.shape, options.share) for layer in self.reader.moe_layers
+        }
         self.spectra = []
         for layer in self.reader.moe_layers:
             base = LayerBase.load(self.bases[layer])
             dynamic = dynamic_channels if isinstance(dynamic_channels, int) else dynamic_channels[layer]
-            trimmed = frozenset[int]() if base.statistics is None else least_routed(base.statistics.tokens, trim)
+            tokens = torch.empty(0) if base.statistics is None else base.statistics.tokens
             self.spectra.append(
                 LayerSpectra(
                     layer,
@@ -79,7 +91,7 @@ class Factored:
                     dynamic,
                     base.statistics,
                     base.representations,
-                    trimmed,
+                    least_routed(tokens, options.trim),
                 )
             )
 
@@ -117,7 +129,12 @@ class Factored:
         base = LayerBase.load(self.bases[layer])
         yield from base_tensors(self.reader, layer, layout, base)
         dtype, prefix = self.reader.dtype, self.reader.architecture.experts_prefix(layer)
+        for role in ROLES:
+            if layout.shared_tensors(role):
+                yield from self._joint_tensors(layer, layout, role, base)
         for expert, role, representation in layout.deltas():
+            if not isinstance(representation, (LowRank, Dense)):
+                continue
             own = self.reader.dense(layer, expert, role)
             if not isinstance(representation, LowRank):
                 yield prefix + delta_name(expert, role, "matrix"), own.to(dtype)
@@ -128,6 +145,25 @@ class Factored:
             u, v = self.factors[layer].cut(role, expert, delta, representation.rank, dtype)
             yield prefix + delta_name(expert, role, "u"), u
             yield prefix + delta_name(expert, role, "v"), v
+
+    def _joint_tensors(
+        self, layer: int, layout: LayerLayout, role: Role, base: LayerBase
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The factor that all experts share, and each one's own."""
+        reader, factors, full = self.reader, self.factors[layer], base.full(role)
+        weights = layout.weights[role]
+        assert weights is not None
+        [representation] = set(weights)
+        assert isinstance(representation, (SharedU, SharedV))
+        count = reader.shape.experts
+        deltas = [reader.dense(layer, expert, role).float() - full for expert in range(count)]
+        stacked = torch.cat(deltas, dim=0 if factors.share == "v" else 1).to(self.job.device)
+        u, v = factors.cut(role, 0, stacked, representation.rank, reader.dtype)
+        prefix = reader.architecture.experts_prefix(layer)
+        common, own = (v, u.chunk(count)) if factors.share == "v" else (u, v.chunk(count, dim=1))
+        yield prefix + shared_name(role, representation.common), common
+        for expert, tensor in enumerate(own):
+            yield prefix + delta_name(expert, role, representation.own), tensor.contiguous()
 
     def _record(self, layouts: Mapping[int, LayerLayout]) -> dict[str, Any]:
         """Per layer: tokens per expert, and the share of each difference's energy that its rank loses."""
@@ -140,8 +176,8 @@ class Factored:
             errors: dict[str, list[float]] = {role: [] for role in ROLES if layout.weights[role] is not None}
             for expert, role, representation in layout.deltas():
                 error = 0.0
-                if isinstance(representation, LowRank):
-                    spectrum, energy = entry.factors.spectrum(role, expert)
+                if isinstance(representation, (LowRank, SharedU, SharedV)):
+                    spectrum, energy = entry.factors.spectrum(role, min(expert, entry.factors.count - 1))
                     error = 1 - spectrum[: representation.rank].sum().item() / energy if energy > 0 else 0.0
                 errors[role].append(float(f"{max(error, 0.0):.4g}"))
             layer["lost_energy"] = errors
@@ -206,7 +242,10 @@ def factor_plan(
         raise UsageError(f"--trim {options.trim} is more than the {reader.shape.experts} experts of a layer.")
 
     def size(rank: int) -> int:
-        layout = LayerLayout.uniform(reader.shape, LowRank(rank), base_channels, base)
+        delta: Representation = LowRank(rank)
+        if rank and options.share != "none":
+            delta = SharedV(rank) if options.share == "v" else SharedU(rank)
+        layout = LayerLayout.uniform(reader.shape, delta, base_channels, base)
         return OutputPlan(source, dict.fromkeys(reader.moe_layers, layout), options.shard_size).nbytes
 
     if options.ratio is not None:
@@ -219,7 +258,7 @@ def factor_plan(
     layers = source.architecture.layers(checkpoint.config)
     boundaries = layers + 3 if gradients else 2
     base_bytes = 3 * base_channels * reader.shape.hidden * reader.dtype.itemsize
-    scratch = FactorFile(Path(), 0, reader.shape).nbytes + base_bytes
+    scratch = FactorFile(Path(), 0, reader.shape, options.share).nbytes + base_bytes
     return Plan(
         stage=stage,
         input_bytes=checkpoint.weight_bytes,

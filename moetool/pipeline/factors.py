@@ -6,6 +6,7 @@ cut is made when the output is written.
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -15,7 +16,7 @@ from moetool.architectures import ROLES, MoEShape, Role
 from moetool.calibration.collectors import GramCollector
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.writer import CheckpointWriter, TensorSpec
-from moetool.methods.choices import Sensitivity, Svd
+from moetool.methods.choices import Sensitivity, Share, Svd
 from moetool.methods.sensitivity import LayerSensitivity, MatrixSensitivity
 from moetool.methods.svd import LayerSvd
 from moetool.numerics.factorize import Factorization, truncate
@@ -24,17 +25,57 @@ from moetool.pipeline.calibrated import CalibratedJob
 from moetool.pipeline.job import to_cpu
 from moetool.representations.low_rank import break_even_rank
 
+
+class FactorChoices(Protocol):
+    """The options that decide a factorisation."""
+
+    @property
+    def svd(self) -> Svd: ...
+
+    @property
+    def sensitivity(self) -> Sensitivity: ...
+
+    @property
+    def share(self) -> Share: ...
+
+
 Factored = tuple[Role, int, Factorization, MatrixSensitivity]
 
 ENERGY = "energy"  # [3, experts] fp64: Σ over an expert's tokens of the squared norm of each role's input
 
 
-class FactorFile:
-    """The factorisations of one layer in one file."""
+def joint_shape(shape: tuple[int, int], experts: int, share: Share) -> tuple[int, int]:
+    """Shape of what is factorised at once: one matrix `[out, in]`, or all experts' below or beside each other."""
+    rows, columns = shape
+    return {"none": (rows, columns), "v": (experts * rows, columns), "u": (rows, experts * columns)}[share]
 
-    def __init__(self, work: Path, layer: int, shape: MoEShape) -> None:
-        self._writer = CheckpointWriter(work / f"factors-{layer:05d}", [list(_specs(shape))])
-        self._shape = shape
+
+class FactorFile:
+    """The factorisations of one layer in one file: one per role and expert, or per role if experts share a factor."""
+
+    def __init__(self, work: Path, layer: int, shape: MoEShape, share: Share = "none") -> None:
+        self.share, self._shape = share, shape
+        self._writer = CheckpointWriter(work / f"factors-{layer:05d}", [list(self._specs())])
+
+    @property
+    def count(self) -> int:
+        """Factorisations per role."""
+        return self._shape.experts if self.share == "none" else 1
+
+    def matrix(self, role: Role) -> tuple[int, int]:
+        """Shape of what was factorised."""
+        return joint_shape(self._shape.matrix(role), self._shape.experts, self.share)
+
+    def _specs(self) -> Iterator[TensorSpec]:
+        for role in ROLES:
+            matrix = self.matrix(role)
+            cap = break_even_rank(matrix)
+            for expert in range(self.count):
+                yield TensorSpec(f"{role}.{expert}.spectrum", torch.float64, (cap,))
+                yield TensorSpec(f"{role}.{expert}.energy", torch.float64, (2,))
+                yield TensorSpec(f"{role}.{expert}.basis", torch.float32, (min(matrix), cap))
+                yield TensorSpec(f"{role}.{expert}.scale", torch.float32, (matrix[0],))
+        yield TensorSpec(ENERGY, torch.float64, (len(ROLES), self._shape.experts))
 
     @property
     def nbytes(self) -> int:
@@ -46,7 +87,7 @@ class FactorFile:
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for role, expert, factorization, sensitivity in factored:
-                cap = break_even_rank(self._shape.matrix(role))
+                cap = break_even_rank(self.matrix(role))
                 scale = sensitivity.row_scale
                 yield f"{role}.{expert}.spectrum", to_cpu(factorization.spectrum[:cap]).double()
                 yield (
@@ -54,7 +95,7 @@ class FactorFile:
                     torch.tensor([factorization.energy, sensitivity.weight], dtype=torch.float64),
                 )
                 yield f"{role}.{expert}.basis", to_cpu(factorization.basis[:, :cap]).float()
-                rows = self._shape.matrix(role)[0]
+                rows = self.matrix(role)[0]
                 yield f"{role}.{expert}.scale", torch.ones(rows) if scale is None else to_cpu(scale)
             yield ENERGY, energy
 
@@ -74,8 +115,8 @@ class FactorFile:
         return self._read(f"{role}.{expert}.spectrum") * weight, energy * weight
 
     def cut(self, role: Role, expert: int, delta: Tensor, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The factors U `[out, rank]` and V `[rank, in]` of one matrix's difference Δ, in their storage dtype."""
-        rows, columns = self._shape.matrix(role)
+        """The factors U `[out, rank]` and V `[rank, in]` of what was factorised, Δ, in their storage dtype."""
+        rows, columns = self.matrix(role)
         factorization = Factorization(
             spectrum=self._read(f"{role}.{expert}.spectrum"),
             energy=self._read(f"{role}.{expert}.energy")[0].item(),
@@ -84,18 +125,6 @@ class FactorFile:
         )
         scale = self._read(f"{role}.{expert}.scale").to(delta.device)
         return truncate(delta, factorization, rank, dtype, row_scale=scale)
-
-
-def _specs(shape: MoEShape) -> Iterator[TensorSpec]:
-    for role in ROLES:
-        matrix = shape.matrix(role)
-        cap = break_even_rank(matrix)
-        for expert in range(shape.experts):
-            yield TensorSpec(f"{role}.{expert}.spectrum", torch.float64, (cap,))
-            yield TensorSpec(f"{role}.{expert}.energy", torch.float64, (2,))
-            yield TensorSpec(f"{role}.{expert}.basis", torch.float32, (min(matrix), cap))
-            yield TensorSpec(f"{role}.{expert}.scale", torch.float32, (matrix[0],))
-    yield TensorSpec(ENERGY, torch.float64, (len(ROLES), shape.experts))
 
 
 def measured_grams(
@@ -115,22 +144,38 @@ def write_factors(
     work: Path,
     layer: int,
     base: LayerBase,
-    method: Svd,
-    choice: Sensitivity,
+    options: FactorChoices,
     grams: GramCollector | None,
     device: torch.device,
 ) -> None:
     """Factorise every difference of a layer, one at a time, and leave the result in the work directory."""
-    energy = grams.energy if grams is not None else torch.zeros(len(ROLES), reader.shape.experts, dtype=torch.float64)
-    svd = LayerSvd(method, grams)
-    sensitivity = LayerSensitivity(choice, base.statistics, energy)
+    count = reader.shape.experts
+    energy = grams.energy if grams is not None else torch.zeros(len(ROLES), count, dtype=torch.float64)
+    svd = LayerSvd(options.svd, grams)
+    sensitivity = LayerSensitivity(options.sensitivity, base.statistics, energy)
+
+    def difference(role: Role, expert: int, full: Tensor) -> Tensor:
+        return (reader.dense(layer, expert, role).float() - full).to(device)
 
     def factored() -> Iterator[Factored]:
         for role in ROLES:
             full = base.full(role)
-            for expert in range(reader.shape.experts):
-                delta = (reader.dense(layer, expert, role).float() - full).to(device)
+            for expert in range(count):
+                delta = difference(role, expert, full)
                 counts = sensitivity.of(role, expert, delta.shape[1], whitened=svd.is_whitened(expert))
                 yield role, expert, svd.factorize(role, expert, delta, counts.row_scale), counts
 
-    FactorFile(work, layer, reader.shape).write(factored(), energy)
+    def jointly_factored() -> Iterator[Factored]:
+        for role in ROLES:
+            full = base.full(role)
+            deltas = [difference(role, expert, full) for expert in range(count)]
+            counts = sensitivity.jointly(role, deltas[0].shape[1], options.share, whitened=svd.is_whitened_jointly)
+            scale = counts.row_scale
+            if scale is None:
+                scales: list[Tensor | None] = [None] * count
+            else:
+                scales = list(scale.chunk(count)) if options.share == "v" else [scale] * count
+            yield role, 0, svd.factorize_jointly(role, deltas, options.share, scales), counts
+
+    file = FactorFile(work, layer, reader.shape, options.share)
+    file.write(factored() if options.share == "none" else jointly_factored(), energy)

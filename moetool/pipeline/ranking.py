@@ -17,13 +17,14 @@ from moetool.methods.allocation import (
     byte_range,
     fixed_rank,
 )
-from moetool.methods.choices import Allocation
+from moetool.methods.choices import Allocation, Share
 from moetool.pipeline.factors import FactorFile
 from moetool.pipeline.sizes import format_bytes
 from moetool.representations import Representation
 from moetool.representations.dense import Dense
 from moetool.representations.layout import DENSE_BASE, GROUPS, LayerLayout
 from moetool.representations.low_rank import LowRank
+from moetool.representations.shared_factor import SharedU, SharedV
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,14 @@ def build_groups(spectra: Sequence[LayerSpectra], shape: MoEShape, dtype: torch.
         for roles in GROUPS:
             curves = [
                 Curve(
-                    shape.matrix(role),
+                    entry.factors.matrix(role),
                     *entry.factors.spectrum(role, expert),
                     dtype.itemsize,
                     multiple,
                     expert in entry.trimmed,
                 )
                 for role in roles
-                for expert in range(shape.experts)
+                for expert in range(entry.factors.count)
             ]
             groups.append(Group(curves, sum(entry.base_bytes(role, shape, dtype) for role in roles)))
     return groups
@@ -73,9 +74,10 @@ def layouts_from(
     for position, entry in enumerate(spectra):
         weights: dict[Role, tuple[Representation, ...] | None] = {}
         for roles, chosen in zip(GROUPS, ranks[2 * position : 2 * position + 2], strict=True):
+            count = entry.factors.count
             for offset, role in enumerate(roles):
-                own = None if chosen is None else chosen[offset * shape.experts : (offset + 1) * shape.experts]
-                weights[role] = None if own is None else tuple(Dense() if r is None else LowRank(r) for r in own)
+                own = None if chosen is None else chosen[offset * count : (offset + 1) * count]
+                weights[role] = None if own is None else _representations(own, entry.factors.share, shape.experts)
         untouched = all(value is None for value in weights.values())
         layouts[entry.layer] = LayerLayout(
             shape,
@@ -85,6 +87,17 @@ def layouts_from(
             DENSE_BASE if untouched else entry.base,
         )
     return layouts
+
+
+def _representations(ranks: Ranks, share: Share, experts: int) -> tuple[Representation, ...]:
+    """How one role's differences are stored, given the rank of each, or of all together."""
+    if share == "none":
+        return tuple(Dense() if rank is None else LowRank(rank) for rank in ranks)
+    [rank] = ranks
+    joint: Representation = Dense() if rank is None else LowRank(0)
+    if rank:
+        joint = SharedV(rank) if share == "v" else SharedU(rank)
+    return (joint,) * experts
 
 
 def same_rank(groups: Sequence[Group], rank: int) -> list[Ranks | None]:

@@ -24,8 +24,11 @@ class Stored:
 class Weight(nn.Module, ABC):
     """One stored matrix at run time: `forward` is its product with inputs, `dense` the matrix it stands for.
 
-    Its parameters and persistent buffers are the tensors on disk.
+    Its parameters and persistent buffers are the tensors on disk, without those that all experts share.
     """
+
+    def share(self, tensors: Mapping[str, Tensor] | nn.ParameterDict) -> None:
+        """Take what all matrices of the role have in common from `tensors`, which may be filled later."""
 
     @abstractmethod
     def forward(self, inputs: Tensor) -> Tensor:
@@ -62,15 +65,20 @@ class Representation(ABC):
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         """Tensors on disk, by name, for a matrix `[out, in]`."""
 
+    def shared_tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
+        """Tensors on disk that all experts' matrices of one role have in common."""
+        return {}
+
     @abstractmethod
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         """An empty `Weight` whose parameters and buffers are exactly `tensors(shape)`."""
 
     def decode(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """The matrix `[out, in]` that stored tensors stand for, in fp32 or better."""
+        """The matrix `[out, in]` that stored tensors, own and shared, stand for, in fp32 or better."""
         device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
         weight = self.build(shape, dtype, device)
-        weight.load_state_dict(dict(tensors), assign=True)
+        weight.load_state_dict({name: tensors[name] for name in self.tensors(shape)}, assign=True)
+        weight.share(tensors)
         with torch.no_grad():
             return weight.dense()
 

@@ -35,6 +35,11 @@ def base_name(role: Role, tensor: str) -> str:
     return f"moetool.base.{role}.{tensor}"
 
 
+def shared_name(role: Role, tensor: str) -> str:
+    """The same for what all experts' representations have in common."""
+    return f"moetool.shared.{role}.{tensor}"
+
+
 @dataclass(frozen=True)
 class LayerLayout:
     """Storage of one layer's experts.
@@ -61,6 +66,9 @@ class LayerLayout:
             weights = self.weights[role]
             if weights is not None and len(weights) != self.shape.experts:
                 raise ValueError(f"{role}: {len(weights)} representations for {self.shape.experts} experts")
+            common = [own for weight in weights or () if (own := weight.shared_tensors(self.shape.matrix(role)))]
+            if any(own != common[0] for own in common):
+                raise ValueError(f"{role}: the experts do not share the same factor")
         if not 0 < self.base_channels <= self.shape.intermediate:
             raise ValueError(f"{self.base_channels} base channels of {self.shape.intermediate}")
         if not 0 <= self.dynamic_channels < self.base_channels:
@@ -114,6 +122,13 @@ class LayerLayout:
             for expert, representation in enumerate(self.weights[role] or ()):
                 yield expert, role, representation
 
+    def shared_tensors(self, role: Role) -> dict[str, Stored]:
+        """What the representations of a role have in common."""
+        for weight in self.weights[role] or ():
+            if own := weight.shared_tensors(self.shape.matrix(role)):
+                return own
+        return {}
+
     def own_tensors(self) -> Iterator[tuple[str, Stored]]:
         """Every tensor under moetool's own names, relative to the experts, in the order in which it is written."""
         if self.is_pruned:
@@ -121,6 +136,9 @@ class LayerLayout:
         for role, representation in self.compact_bases():
             for tensor, stored in representation.tensors(self.base_shape(role)).items():
                 yield base_name(role, tensor), stored
+        for role in ROLES:
+            for tensor, stored in self.shared_tensors(role).items():
+                yield shared_name(role, tensor), stored
         for expert, role, representation in self.deltas():
             for tensor, stored in representation.tensors(self.shape.matrix(role)).items():
                 yield delta_name(expert, role, tensor), stored

@@ -1,5 +1,7 @@
 """Everything the D²-MoE paper compares, as options of the command line."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +111,6 @@ def test_a_factored_base_computes(run_cli: Any, factored_base: Any, tokens: torc
 
 
 def test_a_guard_stops_other_readers(factored_base: Any, tmp_path: Path) -> None:
-    import json
-    import shutil
-
     shutil.copytree(factored_base.path, tmp_path / "plain")
     config = config_of(factored_base.path)
     del config["quantization_config"]
@@ -150,3 +149,58 @@ def test_presets(run_cli: Any, tiny_mixtral: Path, calibration: Any, tmp_path: P
     both = run_cli("compress", tiny_mixtral, tmp_path / "no", "--preset", "d2moe-40", "--recipe", "x.yaml")
     assert both.code == 2
     assert "give one of them" in both.stderr
+
+
+@pytest.mark.parametrize("share", ["v", "u"])
+@pytest.mark.parametrize("svd", ["truncation-aware", "vanilla"])
+def test_a_shared_factor_is_stored_once(
+    run_cli: Any, compress: Any, tiny_mixtral: Path, tokens: torch.Tensor, tmp_path: Path, share: str, svd: str
+) -> None:
+    made = compress(tiny_mixtral, "--ratio", 0.45, "--share", share, "--svd", svd)
+    assert -0.005 <= weight_bytes(made.path) / weight_bytes(tiny_mixtral) - 0.55 <= 0
+    stored = load_file(made.path / "model.safetensors")
+    own = {"v": "u", "u": "v"}[share]
+    shared = [name for name in stored if ".moetool.shared." in name]
+    assert shared
+    for name in shared:
+        prefix, role, factor = name.replace(".shared.", ".{}.").rsplit(".", 2)
+        assert factor == share
+        for expert in range(4):
+            u, v = (stored[name] if f == share else stored[f"{prefix.format(expert)}.{role}.{own}"] for f in "uv")
+            assert u.shape[1] == v.shape[0]
+    expected = logits(made.path, tokens)
+    assert run_cli("export", made.path, tmp_path / "dense").code == 0
+    torch.testing.assert_close(logits(tmp_path / "dense", tokens), expected, rtol=0, atol=2e-5 * expected.abs().max())
+    load(made.path).save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == stored.keys()
+    assert all(again[name].equal(stored[name]) for name in stored)
+    assert run_cli("verify", made.path, "--against", tiny_mixtral).code == 0
+
+
+def test_a_shared_factor_of_one_rank_is_the_best_there_is(run_cli: Any, compress: Any, tiny_mixtral: Path) -> None:
+    """Shared V without whitening is the plain SVD of the differences below each other."""
+    made = compress(tiny_mixtral, "--rank", 3, "--share", "v", "--svd", "vanilla", "--sensitivity", "none")
+    before, after = (load_file(path / "model.safetensors") for path in (tiny_mixtral, made.path))
+    prefix = "model.layers.1.block_sparse_moe.experts."
+    experts = torch.stack([before[f"{prefix}{expert}.w1.weight"] for expert in range(4)])
+    stacked = (experts - after[f"{prefix}0.w1.weight"]).flatten(0, 1)
+    v = after[f"{prefix}moetool.shared.gate.v"]
+    u = torch.cat([after[f"{prefix}moetool.{expert}.gate.u"] for expert in range(4)])
+    best = torch.linalg.svdvals(stacked.double())[3:].square().sum()
+    torch.testing.assert_close((stacked - u @ v).double().square().sum(), best, rtol=1e-5, atol=0)
+
+
+def test_what_does_not_go_with_sharing(run_cli: Any, tiny_mixtral: Path) -> None:
+    for more, says in (("--trim", 1), "exclude each other"), (("--svd", "activation-aware"), "truncation-aware or"):
+        refused = run_cli("compress", tiny_mixtral, "unused", "--ratio", 0.4, "--share", "v", *more)
+        assert refused.code == 2
+        assert says in refused.stderr
+
+
+def test_a_shared_factor_by_hand(
+    run_cli: Any, compress: Any, tiny_mixtral: Path, decomposed: Path, calibration: Any, tmp_path: Path
+) -> None:
+    options = ("--ratio", 0.45, "--share", "v")
+    assert run_cli("svd-compress", decomposed, tmp_path / "by-hand", *options, *calibration).code == 0
+    assert weights(tmp_path / "by-hand") == weights(compress(tiny_mixtral, *options).path)

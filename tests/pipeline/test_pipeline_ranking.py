@@ -35,6 +35,12 @@ ITEMSIZE = 2
 class Spectra:
     """Stands in for a factor file: one falling spectrum per matrix."""
 
+    share = "none"
+    count = SHAPE.experts
+
+    def matrix(self, role: Role) -> tuple[int, int]:
+        return SHAPE.matrix(role)
+
     def __init__(self, layer: int) -> None:
         self.layer = layer
 

@@ -107,8 +107,8 @@ class D2MoE(Stage[D2MoEOptions]):
                 base = factored_base(calibrated, index, layer, base, options.prune_base)
             grams = measured_grams(calibrated, index, layer, base, keep=False)
             base.save(base_path(job.work, index))
-            write_factors(reader, job.work, index, base, options.svd, options.sensitivity, grams, job.device)
+            write_factors(reader, job.work, index, base, options, grams, job.device)
 
         calibrated.reverse(visit, passes=2)
         job.record["calibration"]["loss"] = calibrated.loss
-        return finish(job, Factored(job, pruning.dynamic, options.trim), options, self.name)
+        return finish(job, Factored(job, pruning.dynamic, options), options, self.name)

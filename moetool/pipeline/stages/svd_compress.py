@@ -59,7 +59,7 @@ class SvdCompress(Stage[FactorOptions]):
             base = stored_base(index)
             grams = measured_grams(calibrated, index, layer, base, keep=True)
             base.save(base_path(job.work, index))
-            write_factors(reader, job.work, index, base, options.svd, options.sensitivity, grams, job.device)
+            write_factors(reader, job.work, index, base, options, grams, job.device)
 
         if options.calibration is not None:
             calibrated = CalibratedJob(job, options)
@@ -69,7 +69,7 @@ class SvdCompress(Stage[FactorOptions]):
                 if job.unit(f"factor/{layer}"):
                     base = stored_base(layer)
                     base.save(base_path(job.work, layer))
-                    write_factors(reader, job.work, layer, base, options.svd, options.sensitivity, None, job.device)
+                    write_factors(reader, job.work, layer, base, options, None, job.device)
                     job.finish(f"factor/{layer}")
         dynamic = {layer: reader.layout(layer).dynamic_channels for layer in reader.moe_layers}
-        return finish(job, Factored(job, dynamic, options.trim), options, self.name)
+        return finish(job, Factored(job, dynamic, options), options, self.name)

@@ -1,0 +1,83 @@
+"""Low-rank differences of which all experts have one factor in common (D²-MoE, Appendix A.6).
+
+`shared-v`: `W_e ≈ base + U_e V`, what every expert looks at in its input. `shared-u`: `W_e ≈ base + U V_e`, what every
+expert can change in its output.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from moetool.representations.base import Representation, Stored, Weight, empty_parameter
+
+
+@dataclass(frozen=True)
+class _SharedFactor(Representation):
+    rank: int
+    own: ClassVar[str]
+    common: ClassVar[str]
+    uses_base: ClassVar[bool] = True
+
+    @property
+    def spec(self) -> str:
+        return f"{self.kind}:{self.rank}"
+
+    @classmethod
+    def from_arguments(cls, arguments: list[str]) -> Self:
+        if len(arguments) != 1 or not arguments[0].isdigit() or not int(arguments[0]):
+            raise ValueError(f"'{cls.kind}' takes one argument, its rank")
+        return cls(rank=int(arguments[0]))
+
+    def _factors(self, shape: tuple[int, int]) -> dict[str, Stored]:
+        return {"u": Stored((shape[0], self.rank)), "v": Stored((self.rank, shape[1]))}
+
+    def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
+        return {self.own: self._factors(shape)[self.own]}
+
+    def shared_tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
+        return {self.common: self._factors(shape)[self.common]}
+
+    def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
+        return SharedFactorWeight(self.own, self.tensors(shape)[self.own].shape, dtype, device)
+
+
+class SharedV(_SharedFactor):
+    """`U_e [out, rank]` per expert and one `V [rank, in]`."""
+
+    kind: ClassVar[str] = "shared-v"
+    own: ClassVar[str] = "u"
+    common: ClassVar[str] = "v"
+
+
+class SharedU(_SharedFactor):
+    """One `U [out, rank]` and `V_e [rank, in]` per expert."""
+
+    kind: ClassVar[str] = "shared-u"
+    own: ClassVar[str] = "v"
+    common: ClassVar[str] = "u"
+
+
+class SharedFactorWeight(Weight):
+    """Run-time form of both."""
+
+    def __init__(self, own: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self._own = own
+        self.register_parameter(own, empty_parameter(shape, dtype, device))
+        # In a tuple, so that the shared parameter is not registered here a second time.
+        self._shared: tuple[Mapping[str, Tensor] | nn.ParameterDict, ...] = ()
+
+    def share(self, tensors: Mapping[str, Tensor] | nn.ParameterDict) -> None:
+        self._shared = (tensors,)
+
+    def _factor(self, name: str) -> Tensor:
+        return getattr(self, name) if name == self._own else self._shared[0][name]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs @ self._factor("v").T) @ self._factor("u").T
+
+    def dense(self) -> Tensor:
+        return self._factor("u").float() @ self._factor("v").float()
