@@ -142,8 +142,10 @@ def test_bf16_product_is_the_rounded_one(bits: int) -> None:
 def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = normal()
     codes, scales = quantise(matrix, 4, 64, torch.bfloat16)
+    decoded = dequantise(codes, scales, 4, torch.float32)
     monkeypatch.setattr("moetool.numerics.quantisation._CHUNK", 700)
     again = quantise(matrix, 4, 64, torch.bfloat16)
+    assert dequantise(codes, scales, 4, torch.float32).equal(decoded)
     assert codes.equal(again[0])
     assert scales.equal(again[1])
 

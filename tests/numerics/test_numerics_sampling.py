@@ -5,10 +5,11 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 
 from moetool.numerics import sampling
 from moetool.numerics.counter import key, words
-from moetool.numerics.sampling import sample
+from moetool.numerics.sampling import sample, scatter
 
 
 def test_pinned_sets() -> None:
@@ -105,3 +106,14 @@ def test_both_corrections_occur_and_leave_uniform_sets() -> None:
 def test_nonsense(n: int, k: int) -> None:
     with pytest.raises(ValueError, match="cannot choose"):
         sample(n, k, 0)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 17])
+@pytest.mark.parametrize("k", [0, 1, 33, 100])
+def test_scatter_overwrites_everything(chunk: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "_CHUNK", chunk)
+    indices = torch.from_numpy(sample(100, k, 4))
+    values = torch.arange(1, k + 1).bfloat16()
+    expected = torch.zeros(100, dtype=torch.bfloat16)
+    expected[indices.long()] = values
+    assert scatter(values, indices, torch.full((100,), 7.0, dtype=torch.bfloat16)).equal(expected)
