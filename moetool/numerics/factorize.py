@@ -121,7 +121,7 @@ def truncate(
     )
     u = basis / scale if factorization.side == "left" else delta.to(work) @ basis
     u = u.to(dtype)
-    return u, _refit(scale * delta.to(work), scale * u.to(work)).to(dtype)
+    return u, refit(scale * delta.to(work), scale * u.to(work)).to(dtype)
 
 
 def whitened_error(delta: Tensor, u: Tensor, v: Tensor, *, gram: Tensor | None = None) -> float:
@@ -142,8 +142,8 @@ def whitened_error(delta: Tensor, u: Tensor, v: Tensor, *, gram: Tensor | None =
     return total
 
 
-def _refit(delta: Tensor, u: Tensor) -> Tensor:
-    """The V [k, in] fp64 minimising ||delta - u V||_F."""
+def refit(delta: Tensor, u: Tensor) -> Tensor:
+    """The V [k, in] fp64 minimising ||delta - u V||_F, for delta [out, in] and u [out, k] of one dtype."""
     wide = u.double()
     normal = wide.T @ wide  # [k, k]
     factor, info = torch.linalg.cholesky_ex(normal)

@@ -1,0 +1,174 @@
+"""Few-bit codes with one scale per group of inputs, chosen for the least squared error.
+
+A matrix [out, in] is cut along its inputs into groups of equal length; an element is `level[code] * scale[group]`.
+
+- 1 bit: levels -1 and 1. The best scale is then the mean magnitude of the group.
+- 2, 3, 4 bits: the levels that minimise the squared error of a normal variable (J. Max, "Quantizing for minimum
+  distortion", IRE Trans. Inform. Theory, 1960). Expert weights and their differences are close to normal within a
+  group (kurtosis 3.0 to 3.2 on a trained model), and levels learnt from the matrix itself were at most 0.6 % better.
+- 8 bits: the whole numbers from -127 to 127, so that zero stays zero.
+
+Rounding to the nearest level of a grid that ends at the group's largest value leaves a relative error of about .765,
+.272, .117 at 2, 3, 4 bits (groups of 128 weights); the levels above with searched scales .338, .178, .089.
+
+All levels are bf16 numbers, so that `level * scale` is the same whether it is rounded once or computed in bf16. The
+scale is rounded to its storage dtype first and the codes are chosen for the rounded one, which makes the rounding of
+scales a second-order effect.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+BITS = (1, 2, 3, 4, 8)
+
+_NORMAL_LEVELS = {
+    2: (0.453125, 1.5078125),
+    3: (0.2451171875, 0.7578125, 1.34375, 2.15625),
+    4: (0.1279296875, 0.388671875, 0.65625, 0.94140625, 1.2578125, 1.6171875, 2.0625, 2.734375),
+}
+_CHUNK = 1 << 18  # elements worked on at a time
+_CANDIDATES = 14  # scales tried per group: against 30 the error is .1 % larger at 4 bits
+_RANGE, _CELLS = 4, 128  # of the search's table: beyond all levels, cells per unit
+_REFINEMENTS = 2  # rounds of codes for the scale, scale for the codes
+
+
+@cache
+def levels(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The [2^bits] values that codes stand for, before scaling; ascending.
+
+    Raises:
+        ValueError: `bits` is not one of `BITS`.
+    """
+    if bits not in BITS:
+        raise ValueError(f"codes have {', '.join(map(str, BITS))} bits, not {bits}")
+    with torch.inference_mode(False):  # what is kept must serve training too
+        if bits == 8:
+            return (torch.arange(256, device=device) - 127).clamp_max(127).to(dtype)
+        upper = torch.tensor((1.0,) if bits == 1 else _NORMAL_LEVELS[bits])
+        return torch.cat([-upper.flip(0), upper]).to(dtype).to(device)
+
+
+def quantise(
+    matrix: Tensor, bits: int, group: int, dtype: torch.dtype, *, importance: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales with a small (at 1 bit: the least) weighted squared error.
+
+    The scale search tries several starting points per group, each with the best scale for its codes, and refines the
+    best one; no step makes the error larger.
+
+    Args:
+        matrix: [out, in], floating.
+        bits: one of `BITS`.
+        group: inputs that share a scale, a divisor of `in`.
+        dtype: of the scales.
+        importance: [in], non-negative, how much the squared error of each input counts, e.g. the diagonal of the
+            activations' Gram matrix; None for all the same.
+
+    Returns:
+        codes [out, in] uint8 and scales [out, in / group] in `dtype`.
+
+    Raises:
+        ValueError: bits, group or importance do not fit, or values that are not finite.
+    """
+    rows, columns = matrix.shape
+    if group < 1 or columns % group:
+        raise ValueError(f"groups of {group} do not divide {columns} columns")
+    weights = torch.ones(columns, device=matrix.device) if importance is None else importance.to(matrix.device).float()
+    if weights.shape != (columns,) or not bool((weights >= 0).all()) or not bool(weights.isfinite().all()):
+        raise ValueError(f"importance must be [{columns}], finite and not negative")
+    mean = weights.double().mean()
+    # Inputs that were never active still get sensible codes.
+    weights = (weights / mean).clamp(1e-4, 1e30).float() if mean > 0 else torch.ones_like(weights)
+    weights = weights.view(1, -1, group)
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device=matrix.device)
+    scales = torch.empty(rows, columns // group, dtype=dtype, device=matrix.device)
+    step = max(1, _CHUNK // columns)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        values = matrix[part].detach().float().contiguous().view(-1, columns // group, group)
+        if not bool(values.isfinite().all()):
+            raise ValueError("a matrix with values that are not finite cannot be quantised")
+        # Groups are brought to unit size, so that no square under- or overflows.
+        size = values.abs().amax(2, keepdim=True)
+        unit = values / torch.where(size > 0, size, 1)
+        scales[part] = (_search(unit, weights, bits) * size).squeeze(2).to(dtype)
+        codes[part] = nearest(values, scales[part].float().unsqueeze(2), bits).view(-1, columns)
+    return codes, scales
+
+
+def dequantise(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """The matrix [out, in] that codes [out * in] or [out, in] uint8 and scales [out, groups] stand for, in `dtype`."""
+    rows, groups = scales.shape
+    grid, flat = levels(bits, dtype, codes.device), codes.reshape(-1)
+    values = torch.empty(len(flat), dtype=dtype, device=codes.device)
+    for start in range(0, len(flat), _CHUNK):  # the wider indices of all codes at once would not fit any cache
+        part = slice(start, start + _CHUNK)
+        torch.index_select(grid, 0, flat[part].int(), out=values[part])
+    grouped = values.view(rows, groups, -1)
+    factor = scales.to(dtype).unsqueeze(2)
+    needs_graph = scales.requires_grad and torch.is_grad_enabled()
+    return (grouped * factor if needs_graph else grouped.mul_(factor)).view(rows, -1)
+
+
+def nearest(values: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Codes of the levels nearest to values / scales; any code where the scale is zero. uint8."""
+    ratio = values / torch.where(scales > 0, scales, 1)
+    if bits == 1:
+        return (ratio >= 0).to(torch.uint8)
+    if bits == 8:
+        return (ratio.round_().clamp_(-127, 127) + 127).to(torch.uint8)
+    grid = levels(bits, torch.float32, values.device)
+    return torch.bucketize(ratio, (grid[1:] + grid[:-1]) / 2, out_int32=True).to(torch.uint8)
+
+
+def _search(unit: Tensor, weights: Tensor, bits: int) -> Tensor:
+    """Scales [rows, groups, 1] for groups [rows, groups, group] whose largest magnitude is 1, or 0."""
+    if bits == 1:
+        return _fit(unit, weights, torch.ones_like(unit[..., :1]), bits)[0]
+    grid = levels(bits, torch.float32, unit.device)
+    largest = 1 / grid[-1]  # reaches the largest value of the group
+    if bits == 8:  # every candidate clips a little of the group's tail
+        starts = [torch.full_like(unit[..., :1], float(largest * share)) for share in (1.0, 0.97, 0.94, 0.9, 0.85)]
+    else:
+        spread = (unit.square() * weights).mean(2, keepdim=True).div(weights.mean(2, keepdim=True)).sqrt()
+        low, high = 0.6 * spread, torch.maximum(1.3 * spread, 1.05 * largest)
+        ratio = (high / low.clamp_min(1e-12)).log() / (_CANDIDATES - 1)
+        starts = [low * (ratio * i).exp() for i in range(_CANDIDATES)]
+    best, gain = _fit(unit, weights, starts[0], bits)
+    for start in starts[1:]:
+        scale, found = _fit(unit, weights, start, bits)
+        best, gain = torch.where(found > gain, scale, best), torch.maximum(found, gain)
+    for _ in range(_REFINEMENTS):
+        best, _ = _fit(unit, weights, best, bits)
+    return best
+
+
+def _fit(unit: Tensor, weights: Tensor, scales: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """The best scales for the codes that belong to `scales`, and how much squared error they explain."""
+    chosen = _nearly_nearest(unit / torch.where(scales > 0, scales, 1), bits)
+    weighted = chosen * weights
+    product = (weighted * unit).sum(2, keepdim=True)
+    norm = weighted.mul_(chosen).sum(2, keepdim=True)
+    fitted = product / torch.where(norm > 0, norm, 1)
+    return fitted.clamp_min_(0), product * fitted
+
+
+def _nearly_nearest(ratio: Tensor, bits: int) -> Tensor:
+    """The level nearest to each `ratio`, or next to it in the small neighbourhood of a boundary. Overwrites `ratio`."""
+    if bits == 1:
+        return torch.where(ratio >= 0, 1.0, -1.0)
+    if bits == 8:
+        return ratio.round_().clamp_(-127, 127)
+    cells = ratio.mul_(_CELLS).add_(_RANGE * _CELLS).clamp_(0, 2 * _RANGE * _CELLS - 1).int()
+    return _cell_levels(bits, ratio.device).index_select(0, cells.view(-1)).view_as(ratio)
+
+
+@cache
+def _cell_levels(bits: int, device: torch.device) -> Tensor:
+    """The nearest level of every cell between -4 and 4: looking it up takes a twentieth of the time of bisection."""
+    with torch.inference_mode(False):
+        centres = (torch.arange(2 * _RANGE * _CELLS, device=device) + 0.5) / _CELLS - _RANGE
+        grid = levels(bits, torch.float32, device)
+        return grid[torch.bucketize(centres, (grid[1:] + grid[:-1]) / 2)]

@@ -1,0 +1,135 @@
+"""A matrix in few bits: packed codes and one scale per group of inputs (DeRS compression, arXiv:2503.01359, Eq. 5)."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moetool.numerics.packing import pack, packed_size, unpack
+from moetool.numerics.quantisation import BITS, dequantise, quantise
+from moetool.representations.base import Representation, Stored, Weight, empty_parameter
+
+ROW = "row"  # how a spec says that a whole row shares one scale
+
+
+@dataclass(frozen=True)
+class Quantised(Representation):
+    """A difference to the shared base in `bits` (8, 4, 3, 2 or 1) per element and a scale per `group` inputs.
+
+    `codes` are packed without gaps in [out * in * bits / 8] bytes; `scales` [out, in / group] are in the model's own
+    dtype: its range is what the weights needed, and its rounding is of second order (see `numerics.quantisation`).
+    A group of 0 is the whole row.
+    """
+
+    bits: int
+    group: int
+    kind: ClassVar[str] = "quantised"
+    uses_base: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_quantisation(self.bits, self.group)
+
+    @property
+    def spec(self) -> str:
+        return f"{self.kind}:{self.bits}:{self.group or ROW}"
+
+    @classmethod
+    def from_arguments(cls, arguments: list[str]) -> Self:
+        if len(arguments) != 2:
+            raise ValueError(f"'{cls.kind}' takes two arguments, bits and group size (or '{ROW}')")
+        return cls(*parse_quantisation(*arguments))
+
+    def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
+        rows, columns = shape
+        groups = columns // group_size(self.group, columns)
+        return {
+            "codes": Stored((packed_size(rows * columns, self.bits),), torch.uint8),
+            "scales": Stored((rows, groups)),
+        }
+
+    def encode(self, matrix: Tensor, dtype: torch.dtype, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+        """What is stored of `matrix` [out, in] in a model of `dtype`.
+
+        `importance` [in] says how much the squared error of each input counts, e.g. the diagonal of the activations'
+        Gram matrix.
+
+        Raises:
+            ValueError: the group size does not divide the inputs, or values are not finite.
+        """
+        group = group_size(self.group, matrix.shape[1])
+        codes, scales = quantise(matrix, self.bits, group, dtype, importance=importance)
+        return {"codes": pack(codes.view(-1), self.bits), "scales": scales}
+
+    def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
+        return QuantisedWeight(self, shape, dtype, device)
+
+
+@dataclass(frozen=True)
+class QuantisedMatrix(Quantised):
+    """The same for a matrix that is not a difference: an expert's own, or a base."""
+
+    kind: ClassVar[str] = "quantised-weight"
+    uses_base: ClassVar[bool] = False
+
+
+class QuantisedWeight(Weight):
+    """Run-time form of both: a product dequantises the matrix. Scales can be trained, codes cannot."""
+
+    codes: Tensor
+
+    def __init__(
+        self, representation: Quantised, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.shape, self.bits = shape, representation.bits
+        stored = representation.tensors(shape)
+        self.register_buffer("codes", torch.zeros(stored["codes"].shape, dtype=torch.uint8, device=device))
+        self.scales = empty_parameter(stored["scales"].shape, dtype, device)
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        """The matrix [out, in] in `dtype`."""
+        codes = unpack(self.codes, self.bits, self.shape[0] * self.shape[1])
+        return dequantise(codes, self.scales, self.bits, dtype)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return F.linear(inputs, self.dequantise(inputs.dtype))
+
+    def dense(self) -> Tensor:
+        return self.dequantise(torch.promote_types(self.scales.dtype, torch.float32))
+
+
+def parse_quantisation(bits: str, group: str) -> tuple[int, int]:
+    """Bits and group size from a spec. Raises `ValueError` on anything else."""
+    if not bits.isdigit() or not (group == ROW or group.isdigit()):
+        raise ValueError(f"bits and group size are whole numbers (or '{ROW}' for the group), not '{bits}:{group}'")
+    if group != ROW and int(group) == 0:
+        raise ValueError(f"a group has at least one input; '{ROW}' stands for all of a row")
+    return int(bits), 0 if group == ROW else int(group)
+
+
+def check_quantisation(bits: int, group: int) -> None:
+    """Raise `ValueError` unless there can be such codes and groups."""
+    if bits not in BITS:
+        raise ValueError(f"codes have {', '.join(map(str, BITS))} bits, not {bits}")
+    if group < 0:
+        raise ValueError(f"a group cannot have {group} inputs")
+
+
+def group_size(group: int, columns: int) -> int:
+    """Inputs per scale in a matrix of `columns` inputs; `group` 0 is all of them.
+
+    Raises:
+        ValueError: the group size does not divide the inputs; the message names divisors nearby.
+    """
+    if group == 0:
+        return columns
+    if columns % group == 0:
+        return group
+    divisors = [size for size in range(1, columns + 1) if columns % size == 0]
+    below = max(size for size in divisors if size <= group)
+    nearby = sorted({below, *(size for size in divisors if size > group)})[:2]
+    raise ValueError(
+        f"groups of {group} do not divide {columns} inputs; {' and '.join(map(str, nearby))} would, or '{ROW}'"
+    )

@@ -1,0 +1,204 @@
+"""A difference to the shared base of which few elements are stored (DeRS compression, arXiv:2503.01359, Eq. 4)."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moetool.numerics.counter import key
+from moetool.numerics.index_sets import decode_indices, encode_indices, index_sizes
+from moetool.numerics.sampling import sample, scatter
+from moetool.representations.base import Representation, Stored, Weight, empty_parameter
+
+_SEEDS = 1 << 64
+
+
+@dataclass(frozen=True)
+class Sparse(Representation):
+    """Randomly chosen elements, scaled up so that the rest is made good for on average.
+
+    Exactly k = round(n (1 - drop)) of n elements are stored, times n / k; which ones follows from the seed, so not a
+    byte is spent on indices. Unbiased, with variance v^2 (n - k) / k per element v: see `numerics.sampling`. Matrices
+    of different experts and roles need different seeds, or their errors add up instead of averaging out.
+    """
+
+    drop: float
+    seed: int
+    kind: ClassVar[str] = "sparse"
+    uses_base: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.drop < 1:
+            raise ValueError(f"a drop rate lies between 0 and 1 (1 excluded), not at {self.drop}")
+        if not 0 <= self.seed < _SEEDS:
+            raise ValueError(f"a seed is a whole number below 2^64, not {self.seed}")
+
+    @property
+    def spec(self) -> str:
+        return f"{self.kind}:{self.drop!r}:{self.seed}"
+
+    @classmethod
+    def from_arguments(cls, arguments: list[str]) -> Self:
+        if len(arguments) != 2 or not arguments[1].isdigit():
+            raise ValueError(f"'{cls.kind}' takes two arguments, its drop rate and its seed")
+        return cls(drop=_share(arguments[0], "a drop rate"), seed=int(arguments[1]))
+
+    @classmethod
+    def derived(cls, drop: float, seed: int, *path: int | str) -> Self:
+        """With a 32-bit seed for one matrix, made from a model's seed and e.g. layer, expert and role."""
+        return cls(drop, key(seed, *path) >> 32)
+
+    def count(self, shape: tuple[int, int]) -> int:
+        """Stored elements k, at least one."""
+        elements = shape[0] * shape[1]
+        return max(1, round(elements * (1 - Fraction(repr(float(self.drop))))))
+
+    def indices(self, shape: tuple[int, int]) -> Tensor:
+        """[k] int32, ascending positions in the flattened matrix, on the CPU; the same for ever."""
+        return torch.from_numpy(sample(shape[0] * shape[1], self.count(shape), key(self.seed, "sparse")))
+
+    def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
+        return {"values": Stored((self.count(shape),))}
+
+    def encode(self, delta: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """What is stored of `delta` [out, in] in a model of `dtype`."""
+        rows, columns = delta.shape
+        chosen = delta.detach().reshape(-1)[self.indices((rows, columns)).to(delta.device).long()]
+        return {"values": (chosen.double() * (delta.numel() / len(chosen))).to(dtype)}
+
+    def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
+        return SparseWeight(self, shape, dtype, device)
+
+
+@dataclass(frozen=True)
+class MagnitudeSparse(Representation):
+    """The largest elements as they are: k = round(n * kept) values and their positions in few bits."""
+
+    kept: float
+    kind: ClassVar[str] = "sparse-magnitude"
+    uses_base: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.kept <= 1:
+            raise ValueError(f"the kept share lies between 0 (excluded) and 1, not at {self.kept}")
+
+    @property
+    def spec(self) -> str:
+        return f"{self.kind}:{self.kept!r}"
+
+    @classmethod
+    def from_arguments(cls, arguments: list[str]) -> Self:
+        if len(arguments) != 1:
+            raise ValueError(f"'{cls.kind}' takes one argument, the kept share")
+        return cls(kept=_share(arguments[0], "a kept share"))
+
+    def count(self, shape: tuple[int, int]) -> int:
+        """Stored elements k, at least one."""
+        return max(1, round(shape[0] * shape[1] * Fraction(repr(float(self.kept)))))
+
+    def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
+        k = self.count(shape)
+        packed = index_sizes(shape[0] * shape[1], k)
+        return {"values": Stored((k,))} | {name: Stored((size,), torch.uint8) for name, size in packed.items()}
+
+    def encode(self, delta: Tensor, dtype: torch.dtype, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+        """What is stored of `delta` [out, in] in a model of `dtype`.
+
+        With `importance` [in], e.g. the diagonal of the activations' Gram matrix, the largest are those with most
+        delta^2 * importance. Of equals the first are kept.
+        """
+        rows, columns = delta.shape
+        score = delta.detach().float().abs()
+        if importance is not None:
+            if importance.shape != (columns,):
+                raise ValueError(f"importance must be [{columns}], got {list(importance.shape)}")
+            score = score * importance.to(score).clamp_min(0).sqrt()
+        order = score.reshape(-1).argsort(descending=True, stable=True)
+        indices = order[: self.count((rows, columns))].sort().values
+        return {"values": delta.detach().reshape(-1)[indices].to(dtype)} | encode_indices(indices, delta.numel())
+
+    def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
+        return MagnitudeSparseWeight(self, shape, dtype, device)
+
+
+class ScatteredWeight(Weight):
+    """Run-time form of both: values, and where they belong in a matrix of zeros.
+
+    The positions are found when they are needed first and kept as int32, neither a parameter nor in the state dict. A
+    product builds the matrix: sparse products exist on few devices and for few dtypes.
+    """
+
+    def __init__(self, shape: tuple[int, int], count: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.shape = shape
+        self.values = empty_parameter((count,), dtype, device)
+        self._indices: Tensor | None = None
+
+    @abstractmethod
+    def locate(self) -> Tensor:
+        """Positions [k] int32 of the values in the flattened matrix, ascending."""
+
+    def indices(self) -> Tensor:
+        """The same from memory, on the device of the values."""
+        if self._indices is None or self._indices.device != self.values.device:
+            with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
+                self._indices = self.locate().to(self.values.device)
+        return self._indices
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        self._indices = None
+        super()._load_from_state_dict(*arguments, **options)
+
+    def scatter(self, dtype: torch.dtype) -> Tensor:
+        """The matrix [out, in] in `dtype`."""
+        values, elements = self.values.to(dtype), self.shape[0] * self.shape[1]
+        if values.requires_grad and torch.is_grad_enabled():
+            return values.new_zeros(elements).index_copy(0, self.indices().long(), values).view(self.shape)
+        return scatter(values, self.indices(), values.new_empty(elements)).view(self.shape)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return F.linear(inputs, self.scatter(inputs.dtype))
+
+    def dense(self) -> Tensor:
+        return self.scatter(torch.promote_types(self.values.dtype, torch.float32))
+
+
+class SparseWeight(ScatteredWeight):
+    """Run-time form of `Sparse`."""
+
+    def __init__(
+        self, representation: Sparse, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(shape, representation.count(shape), dtype, device)
+        self.representation = representation
+
+    def locate(self) -> Tensor:
+        return self.representation.indices(self.shape)
+
+
+class MagnitudeSparseWeight(ScatteredWeight):
+    """Run-time form of `MagnitudeSparse`."""
+
+    def __init__(
+        self, representation: MagnitudeSparse, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(shape, representation.count(shape), dtype, device)
+        self.packed = tuple(name for name in representation.tensors(shape) if name != "values")
+        for name in self.packed:
+            size = representation.tensors(shape)[name].shape
+            self.register_buffer(name, torch.zeros(size, dtype=torch.uint8, device=device))
+
+    def locate(self) -> Tensor:
+        packed = {name: self.get_buffer(name) for name in self.packed}
+        return decode_indices(packed, self.shape[0] * self.shape[1], len(self.values))
+
+
+def _share(argument: str, what: str) -> float:
+    try:
+        return float(argument)
+    except ValueError:
+        raise ValueError(f"{what} is a number, not '{argument}'") from None

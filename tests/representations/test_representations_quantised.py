@@ -1,0 +1,219 @@
+"""Matrices and factors in few bits: bytes as theory says, errors as the bits allow."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from moetool.errors import InvalidInputError
+from moetool.numerics.factorize import factorize, truncate, whitened_error
+from moetool.representations import Representation, parse_representation
+from moetool.representations.base import Weight
+from moetool.representations.quantised import Quantised, QuantisedMatrix
+from moetool.representations.quantised_low_rank import QuantisedLowRank
+
+CPU = torch.device("cpu")
+SHAPE = (24, 32)
+PLAIN = [Quantised(bits, group) for bits in (8, 4, 3, 2, 1) for group in (8, 0)] + [QuantisedMatrix(4, 16)]
+FACTORED = [QuantisedLowRank(5, 4, 8), QuantisedLowRank(3, 1, 0), QuantisedLowRank(0, 2, 8)]
+
+
+def matrix(shape: tuple[int, int] = SHAPE, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def encode(representation: Representation, values: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    if isinstance(representation, QuantisedLowRank):
+        return representation.encode(values, dtype, basis=matrix((values.shape[0], representation.rank), seed=9))
+    return representation.encode(values, dtype)
+
+
+def loaded(representation: Representation, dtype: torch.dtype = torch.float64) -> Weight:
+    weight = representation.build(SHAPE, dtype, CPU)
+    weight.load_state_dict(encode(representation, matrix(), dtype), assign=True)
+    return weight
+
+
+@pytest.mark.parametrize("representation", [*PLAIN, *FACTORED])
+def test_spec_round_trip(representation: Representation) -> None:
+    assert parse_representation(representation.spec) == representation
+
+
+def test_specs_are_what_config_json_says() -> None:
+    assert Quantised(4, 128).spec == "quantised:4:128"
+    assert QuantisedMatrix(3, 0).spec == "quantised-weight:3:row"
+    assert QuantisedLowRank(16, 4, 64).spec == "quantised-low-rank:16:4:64"
+    assert Quantised(4, 128) != QuantisedMatrix(4, 128)
+    assert Quantised.uses_base
+    assert QuantisedLowRank.uses_base
+    assert not QuantisedMatrix.uses_base
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("quantised", "takes two arguments"),
+        ("quantised:4", "takes two arguments"),
+        ("quantised:5:128", "codes have 1, 2, 3, 4, 8 bits, not 5"),
+        ("quantised:16:128", "codes have"),
+        ("quantised:0:128", "codes have"),
+        ("quantised:4:0", "at least one input"),
+        ("quantised:4:-8", "whole numbers"),
+        ("quantised:x:8", "whole numbers"),
+        ("quantised:4:", "whole numbers"),
+        ("quantised-weight:7:row", "codes have"),
+        ("quantised-low-rank:4:128", "takes three arguments"),
+        ("quantised-low-rank:-1:4:128", "takes three arguments"),
+        ("quantised-low-rank:1:6:128", "codes have"),
+    ],
+)
+def test_bad_specs(spec: str, says: str) -> None:
+    with pytest.raises(InvalidInputError, match=says):
+        parse_representation(spec)
+
+
+@pytest.mark.parametrize(("group", "says"), [(100, "96 and 128 would"), (1000, "768 would"), (7, "6 and 8 would")])
+def test_groups_must_divide(group: int, says: str) -> None:
+    for representation in (Quantised(4, group), QuantisedMatrix(4, group), QuantisedLowRank(2, 4, group)):
+        with pytest.raises(ValueError, match=f"groups of {group} do not divide 768 inputs; .*{says}"):
+            representation.tensors((768, 768))
+        with pytest.raises(ValueError, match="do not divide"):
+            representation.build((768, 768), torch.bfloat16, CPU)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
+@pytest.mark.parametrize("group", [128, 256, 0])
+def test_bytes_are_those_of_theory(bits: int, group: int) -> None:
+    """N k bits and one 16-bit scale per group (METHODS.md's K + N k, without the base)."""
+    rows, columns = 768, 256
+    expected = rows * columns * bits // 8 + 2 * rows * columns // (group or columns)
+    assert Quantised(bits, group).nbytes((rows, columns), torch.bfloat16) == expected
+    assert QuantisedMatrix(bits, group).nbytes((rows, columns), torch.bfloat16) == expected
+
+
+def test_bytes_of_factors_are_those_of_theory() -> None:
+    expected = 16 * (768 + 256) * 4 // 8 + 2 * 16 * (768 + 256) // 128
+    assert QuantisedLowRank(16, 4, 128).nbytes((768, 256), torch.bfloat16) == expected
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2, 1])
+def test_odd_sizes_are_padded_by_less_than_two_bytes(bits: int) -> None:
+    codes = Quantised(bits, 0).tensors((3, 5))["codes"].shape[0]
+    assert 15 * bits / 8 <= codes < 15 * bits / 8 + 2
+
+
+@pytest.mark.parametrize("representation", [*PLAIN, *FACTORED])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_are_those_announced(representation: Representation, dtype: torch.dtype) -> None:
+    expected = {name: (s.shape, s.dtype or dtype) for name, s in representation.tensors(SHAPE).items()}
+    for tensors in (encode(representation, matrix(), dtype), representation.build(SHAPE, dtype, CPU).state_dict()):
+        assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()} == expected
+
+
+@pytest.mark.parametrize("representation", [*PLAIN, *FACTORED])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_forward_is_the_dense_product(representation: Representation, dtype: torch.dtype) -> None:
+    weight = loaded(representation, dtype)
+    inputs = matrix((5, 32), seed=1).to(dtype)
+    result = weight(inputs)
+    assert result.dtype == dtype
+    exact = inputs.double() @ weight.dense().detach().double().T
+    tolerance = 1e-12 if dtype == torch.float64 else 0.03
+    torch.testing.assert_close(
+        result.detach().double(), exact, rtol=tolerance, atol=tolerance * float(exact.abs().max())
+    )
+    assert weight(inputs[:0]).shape == (0, 24)
+
+
+@pytest.mark.parametrize("representation", PLAIN)
+def test_forward_in_bf16_multiplies_the_rounded_matrix(representation: Representation) -> None:
+    weight = loaded(representation, torch.bfloat16)
+    identity = torch.eye(32, dtype=torch.bfloat16)
+    assert weight(identity).T.equal(weight.dense().bfloat16())
+
+
+@pytest.mark.parametrize("representation", [*PLAIN, *FACTORED])
+def test_state_dict_round_trip(representation: Representation) -> None:
+    weight = loaded(representation)
+    again = representation.build(SHAPE, torch.float64, CPU)
+    again.load_state_dict(copy.deepcopy(weight.state_dict()))
+    assert again.dense().equal(weight.dense())
+    assert representation.decode(weight.state_dict(), SHAPE, torch.float64).equal(weight.dense())
+
+
+def test_one_bit_is_the_sign_times_the_mean_magnitude() -> None:
+    values = matrix()
+    decoded = loaded(Quantised(1, 8)).dense()
+    expected = values.sign() * values.view(24, 4, 8).abs().mean(2).repeat_interleave(8, 1)
+    torch.testing.assert_close(decoded.detach(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("bits", "limit"), [(8, 0.007), (4, 0.1), (3, 0.19), (2, 0.35), (1, 0.61)])
+def test_errors_fall_with_bits(bits: int, limit: float) -> None:
+    values = matrix((64, 256))
+    for representation in (Quantised(bits, 128), QuantisedMatrix(bits, 128)):
+        decoded = representation.decode(representation.encode(values, torch.bfloat16), (64, 256), torch.bfloat16)
+        assert torch.linalg.norm(decoded - values) < limit * torch.linalg.norm(values)
+
+
+@pytest.mark.parametrize("representation", [*PLAIN, *FACTORED[:2]])
+def test_gradients_reach_the_scales_and_nothing_else(representation: Representation) -> None:
+    weight = loaded(representation)
+    inputs = matrix((5, 32), seed=1)
+    with torch.inference_mode():
+        weight(inputs)
+    weight(inputs).square().sum().backward()
+    parameters = dict(weight.named_parameters())
+    assert {name.split(".")[-1] for name in parameters} == {"scales"}
+    for name, parameter in parameters.items():
+        scale, step = parameter.detach(), 1e-6
+        ends = []
+        for sign in (1, -1):
+            shifted = copy.deepcopy(weight)
+            shifted.get_parameter(name).data[0, 0] = scale[0, 0] + sign * step
+            ends.append(float(shifted(inputs).detach().square().sum()))
+        assert parameter.grad is not None
+        assert float(parameter.grad[0, 0]) == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-5, abs=1e-5)
+
+
+def test_factors_are_refitted_to_the_quantised_u() -> None:
+    """Better than to quantise the best factors one by one."""
+    generator = torch.Generator().manual_seed(0)
+    delta = torch.randn(64, 8, generator=generator) @ torch.randn(8, 96, generator=generator)
+    delta += 0.3 * torch.randn(64, 96, generator=generator)
+    u, v = truncate(delta, factorize(delta, rank=8), 8, torch.float32)
+    representation = QuantisedLowRank(8, 3, 32)
+    decoded = representation.decode(representation.encode(delta, torch.float32, basis=u), (64, 96), torch.float32)
+    factor = Quantised(3, 32)
+    naive_u = factor.decode(factor.encode(u.T.contiguous(), torch.float32), (8, 64), torch.float32).T
+    naive_v = factor.decode(factor.encode(v, torch.float32), (8, 96), torch.float32)
+    refitted = float((decoded - delta).square().sum())
+    naive = float((naive_u @ naive_v - delta).square().sum())
+    assert refitted < 0.97 * naive
+    assert refitted > whitened_error(delta, u, v)
+
+
+def test_row_scale_is_respected() -> None:
+    """The refit is the best in the scaled norm: scaling rows changes V unless U spans everything."""
+    delta, basis = matrix((16, 32)), matrix((16, 4), seed=2)
+    row_scale = torch.linspace(0.1, 3, 16, dtype=torch.float64)
+    representation = QuantisedLowRank(4, 8, 8)
+
+    def error(**options: Tensor) -> float:
+        tensors = representation.encode(delta, torch.float64, basis=basis, **options)
+        decoded = representation.decode(tensors, (16, 32), torch.float64)
+        return float((row_scale[:, None] * (decoded - delta)).square().sum())
+
+    assert error(row_scale=row_scale) < 0.99 * error()
+
+
+def test_a_basis_of_another_rank_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"basis must be \[24, 5\], got \[24, 4\]"):
+        QuantisedLowRank(5, 4, 8).encode(matrix(), torch.float32, basis=matrix((24, 4)))
+
+
+def test_rank_0_is_nothing_at_all() -> None:
+    weight = QuantisedLowRank(0, 4, 8).build(SHAPE, torch.float32, CPU)
+    assert not weight.state_dict()
+    assert weight.dense().equal(torch.zeros(SHAPE))
