@@ -8,11 +8,13 @@ from typer.core import TyperCommand, TyperGroup
 
 # Name → (module with a function `build(name, arguments)`, one line for --help).
 COMMANDS: dict[str, tuple[str, str]] = {
-    "compress": ("stage", "Make a mixture of experts smaller in one streamed pass (--method d2moe)."),
+    "compress": ("stage", "Make a mixture of experts smaller in one streamed pass (--method d2moe, ders-quantize …)."),
     "fisher-merge": ("stage", "Stage 1: merge each layer's experts into one shared base."),
     "decompose": ("stage", "Stage 2: experts into base and differences, without loss."),
     "svd-compress": ("stage", "Stage 3: make the differences low-rank."),
     "prune-base": ("stage", "Stage 4: prune intermediate channels of the base."),
+    "quantize-delta": ("stage", "Store differences, or their low-rank factors, in few bits."),
+    "sparsify-delta": ("stage", "Store few elements of the differences."),
     "export": ("stage", "Write the experts back in the model's original layout, for any engine."),
     "eval": ("evaluate", "Perplexity of a model on a text."),
     "inspect": ("inspect", "What a checkpoint holds: layers, experts, ranks, parameters, bytes."),

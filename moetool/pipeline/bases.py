@@ -189,6 +189,13 @@ def stored_bases(experts: ExpertReader, layer: int) -> dict[Role, tuple[Represen
     }
 
 
+def stored_base(experts: ExpertReader, layer: int, statistics: LayerStatistics | None = None) -> LayerBase:
+    """The base of a layer of a moetool checkpoint."""
+    matrices = {role: experts.base(layer, role) for role in ROLES}
+    compact = stored_bases(experts, layer)
+    return LayerBase(matrices, experts.base_channels(layer), experts.shape.intermediate, statistics, compact)
+
+
 def base_rank(shape: tuple[int, int], ratio: float) -> int:
     """The rank whose factors have at most `1 - ratio` of the numbers of a matrix `[out, in]`, at least 1."""
     rows, columns = shape

@@ -222,7 +222,7 @@ def damaged(compressed: Path, tmp_path: Path) -> Callable[..., Path]:
     ("name", "told"),
     [
         ("moetool.3.gate.u", "moetool.3.gate.u"),
-        ("moetool.1.down.weight", "moetool.1.down.weight"),
+        ("moetool.1.down.matrix", "moetool.1.down.matrix"),
         ("base_channels", "base_channels"),
         ("0.w2.weight", "down_proj"),
     ],

@@ -1,17 +1,14 @@
 """The second stage of D²-MoE alone: experts as base and difference, losing nothing (§3.1, Eq. 3)."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
-from safetensors import SafetensorError
 from torch import Tensor
 
-from moetool.checkpoint.manifest import read_manifest
-from moetool.errors import InvalidInputError, UsageError
-from moetool.pipeline.bases import LayerBase, base_path, unweighted_base
+from moetool.pipeline.encoding import BaseOptions, base_representations
 from moetool.pipeline.factored import base_tensors
+from moetool.pipeline.given_base import check_groups, in_few_bits, kinship_warning, open_base
 from moetool.pipeline.job import Job
 from moetool.pipeline.options import RunOptions
 from moetool.pipeline.output import OutputPlan, entry_for, write_model
@@ -21,10 +18,10 @@ from moetool.representations.dense import Dense
 from moetool.representations.layout import LayerLayout, delta_name
 
 
-class DecomposeOptions(RunOptions):
+class DecomposeOptions(RunOptions, BaseOptions):
     """Against which base."""
 
-    base: str = Field("mean", description="A base written by fisher-merge, or `mean`.")
+    group_size: int = Field(128, ge=1, description="Inputs that share a scale in a base of few bits.")
 
 
 class Decompose(Stage[DecomposeOptions]):
@@ -39,19 +36,20 @@ class Decompose(Stage[DecomposeOptions]):
     options_type: ClassVar[type[RunOptions]] = DecomposeOptions
 
     def _output_plan(self) -> OutputPlan:
-        reader = self.source.experts
-        layout = LayerLayout.uniform(reader.shape, Dense())
-        return OutputPlan(self.source, dict.fromkeys(reader.moe_layers, layout), self.options.shard_size)
+        reader, options = self.source.experts, self.options
+        layout = LayerLayout.uniform(
+            reader.shape, Dense(), base=base_representations(options.base_bits, options.group_size)
+        )
+        return OutputPlan(self.source, dict.fromkeys(reader.moe_layers, layout), options.shard_size)
 
     def sources(self) -> Mapping[str, str]:
-        return {**super().sources(), "base": self.options.base}
+        return {**super().sources(), "base": open_base(self.options.base, self.source.experts).fingerprint}
 
     def plan(self) -> Plan:
         reader = self.source.experts
-        if reader.layouts:
-            raise UsageError(f"{self.source.checkpoint.path} is already decomposed.")
-        if self.options.base != "mean":
-            self._check_base(Path(self.options.base))
+        open_base(self.options.base, reader)
+        if self.options.base_bits is not None:
+            check_groups(self.options.group_size, reader)
         return Plan(
             stage=self.name,
             input_bytes=self.source.checkpoint.weight_bytes,
@@ -63,47 +61,22 @@ class Decompose(Stage[DecomposeOptions]):
             details={"moe_layers": len(reader.moe_layers), "experts": reader.shape.experts},
         )
 
-    def _check_base(self, directory: Path) -> None:
-        reader = self.source.experts
-        if not directory.is_dir():
-            raise InvalidInputError(
-                f"--base {directory}: no such directory. Make one with fisher-merge, or use `mean`."
-            )
-        missing = [layer for layer in reader.moe_layers if not base_path(directory, layer).exists()]
-        if missing:
-            raise InvalidInputError(f"{directory} is not a complete base: no {base_path(directory, missing[0]).name}.")
-        if read_manifest(directory).source_fingerprint != self.source.checkpoint.fingerprint():
-            raise InvalidInputError(f"{directory} is the base of another model than {self.source.checkpoint.path}.")
-        for layer in reader.moe_layers:
-            path = base_path(directory, layer)
-            try:
-                matrices = LayerBase.load(path).matrices
-            except (OSError, KeyError, SafetensorError) as error:
-                raise InvalidInputError(f"{path} is damaged ({error}). Run fisher-merge again.") from error
-            for role, matrix in matrices.items():
-                if tuple(matrix.shape) != reader.shape.matrix(role) or matrix.dtype != reader.dtype:
-                    raise InvalidInputError(
-                        f"The {role} base of layer {layer} in {directory} does not fit the experts."
-                    )
-
     def run(self, job: Job) -> dict[str, Any]:
-        reader = self.source.experts
-        directory = None if self.options.base == "mean" else Path(self.options.base)
-
-        def load(layer: int) -> LayerBase:
-            return unweighted_base(reader, layer) if directory is None else LayerBase.load(base_path(directory, layer))
+        reader, options = self.source.experts, self.options
+        given = open_base(options.base, reader)
+        if warning := kinship_warning(given):
+            job.progress.log(warning)
 
         def tensors(layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
-            yield from base_tensors(reader, layer, layout, load(layer))
+            base = in_few_bits(given.layer(layer), options.base_bits, options.group_size)
+            yield from base_tensors(reader, layer, layout, base)
             prefix = reader.architecture.experts_prefix(layer)
             for expert, role, _ in layout.deltas():
                 yield prefix + delta_name(expert, role, "matrix"), reader.dense(layer, expert, role)
 
         plan = self._output_plan()
-        measured = {}
-        if directory is not None:
-            bases = {layer: LayerBase.load(base_path(directory, layer)) for layer in reader.moe_layers}
-            measured = {layer: base.statistics for layer, base in bases.items() if base.statistics is not None}
+        statistics = {layer: given.statistics(layer) for layer in reader.moe_layers}
+        measured = {layer: own for layer, own in statistics.items() if own is not None}
         write_model(
             job, plan, tensors, entry=entry_for(plan.layouts, self.source, method=self.name), statistics=measured
         )

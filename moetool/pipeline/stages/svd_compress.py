@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from moetool.errors import InvalidInputError, UsageError
-from moetool.pipeline.bases import LayerBase, base_path, stored_bases
+from moetool.pipeline.bases import base_path, stored_base
 from moetool.pipeline.calibrated import CalibratedJob
 from moetool.pipeline.factored import Factored, FactorOptions, factor_plan, finish
 from moetool.pipeline.factors import measured_grams, write_factors
@@ -46,17 +46,8 @@ class SvdCompress(Stage[FactorOptions]):
                 "all errors count the same."
             )
 
-        def stored_base(layer: int) -> LayerBase:
-            return LayerBase(
-                {role: reader.base(layer, role) for role in ("gate", "up", "down")},
-                reader.base_channels(layer),
-                reader.shape.intermediate,
-                statistics.get(layer),
-                stored_bases(reader, layer),
-            )
-
         def visit(index: int, layer: nn.Module) -> None:
-            base = stored_base(index)
+            base = stored_base(reader, index, statistics.get(index))
             grams = measured_grams(calibrated, index, layer, base, keep=True)
             base.save(base_path(job.work, index))
             write_factors(reader, job.work, index, base, options, grams, job.device)
@@ -67,7 +58,7 @@ class SvdCompress(Stage[FactorOptions]):
         else:
             for layer in reader.moe_layers:
                 if job.unit(f"factor/{layer}"):
-                    base = stored_base(layer)
+                    base = stored_base(reader, layer, statistics.get(layer))
                     base.save(base_path(job.work, layer))
                     write_factors(reader, job.work, layer, base, options, None, job.device)
                     job.finish(f"factor/{layer}")

@@ -1,0 +1,74 @@
+"""Second moments of what each expert's matrices are given, for rounding them to few bits."""
+
+import torch
+from torch import Tensor
+
+from moetool.architectures import MoEShape, Role
+from moetool.numerics.gram import Gram
+from moetool.numerics.shrinkage import shrink
+
+# Above this the Gram matrices of down, [intermediate, intermediate] per expert, are kept for the layer only.
+_EACH_DOWN_BYTES = 2_000_000_000
+
+
+class InputGramCollector:
+    """`Σ x xᵀ` of the inputs of gate and up, and of down, by expert.
+
+    Where the experts are wide, one matrix stands for down in all of them, scaled by how much energy each channel
+    carries in each expert.
+    """
+
+    def __init__(self, shape: MoEShape, device: torch.device) -> None:
+        self._experts, self._shape = shape.experts, shape
+        self._inputs = [Gram(shape.hidden, device) for _ in range(shape.experts)]
+        self.each_down = shape.experts * 8 * shape.intermediate**2 <= _EACH_DOWN_BYTES
+        self._down = [Gram(shape.intermediate, device) for _ in range(shape.experts if self.each_down else 1)]
+        self._channels = torch.zeros(shape.experts, shape.intermediate, dtype=torch.float64, device=device)
+        self._mean: dict[str, Tensor] = {}
+
+    def observe(
+        self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
+    ) -> None:
+        self._inputs[expert].add(inputs)
+        self._down[expert if self.each_down else 0].add(activation)
+        self._channels[expert] += activation.double().square().sum(0)
+
+    def observe_sum(self, activations: Tensor) -> None:
+        pass
+
+    def energy(self) -> Tensor:
+        """`[3, experts]` fp64: Σ over an expert's tokens of the squared norm of each role's input."""
+        given = torch.stack([gram.matrix().diagonal().sum() for gram in self._inputs]).cpu()
+        return torch.stack([given, given, self._channels.sum(1).cpu()])
+
+    def count(self, expert: int) -> int:
+        """Tokens an expert was given."""
+        return self._inputs[expert].count
+
+    def gram(self, expert: int, role: Role) -> Tensor:
+        """`[in, in]` fp64 for one matrix, shrunk towards the layer's mean where an expert saw few tokens.
+
+        An expert that no token reached gets the layer's mean, as if one token had reached it.
+        """
+        if role == "down" and not self.each_down:
+            return self._scaled_down(expert)
+        grams = self._down if role == "down" else self._inputs
+        kind = "down" if role == "down" else "input"
+        if kind not in self._mean:
+            total = torch.zeros_like(grams[0].matrix())
+            for gram in grams:
+                total += gram.matrix()
+            self._mean[kind] = total / max(1, sum(gram.count for gram in grams))
+        mean = self._mean[kind]
+        own = grams[expert]
+        return shrink(own.matrix(), own.count, mean, 0.25 * len(mean))
+
+    def _scaled_down(self, expert: int) -> Tensor:
+        whole = self._down[0].matrix()
+        total = self._channels.sum(0)
+        prior = 0.25 * len(whole)
+        count, tokens = self.count(expert), sum(gram.count for gram in self._inputs)
+        mean = total / max(1, tokens)
+        own = (self._channels[expert] + prior * mean) / (count + prior)
+        scale = (own / mean.clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
+        return whole * (scale[:, None] * scale) * (max(count, 1) / max(1, tokens))

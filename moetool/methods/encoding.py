@@ -1,0 +1,51 @@
+"""From a difference to the tensors of the form it is to be stored in, by whichever form that is."""
+
+import torch
+from torch import Tensor
+
+from moetool.numerics.error_feedback import quantise_with_feedback
+from moetool.numerics.packing import pack
+from moetool.representations import Representation
+from moetool.representations.quantised import Quantised, group_size
+from moetool.representations.quantised_low_rank import QuantisedLowRank
+from moetool.representations.sparse import MagnitudeSparse, Sparse
+
+
+def encode(
+    representation: Representation,
+    delta: Tensor,
+    dtype: torch.dtype,
+    *,
+    gram: Tensor | None = None,
+    basis: Tensor | None = None,
+    row_scale: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """What is stored of a difference Δ `[out, in]` in a model of `dtype`.
+
+    Args:
+        representation: the form.
+        delta: fp32.
+        dtype: the model's storage dtype.
+        gram: `[in, in]`, second moments of the inputs; with it, codes of full matrices make up for each other's errors,
+            and scales and magnitudes count inputs by their energy. `None`: every input counts the same.
+        basis: `[out, rank]`, for quantised factors: what U should span.
+        row_scale: `[out]`, for quantised factors: how much each output counts.
+
+    Raises:
+        ValueError: the form does not fit the matrix.
+    """
+    importance = None if gram is None else gram.diagonal()
+    if isinstance(representation, Quantised):
+        if gram is None:
+            return representation.encode(delta, dtype)
+        group = group_size(representation.group, delta.shape[1])
+        codes, scales = quantise_with_feedback(delta, gram, representation.bits, group, dtype)
+        return {"codes": pack(codes.view(-1), representation.bits), "scales": scales}
+    if isinstance(representation, Sparse):
+        return representation.encode(delta, dtype)
+    if isinstance(representation, MagnitudeSparse):
+        return representation.encode(delta, dtype, importance=importance)
+    if isinstance(representation, QuantisedLowRank):
+        assert basis is not None
+        return representation.encode(delta, dtype, basis=basis, row_scale=row_scale, importance=importance)
+    raise ValueError(f"differences are not stored as '{representation.spec}' by this stage")

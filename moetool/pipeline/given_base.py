@@ -1,0 +1,210 @@
+"""A base that is there before a job begins: what `--base` names."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.nn import functional as F
+
+from moetool.architectures import ROLES, Role
+from moetool.calibration.collectors import LayerStatistics
+from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.manifest import read_manifest
+from moetool.checkpoint.reader import CONFIG, MANIFEST, Checkpoint
+from moetool.errors import InvalidInputError, UsageError
+from moetool.methods.choices import UNMEASURED_MERGES, Merge
+from moetool.pipeline.bases import LayerBase, base_path, unweighted_base
+from moetool.representations.quantised import QuantisedMatrix, group_size
+
+# The FFN of a dense model, by role; the last two of one tensor, one below the other, as Phi-3 has them.
+_FFN_NAMES: tuple[Mapping[Role, str], ...] = (
+    {role: f"model.layers.{{layer}}.mlp.{role}_proj.weight" for role in ROLES},
+    {
+        "gate": "model.layers.{layer}.mlp.gate_up_proj.weight",
+        "up": "model.layers.{layer}.mlp.gate_up_proj.weight",
+        "down": "model.layers.{layer}.mlp.down_proj.weight",
+    },
+)
+# Experts that were upcycled from a dense FFN stay close to it; below this it is hardly theirs.
+_KIN = 0.5
+
+
+class GivenBase(Protocol):
+    """Gives the base of every MoE layer."""
+
+    @property
+    def fingerprint(self) -> str:
+        """What decides the result."""
+
+    def layer(self, layer: int) -> LayerBase:
+        """The base of one layer."""
+
+    def statistics(self, layer: int) -> LayerStatistics | None:
+        """What was measured to make it."""
+
+
+class MergedBase:
+    """A merge of the experts for which nothing is measured."""
+
+    def __init__(self, experts: ExpertReader, method: Merge) -> None:
+        self._experts, self.fingerprint, self._method = experts, method, method
+
+    def layer(self, layer: int) -> LayerBase:
+        return unweighted_base(self._experts, layer, self._method)
+
+    def statistics(self, layer: int) -> LayerStatistics | None:
+        return None
+
+
+class SavedBase:
+    """What `fisher-merge` wrote. Raises `InvalidInputError` unless it is complete and belongs to these experts."""
+
+    def __init__(self, experts: ExpertReader, directory: Path) -> None:
+        self._directory, self.fingerprint = directory, str(directory)
+        if missing := [layer for layer in experts.moe_layers if not base_path(directory, layer).exists()]:
+            raise InvalidInputError(f"{directory} is not a complete base: no {base_path(directory, missing[0]).name}.")
+        if read_manifest(directory).source_fingerprint != experts.checkpoint.fingerprint():
+            raise InvalidInputError(f"{directory} is the base of another model than {experts.checkpoint.path}.")
+        for layer in experts.moe_layers:
+            path = base_path(directory, layer)
+            try:
+                matrices = LayerBase.load(path).matrices
+            except (OSError, KeyError, SafetensorError) as error:
+                raise InvalidInputError(f"{path} is damaged ({error}). Run fisher-merge again.") from error
+            for role, matrix in matrices.items():
+                if tuple(matrix.shape) != experts.shape.matrix(role) or matrix.dtype != experts.dtype:
+                    raise InvalidInputError(
+                        f"The {role} base of layer {layer} in {directory} does not fit the experts."
+                    )
+
+    def layer(self, layer: int) -> LayerBase:
+        return LayerBase.load(base_path(self._directory, layer))
+
+    def statistics(self, layer: int) -> LayerStatistics | None:
+        return self.layer(layer).statistics
+
+
+class DenseBase:
+    """The FFNs of the dense model that the experts were upcycled from.
+
+    Raises:
+        InvalidInputError: it has no FFNs by the known names, or of another shape.
+    """
+
+    def __init__(self, experts: ExpertReader, source: str) -> None:
+        self._experts, self.checkpoint = experts, Checkpoint.open(source)
+        self.fingerprint = self.checkpoint.fingerprint()
+        first = experts.moe_layers[0]
+        known = [names for names in _FFN_NAMES if names["down"].format(layer=first) in self.checkpoint.tensors]
+        if not known or known[0]["gate"].format(layer=first) not in self.checkpoint.tensors:
+            known = [names for names in known if names["gate"].format(layer=first) in self.checkpoint.tensors]
+        if not known:
+            raise InvalidInputError(
+                f"{source} has no tensor {_FFN_NAMES[0]['gate'].format(layer=first)}: --base takes a dense model with "
+                "gated FFNs, the one that the experts were made from."
+            )
+        self._names = known[0]
+        self._is_fused = self._names["gate"] == self._names["up"]
+        for layer in experts.moe_layers:
+            for role in ROLES:
+                name = self._names[role].format(layer=layer)
+                rows, columns = experts.shape.matrix(role)
+                expected = (2 * rows if self._is_fused and role != "down" else rows, columns)
+                found = self.checkpoint.info(name).shape
+                if found != expected:
+                    raise InvalidInputError(
+                        f"{name} of {source} has shape {list(found)}, the experts need {list(expected)}: it is not the "
+                        "dense model they were made from."
+                    )
+
+    def _matrix(self, layer: int, role: Role) -> Tensor:
+        name = self._names[role].format(layer=layer)
+        if not self._is_fused or role == "down":
+            return self.checkpoint.read(name)
+        rows = self._experts.shape.matrix(role)[0]
+        start = rows if role == "up" else 0
+        return self.checkpoint.read_rows(name, start, start + rows)
+
+    def layer(self, layer: int) -> LayerBase:
+        shape = self._experts.shape
+        matrices = {role: self._matrix(layer, role).to(self._experts.dtype) for role in ROLES}
+        return LayerBase(matrices, torch.arange(shape.intermediate), shape.intermediate, None)
+
+    def statistics(self, layer: int) -> LayerStatistics | None:
+        return None
+
+    def kinship(self) -> float:
+        """The least mean cosine similarity of base and experts over the layers."""
+        lowest = 1.0
+        for layer in self._experts.moe_layers:
+            base = self.layer(layer)
+            cosines = [
+                F.cosine_similarity(
+                    base.matrices[role].float().flatten(),
+                    self._experts.dense(layer, expert, role).float().flatten(),
+                    dim=0,
+                ).item()
+                for role in ROLES
+                for expert in range(self._experts.shape.experts)
+            ]
+            lowest = min(lowest, sum(cosines) / len(cosines))
+        return lowest
+
+
+def open_base(spec: str, experts: ExpertReader) -> GivenBase:
+    """The base that `--base` names: `mean`, `ties`, what `fisher-merge` wrote, or a dense checkpoint.
+
+    Raises:
+        UsageError: the experts have a base already.
+        InvalidInputError: there is no such thing, or it does not fit.
+    """
+    if experts.layouts:
+        raise UsageError(f"{experts.checkpoint.path} is already decomposed.")
+    for method in UNMEASURED_MERGES:
+        if spec == method:
+            return MergedBase(experts, method)
+    directory = Path(spec).expanduser()
+    if (directory / MANIFEST).exists() and not (directory / CONFIG).exists():
+        return SavedBase(experts, directory)
+    if not directory.is_dir() and not ("/" in spec and not spec.startswith((".", "/", "~"))):
+        raise InvalidInputError(
+            f"--base {spec}: no such directory. Make one with fisher-merge, give the dense model the experts were made "
+            f"from, or use {' or '.join(UNMEASURED_MERGES)}."
+        )
+    if directory.is_dir() and not (directory / CONFIG).exists():
+        return SavedBase(experts, directory)
+    return DenseBase(experts, spec)
+
+
+def kinship_warning(base: GivenBase) -> str | None:
+    """What to tell a user whose dense base does not look like the experts' origin."""
+    if not isinstance(base, DenseBase):
+        return None
+    cosine = base.kinship()
+    if cosine >= _KIN:
+        return None
+    return (
+        f"Warning: base and experts have a cosine similarity of only {cosine:.2f}; experts that were upcycled from it "
+        "would be close to 1. Differences to it will be as large as the experts themselves."
+    )
+
+
+def in_few_bits(base: LayerBase, bits: int | None, group: int) -> LayerBase:
+    """The base quantised, `bits` per number and a scale per `group` inputs; as it is if `bits` is `None`."""
+    if bits is None:
+        return base
+    form = QuantisedMatrix(bits, group)
+    dtype = {role: matrix.dtype for role, matrix in base.matrices.items()}
+    return base.stored_as({role: (form, form.encode(base.full(role), dtype[role])) for role in ROLES})
+
+
+def check_groups(group: int, experts: ExpertReader) -> None:
+    """Raise `UsageError` for a group size that does not divide the experts' inputs."""
+    for columns in (experts.shape.hidden, experts.shape.intermediate):
+        try:
+            group_size(group, columns)
+        except ValueError as error:
+            raise UsageError(f"--group-size {group}: {error}.") from error
