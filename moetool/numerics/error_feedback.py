@@ -1,0 +1,64 @@
+"""Codes chosen one input after the other, each making good for the errors of those before it.
+
+Nearest codes minimise the error of every element by itself. What counts is the error of the output,
+tr(E G E^T) for E [out, in] and the Gram matrix G of the inputs, in which errors of correlated inputs can cancel. As in
+GPTQ (Frantar et al., arXiv:2210.17323), the error of input j is moved to the inputs that are still open by its least
+squares solution, which the upper Cholesky factor of G^-1 holds row by row.
+"""
+
+import torch
+from torch import Tensor
+
+from moetool.numerics.quantisation import dequantise, levels, nearest
+
+_DAMPING = 0.01  # of every input's own energy: relative to the mean it would drown ordinary inputs beside outliers
+_SILENT = 1e-6  # share of the mean energy that inputs without any are given
+_BLOCK = 64  # inputs after which the rest of the matrix is brought up to date
+
+
+def feed_back(matrix: Tensor, scales: Tensor, bits: int, gram: Tensor) -> Tensor:
+    """Codes with a smaller output error than the nearest ones, for given scales; no row's is larger.
+
+    Args:
+        matrix: [out, in], floating and finite.
+        scales: [out, groups] as they will be stored, e.g. those of `quantise`.
+        bits: of the codes.
+        gram: [in, in], sum of x x^T over the inputs x; positive semi-definite, may be singular.
+
+    Returns:
+        [out, in] uint8.
+
+    Raises:
+        ValueError: the Gram matrix has another shape, or is not finite or all zero.
+    """
+    rows, columns = matrix.shape
+    wide = gram.to(matrix.device).double()
+    energy = wide.diagonal()
+    if wide.shape != (columns, columns) or not bool(wide.isfinite().all()) or not bool(energy.sum() > 0):
+        raise ValueError(f"error feedback needs a finite Gram matrix [{columns}, {columns}] that is not zero")
+    damped = wide + torch.diag(_DAMPING * energy + _SILENT * energy.mean())
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    factor = torch.linalg.cholesky(inverse, upper=True).float()  # [in, in]
+    group = columns // scales.shape[1]
+    grid, stored = levels(bits, torch.float32, matrix.device), scales.float()
+    open_ = matrix.detach().float().clone()
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device=matrix.device)
+    for first in range(0, columns, _BLOCK):
+        last = min(first + _BLOCK, columns)
+        errors = torch.empty(rows, last - first, device=matrix.device)
+        for column in range(first, last):
+            scale = stored[:, column // group]
+            codes[:, column] = nearest(open_[:, column].contiguous(), scale, bits)
+            error = open_[:, column] - grid[codes[:, column].int()] * scale
+            errors[:, column - first] = error / factor[column, column]
+            open_[:, column + 1 : last] -= errors[:, column - first, None] * factor[column, column + 1 : last]
+        open_[:, last:] -= errors @ factor[first:last, last:]
+    plain = nearest(matrix.detach().float().view(rows, -1, group), stored.unsqueeze(2), bits).view(rows, columns)
+    better = _output_error(matrix, codes, scales, bits, wide) <= _output_error(matrix, plain, scales, bits, wide)
+    return torch.where(better[:, None], codes, plain)
+
+
+def _output_error(matrix: Tensor, codes: Tensor, scales: Tensor, bits: int, gram: Tensor) -> Tensor:
+    """e G e^T of every row: [out]."""
+    error = dequantise(codes, scales.detach(), bits, torch.float64) - matrix.double()
+    return ((error @ gram) * error).sum(1)
