@@ -3,10 +3,8 @@
 import torch
 from torch import Tensor
 
-from moetool.numerics.error_feedback import quantise_with_feedback
-from moetool.numerics.packing import pack
 from moetool.representations import Representation
-from moetool.representations.quantised import Quantised, group_size
+from moetool.representations.quantised import Quantised
 from moetool.representations.quantised_low_rank import QuantisedLowRank
 from moetool.representations.sparse import MagnitudeSparse, Sparse
 
@@ -34,18 +32,13 @@ def encode(
     Raises:
         ValueError: the form does not fit the matrix.
     """
-    importance = None if gram is None else gram.diagonal()
     if isinstance(representation, Quantised):
-        if gram is None:
-            return representation.encode(delta, dtype)
-        group = group_size(representation.group, delta.shape[1])
-        codes, scales = quantise_with_feedback(delta, gram, representation.bits, group, dtype)
-        return {"codes": pack(codes.view(-1), representation.bits), "scales": scales}
+        return representation.encode(delta, dtype, gram=gram)
     if isinstance(representation, Sparse):
         return representation.encode(delta, dtype)
     if isinstance(representation, MagnitudeSparse):
-        return representation.encode(delta, dtype, importance=importance)
+        return representation.encode(delta, dtype, importance=None if gram is None else gram.diagonal())
     if isinstance(representation, QuantisedLowRank):
         assert basis is not None
-        return representation.encode(delta, dtype, basis=basis, row_scale=row_scale, importance=importance)
+        return representation.encode(delta, dtype, basis=basis, row_scale=row_scale, gram=gram)
     raise ValueError(f"differences are not stored as '{representation.spec}' by this stage")

@@ -1,65 +1,64 @@
-"""Few-bit codes that make up for each other's errors on the inputs a matrix is given (GPTQ, arXiv:2210.17323).
+"""Codes chosen one input after the other, each making good for the errors of those before it.
 
-Columns are rounded one after the other; what rounding one of them does to the output is spread over the columns that
-are still to come, by the inverse of the inputs' Gram matrix. Scales are those of rounding to nearest and stay.
+Nearest codes minimise the error of every element by itself. What counts is the error of the output,
+tr(E G E^T) for E [out, in] and the Gram matrix G of the inputs, in which errors of correlated inputs can cancel. As in
+GPTQ (Frantar et al., arXiv:2210.17323), the error of input j is moved to the inputs that are still open by its least
+squares solution, which the upper Cholesky factor of G^-1 holds row by row.
 """
 
 import torch
 from torch import Tensor
 
-from moetool.numerics.quantisation import levels, nearest, quantise
+from moetool.numerics.quantisation import dequantise, levels, nearest
 
-_BLOCK = 128  # columns between two updates of everything that is still to come
-# Added to the diagonal relative to its mean: directions that calibration hardly saw must not be used up as a sink.
-_DAMPING = 0.01
+_DAMPING = 0.01  # of every input's own energy: relative to the mean it would drown ordinary inputs beside outliers
+_SILENT = 1e-6  # share of the mean energy that inputs without any are given
+_BLOCK = 64  # inputs after which the rest of the matrix is brought up to date
 
 
-def quantise_with_feedback(
-    matrix: Tensor, gram: Tensor, bits: int, group: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Codes and scales as of `quantise`, with a smaller error on the inputs.
+def feed_back(matrix: Tensor, scales: Tensor, bits: int, gram: Tensor) -> Tensor:
+    """Codes with a smaller output error than the nearest ones, for given scales; no row's is larger.
 
     Args:
-        matrix: [out, in], floating.
+        matrix: [out, in], floating and finite.
+        scales: [out, groups] as they will be stored, e.g. those of `quantise`.
+        bits: of the codes.
         gram: [in, in], sum of x x^T over the inputs x; positive semi-definite, may be singular.
-        bits: bits per element.
-        group: inputs that share a scale, a divisor of `in`.
-        dtype: of the scales.
 
     Returns:
-        codes [out, in] uint8 and scales [out, in / group] in `dtype`.
+        [out, in] uint8.
 
     Raises:
-        ValueError: the Gram matrix has another size, or bits and group do not fit.
+        ValueError: the Gram matrix has another shape, or is not finite or all zero.
     """
     rows, columns = matrix.shape
-    if gram.shape != (columns, columns):
-        raise ValueError(f"gram must be [{columns}, {columns}], got {list(gram.shape)}")
-    energy = gram.diagonal().double()
-    codes, scales = quantise(matrix, bits, group, dtype, importance=energy)
-    mean = float(energy.mean())
-    if not mean > 0:
-        return codes, scales
-    # Columns that carry most come first, while there are many left to make up for them.
-    order = energy.argsort(descending=True, stable=True)
-    damped = gram.double()[order][:, order]
-    damped.diagonal().add_(_DAMPING * mean)
+    wide = gram.to(matrix.device).double()
+    energy = wide.diagonal()
+    if wide.shape != (columns, columns) or not bool(wide.isfinite().all()) or not bool(energy.sum() > 0):
+        raise ValueError(f"error feedback needs a finite Gram matrix [{columns}, {columns}] that is not zero")
+    damped = wide + torch.diag(_DAMPING * energy + _SILENT * energy.mean())
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    spread = torch.linalg.cholesky(inverse, upper=True).float()  # row i says where the error of column i goes
-    left = matrix.detach().float()[:, order].contiguous()
-    wide = scales.float().repeat_interleave(group, dim=1)[:, order]
-    grid = levels(bits, torch.float32, matrix.device)
-    found = torch.empty_like(codes)
-    for start in range(0, columns, _BLOCK):
-        stop = min(start + _BLOCK, columns)
-        errors = torch.empty(rows, stop - start, device=matrix.device)
-        for column in range(start, stop):
-            scale = wide[:, column]
-            code = nearest(left[:, column], scale, bits)
-            found[:, column] = code
-            error = (left[:, column] - grid[code.int()] * scale) / spread[column, column]
-            left[:, column + 1 : stop] -= error[:, None] * spread[column, column + 1 : stop]
-            errors[:, column - start] = error
-        left[:, stop:] -= errors @ spread[start:stop, stop:]
-    codes[:, order] = found
-    return codes, scales
+    factor = torch.linalg.cholesky(inverse, upper=True).float()  # [in, in]
+    group = columns // scales.shape[1]
+    grid, stored = levels(bits, torch.float32, matrix.device), scales.float()
+    open_ = matrix.detach().float().clone()
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device=matrix.device)
+    for first in range(0, columns, _BLOCK):
+        last = min(first + _BLOCK, columns)
+        errors = torch.empty(rows, last - first, device=matrix.device)
+        for column in range(first, last):
+            scale = stored[:, column // group]
+            codes[:, column] = nearest(open_[:, column].contiguous(), scale, bits)
+            error = open_[:, column] - grid[codes[:, column].int()] * scale
+            errors[:, column - first] = error / factor[column, column]
+            open_[:, column + 1 : last] -= errors[:, column - first, None] * factor[column, column + 1 : last]
+        open_[:, last:] -= errors @ factor[first:last, last:]
+    plain = nearest(matrix.detach().float().view(rows, -1, group), stored.unsqueeze(2), bits).view(rows, columns)
+    better = _output_error(matrix, codes, scales, bits, wide) <= _output_error(matrix, plain, scales, bits, wide)
+    return torch.where(better[:, None], codes, plain)
+
+
+def _output_error(matrix: Tensor, codes: Tensor, scales: Tensor, bits: int, gram: Tensor) -> Tensor:
+    """e G e^T of every row: [out]."""
+    error = dequantise(codes, scales.detach(), bits, torch.float64) - matrix.double()
+    return ((error @ gram) * error).sum(1)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moetool.numerics.error_feedback import feed_back
 from moetool.numerics.packing import pack, packed_size, unpack
 from moetool.numerics.quantisation import BITS, dequantise, quantise
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
@@ -49,17 +50,27 @@ class Quantised(Representation):
             "scales": Stored((rows, groups)),
         }
 
-    def encode(self, matrix: Tensor, dtype: torch.dtype, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+    def encode(
+        self, matrix: Tensor, dtype: torch.dtype, *, importance: Tensor | None = None, gram: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """What is stored of `matrix` [out, in] in a model of `dtype`.
 
-        `importance` [in] says how much the squared error of each input counts, e.g. the diagonal of the activations'
-        Gram matrix.
+        Args:
+            matrix: floating, finite.
+            dtype: of the scales.
+            importance: [in], how much the squared error of each input counts; the Gram matrix's diagonal if not given.
+            gram: [in, in], sum of x x^T over the inputs: errors are then chosen to cancel in the output, see
+                `numerics.error_feedback`.
 
         Raises:
-            ValueError: the group size does not divide the inputs, or values are not finite.
+            ValueError: the group size does not divide the inputs, shapes do not fit, or values are not finite.
         """
         group = group_size(self.group, matrix.shape[1])
+        if gram is not None and importance is None:
+            importance = gram.diagonal()
         codes, scales = quantise(matrix, self.bits, group, dtype, importance=importance)
+        if gram is not None:
+            codes = feed_back(matrix, scales, self.bits, gram)
         return {"codes": pack(codes.view(-1), self.bits), "scales": scales}
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:

@@ -67,6 +67,7 @@ class QuantisedLowRank(Representation):
         basis: Tensor,
         row_scale: Tensor | None = None,
         importance: Tensor | None = None,
+        gram: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """What is stored of `delta` [out, in] in a model of `dtype`.
 
@@ -79,6 +80,7 @@ class QuantisedLowRank(Representation):
             basis: [out, rank], columns that span what U should span, e.g. U from `truncate` in fp32.
             row_scale: [out], positive, how much each output counts.
             importance: [in], how much the squared error of each input counts.
+            gram: [in, in], for V, as in `Quantised.encode`; U is nearly orthogonal, so its rows' errors add up.
 
         Raises:
             ValueError: shapes do not fit, or values are not finite.
@@ -92,7 +94,7 @@ class QuantisedLowRank(Representation):
         exact = self._factor.decode(u, (self.rank, rows), dtype).T.double()
         scale = 1.0 if row_scale is None else row_scale.double()[:, None]
         v = refit(scale * delta.detach().double(), scale * exact)
-        tensors = {"u": u, "v": self._factor.encode(v, dtype, importance=importance)}
+        tensors = {"u": u, "v": self._factor.encode(v, dtype, importance=importance, gram=gram)}
         return {f"{factor}.{name}": tensor for factor, part in tensors.items() for name, tensor in part.items()}
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
