@@ -36,23 +36,27 @@ def feed_back(matrix: Tensor, scales: Tensor, bits: int, gram: Tensor) -> Tensor
     energy = wide.diagonal()
     if wide.shape != (columns, columns) or not bool(wide.isfinite().all()) or not bool(energy.sum() > 0):
         raise ValueError(f"error feedback needs a finite Gram matrix [{columns}, {columns}] that is not zero")
-    damped = wide + torch.diag(_DAMPING * energy + _SILENT * energy.mean())
+    # Inputs that carry most come first, while there are many left to make good for them.
+    order = energy.argsort(descending=True, stable=True)
+    damped = (wide + torch.diag(_DAMPING * energy + _SILENT * energy.mean()))[order][:, order]
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     factor = torch.linalg.cholesky(inverse, upper=True).float()  # [in, in]
     group = columns // scales.shape[1]
     grid, stored = levels(bits, torch.float32, matrix.device), scales.float()
-    open_ = matrix.detach().float().clone()
+    each = stored.repeat_interleave(group, dim=1)[:, order].T.contiguous()  # [in, out]
+    open_ = matrix.detach().float()[:, order]
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=matrix.device)
     for first in range(0, columns, _BLOCK):
         last = min(first + _BLOCK, columns)
         errors = torch.empty(rows, last - first, device=matrix.device)
         for column in range(first, last):
-            scale = stored[:, column // group]
+            scale = each[column]
             codes[:, column] = nearest(open_[:, column].contiguous(), scale, bits)
             error = open_[:, column] - grid[codes[:, column].int()] * scale
             errors[:, column - first] = error / factor[column, column]
             open_[:, column + 1 : last] -= errors[:, column - first, None] * factor[column, column + 1 : last]
         open_[:, last:] -= errors @ factor[first:last, last:]
+    codes = torch.empty_like(codes).index_copy_(1, order, codes)
     plain = nearest(matrix.detach().float().view(rows, -1, group), stored.unsqueeze(2), bits).view(rows, columns)
     better = _output_error(matrix, codes, scales, bits, wide) <= _output_error(matrix, plain, scales, bits, wide)
     return torch.where(better[:, None], codes, plain)
