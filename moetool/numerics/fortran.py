@@ -3,10 +3,15 @@
 scipy's own wrappers hold the GIL for the whole call, which serialises worker threads. scipy also publishes the
 addresses of the routines for Cython users (`scipy.linalg.cython_lapack`, `cython_blas`); a `ctypes` call through
 such an address releases the GIL.
+
+That BLAS is another library than torch's, with threads of its own. They spin for a while after every call, and two
+pools that wait for each other's cores cost more time than the second thread saves: within a call there is one thread.
 """
 
 import ctypes
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -47,5 +52,57 @@ def character(value: str) -> np.ndarray[Any, Any]:
 
 
 def call(function: Routine, *arguments: np.ndarray[Any, Any] | Tensor) -> None:
-    """Call `function` with the addresses of `arguments`, which stay alive until it returns."""
-    function(*(a.data_ptr() if isinstance(a, Tensor) else a.ctypes.data for a in arguments))
+    """Call `function` on one thread with the addresses of `arguments`, which stay alive until it returns."""
+    addresses = [a.data_ptr() if isinstance(a, Tensor) else a.ctypes.data for a in arguments]
+    with one_thread():
+        function(*addresses)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within this block scipy's OpenBLAS computes on the calling thread alone; without effect on another BLAS.
+
+    The number is one per process; the last of several concurrent users restores it, also after an exception.
+    """
+    global _users, _before
+    pool = _pool()
+    if pool is None:
+        yield
+        return
+    get, put = pool
+    with _lock:
+        if _users == 0:
+            _before = get()
+            put(1)
+        _users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                put(_before)
+
+
+_lock = threading.Lock()
+_users = 0
+_before = 1
+
+
+@cache
+def _pool() -> tuple[Callable[[], int], Callable[[int], None]] | None:
+    """How to read and set the number of threads of the OpenBLAS that scipy calls; None where it calls another."""
+    try:
+        from scipy.linalg import cython_blas
+
+        library = ctypes.CDLL(cython_blas.__file__)  # loaded already; symbols are looked up in what it depends on, too
+    except (ImportError, OSError):
+        return None
+    for prefix in ("scipy_openblas", "openblas"):  # in scipy's wheels and in distributions
+        try:
+            get, put = library[f"{prefix}_get_num_threads"], library[f"{prefix}_set_num_threads"]
+        except AttributeError:
+            continue
+        get.restype, get.argtypes, put.restype, put.argtypes = ctypes.c_int, [], None, [ctypes.c_int]
+        return get, put
+    return None

@@ -16,7 +16,7 @@ class Gram:
     """The sum of x x^T over the rows given to `add`, in fp64.
 
     bf16 rows: their products are exact in fp32, so chunks are multiplied in fp32 (on bf16 units where the processor
-    has them) and summed in fp64; relative error about 3e-7. Other rows are multiplied in fp64: whitening takes the
+    has them) and summed in fp64; relative error about 1e-6. Other rows are multiplied in fp64: whitening takes the
     Gram's smallest eigenvalues seriously, and fp32 would lose them below 1e-7 of the largest.
 
     Holds one [size, size] fp64 matrix. Not safe for concurrent `add` calls on the same object.

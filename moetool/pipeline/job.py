@@ -13,6 +13,7 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
 from moetool.pipeline.interrupt import Interrupt
+from moetool.pipeline.memory import return_heap
 from moetool.pipeline.options import RunOptions
 from moetool.pipeline.progress import Progress, Silent
 from moetool.pipeline.workspace import Workspace
@@ -78,6 +79,7 @@ class Job:
     def finish(self, name: str) -> None:
         """A unit's files are in place."""
         self.workspace.done(name)
+        return_heap()
 
     @property
     def device(self) -> torch.device:

@@ -14,6 +14,7 @@ from moetool.checkpoint.manifest import Manifest, write_manifest
 from moetool.checkpoint.reader import CONFIG
 from moetool.checkpoint.writer import CheckpointWriter, TensorSpec
 from moetool.pipeline.job import Job, Source
+from moetool.pipeline.memory import return_heap
 from moetool.pipeline.progress import phase
 from moetool.representations.layout import LayerLayout
 
@@ -113,6 +114,7 @@ def write_model(
                             made.add(name)
                             yield name, tensor
                     yield from _passed_through(job.source, plan, shard, layer, made)
+                    return_heap()
                     job.progress.advance()
 
             writer.write_shard(shard, tensors())

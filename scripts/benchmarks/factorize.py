@@ -23,14 +23,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import scipy
 import torch
 from torch import Tensor
 
 from moetool.numerics import deflation, whitened
+from moetool.numerics import factorize as factorize_module
 from moetool.numerics.factorize import factorize, truncate, whitened_error
 from moetool.numerics.shrinkage import shrink
+from moetool.numerics.whitened import left_directions
 
 Factors = tuple[Tensor, Tensor]
 Row = tuple[str, str, str, str, bool]
@@ -71,11 +74,9 @@ def moetool(delta: Tensor, gram: Tensor, k: int) -> Factors:
 
 
 def moetool_fp64(delta: Tensor, gram: Tensor, k: int) -> Factors:
-    saved, whitened._try_fp32 = whitened._try_fp32, lambda *_: None
-    try:
+    """As where all ranks are wanted: fp64 from the start, not after fp32 was tried in vain. The left-hand form only."""
+    with patch.object(factorize_module, "left_directions", lambda *given: left_directions(*given[:3], False)):
         return moetool(delta, gram, k)
-    finally:
-        whitened._try_fp32 = saved
 
 
 def split(values: Tensor, left: Tensor, right: Tensor, k: int, inverse: Tensor) -> Factors:

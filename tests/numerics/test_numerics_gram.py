@@ -21,7 +21,7 @@ def relative(result: Tensor, rows: Tensor) -> float:
 @pytest.mark.parametrize("n", [1, 5, 130, 300])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    [(torch.float64, 1e-14), (torch.float32, 1e-14), (torch.float16, 1e-14), (torch.bfloat16, 1e-6)],
+    [(torch.float64, 1e-14), (torch.float32, 1e-14), (torch.float16, 1e-14), (torch.bfloat16, 2e-6)],
 )
 def test_equals_the_product_in_fp64(n: int, dtype: torch.dtype, tolerance: float) -> None:
     rows = rows_of(700, n, dtype)
@@ -44,7 +44,7 @@ def test_chunks_views_and_snapshots_add_up(dtype: torch.dtype) -> None:
     gram.add(rows.T.contiguous().T[301:302])  # not contiguous
     gram.add(rows[302:])
     assert gram.count == 900
-    assert relative(gram.matrix(), rows) <= (1e-14 if dtype == torch.float32 else 1e-6)
+    assert relative(gram.matrix(), rows) <= (1e-14 if dtype == torch.float32 else 2e-6)
 
 
 def test_without_rows_it_is_zero() -> None:
@@ -57,7 +57,7 @@ def test_without_rows_it_is_zero() -> None:
 def test_long_input_is_widened_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gram_module, "_TOKENS", 64)
     monkeypatch.setattr(gram_module, "_TOKENS_FP64", 50)
-    for dtype, tolerance in ((torch.float32, 1e-14), (torch.bfloat16, 1e-6)):
+    for dtype, tolerance in ((torch.float32, 1e-14), (torch.bfloat16, 2e-6)):
         rows = rows_of(333, 40, dtype)
         gram = Gram(40)
         gram.add(rows)
