@@ -1,5 +1,6 @@
 """`moetool.json`: where a checkpoint comes from and how it was made, without anything that changes between runs."""
 
+import hashlib
 import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,6 +30,7 @@ class Manifest(BaseModel):
         versions: of the libraries that computed it.
         statistics: what was measured on the calibration data.
         layers: per layer, what was chosen and the errors that came of it.
+        files: SHA-256 of every weight file, in hexadecimal.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -42,6 +44,7 @@ class Manifest(BaseModel):
     versions: dict[str, str] = Field(default_factory=lambda: library_versions())
     statistics: dict[str, Any] = {}
     layers: dict[str, Any] = {}
+    files: dict[str, str] = {}
 
 
 def library_versions() -> dict[str, str]:
@@ -53,6 +56,12 @@ def library_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def file_digest(file: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> Path:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from moetool.calibration.data import check_vocabulary, evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import VerificationError
+from moetool.integrations.synthesis import Synthesis, apply_synthesis
 from moetool.pipeline.job import pick_compute_dtype, pick_device
 from moetool.pipeline.options import Options, fit_context
 from moetool.pipeline.progress import Progress, Silent, phase
@@ -28,6 +29,11 @@ class EvaluationOptions(Options):
     windows: int | None = Field(None, ge=1, description="Only the first so many windows.")
     batch_tokens: int = Field(2048, ge=1, description="Tokens per batch.")
     device: str = Field("auto", description="cpu, cuda, … or `map` to spread a large model over what there is.")
+    synthesize: Synthesis = Field(
+        "auto",
+        description="Make a compressed model's experts dense when it is loaded (fast, needs the original's memory) or "
+        "as they run (auto: when loaded, if differences are in few bits or numbers and the experts fit in memory).",
+    )
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="For running the model (auto: float32 on CPU, else as stored)."
     )
@@ -46,7 +52,8 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
     """Evaluate a checkpoint; any that transformers loads, moetool's among them.
 
     Returns:
-        `perplexity`, `nll` (mean next-token loss in nats), `tokens`, `windows`, `sequence_length`.
+        `perplexity`, `nll` (mean next-token loss in nats), `tokens`, `windows`, `sequence_length`, and how a compressed
+        model's experts were made (`synthesized`).
 
     Raises:
         InvalidInputError: model, tokenizer or text cannot be used.
@@ -67,6 +74,7 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
     device = pick_device("auto" if spread else options.device)
     dtype = pick_compute_dtype(options.compute_dtype, device, stored)
     model = load_model(checkpoint.path, dtype, "auto" if spread else device)
+    synthesised = apply_synthesis(model, options.synthesize)
     batch = max(1, options.batch_tokens // options.sequence_length)
     losses = []
     with phase(progress, "Evaluate", -(-len(windows) // batch)):
@@ -84,4 +92,5 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
         "windows": len(windows),
         "tokens": windows.numel(),
         "sequence_length": options.sequence_length,
+        "synthesized": "load" if synthesised else "on-the-fly",
     }

@@ -120,7 +120,7 @@ def nearest(values: Tensor, scales: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return (ratio.round_().clamp_(-127, 127) + 127).to(torch.uint8)
     grid = levels(bits, torch.float32, values.device)
-    return torch.bucketize(ratio, (grid[1:] + grid[:-1]) / 2, out_int32=True).to(torch.uint8)
+    return torch.bucketize(ratio.contiguous(), (grid[1:] + grid[:-1]) / 2, out_int32=True).to(torch.uint8)
 
 
 def _search(unit: Tensor, weights: Tensor, bits: int) -> Tensor:

@@ -15,7 +15,8 @@ def parameter_counts(source: Source) -> dict[str, int]:
 
     `stored` counts what the files hold. `total` counts the weights these stand for, every expert in full; tensors that
     are tied count once. `active` is the part of `total` that one token uses: everything but the experts, and `top_k`
-    experts per MoE layer.
+    experts per MoE layer. `added` is what the experts have beyond one dense FFN per layer, in numbers of 16 bits as the
+    DeRS paper counts them (Tables S13 to S18): differences without scales and indices.
     """
     reader, tensors = source.experts, source.checkpoint.tensors
     sizes = {name: info.nbytes // info.dtype.itemsize for name, info in tensors.items()}
@@ -26,6 +27,7 @@ def parameter_counts(source: Source) -> dict[str, int]:
         "total": other + layers * reader.shape.experts * expert,
         "active": other + layers * reader.shape.top_k * expert,
         "stored": sum(sizes.values()),
+        "added": round(sum(reader.layout(layer).added_parameters() for layer in reader.moe_layers)),
     }
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from moetool.calibration.collectors import LayerStatistics
 from moetool.checkpoint.files import copy_sidecars, patch_config, save_tensors, write_json
 from moetool.checkpoint.format import format_entry, moetool_entry
-from moetool.checkpoint.manifest import Manifest, write_manifest
+from moetool.checkpoint.manifest import Manifest, file_digest, write_manifest
 from moetool.checkpoint.reader import CONFIG
 from moetool.checkpoint.writer import CheckpointWriter, TensorSpec
 from moetool.pipeline.job import Job, Source
@@ -129,6 +129,7 @@ def write_model(
             seed=seed,
             statistics={key: value for key, value in job.record.items() if key != "recipe"},
             layers=dict(manifest_layers()),
+            files={file.name: file_digest(file) for file in map(writer.file, range(len(plan.shards)))},
         ),
     )
     if entry is None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from moetool.architectures import ROLES
-from moetool.checkpoint.manifest import read_manifest
+from moetool.checkpoint.manifest import file_digest, read_manifest
 from moetool.checkpoint.reader import MANIFEST
 from moetool.checkpoint.writer import is_finite
 from moetool.errors import VerificationError
@@ -19,7 +19,9 @@ def verify_checkpoint(
 ) -> dict[str, Any]:
     """Read every tensor, and compare with the source if one is given.
 
-    Always checked: headers, names and shapes against the config, and that every number is finite. Against a source:
+    Always checked: headers, names and shapes against the config, that every number is finite, and that weight files
+    are those that were written, by the digests in the manifest (packed codes have no other sign of damage). Against a
+    source:
     same family and shape, the fingerprint in the manifest, every tensor outside the experts bit for bit, and how far
     each layer's experts are from the originals (relative Frobenius norm; reported, not judged).
 
@@ -34,6 +36,7 @@ def verify_checkpoint(
     tensors = made.checkpoint.tensors
     if original is not None:
         problems += _same_model(made, original)
+    problems += _damaged_files(made)
     with phase(progress, "Verify", len(tensors)):
         for name in tensors:
             tensor = made.checkpoint.read(name)
@@ -53,6 +56,18 @@ def verify_checkpoint(
         more = f" … and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise VerificationError(f"{path}: " + "; ".join(problems[:5]) + more)
     return result
+
+
+def _damaged_files(made: Source) -> list[str]:
+    path = made.checkpoint.path
+    if not (path / MANIFEST).exists():
+        return []
+    digests = read_manifest(path).files
+    return [
+        f"{file.name} is not the file that was written (its SHA-256 differs from the one in {MANIFEST})"
+        for file in made.checkpoint.weight_files
+        if file.name in digests and file_digest(file) != digests[file.name]
+    ]
 
 
 def _same_model(made: Source, original: Source) -> list[str]:

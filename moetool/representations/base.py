@@ -86,6 +86,10 @@ class Representation(ABC):
         """Stored numbers, packed ones counted by the element of their tensor."""
         return sum(torch.Size(stored.shape).numel() for stored in self.tensors(shape).values())
 
+    def counted_parameters(self, shape: tuple[int, int]) -> float:
+        """Stored numbers as the papers count them: k bits are k / 16 of a number, scales and indices are none."""
+        return float(self.parameters(shape))
+
     def nbytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
         """Bytes on disk in a model stored in `dtype`."""
         return sum(stored.nbytes(dtype) for stored in self.tensors(shape).values())

@@ -156,6 +156,18 @@ class LayerLayout:
         own = sum(torch.Size(stored.shape).numel() for name, stored in self.own_tensors() if name != BASE_CHANNELS)
         return self.native_parameters() + own
 
+    def added_parameters(self) -> float:
+        """What this layer has beyond one dense FFN, as the papers count it: all differences, or without a base all
+        experts but one."""
+        total = 0.0
+        for role in ROLES:
+            matrix, weights = self.shape.matrix(role), self.weights[role]
+            if weights is None:
+                total += (self.shape.experts - 1) * matrix[0] * matrix[1]
+            else:
+                total += sum(weight.counted_parameters(matrix) for weight in weights)
+        return total
+
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of this layer's experts on disk, in a model stored in `dtype`."""
         own = sum(stored.nbytes(dtype) for _, stored in self.own_tensors())

@@ -50,6 +50,9 @@ class Quantised(Representation):
             "scales": Stored((rows, groups)),
         }
 
+    def counted_parameters(self, shape: tuple[int, int]) -> float:
+        return shape[0] * shape[1] * self.bits / 16
+
     def encode(
         self, matrix: Tensor, dtype: torch.dtype, *, importance: Tensor | None = None, gram: Tensor | None = None
     ) -> dict[str, Tensor]:

@@ -59,6 +59,9 @@ class QuantisedLowRank(Representation):
             if self.rank
         }
 
+    def counted_parameters(self, shape: tuple[int, int]) -> float:
+        return self.rank * sum(shape) * self.bits / 16
+
     def encode(
         self,
         delta: Tensor,

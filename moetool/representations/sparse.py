@@ -105,6 +105,9 @@ class MagnitudeSparse(Representation):
         packed = index_sizes(shape[0] * shape[1], k)
         return {"values": Stored((k,))} | {name: Stored((size,), torch.uint8) for name, size in packed.items()}
 
+    def counted_parameters(self, shape: tuple[int, int]) -> float:
+        return float(self.count(shape))
+
     def encode(self, delta: Tensor, dtype: torch.dtype, *, importance: Tensor | None = None) -> dict[str, Tensor]:
         """What is stored of `delta` [out, in] in a model of `dtype`.
 

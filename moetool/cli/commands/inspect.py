@@ -56,6 +56,7 @@ def _print(result: dict[str, Any]) -> None:
             ("experts", f"{result['experts']}, top-{result['top_k']}, {result['dtype']}"),
             ("width", f"hidden {result['hidden_size']}, intermediate {result['intermediate_size']}"),
             ("parameters", f"{counts['total']:,} total, {counts['active']:,} active, {counts['stored']:,} stored"),
+            ("added", f"{counts['added']:,} beyond one dense FFN per layer, in numbers of 16 bits"),
             ("bytes", f"{format_bytes(result['bytes'])} {files}{change}"),
         ]
     )

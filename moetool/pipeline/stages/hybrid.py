@@ -39,6 +39,7 @@ from moetool.representations.quantised_low_rank import QuantisedLowRank
 
 # Forms are offered from a third to three times the bits that every number of a difference can have on average.
 _REACH = 3.0
+_HEADER_BYTES = 140  # of one tensor, about: its name, dtype, shape and place
 _LOW_RANK_BITS = 3  # of factors; 3 bits of twice the rank beat 4 and 8 bits on trained experts
 _LOW_RANK_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # of the rank at which full-precision factors break even
 
@@ -176,7 +177,7 @@ class Hybrid(Stage[HybridOptions]):
         for layer, role, expert in keys:
             with safe_open(candidates_path(job.work, layer), "pt") as file:
                 loss = file.get_tensor(f"{role}.{expert}.loss").tolist()
-            sizes = [form.nbytes(reader.shape.matrix(role), reader.dtype) for form in forms[role]]
+            sizes = [_bytes_in_file(form, reader.shape.matrix(role), reader.dtype) for form in forms[role]]
             menus.append(Menu([Dish(size, lost) for size, lost in zip(sizes, loss, strict=True)]))
             losses.append(loss)
 
@@ -233,6 +234,11 @@ def forms_for(shape: MoEShape, bits: float, group: int) -> dict[Role, list[Repre
             own.append(Dense())
         forms[role] = own
     return forms
+
+
+def _bytes_in_file(form: Representation, shape: tuple[int, int], dtype: torch.dtype) -> int:
+    """Bytes of a form with its entries in the file's header, which small matrices notice."""
+    return form.nbytes(shape, dtype) + _HEADER_BYTES * len(form.tensors(shape))
 
 
 def cook(

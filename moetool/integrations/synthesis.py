@@ -1,0 +1,67 @@
+"""Experts of a loaded model made dense once and for all, or left to be made from base and differences as they run."""
+
+from typing import Any, Literal
+
+import psutil
+import torch
+from torch import nn
+
+from moetool.modules.experts import SharedBaseExperts
+from moetool.representations.low_rank import LowRank
+
+Synthesis = Literal["auto", "load", "on-the-fly"]
+
+
+@torch.no_grad()
+def synthesise(model: Any) -> Any:
+    """Replace every shared-base experts module by the native one with the matrices it stands for; returns the model.
+
+    Faster to run where differences are stored in few bits or few numbers, at the original model's size in memory. What
+    it saves from then on is an ordinary checkpoint. Dynamic pruning of bases is left out: it has no dense form.
+    """
+    for name, module in list(model.named_modules()):
+        if isinstance(module, SharedBaseExperts):
+            model.set_submodule(name, dense_experts(module))
+    if getattr(model.config, "quantization_config", None) is not None:
+        del model.config.quantization_config
+    return model
+
+
+def dense_experts(module: SharedBaseExperts) -> nn.Module:
+    """The native experts module of the same family, in the same dtype and on the same device."""
+    with torch.device("meta"):
+        native: Any = module.native_class(module.config)
+    shape, like = module.layout.shape, module.gate_up_proj
+    gate_up = like.new_empty(shape.experts, 2 * shape.intermediate, shape.hidden)
+    down = like.new_empty(shape.experts, shape.hidden, shape.intermediate)
+    for expert in range(shape.experts):
+        gate_up[expert, : shape.intermediate] = module.dense(expert, "gate")
+        gate_up[expert, shape.intermediate :] = module.dense(expert, "up")
+        down[expert] = module.dense(expert, "down")
+    native.gate_up_proj, native.down_proj = nn.Parameter(gate_up), nn.Parameter(down)
+    return native.train(module.training)
+
+
+def apply_synthesis(model: Any, choice: Synthesis) -> bool:
+    """Make the experts dense if that is asked for, or (`auto`) if it pays and they fit; returns whether it was done.
+
+    It pays where differences are not simply low-rank, and they fit if they take at most half of the free memory.
+    """
+    modules = [module for module in model.modules() if isinstance(module, SharedBaseExperts)]
+    if choice == "on-the-fly" or not modules:
+        return False
+    if choice == "auto":
+        forms = {type(form) for module in modules for _, _, form in module.layout.deltas()}
+        if forms <= {LowRank} or any(module.layout.dynamic_channels for module in modules):
+            return False
+        needed = sum(
+            3 * shape.experts * shape.hidden * shape.intermediate * module.gate_up_proj.element_size()
+            for module in modules
+            for shape in [module.layout.shape]
+        )
+        device = modules[0].gate_up_proj.device
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+        if needed > free / 2:
+            return False
+    synthesise(model)
+    return True

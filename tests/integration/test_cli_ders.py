@@ -1,0 +1,327 @@
+"""DeRS compression and hybrids: differences in few bits or few numbers, through the command line."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+from checkpoints import WEIGHTS, change_config, config_of, copy_of, load, logits, weight_bytes, weights
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+GROUP = ("--group-size", 16)
+
+METHODS: dict[str, tuple[object, ...]] = {
+    "quantize": ("--method", "ders-quantize", "--bits", 4, *GROUP),
+    "quantize with a base in few bits": ("--method", "ders-quantize", "--bits", 2, "--base-bits", 4, *GROUP),
+    "quantize, rounded on text": ("--method", "ders-quantize", "--bits", 3, "--base-bits", 8, *GROUP, "TEXT"),
+    "sparsify": ("--method", "ders-sparsify", "--drop", 0.8),
+    "sparsify by magnitude": ("--method", "ders-sparsify", "--drop", 0.8, "--select", "magnitude"),
+    "hybrid": ("--method", "hybrid", "--ratio", 0.5, *GROUP, "TEXT"),
+}
+
+
+@pytest.fixture(scope="module")
+def tokens(tiny_tokens: torch.Tensor) -> torch.Tensor:
+    return tiny_tokens[1000:1128].view(2, 64)
+
+
+@pytest.fixture(scope="module")
+def made(run_cli: Any, calibration: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`made(source, *options)`: `compress` without text unless the options end in "TEXT"; (path, what it told)."""
+    done: dict[tuple[object, ...], tuple[Path, Any]] = {}
+
+    def make(source: Path, *options: object) -> tuple[Path, Any]:
+        if (source, *options) not in done:
+            output = tmp_path_factory.mktemp("ders") / "model"
+            text = calibration if options[-1] == "TEXT" else ()
+            chosen = [option for option in options if option != "TEXT"]
+            result = run_cli("compress", source, output, *chosen, *text, "--json")
+            assert result.code == 0, result.stderr
+            done[source, *options] = output, result.json
+        return done[source, *options]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def dense(tiny_mixtral: Path, save_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose FFNs are the means of `tiny_mixtral`'s experts."""
+    own = config_of(tiny_mixtral)
+    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    config = LlamaConfig(**{key: own[key] for key in keys}, num_key_value_heads=2, bos_token_id=0, eos_token_id=0)
+    path = save_model(LlamaForCausalLM(config), tmp_path_factory.mktemp("dense") / "llama")
+    tensors, experts = load_file(path / WEIGHTS), load_file(tiny_mixtral / WEIGHTS)
+    for layer in range(3):
+        for role, name in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+            prefix = f"model.layers.{layer}.block_sparse_moe.experts."
+            mean = torch.stack([experts[f"{prefix}{e}.{name}.weight"] for e in range(4)]).mean(0)
+            tensors[f"model.layers.{layer}.mlp.{role}_proj.weight"] = mean
+    save_file(tensors, path / WEIGHTS, {"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("options", METHODS.values(), ids=METHODS.keys())
+@pytest.mark.parametrize("stored", ["tiny_mixtral", "tiny_mixtral_bf16"])
+def test_results_load_compute_and_save(
+    request: Any, run_cli: Any, made: Any, tokens: torch.Tensor, tmp_path: Path, stored: str, options: Any
+) -> None:
+    source = request.getfixturevalue(stored)
+    path, told = made(source, *options)
+    assert weight_bytes(path) < weight_bytes(source)
+    assert told["bytes_after"] == weight_bytes(path)
+    expected = logits(path, tokens)
+    assert torch.isfinite(expected).all()
+    assert run_cli("export", path, tmp_path / "dense").code == 0
+    assert load_file(tmp_path / "dense" / WEIGHTS).keys() == load_file(source / WEIGHTS).keys()
+    exported = logits(tmp_path / "dense", tokens)
+    # Rounded to bf16, experts differ a little, and now and then a token goes to another one.
+    assert (exported - expected).norm() < (2e-5 if stored == "tiny_mixtral" else 0.2) * expected.norm()
+    native = torch.float32 if stored == "tiny_mixtral" else torch.bfloat16
+    load(path, native).save_pretrained(tmp_path / "again")
+    saved, original = load_file(tmp_path / "again" / WEIGHTS), load_file(path / WEIGHTS)
+    assert saved.keys() == original.keys()
+    assert all(saved[name].equal(original[name]) and saved[name].dtype == original[name].dtype for name in original)
+    assert run_cli("verify", path, "--against", source).code == 0
+    assert load(path).generate(tokens[:1, :8], max_new_tokens=3, do_sample=False).shape == (1, 11)
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3", "granitemoe", "phimoe"])
+@pytest.mark.parametrize("options", [METHODS["quantize with a base in few bits"], METHODS["sparsify"]])
+def test_other_families(
+    run_cli: Any, made: Any, save_model: Any, tokens: torch.Tensor, tmp_path: Path, name: str, options: Any
+) -> None:
+    source = save_model(families.build(name), tmp_path / "model")
+    if "--group-size" in options:
+        options = (*options[:-1], 8)
+    path, _ = made(source, *options)
+    expected = logits(path, tokens)
+    assert run_cli("export", path, tmp_path / "dense").code == 0
+    torch.testing.assert_close(
+        logits(tmp_path / "dense", tokens), expected, rtol=0, atol=2e-5 * expected.abs().max().item()
+    )
+    with pytest.raises(RuntimeError, match="mismatch"):
+        load(change_config(copy_of(path, tmp_path / "plain"), quantization_config=None))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "options"),
+    [
+        (("--base", "mean"), ("quantize-delta", "--bits", 4, *GROUP), METHODS["quantize"]),
+        (
+            ("--base-bits", 4, *GROUP),
+            ("quantize-delta", "--bits", 2, *GROUP),
+            METHODS["quantize with a base in few bits"],
+        ),
+        (("--base", "mean"), ("sparsify-delta", "--drop", 0.8), METHODS["sparsify"]),
+        (
+            ("--base", "mean"),
+            ("sparsify-delta", "--drop", 0.8, "--select", "magnitude"),
+            METHODS["sparsify by magnitude"],
+        ),
+    ],
+)
+def test_two_stages_by_hand_give_the_bytes_of_one(
+    run_cli: Any, made: Any, tiny_mixtral_bf16: Path, tmp_path: Path, first: Any, second: Any, options: Any
+) -> None:
+    assert run_cli("decompose", tiny_mixtral_bf16, tmp_path / "split", *first).code == 0
+    stage, *more = second
+    assert run_cli(stage, tmp_path / "split", tmp_path / "by-hand", *more).code == 0
+    assert weights(tmp_path / "by-hand") == weights(made(tiny_mixtral_bf16, *options)[0])
+
+
+def test_a_base_in_few_bits_loses_nothing_by_itself(
+    run_cli: Any, tiny_mixtral: Path, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    assert run_cli("decompose", tiny_mixtral, tmp_path / "split", "--base-bits", 2, *GROUP).code == 0
+    torch.testing.assert_close(logits(tmp_path / "split", tokens), logits(tiny_mixtral, tokens), rtol=0, atol=1e-5)
+
+
+def test_the_true_base(
+    run_cli: Any, made: Any, tiny_mixtral: Path, dense: Path, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    """A dense checkpoint as base: here its FFNs are the experts' means, so both ways lead to the same bytes."""
+    assert run_cli("decompose", tiny_mixtral, tmp_path / "split", "--base", dense).code == 0
+    torch.testing.assert_close(logits(tmp_path / "split", tokens), logits(tiny_mixtral, tokens), rtol=0, atol=1e-5)
+    from_dense, _ = made(tiny_mixtral, *METHODS["quantize"], "--base", dense)
+    from_mean, _ = made(tiny_mixtral, *METHODS["quantize"])
+    first, second = load_file(from_dense / WEIGHTS), load_file(from_mean / WEIGHTS)
+    assert first.keys() == second.keys()
+    prefix = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
+    torch.testing.assert_close(first[prefix], second[prefix], rtol=0, atol=1e-6)
+
+
+def test_a_base_of_strangers_gets_a_warning(run_cli: Any, tiny_mixtral: Path, dense: Path, tmp_path: Path) -> None:
+    stranger = copy_of(dense, tmp_path / "stranger")
+    tensors = {name: torch.randn(tensor.shape) for name, tensor in load_file(stranger / WEIGHTS).items()}
+    save_file(tensors, stranger / WEIGHTS, {"format": "pt"})
+    result = run_cli("decompose", tiny_mixtral, tmp_path / "out", "--base", stranger)
+    assert result.code == 0
+    assert "cosine similarity of only" in result.stderr
+    assert "cosine" not in run_cli("decompose", tiny_mixtral, tmp_path / "fine", "--base", dense).stderr
+
+
+def test_bits_on_top_of_ranks(
+    run_cli: Any, compress: Any, tiny_mixtral: Path, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    low_rank = compress(tiny_mixtral, "--rank", 8).path
+    assert run_cli("quantize-delta", low_rank, tmp_path / "out", "--bits", 8, *GROUP).code == 0
+    layers = config_of(tmp_path / "out")["quantization_config"]["layers"].values()
+    assert {spec for layer in layers for role in ("gate", "up", "down") for spec in layer[role]} == {
+        "quantised-low-rank:8:8:16"
+    }
+    assert weight_bytes(tmp_path / "out") < 0.85 * weight_bytes(low_rank)
+    expected = logits(low_rank, tokens)
+    error = (logits(tmp_path / "out", tokens) - expected).norm() / expected.norm()
+    assert error < 0.05
+    again = run_cli("quantize-delta", tmp_path / "out", tmp_path / "no", "--bits", 4, *GROUP)
+    assert again.code == 3
+    assert "already stored as 'quantised-low-rank:8:8:16'" in again.stderr
+    sparse = run_cli("sparsify-delta", low_rank, tmp_path / "no", "--drop", 0.5)
+    assert sparse.code == 3
+    assert "are low-rank: there is nothing to drop" in sparse.stderr
+
+
+def test_more_bits_and_numbers_lose_less(run_cli: Any, made: Any, tiny_mixtral: Path) -> None:
+    def error(*options: object) -> float:
+        _, told = made(tiny_mixtral, *options)
+        return max(e for layer in told["layers"].values() for role in layer["relative_error"].values() for e in role)
+
+    bits = [error("--method", "ders-quantize", "--bits", bits, *GROUP) for bits in (8, 4, 3, 2, 1)]
+    assert bits == sorted(bits)
+    assert bits[0] < 0.02
+    assert bits[-1] < 0.7
+    drops = [error("--method", "ders-sparsify", "--drop", p, "--select", "magnitude") for p in (0.2, 0.5, 0.9)]
+    assert drops == sorted(drops)
+    random = error("--method", "ders-sparsify", "--drop", 0.5)
+    assert 0.8 < random < 1.2, "an unbiased sample of half is off by as much as there is"
+
+
+def test_codes_chosen_on_text_lose_less_on_it(made: Any, tiny_mixtral: Path, tokens: torch.Tensor) -> None:
+    options = ("--method", "ders-quantize", "--bits", 2, *GROUP)
+    before = logits(tiny_mixtral, tokens)
+    plain, fed_back = (
+        (logits(made(tiny_mixtral, *options, *text)[0], tokens) - before).norm() for text in ((), ("TEXT",))
+    )
+    assert fed_back < plain
+
+
+def test_seeds(made: Any, tiny_mixtral: Path) -> None:
+    sparsify = ("--method", "ders-sparsify", "--drop", 0.8)
+    first, again, other = (
+        weights(made(tiny_mixtral, *sparsify, *more)[0]) for more in ((), ("--seed", 0), ("--seed", 1))
+    )
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize("ratio", [0.35, 0.5, 0.58])
+def test_a_hybrid_meets_its_ratio(made: Any, tiny_mixtral: Path, ratio: float) -> None:
+    path, told = made(tiny_mixtral, "--method", "hybrid", "--ratio", ratio, *GROUP, "TEXT")
+    assert -0.01 <= weight_bytes(path) / weight_bytes(tiny_mixtral) - (1 - ratio) <= 0
+    assert told["achieved_ratio"] >= ratio
+    layers = config_of(path)["quantization_config"]["layers"].values()
+    assert len({spec for layer in layers for role in ("gate", "up", "down") for spec in layer[role]}) > 1
+
+
+def test_a_larger_budget_loses_less(made: Any, tiny_mixtral: Path, tokens: torch.Tensor) -> None:
+    before = logits(tiny_mixtral, tokens)
+    errors = [
+        (logits(made(tiny_mixtral, "--method", "hybrid", "--ratio", ratio, *GROUP, "TEXT")[0], tokens) - before).norm()
+        for ratio in (0.35, 0.5, 0.58)
+    ]
+    assert errors == sorted(errors)
+
+
+def test_plans_are_exact(run_cli: Any, made: Any, tiny_mixtral: Path) -> None:
+    for name in ("quantize", "sparsify", "sparsify by magnitude"):
+        path, _ = made(tiny_mixtral, *METHODS[name])
+        plan = run_cli("compress", tiny_mixtral, "unused", *METHODS[name], "--dry-run", "--json").json
+        assert plan["output_bytes"] == weight_bytes(path)
+
+
+def test_what_is_added_to_the_dense_model(run_cli: Any, made: Any, tiny_mixtral: Path) -> None:
+    """As the paper counts it: k bits are k / 16 of a number, the base is the dense model's FFN."""
+    expert = 3 * 32 * 48
+    native = run_cli("inspect", tiny_mixtral, "--json").json["parameters"]["added"]
+    assert native == 3 * (4 - 1) * expert
+    path, _ = made(tiny_mixtral, *METHODS["quantize"])
+    assert run_cli("inspect", path, "--json").json["parameters"]["added"] == 3 * 4 * expert * 4 / 16
+    path, _ = made(tiny_mixtral, *METHODS["sparsify"])
+    assert run_cli("inspect", path, "--json").json["parameters"]["added"] == 3 * 4 * round(0.2 * 32 * 48) * 3
+
+
+@pytest.mark.parametrize("options", [METHODS["quantize"], METHODS["sparsify"], METHODS["hybrid"]])
+def test_experts_made_dense_when_loaded(
+    run_cli: Any, made: Any, tiny_mixtral: Path, tiny_text: Path, options: Any
+) -> None:
+    path, _ = made(tiny_mixtral, *options)
+    evaluate = ("eval", path, "--data", tiny_text, "--sequence-length", 64, "--windows", 4, "--json")
+    loaded, running, chosen = (
+        run_cli(*evaluate, *more).json for more in (("--synthesize", "load"), ("--synthesize", "on-the-fly"), ())
+    )
+    assert loaded["synthesized"] == chosen["synthesized"] == "load"
+    assert running["synthesized"] == "on-the-fly"
+    assert loaded["perplexity"] == pytest.approx(running["perplexity"], rel=1e-5)
+    assert loaded["perplexity"] == chosen["perplexity"]
+
+
+def test_a_damaged_packed_tensor_is_noticed(run_cli: Any, made: Any, tiny_mixtral: Path, tmp_path: Path) -> None:
+    path, _ = made(tiny_mixtral, *METHODS["quantize"])
+    damaged = copy_of(path, tmp_path / "damaged")
+    file = damaged / WEIGHTS
+    stored = load_file(file)
+    name = next(name for name in stored if name.endswith(".codes"))
+    tensors = {key: tensor.clone() for key, tensor in stored.items()}
+    tensors[name][: len(tensors[name]) // 2] ^= 0xFF
+    save_file(tensors, file, {"format": "pt"})
+    result = run_cli("verify", damaged)
+    assert result.code == 5
+    assert f"{WEIGHTS} is not the file that was written" in result.stderr
+    assert run_cli("verify", path).code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("--method", "ders-quantize", "--bits", 5), 2, "--bits"),
+        (("--method", "ders-quantize", "--bits", 4, "--group-size", 20), 2, "16 and 32 would"),
+        (("--method", "ders-quantize", "--bits", 4), 2, "groups of 128 do not divide 32 inputs"),
+        (("--method", "ders-sparsify", "--drop", 1), 2, "--drop"),
+        (("--method", "ders-sparsify", "--drop", 0.5, "--select", "best"), 2, "best"),
+        (("--method", "ders-sparsify", "--base", "nowhere"), 3, "no such directory"),
+        (("--method", "hybrid", "--ratio", 0.5, "--group-size", 16), 2, "give --calibration"),
+        (("--method", "hybrid", "--ratio", 0.99, *GROUP, "--calibration", "x.txt"), 2, "at most 0."),
+        (("--method", "nothing"), 2, "ders-quantize"),
+    ],
+)
+def test_bad_options(run_cli: Any, tiny_mixtral: Path, tmp_path: Path, arguments: Any, code: int, says: str) -> None:
+    result = run_cli("compress", tiny_mixtral, tmp_path / "out", *arguments)
+    assert result.code == code, result.stderr
+    assert says in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_bases(run_cli: Any, tiny_mixtral: Path, dense: Path, small: Path, tmp_path: Path) -> None:
+    narrow = copy_of(dense, tmp_path / "narrow")
+    tensors = load_file(narrow / WEIGHTS)
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name][:-1].contiguous()}, narrow / WEIGHTS, {"format": "pt"})
+    result = run_cli("decompose", tiny_mixtral, tmp_path / "out", "--base", narrow)
+    assert result.code == 3
+    assert f"{name} of" in result.stderr
+    assert "[47, 32]" in result.stderr
+    shutil.rmtree(narrow)
+    result = run_cli("decompose", tiny_mixtral, tmp_path / "out", "--base", tiny_mixtral)
+    assert result.code == 3
+    assert "the one that the experts were made from" in result.stderr
+    result = run_cli("decompose", small, tmp_path / "out", "--base", dense)
+    assert result.code == 2
+    assert "already decomposed" in result.stderr
+    result = run_cli("quantize-delta", tiny_mixtral, tmp_path / "out", *GROUP)
+    assert result.code == 3
+    assert "run decompose on it first" in result.stderr
+    assert json.loads((tiny_mixtral / "config.json").read_text())["model_type"] == "mixtral"
