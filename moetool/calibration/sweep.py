@@ -1,7 +1,7 @@
 """Passes over the calibration set: forwards and exactly backwards, one decoder layer at a time.
 
-The loss is the mean next-token loss of each window (labels are the inputs, shifted once), summed over windows, so the
-gradient at a window's tokens is that window's own.
+The loss is the mean next-token loss of each window (labels are the inputs, shifted once, or drawn from the model's own
+predictions), summed over windows, so the gradient at a window's tokens is that window's own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,8 +31,17 @@ class Sweep:
     `layer_count` the output of the last one.
     """
 
-    def __init__(self, model: "StreamedModel", windows: Tensor, directory: Path, tick: Tick = lambda: None) -> None:
-        """`windows` are token ids `[windows, length]`; `tick` is called once per batch."""
+    def __init__(
+        self,
+        model: "StreamedModel",
+        windows: Tensor,
+        directory: Path,
+        tick: Tick = lambda: None,
+        label_seed: int | None = None,
+    ) -> None:
+        """`windows` are token ids `[windows, length]`; `tick` is called once per batch; with a `label_seed` labels are
+        drawn from the model's predictions."""
+        self.label_seed = label_seed
         self.model, self.windows, self.directory, self.tick = model, windows, directory, tick
         self.count, self.length = windows.shape
         self.batch_size = batch_size(self.count, self.length)
@@ -86,6 +95,14 @@ class Sweep:
                 for _ in outputs():
                     pass
 
+    def _labels(self, window: int, true: Tensor, logits: Tensor) -> Tensor:
+        """The next tokens `[length - 1]`, or for the Fisher information proper some that the model might have said."""
+        if self.label_seed is None:
+            return true
+        generator = torch.Generator().manual_seed((self.label_seed + 1) * 1_000_003 + window)
+        chances = logits.detach().softmax(-1).cpu()
+        return torch.multinomial(chances, 1, generator=generator)[:, 0].to(true.device)
+
     def head(self) -> float:
         """Losses from the last boundary, and their gradients there. Returns the mean loss per predicted token."""
         total = 0.0
@@ -101,7 +118,7 @@ class Sweep:
                     tokens = self.windows[window : window + 1].to(self.model.device)
                     with torch.enable_grad():
                         logits = self.model.head(tokens, hidden)[0, :-1].float()
-                        loss = F.cross_entropy(logits, tokens[0, 1:])
+                        loss = F.cross_entropy(logits, self._labels(window, tokens[0, 1:], logits))
                     loss.backward()
                     total += loss.item()
                     assert hidden.grad is not None

@@ -55,7 +55,8 @@ class CalibratedJob:
         job.record["calibration"] = {"windows": len(windows), "tokens": windows.numel()}
         model = StreamedModel(job.source.checkpoint, job.source.architecture, job.compute_dtype, job.device)
         self.model = model
-        self.sweep = Sweep(model, windows, job.work, tick=job.progress.advance)
+        seed = options.seed if options.labels == "sampled" else None
+        self.sweep = Sweep(model, windows, job.work, job.progress.advance, seed)
 
     @property
     def _layers(self) -> int:

@@ -25,6 +25,9 @@ class CalibrationOptions(Options):
     )
     samples: int = Field(128, ge=1, description="Windows of calibration text.")
     sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
+    labels: Literal["true", "sampled"] = Field(
+        "true", description="Gradients of the loss on the true next token, or on one drawn from the model's prediction."
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of the window sampling.")
 
 

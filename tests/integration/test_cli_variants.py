@@ -204,3 +204,20 @@ def test_a_shared_factor_by_hand(
     options = ("--ratio", 0.45, "--share", "v")
     assert run_cli("svd-compress", decomposed, tmp_path / "by-hand", *options, *calibration).code == 0
     assert weights(tmp_path / "by-hand") == weights(compress(tiny_mixtral, *options).path)
+
+
+def test_sampled_labels_give_other_gradients_and_the_same_every_time(
+    run_cli: Any, tiny_mixtral: Path, calibration: Any, tmp_path: Path, base: Path
+) -> None:
+    made = []
+    for name in ("first", "second"):
+        arguments = ("fisher-merge", tiny_mixtral, tmp_path / name, "--labels", "sampled", *calibration)
+        assert run_cli(*arguments).code == 0
+        made.append(load_file(tmp_path / name / "base-00001.safetensors"))
+    true = load_file(base / "base-00001.safetensors")
+    assert all(made[0][name].equal(made[1][name]) for name in made[0])
+    assert made[0]["tokens"].equal(true["tokens"])
+    assert not made[0]["base.gate"].equal(true["base.gate"])
+    # Both estimate how much each output channel matters, on the same few tokens.
+    pair = torch.stack([made[0]["fisher.down"].flatten(), true["fisher.down"].flatten()]).log()
+    assert torch.corrcoef(pair)[0, 1] > 0.5
