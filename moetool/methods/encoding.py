@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
+from moetool.numerics.factorize import factorize, truncate
 from moetool.representations import Representation
+from moetool.representations.low_rank_sparse import LowRankSparse
 from moetool.representations.quantised import Quantised
 from moetool.representations.quantised_low_rank import QuantisedLowRank
 from moetool.representations.sparse import MagnitudeSparse, Sparse
@@ -41,4 +43,8 @@ def encode(
     if isinstance(representation, QuantisedLowRank):
         assert basis is not None
         return representation.encode(delta, dtype, basis=basis, row_scale=row_scale, gram=gram)
+    if isinstance(representation, LowRankSparse):
+        found = factorize(delta, gram=gram, rank=representation.rank)
+        u, v = truncate(delta, found, representation.rank, dtype)
+        return representation.encode(delta, dtype, u=u, v=v, importance=None if gram is None else gram.diagonal())
     raise ValueError(f"differences are not stored as '{representation.spec}' by this stage")

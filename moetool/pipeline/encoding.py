@@ -29,6 +29,7 @@ from moetool.representations import Representation
 from moetool.representations.dense import Dense
 from moetool.representations.layout import LayerLayout, delta_name
 from moetool.representations.low_rank import LowRank
+from moetool.representations.low_rank_sparse import LowRankSparse
 from moetool.representations.quantised import Quantised, QuantisedMatrix
 from moetool.representations.quantised_low_rank import QuantisedLowRank
 from moetool.representations.sparse import MagnitudeSparse, Sparse
@@ -68,7 +69,12 @@ class SparsityOptions(Options):
         "random",
         description="Drop at random and scale up the rest (no byte is spent on where it is), or drop the smallest.",
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="Seed of what is dropped, and of the window sampling.")
+    rank: int = Field(
+        0,
+        ge=0,
+        description="Take a low-rank part of this rank out of each difference first, and drop from what is left.",
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of what is dropped.")
 
 
 def base_representations(bits: int | None, group: int) -> dict[Role, Representation]:
@@ -131,9 +137,10 @@ def sparse(options: SparsityOptions) -> Form:
                 f"The differences of layer {layer} are low-rank: there is nothing to drop. quantize-delta makes their "
                 "factors smaller."
             )
+        few: Sparse | MagnitudeSparse = Sparse.derived(options.drop, options.seed, layer, expert, role)
         if options.select == "magnitude":
-            return MagnitudeSparse(float(f"{1 - options.drop:.12g}"))
-        return Sparse.derived(options.drop, options.seed, layer, expert, role)
+            few = MagnitudeSparse(float(f"{1 - options.drop:.12g}"))
+        return LowRankSparse(options.rank, few) if options.rank else few
 
     return form
 

@@ -30,6 +30,9 @@ class Weight(nn.Module, ABC):
     def share(self, tensors: Mapping[str, Tensor] | nn.ParameterDict) -> None:
         """Take what all matrices of the role have in common from `tensors`, which may be filled later."""
 
+    def forget(self) -> None:
+        """Tensors were replaced: drop what was derived from them."""
+
     @abstractmethod
     def forward(self, inputs: Tensor) -> Tensor:
         """`[tokens, in]` → `[tokens, out]`."""

@@ -152,8 +152,11 @@ class ScatteredWeight(Weight):
                 self._indices = self.locate().to(self.values.device)
         return self._indices
 
-    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+    def forget(self) -> None:
         self._indices = None
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        self.forget()
         super()._load_from_state_dict(*arguments, **options)
 
     def scatter(self, dtype: torch.dtype) -> Tensor:

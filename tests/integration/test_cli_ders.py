@@ -20,6 +20,8 @@ METHODS: dict[str, tuple[object, ...]] = {
     "quantize, rounded on text": ("--method", "ders-quantize", "--bits", 3, "--base-bits", 8, *GROUP, "TEXT"),
     "sparsify": ("--method", "ders-sparsify", "--drop", 0.8),
     "sparsify by magnitude": ("--method", "ders-sparsify", "--drop", 0.8, "--select", "magnitude"),
+    "low-rank and sparse": ("--method", "ders-sparsify", "--drop", 0.9, "--select", "magnitude", "--rank", 3),
+    "low-rank and random": ("--method", "ders-sparsify", "--drop", 0.9, "--rank", 3),
     "hybrid": ("--method", "hybrid", "--ratio", 0.5, *GROUP, "TEXT"),
 }
 
@@ -207,6 +209,14 @@ def test_codes_chosen_on_text_lose_less_on_it(made: Any, tiny_mixtral: Path, tok
         (logits(made(tiny_mixtral, *options, *text)[0], tokens) - before).norm() for text in ((), ("TEXT",))
     )
     assert fed_back < plain
+
+
+def test_what_factors_leave_over_is_less(made: Any, tiny_mixtral: Path) -> None:
+    def error(*more: object) -> float:
+        _, told = made(tiny_mixtral, "--method", "ders-sparsify", "--drop", 0.9, "--select", "magnitude", *more)
+        return max(e for layer in told["layers"].values() for role in layer["relative_error"].values() for e in role)
+
+    assert error("--rank", 8) < error("--rank", 3) < error()
 
 
 def test_seeds(made: Any, tiny_mixtral: Path) -> None:

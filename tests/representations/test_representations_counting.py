@@ -8,7 +8,7 @@ from moetool.representations.layout import LayerLayout, native_layout
 from moetool.representations.quantised import Quantised
 from moetool.representations.sparse import Sparse
 
-# Hidden size, FFN width and MoE layers of the upcycled models; four experts each. Phi-2's FFN has two matrices and is left out.
+# Hidden size, FFN width and MoE layers of the upcycled models, of four experts each (Phi-2's FFN has two matrices).
 STABLELM, QWEN = (2048, 5632, 12), (2048, 5504, 12)
 
 
