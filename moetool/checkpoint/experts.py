@@ -45,6 +45,7 @@ class ExpertReader:
         self.layouts: dict[int, LayerLayout] = layer_layouts(checkpoint.config)
         self.moe_layers: tuple[int, ...] = architecture.moe_layers(checkpoint.config)
         self.names: frozenset[str] = frozenset()
+        self._last_base: tuple[tuple[int, Role], Tensor] | None = None
         self._check()
 
     def has(self, layer: int) -> bool:
@@ -168,12 +169,16 @@ class ExpertReader:
         return self.checkpoint.read(self.architecture.experts_prefix(layer) + BASE_CHANNELS).long()
 
     def full_base(self, layer: int, role: Role) -> Tensor:
-        """The base `[out, in]` in fp32 with zeros where channels were pruned."""
-        base = self.base(layer, role).float()
-        if not self.layout(layer).is_pruned:
-            return base
-        dimension = 1 if role == "down" else 0
-        return torch.zeros(self.shape.matrix(role)).index_copy(dimension, self.base_channels(layer), base)
+        """The base `[out, in]` in fp32 with zeros where channels were pruned. Not to be written to: the last one is
+        kept, because all experts of a layer are read one after the other."""
+        if self._last_base is None or self._last_base[0] != (layer, role):
+            base = self.base(layer, role).float()
+            if self.layout(layer).is_pruned:
+                dimension = 1 if role == "down" else 0
+                full = torch.zeros(self.shape.matrix(role))
+                base = full.index_copy(dimension, self.base_channels(layer), base)
+            self._last_base = (layer, role), base
+        return self._last_base[1]
 
     def dense(self, layer: int, expert: int, role: Role) -> Tensor:
         """The matrix `[out, in]` an expert's stored form stands for: as stored where it is, else in fp32."""
