@@ -2,7 +2,8 @@
 
 `import moetool` must make `from_pretrained` work, and must also be instant, since it is the first thing that
 `moetool --help` does; importing transformers takes seconds. So `import moetool` only leaves a note with the import
-system, which calls a module's `register` the moment the part of transformers that it extends is loaded.
+system, which imports a module of ours the moment the part of transformers that it extends is loaded. These modules
+register themselves as they are imported.
 """
 
 import importlib
@@ -46,7 +47,7 @@ class _RegisterAfterImport(importlib.abc.MetaPathFinder):
 
 
 def _register(target: str) -> None:
-    importlib.import_module(_EXTENDED_BY[target]).register()
+    importlib.import_module(_EXTENDED_BY[target])
 
 
 def install() -> None:

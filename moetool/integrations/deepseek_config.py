@@ -66,3 +66,6 @@ class DeepseekConfig(PreTrainedConfig):  # type: ignore[misc]
 def register() -> None:
     """Make `AutoConfig` know it. Safe to call twice."""
     AutoConfig.register(DeepseekConfig.model_type, DeepseekConfig, exist_ok=True)
+
+
+register()

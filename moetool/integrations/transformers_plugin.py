@@ -86,3 +86,6 @@ def register() -> None:
     if METHOD not in AUTO_QUANTIZER_MAPPING:
         register_quantization_config(METHOD)(MoetoolConfig)
         register_quantizer(METHOD)(MoetoolQuantizer)
+
+
+register()
