@@ -149,6 +149,24 @@ def preset_recipe(preset: str | None, recipe: str | None) -> str | None:
     return known[preset]
 
 
+def _load_recipe(reference: str) -> tuple[str, str, Any]:
+    """File, variant (empty for none) and content of `FILE.yaml:VARIANT`. Raises `InvalidInputError`."""
+    file, _, variant = reference.rpartition(":") if ":" in Path(reference).name else (reference, "", "")
+    try:
+        recipe = yaml.safe_load(Path(file).read_text())
+    except OSError as error:
+        raise InvalidInputError(f"--recipe {file}: {error.strerror or error}.") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidInputError(f"--recipe {file} is not valid YAML: {' '.join(str(error).split())}.") from error
+    return file, variant, recipe
+
+
+def recipe_method(reference: str | None) -> str | None:
+    """The method that a recipe is for, if it says so. Raises `InvalidInputError` for what cannot be read."""
+    recipe = None if reference is None else _load_recipe(reference)[2]
+    return recipe.get("method") if isinstance(recipe, dict) else None
+
+
 def read_recipe(reference: str | None, command: str, method: str | None = None) -> dict[str, Any]:
     """The options of a recipe: `FILE.yaml` or `FILE.yaml:VARIANT`.
 
@@ -159,13 +177,7 @@ def read_recipe(reference: str | None, command: str, method: str | None = None) 
     """
     if reference is None:
         return {}
-    file, _, variant = reference.rpartition(":") if ":" in Path(reference).name else (reference, "", "")
-    try:
-        recipe = yaml.safe_load(Path(file).read_text())
-    except OSError as error:
-        raise InvalidInputError(f"--recipe {file}: {error.strerror or error}.") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InvalidInputError(f"--recipe {file} is not valid YAML: {' '.join(str(error).split())}.") from error
+    file, variant, recipe = _load_recipe(reference)
     if not isinstance(recipe, dict) or not isinstance(recipe.get("options"), dict):
         raise InvalidInputError(f"{file} is not a recipe: it needs a mapping `options`.")
     if unknown := set(recipe) - {"command", "method", "description", "options", "variants"}:

@@ -207,4 +207,5 @@ def check_groups(group: int, experts: ExpertReader) -> None:
         try:
             group_size(group, columns)
         except ValueError as error:
-            raise UsageError(f"--group-size {group}: {error}.") from error
+            reason = str(error).removesuffix(", or 'row'")
+            raise UsageError(f"--group-size {group}: {reason}.") from error

@@ -143,6 +143,12 @@ def test_presets(run_cli: Any, tiny_mixtral: Path, calibration: Any, tmp_path: P
     preset = ("--preset", "d2moe-40", *calibration)
     assert run_cli("compress", tiny_mixtral, tmp_path / "out", *preset).code == 0
     assert weights(tmp_path / "out") == weights(compress(tiny_mixtral, "--ratio", 0.4).path)
+    plan = run_cli(
+        "compress", tiny_mixtral, "unused", "--preset", "hybrid-70", "--group-size", 16, "--ratio", 0.4, "--dry-run"
+    )
+    assert plan.code == 0, "a preset also says the method"
+    assert plan.stdout.startswith("stage")
+    assert "hybrid" in plan.stdout
     unknown = run_cli("compress", tiny_mixtral, tmp_path / "no", "--preset", "d2moe-40-thruput")
     assert unknown.code == 2
     assert "Did you mean d2moe-40-throughput?" in unknown.stderr

@@ -49,15 +49,13 @@ def _architectures() -> list[dict[str, str]]:
 def _recipes() -> list[dict[str, str]]:
     rows = []
     for file in sorted((files("moetool") / "recipes").iterdir(), key=lambda entry: entry.name):
-        if file.name.endswith(".yaml"):
-            recipe = yaml.safe_load(file.read_text())
-            rows.append(
-                {
-                    "recipe": str(file),
-                    "variants": ", ".join(recipe.get("variants", {})) or "-",
-                    "description": recipe.get("description", ""),
-                }
-            )
+        if not file.name.endswith(".yaml"):
+            continue
+        recipe = yaml.safe_load(file.read_text())
+        command = " --method ".join(recipe[key] for key in ("command", "method") if key in recipe)
+        for preset, options in recipe.get("variants", {}).items():
+            settings = ", ".join(f"{name} {value}" for name, value in options.items())
+            rows.append({"preset": preset, "recipe": file.name, "command": command, "settings": settings})
     return rows
 
 

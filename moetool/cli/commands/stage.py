@@ -9,8 +9,15 @@ import typer
 
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json
-from moetool.cli.generate import build_options, make_command, preset_recipe, read_recipe, with_options
-from moetool.errors import UsageError
+from moetool.cli.generate import (
+    build_options,
+    make_command,
+    preset_recipe,
+    read_recipe,
+    recipe_method,
+    with_options,
+)
+from moetool.errors import MoetoolError, UsageError
 from moetool.pipeline.sizes import format_bytes, format_change
 
 DEFAULT_METHOD = "d2moe"
@@ -69,13 +76,24 @@ def build(name: str, arguments: list[str]) -> Any:
 
 
 def _method(arguments: list[str]) -> str:
-    """What `--method` says; it decides which other options there are."""
+    """What `--method` says, or the recipe; it decides which other options there are."""
+    if (said := _value(arguments, "--method")) is not None:
+        return said
+    try:
+        return (
+            recipe_method(preset_recipe(_value(arguments, "--preset"), _value(arguments, "--recipe"))) or DEFAULT_METHOD
+        )
+    except MoetoolError:
+        return DEFAULT_METHOD  # the command itself says what is wrong with the recipe
+
+
+def _value(arguments: list[str], option: str) -> str | None:
     for position, argument in enumerate(arguments):
-        if argument.startswith("--method="):
-            return argument.removeprefix("--method=")
-        if argument == "--method" and position + 1 < len(arguments):
+        if argument.startswith(f"{option}="):
+            return argument.removeprefix(f"{option}=")
+        if argument == option and position + 1 < len(arguments):
             return arguments[position + 1]
-    return DEFAULT_METHOD
+    return None
 
 
 def _print_plan(plan: dict[str, Any]) -> None:
