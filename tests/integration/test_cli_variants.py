@@ -143,9 +143,8 @@ def test_presets(run_cli: Any, tiny_mixtral: Path, calibration: Any, tmp_path: P
     preset = ("--preset", "d2moe-40", *calibration)
     assert run_cli("compress", tiny_mixtral, tmp_path / "out", *preset).code == 0
     assert weights(tmp_path / "out") == weights(compress(tiny_mixtral, "--ratio", 0.4).path)
-    plan = run_cli(
-        "compress", tiny_mixtral, "unused", "--preset", "hybrid-70", "--group-size", 16, "--ratio", 0.4, "--dry-run"
-    )
+    hybrid = ("--preset", "hybrid-70", "--group-size", 16, "--ratio", 0.4, *calibration)
+    plan = run_cli("compress", tiny_mixtral, "unused", *hybrid, "--dry-run")
     assert plan.code == 0, "a preset also says the method"
     assert plan.stdout.startswith("stage")
     assert "hybrid" in plan.stdout
