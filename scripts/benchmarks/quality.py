@@ -9,13 +9,14 @@ method's (Fisher base, truncation-aware SVD, uniform rank).
 
 import argparse
 import json
-import math
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
+
+from _common import Kept, excess, made_by
 
 METHODS = {
     "mean base + plain SVD, uniform": ["--merge", "mean", "--svd", "vanilla"],
@@ -47,37 +48,31 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "moetool-quality")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    options.work.mkdir(parents=True, exist_ok=True)
-    cache = options.work / "scores.jsonl"
+    kept = Kept(options.work / "scores.jsonl")
+
+    def score(path: Path | str) -> dict:
+        return moetool("eval", str(path), "--data", options.data, "--sequence-length", options.sequence_length)
+
+    def make(ratio: float, flags: list[str]) -> dict:
+        target = options.work / "model"
+        shutil.rmtree(target, ignore_errors=True)
+        made = moetool(
+            "compress", options.model, str(target), "--ratio", str(ratio), "--calibration", options.calibration,
+            "--samples", options.samples, "--sequence-length", options.sequence_length,
+            *flags, *(UNIFORM if flags else []),
+        )  # fmt: skip
+        return {"achieved": made["achieved_ratio"], "seconds": made["seconds"], **score(target)}
+
+    original = kept.get("original", lambda: score(options.model))
     scores = {}
-    if cache.exists():
-        scores = {line["key"]: line for line in map(json.loads, cache.read_text().splitlines())}
-
-    def score(key: str, path: Path | str, **more: object) -> dict:
-        evaluation = moetool("eval", str(path), "--data", options.data, "--sequence-length", options.sequence_length)
-        scores[key] = {"key": key, **more, **evaluation}
-        with cache.open("a") as file:
-            file.write(json.dumps(scores[key]) + "\n")
-        return scores[key]
-
-    original = scores.get("original") or score("original", options.model)
     for name, flags in METHODS.items():
         for ratio in options.ratios:
             key = f"{name} {ratio}"
-            if key in scores:
-                continue
-            target = options.work / "model"
-            shutil.rmtree(target, ignore_errors=True)
-            made = moetool(
-                "compress", options.model, str(target), "--ratio", str(ratio), "--calibration", options.calibration,
-                "--samples", options.samples, "--sequence-length", options.sequence_length,
-                *flags, *(UNIFORM if flags else []),
-            )  # fmt: skip
-            score(key, target, achieved=made["achieved_ratio"], seconds=made["seconds"])
+            scores[key] = kept.get(key, partial(make, ratio, flags))
             print(key, scores[key]["perplexity"], file=sys.stderr, flush=True)
 
-    def excess(key: str) -> float:
-        return math.log(scores[key]["perplexity"] / original["perplexity"])
+    def above(key: str) -> float:
+        return excess(scores[key]["perplexity"], original["perplexity"])
 
     lines = [
         f"Original: perplexity {original['perplexity']:.4f} on {original['windows']} windows of "
@@ -89,21 +84,21 @@ def main() -> None:
     for ratio in options.ratios:
         for name in METHODS:
             key = f"{name} {ratio}"
-            relative = excess(key) / excess(f"{PUBLISHED} {ratio}")
+            relative = above(key) / above(f"{PUBLISHED} {ratio}")
             lines.append(
                 f"| {ratio:.0%} | {name} | {scores[key]['achieved']:.3%} | {scores[key]['perplexity']:.4f} "
-                f"| {excess(key):.5f} | {relative:.3f} |"
+                f"| {above(key):.5f} | {relative:.3f} |"
             )
     table = "\n".join(lines)
     print(table)
     if options.output:
-        import torch
-
-        made_by = "python scripts/benchmarks/quality.py MODEL --calibration VALID --data TEST"
+        command = (
+            "python scripts/benchmarks/quality.py MODEL --calibration VALID --data TEST "
+            f"--samples {options.samples} --sequence-length {options.sequence_length}"
+        )
         options.output.write_text(
-            f"Made by `{made_by} --samples {options.samples} --sequence-length {options.sequence_length}` with torch "
-            f"{torch.__version__} on {platform.machine()}. MODEL is a Mixtral of 20.7 M parameters (8 experts, top-2, "
-            f"bf16), trained for this purpose; VALID and TEST are WikiText-2's validation and test text.\n\n{table}\n"
+            f"{made_by(command)} MODEL is a Mixtral of 20.7 M parameters (8 experts, top-2, bf16), trained for this "
+            f"purpose; VALID and TEST are WikiText-2's validation and test text.\n\n{table}\n"
         )
 
 

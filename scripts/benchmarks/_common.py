@@ -1,0 +1,38 @@
+"""What the benchmarks of quality share."""
+
+import json
+import math
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Kept:
+    """Results by key, each appended to a file as soon as there is one: a run that was stopped goes on where it was."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lines = file.read_text().splitlines() if file.exists() else []
+        self._results: dict[str, dict[str, Any]] = {line["key"]: line for line in map(json.loads, lines)}
+
+    def get(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The result of that key, made if there is none."""
+        if key not in self._results:
+            self._results[key] = {"key": key, **make()}
+            with self._file.open("a") as file:
+                file.write(json.dumps(self._results[key]) + "\n")
+        return self._results[key]
+
+
+def excess(perplexity: float, original: float) -> float:
+    """How much loss a perplexity is above the original's, in nats."""
+    return math.log(perplexity / original)
+
+
+def made_by(command: str) -> str:
+    """The line that says where a table came from."""
+    import torch
+
+    return f"Made by `{command}` with torch {torch.__version__} on {platform.machine()}."
