@@ -20,9 +20,6 @@ from typing import Any
 
 from _common import Kept, excess, made_by
 
-# Before moetool: imported after it, this is what breaks the import of AutoModelForCausalLM.
-from transformers import AutoTokenizer  # noqa: F401  # isort: split
-
 from moetool.calibration.data import evaluation_windows, load_tokenizer
 from moetool.evaluation.loading import load_model
 from moetool.evaluation.perplexity import window_loss

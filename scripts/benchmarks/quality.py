@@ -8,6 +8,7 @@ method's (Fisher base, truncation-aware SVD, uniform rank).
 """
 
 import argparse
+import hashlib
 import json
 import shutil
 import subprocess
@@ -48,7 +49,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "moetool-quality")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    kept = Kept(options.work / "scores.jsonl")
+    settings = [options.model, options.calibration, options.data, options.samples, options.sequence_length]
+    digest = hashlib.sha256("\n".join(settings).encode()).hexdigest()[:12]
+    kept = Kept(options.work / f"scores-{digest}.jsonl")
 
     def score(path: Path | str) -> dict:
         return moetool("eval", str(path), "--data", options.data, "--sequence-length", options.sequence_length)
