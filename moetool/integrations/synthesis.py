@@ -7,7 +7,12 @@ import torch
 from torch import nn
 
 from moetool.modules.experts import SharedBaseExperts
+from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
+from moetool.representations.shared_factor import SharedU, SharedV
+
+# Forms that run as products of 16-bit matrices, without being unpacked or scattered first.
+_CHEAP = {Dense, LowRank, SharedU, SharedV}
 
 Synthesis = Literal["auto", "load", "on-the-fly"]
 
@@ -52,7 +57,7 @@ def apply_synthesis(model: Any, choice: Synthesis) -> bool:
         return False
     if choice == "auto":
         forms = {type(form) for module in modules for _, _, form in module.layout.deltas()}
-        if forms <= {LowRank} or any(module.layout.dynamic_channels for module in modules):
+        if forms <= _CHEAP or any(module.layout.dynamic_channels for module in modules):
             return False
         needed = sum(
             3 * shape.experts * shape.hidden * shape.intermediate * module.gate_up_proj.element_size()

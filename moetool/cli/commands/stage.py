@@ -31,7 +31,7 @@ def build(name: str, arguments: list[str]) -> Any:
     chosen = name
     if name == "compress":
         methods = [stage for stage, kind in stages().items() if kind.is_method]
-        chosen = _method(arguments)
+        chosen = _method(arguments, methods)
         if chosen not in methods:
             print(f"error: --method {chosen}: there is {', '.join(methods)}.", file=sys.stderr)
             raise typer.Exit(UsageError.exit_code)
@@ -75,7 +75,7 @@ def build(name: str, arguments: list[str]) -> Any:
     return make_command(name, with_options(command, stage.options_type, *more), COMMANDS[name][1])
 
 
-def _method(arguments: list[str]) -> str:
+def _method(arguments: list[str], known: list[str]) -> str:
     """What `--method` says, or the recipe; it decides which other options there are."""
     if (said := _value(arguments, "--method")) is not None:
         return said
