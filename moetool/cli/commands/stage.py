@@ -80,11 +80,11 @@ def _method(arguments: list[str], known: list[str]) -> str:
     if (said := _value(arguments, "--method")) is not None:
         return said
     try:
-        return (
-            recipe_method(preset_recipe(_value(arguments, "--preset"), _value(arguments, "--recipe"))) or DEFAULT_METHOD
-        )
+        recipe = preset_recipe(_value(arguments, "--preset"), _value(arguments, "--recipe"))
+        said = recipe_method(recipe)
     except MoetoolError:
-        return DEFAULT_METHOD  # the command itself says what is wrong with the recipe
+        said = None  # the command itself says what is wrong with the recipe
+    return said if said in known else DEFAULT_METHOD
 
 
 def _value(arguments: list[str], option: str) -> str | None:
