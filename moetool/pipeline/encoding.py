@@ -5,10 +5,10 @@ Every layer is encoded once, into a file of the work directory, and copied from 
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -21,6 +21,7 @@ from moetool.methods.encoding import encode
 from moetool.pipeline.bases import LayerBase, base_path
 from moetool.pipeline.calibrated import CalibratedJob
 from moetool.pipeline.factored import base_tensors
+from moetool.pipeline.given_base import base_form
 from moetool.pipeline.job import Job, Source, pick_compute_dtype, pick_device, to_cpu
 from moetool.pipeline.options import CalibrationOptions, Options, RunOptions
 from moetool.pipeline.output import OutputPlan, entry_for, write_model
@@ -30,11 +31,13 @@ from moetool.representations.dense import Dense
 from moetool.representations.layout import LayerLayout, delta_name
 from moetool.representations.low_rank import LowRank
 from moetool.representations.low_rank_sparse import LowRankSparse
-from moetool.representations.quantised import Quantised, QuantisedMatrix
+from moetool.representations.quantised import Quantised
 from moetool.representations.quantised_low_rank import QuantisedLowRank
 from moetool.representations.sparse import MagnitudeSparse, Sparse
 
 Bits = Literal[1, 2, 3, 4, 8]
+# In YAML a number of bits is a number.
+BaseBits = Annotated[Literal["1", "2", "3", "4", "8", "nf4", "int8"], BeforeValidator(lambda bits: str(bits))]
 LoadBase = Callable[[int], LayerBase]
 Form = Callable[[int, int, Role, Representation], Representation]  # layer, expert, role, how it is stored now
 
@@ -49,8 +52,10 @@ class BaseOptions(Options):
         description="What differences are taken to: `mean` or `ties` of the experts, a base written by fisher-merge, "
         "or the dense checkpoint that the experts were upcycled from.",
     )
-    base_bits: Bits | None = Field(
-        None, description="Store the base in so few bits; differences then make up for its errors."
+    base_bits: BaseBits | None = Field(
+        None,
+        description="Store the base in so few bits: 1, 2, 3, 4, 8, or in bitsandbytes' formats nf4 and int8; "
+        "differences then make up for its errors.",
     )
 
 
@@ -77,9 +82,9 @@ class SparsityOptions(Options):
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of what is dropped.")
 
 
-def base_representations(bits: int | None, group: int) -> dict[Role, Representation]:
+def base_representations(bits: str | None, group: int) -> dict[Role, Representation]:
     """How the base of each role is stored."""
-    return dict.fromkeys(ROLES, Dense() if bits is None else QuantisedMatrix(bits, group))
+    return dict.fromkeys(ROLES, Dense() if bits is None else base_form(bits, group))
 
 
 def encoded_layouts(source: Source, form: Form) -> dict[int, LayerLayout]:

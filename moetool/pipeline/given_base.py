@@ -17,6 +17,7 @@ from moetool.checkpoint.reader import CONFIG, MANIFEST, Checkpoint
 from moetool.errors import InvalidInputError, UsageError
 from moetool.methods.choices import UNMEASURED_MERGES, Merge
 from moetool.pipeline.bases import LayerBase, base_path, unweighted_base
+from moetool.representations.bitsandbytes_formats import NF4, Int8
 from moetool.representations.quantised import QuantisedMatrix, group_size
 
 # The FFN of a dense model, by role; the last two of one tensor, one below the other, as Phi-3 has them.
@@ -192,13 +193,26 @@ def kinship_warning(base: GivenBase) -> str | None:
     )
 
 
-def in_few_bits(base: LayerBase, bits: int | None, group: int) -> LayerBase:
-    """The base quantised, `bits` per number and a scale per `group` inputs; as it is if `bits` is `None`."""
+def base_form(bits: str, group: int) -> QuantisedMatrix | NF4 | Int8:
+    """The form that `--base-bits` names; its own codes have a scale per `group` inputs."""
+    if bits == NF4.kind:
+        return NF4()
+    return Int8() if bits == Int8.kind else QuantisedMatrix(int(bits), group)
+
+
+def in_few_bits(base: LayerBase, bits: str | None, group: int) -> LayerBase:
+    """The base in the form that `bits` names; as it is if `bits` is `None`."""
     if bits is None:
         return base
-    form = QuantisedMatrix(bits, group)
+    form = base_form(bits, group)
     dtype = {role: matrix.dtype for role, matrix in base.matrices.items()}
     return base.stored_as({role: (form, form.encode(base.full(role), dtype[role])) for role in ROLES})
+
+
+def check_base_groups(bits: str | None, group: int, experts: ExpertReader) -> None:
+    """The same for a base in few bits, if its form has groups."""
+    if bits is not None and isinstance(base_form(bits, group), QuantisedMatrix):
+        check_groups(group, experts)
 
 
 def check_groups(group: int, experts: ExpertReader) -> None:

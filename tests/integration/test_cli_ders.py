@@ -17,6 +17,8 @@ GROUP = ("--group-size", 16)
 METHODS: dict[str, tuple[object, ...]] = {
     "quantize": ("--method", "ders-quantize", "--bits", 4, *GROUP),
     "quantize with a base in few bits": ("--method", "ders-quantize", "--bits", 2, "--base-bits", 4, *GROUP),
+    "a base in NF4": ("--method", "ders-quantize", "--bits", 4, "--base-bits", "nf4", *GROUP),
+    "a base in int8": ("--method", "ders-sparsify", "--drop", 0.5, "--base-bits", "int8"),
     "quantize, rounded on text": ("--method", "ders-quantize", "--bits", 3, "--base-bits", 8, *GROUP, "TEXT"),
     "sparsify": ("--method", "ders-sparsify", "--drop", 0.8),
     "sparsify by magnitude": ("--method", "ders-sparsify", "--drop", 0.8, "--select", "magnitude"),
@@ -299,6 +301,7 @@ def test_a_damaged_packed_tensor_is_noticed(run_cli: Any, made: Any, tiny_mixtra
     [
         (("--method", "ders-quantize", "--bits", 5), 2, "--bits"),
         (("--method", "ders-quantize", "--bits", 4, "--group-size", 20), 2, "16 and 32 would"),
+        (("--method", "ders-quantize", "--bits", 4, "--base-bits", "nf5", *GROUP), 2, "'nf4' or 'int8'"),
         (("--method", "ders-quantize", "--bits", 4), 2, "groups of 128 do not divide 32 inputs"),
         (("--method", "ders-sparsify", "--drop", 1), 2, "--drop"),
         (("--method", "ders-sparsify", "--drop", 0.5, "--select", "best"), 2, "best"),

@@ -40,7 +40,7 @@ def test_specs_are_what_config_json_says() -> None:
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("sparsest:3", "Unknown representation 'sparsest:3': this moetool knows dense, low-rank"),
+        ("sparsest:3", "Unknown representation 'sparsest:3': this moetool knows dense, int8, low-rank"),
         ("", "Unknown representation ''"),
         ("dense:1", "'dense' takes no arguments"),
         ("low-rank", "takes one argument, its rank"),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moetool.pipeline.encoding import BaseOptions, base_representations
 from moetool.pipeline.factored import base_tensors
-from moetool.pipeline.given_base import check_groups, in_few_bits, kinship_warning, open_base
+from moetool.pipeline.given_base import check_base_groups, in_few_bits, kinship_warning, open_base
 from moetool.pipeline.job import Job
 from moetool.pipeline.options import RunOptions
 from moetool.pipeline.output import OutputPlan, entry_for, write_model
@@ -48,8 +48,7 @@ class Decompose(Stage[DecomposeOptions]):
     def plan(self) -> Plan:
         reader = self.source.experts
         open_base(self.options.base, reader)
-        if self.options.base_bits is not None:
-            check_groups(self.options.group_size, reader)
+        check_base_groups(self.options.base_bits, self.options.group_size, reader)
         return Plan(
             stage=self.name,
             input_bytes=self.source.checkpoint.weight_bytes,

@@ -16,7 +16,7 @@ from moetool.pipeline.encoding import (
     sparse,
     with_text,
 )
-from moetool.pipeline.given_base import check_groups, in_few_bits, kinship_warning, open_base
+from moetool.pipeline.given_base import check_base_groups, check_groups, in_few_bits, kinship_warning, open_base
 from moetool.pipeline.job import Job
 from moetool.pipeline.options import CalibrationOptions, RunOptions
 from moetool.pipeline.plan import Plan
@@ -80,8 +80,7 @@ class DersSparsify(Stage[DersSparsifyOptions]):
 
     def _layouts(self) -> dict[int, LayerLayout]:
         options = self.options
-        if options.base_bits is not None:
-            check_groups(BASE_GROUP, self.source.experts)
+        check_base_groups(options.base_bits, BASE_GROUP, self.source.experts)
         base = base_representations(options.base_bits, BASE_GROUP)
         return decomposed_layouts(self.source, base, sparse(options))
 

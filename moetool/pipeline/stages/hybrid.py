@@ -21,7 +21,7 @@ from moetool.methods.sensitivity import LayerSensitivity, MatrixSensitivity
 from moetool.numerics.factorize import factorize, truncate
 from moetool.pipeline.bases import LayerBase, base_path, measured_base
 from moetool.pipeline.calibrated import CalibratedJob
-from moetool.pipeline.encoding import Bits, base_representations
+from moetool.pipeline.encoding import BaseBits, base_representations
 from moetool.pipeline.factored import base_tensors
 from moetool.pipeline.given_base import check_groups, in_few_bits
 from moetool.pipeline.job import Job, Source, pick_compute_dtype, pick_device, to_cpu
@@ -51,7 +51,9 @@ class HybridOptions(RunOptions, CalibrationOptions):
         gt=0, lt=1, description="Share of the weight files' bytes that disappears: 0.8 makes the model 80 % smaller."
     )
     merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
-    base_bits: Bits = Field(4, description="Bits per number of the base; differences make up for its errors.")
+    base_bits: BaseBits = Field(
+        "4", description="Bits of the base: 1, 2, 3, 4, 8, nf4 or int8. Differences make up for its errors."
+    )
     group_size: int = Field(128, ge=1, description="Inputs that share a scale.")
     sensitivity: Sensitivity = Field(
         "channel", description="Weigh errors by what they cost in loss: by output channel, by matrix, or not at all."

@@ -1,0 +1,124 @@
+"""The 4- and 8-bit formats of bitsandbytes for a matrix that is not a difference, number for number.
+
+Made and read by plain torch on any device; on a card bitsandbytes' own kernels unpack them where it is installed.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moetool.representations.base import Representation, Stored, Weight
+
+BLOCK = 64  # numbers that share an absmax in NF4
+
+# Quantiles of a normal variable, scaled to end at 1, with an exact zero (QLoRA, arXiv:2305.14314, Appendix E).
+NF4_LEVELS = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+
+
+class _Format(Representation):
+    """What both have in common."""
+
+    uses_base: ClassVar[bool] = False
+
+    @abstractmethod
+    def encode(self, matrix: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """What is stored of `matrix` [out, in]; scales are fp32 whatever the model's `dtype`."""
+
+
+@dataclass(frozen=True)
+class NF4(_Format):
+    """NormalFloat codes, two per byte, the first in the high bits, and an fp32 absmax per 64 numbers of the flattened
+    matrix; what `bitsandbytes.functional.quantize_4bit(quant_type="nf4", blocksize=64)` gives."""
+
+    kind: ClassVar[str] = "nf4"
+
+    def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
+        numbers = shape[0] * shape[1]
+        return {
+            "codes": Stored((-(-numbers // 2),), torch.uint8),
+            "absmax": Stored((-(-numbers // BLOCK),), torch.float32),
+        }
+
+    def encode(self, matrix: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        flat = matrix.detach().float().reshape(-1)
+        blocks = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+        absmax = blocks.abs().amax(1)
+        unit = blocks / torch.where(absmax > 0, absmax, 1.0)[:, None]
+        levels = torch.tensor(NF4_LEVELS, device=flat.device)
+        codes = torch.bucketize(unit, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).view(-1)
+        codes = F.pad(codes[: len(flat)], (0, len(flat) % 2), value=NF4_LEVELS.index(0.0))
+        return {"codes": (codes[::2] << 4) | codes[1::2], "absmax": absmax}
+
+    def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
+        return NF4Weight(shape, self.tensors(shape), device)
+
+
+@dataclass(frozen=True)
+class Int8(_Format):
+    """Row-wise absmax: codes [out, in] int8 and an fp32 absmax per row, as `int8_vectorwise_quant` of LLM.int8()."""
+
+    kind: ClassVar[str] = "int8"
+
+    def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
+        return {"codes": Stored(shape, torch.int8), "absmax": Stored((shape[0],), torch.float32)}
+
+    def encode(self, matrix: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        wide = matrix.detach().float()
+        absmax = wide.abs().amax(1)
+        scaled = wide * (127.0 / torch.where(absmax > 0, absmax, 1.0))[:, None]
+        return {"codes": scaled.round().to(torch.int8), "absmax": absmax}
+
+    def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
+        return Int8Weight(shape, self.tensors(shape), device)
+
+
+class _FormatWeight(Weight):
+    """Run-time form: a product unpacks the matrix. Nothing in it can be trained."""
+
+    codes: Tensor
+    absmax: Tensor
+
+    def __init__(self, shape: tuple[int, int], stored: dict[str, Stored], device: torch.device) -> None:
+        super().__init__()
+        self.shape = shape
+        for name, entry in stored.items():
+            self.register_buffer(name, torch.zeros(entry.shape, dtype=entry.dtype, device=device))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return F.linear(inputs, self.dense().to(inputs.dtype))
+
+
+class NF4Weight(_FormatWeight):
+    """Run-time form of `NF4`."""
+
+    def dense(self) -> Tensor:
+        numbers = self.shape[0] * self.shape[1]
+        absmax = self.absmax.float()
+        if self.codes.is_cuda:
+            try:
+                from bitsandbytes.functional import dequantize_4bit
+            except ImportError:
+                pass
+            else:
+                out = torch.empty(self.shape, dtype=torch.float32, device=self.codes.device)
+                return dequantize_4bit(
+                    self.codes.view(-1, 1), absmax=absmax, out=out, blocksize=BLOCK, quant_type="nf4"
+                )
+        pairs = torch.stack([self.codes >> 4, self.codes & 15], dim=1).view(-1)[:numbers]
+        levels = torch.tensor(NF4_LEVELS, device=self.codes.device)
+        return (levels[pairs.int()] * absmax.repeat_interleave(BLOCK)[:numbers]).view(self.shape)
+
+
+class Int8Weight(_FormatWeight):
+    """Run-time form of `Int8`."""
+
+    def dense(self) -> Tensor:
+        return self.codes.float() * (self.absmax.float() / 127.0)[:, None]
