@@ -112,6 +112,9 @@ class Architecture:
         router_options: config keys that change the router's rule, and the values that transformers computes.
         others: beginnings of the names of other tensors in the block, relative to it (shared experts, biases).
         moe_layers_rule: which layers are mixtures.
+        shared_expert: one matrix of the shared expert on disk, relative to the block, with `{role}` filled in; of a
+            family that has one.
+        shared_expert_module: its module path in memory, relative to the layer.
     """
 
     name: str
@@ -129,6 +132,8 @@ class Architecture:
     router_options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     others: tuple[str, ...] = ()
     moe_layers_rule: MoELayers = field(default_factory=MoELayers)
+    shared_expert: str | None = None
+    shared_expert_module: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", MappingProxyType(dict(self.weights)))
@@ -205,6 +210,12 @@ class Architecture:
     def weight_name(self, layer: int, expert: int, role: Role) -> str:
         """Name on disk of one expert's matrix, or of the tensor that holds those of all experts."""
         return self.block_prefix(layer) + self.weights[role].format(expert=expert)
+
+    def shared_expert_names(self, layer: int) -> dict[Role, str]:
+        """Names on disk of the shared expert's matrices; empty for a family without one."""
+        if self.shared_expert is None:
+            return {}
+        return {role: self.block_prefix(layer) + self.shared_expert.format(role=role) for role in ROLES}
 
     def router_name(self, layer: int) -> str:
         """Name on disk of the layer's router weight."""

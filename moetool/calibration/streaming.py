@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
-from moetool.architectures import Architecture
+from moetool.architectures import ROLES, Architecture
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
@@ -94,8 +94,10 @@ class StreamedModel:
             self._dtypes[name] = state[renamed].dtype
             block = next((layer for prefix, layer in layers.items() if name.startswith(prefix)), REST)
             blocks[block].append(name)
-        experts_in_memory = f".{self.architecture.experts_module}."
-        if missing := [name for name in state if name not in covered and experts_in_memory not in name]:
+        in_memory = [f".{self.architecture.experts_module}."]
+        if any(self.experts.layout(layer).is_extended for layer in self.experts.moe_layers):
+            in_memory.append(f".{self.architecture.shared_expert_module}.")
+        if missing := [name for name in state if name not in covered and not any(own in name for own in in_memory)]:
             raise InvalidInputError(
                 f"{self.checkpoint.path} has no tensor for {missing[0]} ({len(missing)} missing in all): "
                 "the checkpoint is incomplete."
@@ -148,6 +150,8 @@ class StreamedModel:
             self._load_block(index)
             if experts is not None:
                 self._fill_experts(index, experts)
+                if self.experts.layout(index).is_extended:
+                    self._fill_shared_expert(index, layer.get_submodule(self.architecture.shared_expert_module))
             self._require_loaded(layer.modules())
             yield layer
         finally:
@@ -165,6 +169,13 @@ class StreamedModel:
             down[expert] = self.experts.dense(index, expert, "down")
         experts.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
         experts.down_proj = nn.Parameter(down, requires_grad=False)
+
+    def _fill_shared_expert(self, index: int, shared: nn.Module) -> None:
+        """Read a shared expert that is stored on the base into transformers' own module."""
+        for role in ROLES:
+            matrix = self.experts.dense(index, self.experts.shape.experts, role).to(self.device, self.dtype)
+            linear: Any = shared.get_submodule(f"{role}_proj")
+            linear.weight = nn.Parameter(matrix, requires_grad=False)
 
     @contextmanager
     def _layers_replaced(

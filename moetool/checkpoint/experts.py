@@ -76,6 +76,31 @@ class ExpertReader:
         for name, stored in layout.own_tensors():
             yield prefix + name, stored.shape, stored.dtype
 
+    def count(self, layer: int) -> int:
+        """Experts of a layer: the routed ones, and the shared one if it is stored on their base."""
+        return self.layout(layer).stored_experts
+
+    def shared_expert_specs(self, layer: int) -> list[TensorSpec]:
+        """The shared expert's matrices under their native names.
+
+        Raises:
+            InvalidInputError: the family has none, or one of another width than the routed experts.
+        """
+        names = self.architecture.shared_expert_names(layer)
+        if not names:
+            raise InvalidInputError(f"{self.architecture.name} has no shared expert that could be stored on the base.")
+        specs = [TensorSpec(name, self.dtype, self.shape.matrix(role)) for role, name in names.items()]
+        for spec in specs:
+            found = self.checkpoint.tensors.get(spec.name)
+            if found is not None and found.shape != spec.shape:
+                raise InvalidInputError(
+                    f"The shared expert cannot be stored on the base of the routed ones: {spec.name} has shape "
+                    f"{list(found.shape)}, theirs is {list(spec.shape)}."
+                )
+            if found is None and not self.layout(layer).is_extended:
+                raise InvalidInputError(f"Tensor {spec.name} of the shared expert is missing.")
+        return specs
+
     def specs(self, layer: int, layout: LayerLayout | None = None) -> list[TensorSpec]:
         """Every tensor that stores a layer's experts (by default as they are), by full name on disk."""
         own = self.dtype
@@ -145,8 +170,13 @@ class ExpertReader:
         return representation.decode(tensors, shape, self.dtype)
 
     def stored(self, layer: int, expert: int, role: Role) -> Tensor | None:
-        """The expert's own matrix as it is on disk, `None` where it is only stored as a difference to a base."""
+        """The expert's own matrix as it is on disk, `None` where it is only stored as a difference to a base.
+
+        The shared expert is the one after the last routed one.
+        """
         weights = self.layout(layer).weights[role]
+        if expert == self.shape.experts and not self.layout(layer).is_extended:
+            return self.checkpoint.read(self.architecture.shared_expert_names(layer)[role])
         if weights is None:
             return self._read_native(layer, expert, role, self.shape.matrix(role))
         if weights[expert] != Dense():

@@ -6,7 +6,8 @@ import psutil
 import torch
 from torch import nn
 
-from moetool.modules.experts import SharedBaseExperts
+from moetool.architectures import ROLES
+from moetool.modules.experts import SharedBaseExperts, SharedExpertOnBase
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
 from moetool.representations.shared_factor import SharedU, SharedV
@@ -24,7 +25,11 @@ def synthesise(model: Any) -> Any:
     Faster to run where differences are stored in few bits or few numbers, at the original model's size in memory. What
     it saves from then on is an ordinary checkpoint. Dynamic pruning of bases is left out: it has no dense form.
     """
-    for name, module in list(model.named_modules()):
+    modules = list(model.named_modules())
+    for name, module in modules:
+        if isinstance(module, SharedExpertOnBase):
+            model.set_submodule(name, _dense_shared_expert(module))
+    for name, module in modules:
         if isinstance(module, SharedBaseExperts):
             model.set_submodule(name, dense_experts(module))
     if getattr(model.config, "quantization_config", None) is not None:
@@ -44,6 +49,14 @@ def dense_experts(module: SharedBaseExperts) -> nn.Module:
         gate_up[expert, shape.intermediate :] = module.dense(expert, "up")
         down[expert] = module.dense(expert, "down")
     native.gate_up_proj, native.down_proj = nn.Parameter(gate_up), nn.Parameter(down)
+    return native.train(module.training)
+
+
+def _dense_shared_expert(module: SharedExpertOnBase) -> nn.Module:
+    experts, native = module.experts, module.native
+    for role in ROLES:
+        linear: Any = native.get_submodule(f"{role}_proj")
+        linear.weight = nn.Parameter(experts.dense(experts.num_experts, role).to(experts.gate_up_proj.dtype))
     return native.train(module.training)
 
 

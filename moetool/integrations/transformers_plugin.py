@@ -13,7 +13,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moetool.architectures import find_architecture
 from moetool.checkpoint.format import METHOD, check_format_version, layer_layouts
-from moetool.modules.experts import SharedBaseExperts
+from moetool.modules.experts import SharedBaseExperts, SharedExpertOnBase
 
 
 class MoetoolConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -39,7 +39,11 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
             path = f"{architecture.layer_prefix(layer)}{architecture.experts_module}"
             if not path.startswith(model.base_model_prefix) or not hasattr(model, model.base_model_prefix):
                 path = path.removeprefix(f"{model.base_model_prefix}.")  # the bare decoder, AutoModel
-            model.set_submodule(path, SharedBaseExperts(model.get_submodule(path), layout))
+            experts = SharedBaseExperts(model.get_submodule(path), layout)
+            model.set_submodule(path, experts)
+            if layout.is_extended:
+                beside = path.removesuffix(architecture.experts_module) + architecture.shared_expert_module
+                model.set_submodule(beside, SharedExpertOnBase(experts, model.get_submodule(beside)))
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:

@@ -54,7 +54,7 @@ class SharedBaseExperts(nn.Module):
         )
         if layout.is_pruned:
             self.register_buffer("base_channels", torch.zeros(layout.base_channels, dtype=torch.int32, device=device))
-        self.moetool = nn.ModuleDict({str(expert): nn.ModuleDict() for expert in range(shape.experts)})
+        self.moetool = nn.ModuleDict({str(expert): nn.ModuleDict() for expert in range(layout.stored_experts)})
         shared = {
             str(role): nn.ParameterDict(
                 {name: empty_parameter(stored.shape, stored.dtype or dtype, device) for name, stored in common.items()}
@@ -172,6 +172,16 @@ class SharedBaseExperts(nn.Module):
             return self._compact(role).dense()
         return self.down_proj[0] if role == "down" else self.gate_up_proj[0].chunk(2)[("gate", "up").index(role)]
 
+    def shared_expert(self, hidden_states: Tensor) -> Tensor:
+        """The shared expert where it is stored on the base: `[…, hidden]` → the same. It is the last of the experts."""
+        hidden, last = hidden_states.reshape(-1, self.hidden_dim), self.num_experts
+        everywhere = torch.arange(len(hidden), device=hidden.device)
+        activation = self._activation(last, hidden, self._base_gate_up(hidden), everywhere).to(hidden.dtype)
+        output = self.delta(last, "down")(activation)
+        if self._uses_base(last, "down"):
+            output = output + self._base_down(activation)
+        return output.to(hidden_states.dtype).view_as(hidden_states)
+
     @torch.no_grad()
     def dense(self, expert: int, role: Role) -> Tensor:
         """The matrix `[out, in]` that an expert's stored form stands for, in fp32 (dynamic pruning left out)."""
@@ -196,3 +206,29 @@ class SharedBaseExperts(nn.Module):
     def extra_repr(self) -> str:
         ranks = {role: [w.spec for w in self.layout.weights[role] or ()] or "native" for role in ROLES}
         return f"channels={self.layout.base_channels}/{self.intermediate_dim}, {ranks}"
+
+
+class SharedExpertOnBase(nn.Module):
+    """Stands where the family has its shared expert; the routed experts, whose base it shares, compute it.
+
+    Holds no parameters: both modules are kept in a tuple, so that neither is registered a second time.
+    """
+
+    def __init__(self, experts: SharedBaseExperts, native: nn.Module) -> None:
+        """`native` is the module this one replaces."""
+        super().__init__()
+        self._modules_elsewhere = experts, native
+
+    @property
+    def experts(self) -> SharedBaseExperts:
+        """The routed experts, and this one as the last of them."""
+        return self._modules_elsewhere[0]
+
+    @property
+    def native(self) -> nn.Module:
+        """What was here, without weights."""
+        return self._modules_elsewhere[1]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`[…, hidden]` → the same."""
+        return self.experts.shared_expert(hidden_states)

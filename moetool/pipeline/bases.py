@@ -115,9 +115,11 @@ def base_path(work: Path, layer: int) -> Path:
     return work / f"base-{layer:05d}.safetensors"
 
 
-def unweighted_base(experts: ExpertReader, layer: int, method: Merge = "mean") -> LayerBase:
-    """A merge of a layer's experts for which nothing is measured."""
-    count = experts.shape.experts
+def unweighted_base(
+    experts: ExpertReader, layer: int, method: Merge = "mean", *, shared_expert: bool = False
+) -> LayerBase:
+    """A merge of a layer's experts, with the shared one if it is to be on the base, for which nothing is measured."""
+    count = experts.shape.experts + shared_expert
     matrices = {
         role: merge(method, role, [experts.dense(layer, expert, role) for expert in range(count)]).to(experts.dtype)
         for role in ROLES

@@ -59,6 +59,14 @@ class BaseOptions(Options):
     )
 
 
+class ExtendedOptions(BaseOptions):
+    """The same, for stages that can store the shared expert on the base."""
+
+    shared_expert: bool = Field(
+        False, description="Store the shared expert, if it is as wide as the others, as a difference to the same base."
+    )
+
+
 class CodeOptions(Options):
     """How few bits, and how they are chosen."""
 
@@ -111,13 +119,16 @@ def encoded_layouts(source: Source, form: Form) -> dict[int, LayerLayout]:
     return layouts
 
 
-def decomposed_layouts(source: Source, base: Mapping[Role, Representation], form: Form) -> dict[int, LayerLayout]:
+def decomposed_layouts(
+    source: Source, base: Mapping[Role, Representation], form: Form, *, shared_expert: bool
+) -> dict[int, LayerLayout]:
     """The layouts of an ordinary checkpoint that gets a base, and its differences to it in some form."""
     shape = source.experts.shape
+    count = shape.experts + shared_expert
 
     def layout(layer: int) -> LayerLayout:
         weights: dict[Role, tuple[Representation, ...] | None] = {
-            role: tuple(form(layer, expert, role, Dense()) for expert in range(shape.experts)) for role in ROLES
+            role: tuple(form(layer, expert, role, Dense()) for expert in range(count)) for role in ROLES
         }
         return LayerLayout(shape, weights, shape.intermediate, base=base)
 
@@ -240,10 +251,11 @@ def _encoded(
     reader = job.source.experts
     for role in ROLES:
         full = base.full(role)
-        errors = torch.zeros(reader.shape.experts, 2, dtype=torch.float64)
+        errors = torch.zeros(layout.stored_experts, 2, dtype=torch.float64)
         for expert, representation in enumerate(layout.weights[role] or ()):
             delta = (reader.dense(layer, expert, role).float() - full).to(job.device)
-            gram = None if grams is None else grams.gram(expert, role)
+            # What the shared expert is given is not collected: its codes are the nearest ones.
+            gram = grams.gram(expert, role) if grams is not None and expert < reader.shape.experts else None
             basis = None
             if isinstance(representation, QuantisedLowRank):
                 factors = reader.factors(layer, expert, role)

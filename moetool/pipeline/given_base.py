@@ -50,11 +50,12 @@ class GivenBase(Protocol):
 class MergedBase:
     """A merge of the experts for which nothing is measured."""
 
-    def __init__(self, experts: ExpertReader, method: Merge) -> None:
+    def __init__(self, experts: ExpertReader, method: Merge, shared_expert: bool) -> None:
         self._experts, self.fingerprint, self._method = experts, method, method
+        self._shared_expert = shared_expert
 
     def layer(self, layer: int) -> LayerBase:
-        return unweighted_base(self._experts, layer, self._method)
+        return unweighted_base(self._experts, layer, self._method, shared_expert=self._shared_expert)
 
     def statistics(self, layer: int) -> LayerStatistics | None:
         return None
@@ -155,18 +156,21 @@ class DenseBase:
         return lowest
 
 
-def open_base(spec: str, experts: ExpertReader) -> GivenBase:
+def open_base(spec: str, experts: ExpertReader, *, shared_expert: bool = False) -> GivenBase:
     """The base that `--base` names: `mean`, `ties`, what `fisher-merge` wrote, or a dense checkpoint.
 
     Raises:
         UsageError: the experts have a base already.
-        InvalidInputError: there is no such thing, or it does not fit.
+        InvalidInputError: there is no such thing, or it does not fit; or the shared expert, which is to be stored on
+            it, does not.
     """
+    for layer in experts.moe_layers if shared_expert else ():
+        experts.shared_expert_specs(layer)
     if experts.layouts:
         raise UsageError(f"{experts.checkpoint.path} is already decomposed.")
     for method in UNMEASURED_MERGES:
         if spec == method:
-            return MergedBase(experts, method)
+            return MergedBase(experts, method, shared_expert)
     directory = Path(spec).expanduser()
     if (directory / MANIFEST).exists() and not (directory / CONFIG).exists():
         return SavedBase(experts, directory)

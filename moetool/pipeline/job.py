@@ -11,7 +11,7 @@ from moetool.architectures import Architecture, find_architecture
 from moetool.checkpoint.blueprint import open_for_planning
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
-from moetool.errors import UsageError
+from moetool.errors import InvalidInputError, UsageError
 from moetool.pipeline.interrupt import Interrupt
 from moetool.pipeline.memory import return_heap
 from moetool.pipeline.options import RunOptions
@@ -90,6 +90,22 @@ class Job:
     def compute_dtype(self) -> torch.dtype:
         """The dtype to run the model in."""
         return pick_compute_dtype(self.options.compute_dtype, self.device, self.source.experts.dtype)
+
+
+def joined_names(source: Source) -> set[str]:
+    """Native names that a checkpoint lacks because its shared experts are stored on the base of the routed ones."""
+    reader = source.experts
+    layers = [layer for layer in reader.moe_layers if reader.layout(layer).is_extended]
+    return {name for layer in layers for name in source.architecture.shared_expert_names(layer).values()}
+
+
+def refuse_shared_expert(source: Source, stage: str) -> None:
+    """Raise `InvalidInputError` for a checkpoint whose shared experts are on the base, where a stage cannot do that."""
+    if joined_names(source):
+        raise InvalidInputError(
+            f"{source.checkpoint.path} has its shared experts stored on the base; {stage} works on routed ones only. "
+            "Decompose without --shared-expert, or use quantize-delta or sparsify-delta."
+        )
 
 
 def pick_device(name: str) -> torch.device:

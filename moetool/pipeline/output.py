@@ -62,17 +62,27 @@ def _units(source: Source, layouts: Mapping[int, LayerLayout]) -> Iterator[tuple
     architecture, tensors = source.architecture, source.checkpoint.tensors
     count = architecture.layers(source.checkpoint.config)
     prefixes = [architecture.layer_prefix(layer) for layer in range(count)]
+    gone = {layer: source.experts.names | _joined(source, layer, layout) for layer, layout in layouts.items()}
     names: dict[int, list[str]] = {layer: [] for layer in range(-1, count)}
     for name in tensors:
         owner = next((layer for layer, prefix in enumerate(prefixes) if name.startswith(prefix)), -1)
-        if owner not in layouts or name not in source.experts.names:
+        if owner not in layouts or name not in gone[owner]:
             names[owner].append(name)
     for layer, passed in names.items():
         specs = [TensorSpec(name, tensors[name].dtype, tensors[name].shape) for name in passed]
         if layer in layouts:
             specs += source.experts.specs(layer, layouts[layer])
+            if source.experts.layout(layer).is_extended and not layouts[layer].is_extended:
+                specs += source.experts.shared_expert_specs(layer)
         if specs:
             yield layer, specs
+
+
+def _joined(source: Source, layer: int, layout: LayerLayout) -> set[str]:
+    """Native names of a shared expert that joins the routed ones on their base."""
+    if not layout.is_extended or source.experts.layout(layer).is_extended:
+        return set()
+    return {spec.name for spec in source.experts.shared_expert_specs(layer)}
 
 
 def write_model(

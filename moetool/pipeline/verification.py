@@ -10,7 +10,7 @@ from moetool.checkpoint.manifest import file_digest, read_manifest
 from moetool.checkpoint.reader import MANIFEST
 from moetool.checkpoint.writer import is_finite
 from moetool.errors import VerificationError
-from moetool.pipeline.job import Source
+from moetool.pipeline.job import Source, joined_names
 from moetool.pipeline.progress import Progress, Silent, phase
 
 
@@ -74,7 +74,7 @@ def _same_model(made: Source, original: Source) -> list[str]:
     problems = []
     if made.architecture != original.architecture or made.experts.shape != original.experts.shape:
         return [f"it is not made from {original.checkpoint.path}: {made.experts.shape} is not {original.experts.shape}"]
-    passed = original.checkpoint.tensors.keys() - original.experts.names
+    passed = original.checkpoint.tensors.keys() - original.experts.names - joined_names(made)
     problems += [f"{name} is missing" for name in sorted(passed - set(made.checkpoint.tensors))]
     if (made.checkpoint.path / MANIFEST).exists():
         manifest = read_manifest(made.checkpoint.path)
@@ -92,7 +92,7 @@ def _expert_errors(made: Source, original: Source, progress: Progress) -> dict[s
             errors[str(layer)] = {}
             for role in ROLES:
                 lost = total = 0.0
-                for expert in range(made.experts.shape.experts):
+                for expert in range(made.experts.count(layer)):
                     before = original.experts.dense(layer, expert, role).double()
                     after = made.experts.dense(layer, expert, role).double()
                     lost += (after - before).square().sum().item()

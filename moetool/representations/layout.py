@@ -56,6 +56,10 @@ class LayerLayout:
     base: Mapping[Role, Representation] = field(default_factory=lambda: DENSE_BASE)
 
     def __post_init__(self) -> None:
+        if self.stored_experts not in (self.shape.experts, self.shape.experts + 1):
+            raise ValueError(f"{self.stored_experts} representations for {self.shape.experts} experts")
+        if self.is_extended and any(weights is None for weights in self.weights.values()):
+            raise ValueError("a shared expert can only be stored beside bases of all roles")
         for group in GROUPS:
             native = {self.weights[role] is None for role in group}
             if len(native) > 1:
@@ -64,7 +68,7 @@ class LayerLayout:
                 raise ValueError("the bases of gate and up are either both dense or both not")
         for role in ROLES:
             weights = self.weights[role]
-            if weights is not None and len(weights) != self.shape.experts:
+            if weights is not None and len(weights) != self.stored_experts:
                 raise ValueError(f"{role}: {len(weights)} representations for {self.shape.experts} experts")
             common = [own for weight in weights or () if (own := weight.shared_tensors(self.shape.matrix(role)))]
             if any(own != common[0] for own in common):
@@ -81,10 +85,24 @@ class LayerLayout:
         representation: Representation,
         base_channels: int | None = None,
         base: Mapping[Role, Representation] | None = None,
+        *,
+        extended: bool = False,
     ) -> "LayerLayout":
         """Every matrix of every expert stored in the same way."""
-        weights = dict.fromkeys(ROLES, (representation,) * shape.experts)
+        weights = dict.fromkeys(ROLES, (representation,) * (shape.experts + extended))
         return cls(shape, weights, base_channels or shape.intermediate, base=base or DENSE_BASE)
+
+    @property
+    def stored_experts(self) -> int:
+        """How many experts have representations: the routed ones, and the shared one if it is on the base, too."""
+        return max(
+            (len(weights) for weights in self.weights.values() if weights is not None), default=self.shape.experts
+        )
+
+    @property
+    def is_extended(self) -> bool:
+        """Whether the shared expert is stored as one more difference to the base (DeRS, Appendix A)."""
+        return self.stored_experts > self.shape.experts
 
     @property
     def is_native(self) -> bool:

@@ -12,6 +12,8 @@ from checkpoints import WEIGHTS, change_config, config_of, copy_of, load, logits
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from moetool.integrations.synthesis import synthesise
+
 GROUP = ("--group-size", 16)
 
 METHODS: dict[str, tuple[object, ...]] = {
@@ -338,3 +340,84 @@ def test_bad_bases(run_cli: Any, tiny_mixtral: Path, dense: Path, small: Path, t
     assert result.code == 3
     assert "run decompose on it first" in result.stderr
     assert json.loads((tiny_mixtral / "config.json").read_text())["model_type"] == "mixtral"
+
+
+@pytest.fixture(scope="module", params=["glm4_moe", "deepseek_v3"])
+def with_shared(request: Any, save_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose shared expert is as wide as the routed ones."""
+    path = save_model(families.build(request.param), tmp_path_factory.mktemp(request.param) / "model")
+    families.add_prediction_layer(path)
+    return path
+
+
+def test_a_shared_expert_on_the_base_loses_nothing(
+    run_cli: Any, with_shared: Path, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    split = tmp_path / "split"
+    assert run_cli("decompose", with_shared, split, "--shared-expert").code == 0
+    stored = load_file(split / WEIGHTS)
+    assert not [name for name in stored if "shared_experts" in name and ".layers.1." in name]
+    assert "model.layers.1.mlp.experts.moetool.8.gate.matrix" in stored, "after eight routed ones"
+    before = logits(with_shared, tokens)
+    torch.testing.assert_close(logits(split, tokens), before, rtol=0, atol=1e-5 * before.abs().max().item())
+    assert run_cli("verify", split, "--against", with_shared).code == 0
+    for stage in ("svd-compress", "prune-base"):
+        refused = run_cli(stage, split, tmp_path / "no", "--ratio", 0.1)
+        assert refused.code == 3
+        assert f"{stage} works on routed ones only" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("method", "stage", "more"),
+    [
+        ("ders-quantize", "quantize-delta", ("--bits", 4, "--group-size", 8)),
+        ("ders-sparsify", "sparsify-delta", ("--drop", 0.7)),
+    ],
+)
+def test_the_extended_form(
+    run_cli: Any, made: Any, with_shared: Path, tokens: torch.Tensor, tmp_path: Path, method: str, stage: str, more: Any
+) -> None:
+    options = ("--method", method, *more)
+    path, _ = made(with_shared, *options, "--shared-expert")
+    assert weight_bytes(path) < weight_bytes(made(with_shared, *options)[0])
+    assert run_cli("decompose", with_shared, tmp_path / "split", "--shared-expert").code == 0
+    assert run_cli(stage, tmp_path / "split", tmp_path / "by-hand", *more).code == 0
+    assert weights(tmp_path / "by-hand") == weights(path)
+    expected = logits(path, tokens)
+    assert run_cli("export", path, tmp_path / "dense").code == 0
+    assert load_file(tmp_path / "dense" / WEIGHTS).keys() == load_file(with_shared / WEIGHTS).keys()
+    largest = expected.abs().max().item()
+    torch.testing.assert_close(logits(tmp_path / "dense", tokens), expected, rtol=0, atol=2e-5 * largest)
+    model = load(path)
+    model.save_pretrained(tmp_path / "again")
+    saved, original = load_file(tmp_path / "again" / WEIGHTS), load_file(path / WEIGHTS)
+    assert set(saved) == {name for name in original if ".layers.3." not in name}
+    assert all(saved[name].equal(original[name]) for name in saved)
+    synthesise(model)
+    with torch.inference_mode():
+        dense = model(input_ids=tokens, use_cache=False).logits
+    torch.testing.assert_close(dense, expected, rtol=0, atol=2e-5 * largest)
+    assert run_cli("verify", path, "--against", with_shared).code == 0
+    with pytest.raises(RuntimeError, match="mismatch"):
+        load(change_config(copy_of(path, tmp_path / "plain"), quantization_config=None))
+
+
+def test_a_later_stage_calibrates_on_the_extended_form(
+    run_cli: Any, with_shared: Path, calibration: Any, tmp_path: Path
+) -> None:
+    assert run_cli("decompose", with_shared, tmp_path / "split", "--shared-expert").code == 0
+    options = ("--bits", 3, "--group-size", 8, *calibration)
+    result = run_cli("quantize-delta", tmp_path / "split", tmp_path / "out", *options)
+    assert result.code == 0, result.stderr
+    assert run_cli("verify", tmp_path / "out", "--against", with_shared).code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("qwen2_moe", "has shape [40, 32], theirs is [24, 32]"), ("olmoe", "OLMoE has no shared expert")]
+)
+def test_shared_experts_that_do_not_fit(run_cli: Any, save_model: Any, tmp_path: Path, name: str, says: str) -> None:
+    source = save_model(families.build(name), tmp_path / "model")
+    result = run_cli("decompose", source, tmp_path / "out", "--shared-expert")
+    assert result.code == 3
+    assert says in result.stderr
+    assert not (tmp_path / "out").exists()

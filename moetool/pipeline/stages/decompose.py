@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from moetool.pipeline.encoding import BaseOptions, base_representations
+from moetool.pipeline.encoding import ExtendedOptions, base_representations
 from moetool.pipeline.factored import base_tensors
-from moetool.pipeline.given_base import check_base_groups, in_few_bits, kinship_warning, open_base
+from moetool.pipeline.given_base import GivenBase, check_base_groups, in_few_bits, kinship_warning, open_base
 from moetool.pipeline.job import Job
 from moetool.pipeline.options import RunOptions
 from moetool.pipeline.output import OutputPlan, entry_for, write_model
@@ -18,7 +18,7 @@ from moetool.representations.dense import Dense
 from moetool.representations.layout import LayerLayout, delta_name
 
 
-class DecomposeOptions(RunOptions, BaseOptions):
+class DecomposeOptions(RunOptions, ExtendedOptions):
     """Against which base."""
 
     group_size: int = Field(128, ge=1, description="Inputs that share a scale in a base of few bits.")
@@ -38,16 +38,23 @@ class Decompose(Stage[DecomposeOptions]):
     def _output_plan(self) -> OutputPlan:
         reader, options = self.source.experts, self.options
         layout = LayerLayout.uniform(
-            reader.shape, Dense(), base=base_representations(options.base_bits, options.group_size)
+            reader.shape,
+            Dense(),
+            base=base_representations(options.base_bits, options.group_size),
+            extended=options.shared_expert,
         )
         return OutputPlan(self.source, dict.fromkeys(reader.moe_layers, layout), options.shard_size)
 
+    def _base(self) -> GivenBase:
+        options = self.options
+        return open_base(options.base, self.source.experts, shared_expert=options.shared_expert)
+
     def sources(self) -> Mapping[str, str]:
-        return {**super().sources(), "base": open_base(self.options.base, self.source.experts).fingerprint}
+        return {**super().sources(), "base": self._base().fingerprint}
 
     def plan(self) -> Plan:
         reader = self.source.experts
-        open_base(self.options.base, reader)
+        self._base()
         check_base_groups(self.options.base_bits, self.options.group_size, reader)
         return Plan(
             stage=self.name,
@@ -62,7 +69,7 @@ class Decompose(Stage[DecomposeOptions]):
 
     def run(self, job: Job) -> dict[str, Any]:
         reader, options = self.source.experts, self.options
-        given = open_base(options.base, reader)
+        given = self._base()
         if warning := kinship_warning(given):
             job.progress.log(warning)
 

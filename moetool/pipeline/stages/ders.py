@@ -1,12 +1,14 @@
 """DeRS compression in one pass: base, differences, and those in few bits or few numbers (arXiv:2503.01359)."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from moetool.pipeline.bases import LayerBase
 from moetool.pipeline.encoding import (
-    BaseOptions,
     CodeOptions,
+    ExtendedOptions,
+    Form,
     SparsityOptions,
     base_representations,
     decomposed_layouts,
@@ -16,7 +18,14 @@ from moetool.pipeline.encoding import (
     sparse,
     with_text,
 )
-from moetool.pipeline.given_base import check_base_groups, check_groups, in_few_bits, kinship_warning, open_base
+from moetool.pipeline.given_base import (
+    GivenBase,
+    check_base_groups,
+    check_groups,
+    in_few_bits,
+    kinship_warning,
+    open_base,
+)
 from moetool.pipeline.job import Job
 from moetool.pipeline.options import CalibrationOptions, RunOptions
 from moetool.pipeline.plan import Plan
@@ -26,79 +35,90 @@ from moetool.representations.layout import LayerLayout
 BASE_GROUP = 128  # inputs that share a scale in a base of few bits, where differences have no groups
 
 
-class DersQuantizeOptions(RunOptions, BaseOptions, CodeOptions, CalibrationOptions):
+class DersOptions(RunOptions, ExtendedOptions):
+    """Which base."""
+
+
+class DersQuantizeOptions(DersOptions, CodeOptions, CalibrationOptions):
     """Which base, and how few bits."""
 
 
-class DersSparsifyOptions(RunOptions, BaseOptions, SparsityOptions):
+class DersSparsifyOptions(DersOptions, SparsityOptions):
     """Which base, and how few numbers."""
 
 
-class DersQuantize(Stage[DersQuantizeOptions]):
-    """`decompose` and `quantize-delta` in one pass."""
+DersT = TypeVar("DersT", DersQuantizeOptions, DersSparsifyOptions)
+
+
+class _Ders(Stage[DersT]):
+    """`decompose` and the stage that encodes differences, in one pass."""
+
+    is_method: ClassVar[bool] = True
+
+    @abstractmethod
+    def _form(self) -> Form:
+        """How differences are stored."""
+
+    def _base_group(self) -> int:
+        """Inputs that share a scale in a base of few bits."""
+        return BASE_GROUP
+
+    def _text(self) -> CalibrationOptions | None:
+        """The calibration options, if there is a text."""
+        return None
+
+    def _base(self) -> GivenBase:
+        return open_base(self.options.base, self.source.experts, shared_expert=self.options.shared_expert)
+
+    def _layouts(self) -> dict[int, LayerLayout]:
+        options, group = self.options, self._base_group()
+        check_base_groups(options.base_bits, group, self.source.experts)
+        base = base_representations(options.base_bits, group)
+        return decomposed_layouts(self.source, base, self._form(), shared_expert=options.shared_expert)
+
+    def sources(self) -> Mapping[str, str]:
+        return {**super().sources(), "base": self._base().fingerprint}
+
+    def plan(self) -> Plan:
+        self._base()
+        return encoding_plan(self.name, self.source, self.options, self._layouts(), self._text())
+
+    def run(self, job: Job) -> dict[str, Any]:
+        reader, given, options = self.source.experts, self._base(), self.options
+        if warning := kinship_warning(given):
+            job.progress.log(warning)
+
+        def base(layer: int) -> LayerBase:
+            return in_few_bits(given.layer(layer), options.base_bits, self._base_group())
+
+        measured = {layer: own for layer in reader.moe_layers if (own := given.statistics(layer)) is not None}
+        return run_encoding(job, self.name, self._layouts(), base, measured, options.seed, self._text())
+
+
+class DersQuantize(_Ders[DersQuantizeOptions]):
+    """`decompose` and `quantize-delta`."""
 
     name: ClassVar[str] = "ders-quantize"
     summary: ClassVar[str] = "one shared base per layer plus differences in few bits"
     options_type: ClassVar[type[RunOptions]] = DersQuantizeOptions
-    is_method: ClassVar[bool] = True
 
-    def _layouts(self) -> dict[int, LayerLayout]:
-        options = self.options
-        check_groups(options.group_size, self.source.experts)
-        base = base_representations(options.base_bits, options.group_size)
-        return decomposed_layouts(self.source, base, quantised(options.bits, options.group_size))
+    def _form(self) -> Form:
+        check_groups(self.options.group_size, self.source.experts)
+        return quantised(self.options.bits, self.options.group_size)
 
-    def sources(self) -> Mapping[str, str]:
-        return {**super().sources(), "base": open_base(self.options.base, self.source.experts).fingerprint}
+    def _base_group(self) -> int:
+        return self.options.group_size
 
-    def plan(self) -> Plan:
-        options = self.options
-        open_base(options.base, self.source.experts)
-        text = with_text(options)
-        return encoding_plan(self.name, self.source, options, self._layouts(), text, bits=options.bits)
-
-    def run(self, job: Job) -> dict[str, Any]:
-        reader, options = self.source.experts, self.options
-        given = open_base(options.base, reader)
-        if warning := kinship_warning(given):
-            job.progress.log(warning)
-
-        def base(layer: int) -> LayerBase:
-            return in_few_bits(given.layer(layer), options.base_bits, options.group_size)
-
-        measured = {layer: own for layer in reader.moe_layers if (own := given.statistics(layer)) is not None}
-        return run_encoding(job, self.name, self._layouts(), base, measured, options.seed, with_text(options))
+    def _text(self) -> CalibrationOptions | None:
+        return with_text(self.options)
 
 
-class DersSparsify(Stage[DersSparsifyOptions]):
-    """`decompose` and `sparsify-delta` in one pass."""
+class DersSparsify(_Ders[DersSparsifyOptions]):
+    """`decompose` and `sparsify-delta`."""
 
     name: ClassVar[str] = "ders-sparsify"
     summary: ClassVar[str] = "one shared base per layer plus few elements of the differences"
     options_type: ClassVar[type[RunOptions]] = DersSparsifyOptions
-    is_method: ClassVar[bool] = True
 
-    def _layouts(self) -> dict[int, LayerLayout]:
-        options = self.options
-        check_base_groups(options.base_bits, BASE_GROUP, self.source.experts)
-        base = base_representations(options.base_bits, BASE_GROUP)
-        return decomposed_layouts(self.source, base, sparse(options))
-
-    def sources(self) -> Mapping[str, str]:
-        return {**super().sources(), "base": open_base(self.options.base, self.source.experts).fingerprint}
-
-    def plan(self) -> Plan:
-        open_base(self.options.base, self.source.experts)
-        return encoding_plan(self.name, self.source, self.options, self._layouts(), drop=self.options.drop)
-
-    def run(self, job: Job) -> dict[str, Any]:
-        reader, options = self.source.experts, self.options
-        given = open_base(options.base, reader)
-        if warning := kinship_warning(given):
-            job.progress.log(warning)
-
-        def base(layer: int) -> LayerBase:
-            return in_few_bits(given.layer(layer), options.base_bits, BASE_GROUP)
-
-        measured = {layer: own for layer in reader.moe_layers if (own := given.statistics(layer)) is not None}
-        return run_encoding(job, self.name, self._layouts(), base, measured, options.seed)
+    def _form(self) -> Form:
+        return sparse(self.options)

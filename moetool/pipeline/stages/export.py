@@ -63,6 +63,9 @@ class Export(Stage[ExportOptions]):
 
             for roles in GROUPS:
                 yield from reader.native_tensors(layer, roles, reader.shape.experts, dense)
+            if reader.layout(layer).is_extended:
+                for role, name in reader.architecture.shared_expert_names(layer).items():
+                    yield name, dense(role, reader.shape.experts)
 
         write_model(job, self._output_plan(), tensors, entry=None, statistics={})
         return {}

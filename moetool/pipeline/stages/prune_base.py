@@ -17,7 +17,7 @@ from moetool.methods.pruning import PruningPlan, plan_pruning
 from moetool.pipeline.bases import LayerBase
 from moetool.pipeline.calibrated import CalibratedJob
 from moetool.pipeline.factored import base_tensors
-from moetool.pipeline.job import Job, pick_compute_dtype, pick_device
+from moetool.pipeline.job import Job, pick_compute_dtype, pick_device, refuse_shared_expert
 from moetool.pipeline.options import CalibrationOptions, RunOptions
 from moetool.pipeline.output import OutputPlan, entry_for, read_statistics, write_model
 from moetool.pipeline.plan import CalibrationCost, Plan
@@ -48,6 +48,7 @@ class PruneBase(Stage[PruneBaseOptions]):
 
     def _output_plan(self) -> OutputPlan:
         reader, pruning = self.source.experts, self._pruning()
+        refuse_shared_expert(self.source, self.name)
         layouts = {}
         for layer in reader.moe_layers:
             old = reader.layout(layer)

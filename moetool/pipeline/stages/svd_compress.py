@@ -9,7 +9,7 @@ from moetool.pipeline.bases import base_path, stored_base
 from moetool.pipeline.calibrated import CalibratedJob
 from moetool.pipeline.factored import Factored, FactorOptions, factor_plan, finish
 from moetool.pipeline.factors import measured_grams, write_factors
-from moetool.pipeline.job import Job
+from moetool.pipeline.job import Job, refuse_shared_expert
 from moetool.pipeline.options import RunOptions
 from moetool.pipeline.output import read_statistics
 from moetool.pipeline.plan import Plan
@@ -30,6 +30,7 @@ class SvdCompress(Stage[FactorOptions]):
             raise InvalidInputError(
                 f"{self.source.checkpoint.path} has experts without a shared base: run decompose on it first."
             )
+        refuse_shared_expert(self.source, self.name)
         if options.calibration is None and options.svd != "vanilla":
             raise UsageError(f"--svd {options.svd} needs calibration text: give --calibration.")
         if options.trim and not read_statistics(self.source.checkpoint.path):
