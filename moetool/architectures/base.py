@@ -99,16 +99,16 @@ class Architecture:
         name: as people say it.
         model_types: of `config.json`.
         reference: where the family is described.
+        experts_key: config key, number of routed experts; several, if versions of transformers write different ones.
+        intermediate_key: config key, width of one expert.
+        router_rule: in words; the router itself is never touched.
         layer: prefix of one decoder layer, on disk and in memory.
         block: the MoE block on disk, relative to the layer. Every tensor in it must be known.
         weights: one expert's matrix on disk, relative to the block. A template without `{expert}` names one tensor
             for all experts, `[experts, out, in]`, which gate and up then share, one below the other.
         router: router weight on disk, relative to the block.
         experts_module: module path in memory, relative to the layer.
-        experts_key: config key, number of routed experts; several, if versions of transformers write different ones.
         top_k_key: config key, experts per token.
-        intermediate_key: config key, width of one expert.
-        router_rule: in words; the router itself is never touched.
         router_options: config keys that change the router's rule, and the values that transformers computes.
         others: beginnings of the names of other tensors in the block, relative to it (shared experts, biases).
         moe_layers_rule: which layers are mixtures.
@@ -120,15 +120,15 @@ class Architecture:
     name: str
     model_types: tuple[str, ...]
     reference: str
-    layer: str
-    block: str
-    weights: Mapping[Role, str]
-    router: str
-    experts_module: str
     experts_key: str | tuple[str, ...]
-    top_k_key: str
     intermediate_key: str
     router_rule: str
+    layer: str = "model.layers.{layer}"
+    block: str = "mlp"
+    weights: Mapping[Role, str] = field(default_factory=lambda: PROJECTIONS)
+    router: str = "gate.weight"
+    experts_module: str = "mlp.experts"
+    top_k_key: str = "num_experts_per_tok"
     router_options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     others: tuple[str, ...] = ()
     moe_layers_rule: MoELayers = field(default_factory=MoELayers)

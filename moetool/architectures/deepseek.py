@@ -1,18 +1,12 @@
 """DeepSeekMoE-16B, whose own code transformers 5 cannot run; `moetool.modules.deepseek` computes it instead."""
 
-from moetool.architectures.base import PROJECTIONS, Architecture, MoELayers
+from moetool.architectures.base import Architecture, MoELayers
 
 ARCHITECTURE = Architecture(
     name="DeepSeekMoE",
     model_types=("deepseek",),
     reference="https://arxiv.org/abs/2401.06066",
-    layer="model.layers.{layer}",
-    block="mlp",
-    weights=PROJECTIONS,
-    router="gate.weight",
-    experts_module="mlp.experts",
     experts_key="n_routed_experts",
-    top_k_key="num_experts_per_tok",
     intermediate_key="moe_intermediate_size",
     router_rule="softmax over all experts, top-k, renormalised if norm_topk_prob",
     router_options={"scoring_func": ("softmax",)},

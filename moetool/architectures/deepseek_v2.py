@@ -1,18 +1,12 @@
 """DeepSeek-V2: latent attention, leading dense layers, shared experts beside the routed ones."""
 
-from moetool.architectures.base import PROJECTIONS, Architecture, MoELayers
+from moetool.architectures.base import Architecture, MoELayers
 
 ARCHITECTURE = Architecture(
     name="DeepSeek-V2",
     model_types=("deepseek_v2",),
     reference="https://arxiv.org/abs/2405.04434",
-    layer="model.layers.{layer}",
-    block="mlp",
-    weights=PROJECTIONS,
-    router="gate.weight",
-    experts_module="mlp.experts",
     experts_key="n_routed_experts",
-    top_k_key="num_experts_per_tok",
     intermediate_key="moe_intermediate_size",
     router_rule="softmax over all experts, top-k (of the best groups), times routed_scaling_factor",
     router_options={

@@ -1,18 +1,12 @@
 """DeepSeek-V3 and R1: 256 experts, sigmoid scores with a correction bias, groups."""
 
-from moetool.architectures.base import PROJECTIONS, Architecture, MoELayers
+from moetool.architectures.base import Architecture, MoELayers
 
 ARCHITECTURE = Architecture(
     name="DeepSeek-V3",
     model_types=("deepseek_v3",),
     reference="https://arxiv.org/abs/2412.19437",
-    layer="model.layers.{layer}",
-    block="mlp",
-    weights=PROJECTIONS,
-    router="gate.weight",
-    experts_module="mlp.experts",
     experts_key="n_routed_experts",
-    top_k_key="num_experts_per_tok",
     intermediate_key="moe_intermediate_size",
     router_rule="sigmoid, top-k of the best groups by corrected scores, renormalised, times routed_scaling_factor",
     router_options={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},

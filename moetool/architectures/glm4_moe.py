@@ -1,18 +1,12 @@
 """GLM-4.5 and 4.6: sigmoid scores with a correction bias, one shared expert, leading dense layers."""
 
-from moetool.architectures.base import PROJECTIONS, Architecture, MoELayers
+from moetool.architectures.base import Architecture, MoELayers
 
 ARCHITECTURE = Architecture(
     name="GLM-4-MoE",
     model_types=("glm4_moe",),
     reference="https://arxiv.org/abs/2508.06471",
-    layer="model.layers.{layer}",
-    block="mlp",
-    weights=PROJECTIONS,
-    router="gate.weight",
-    experts_module="mlp.experts",
     experts_key="n_routed_experts",
-    top_k_key="num_experts_per_tok",
     intermediate_key="moe_intermediate_size",
     router_rule="sigmoid, top-k of the best groups by corrected scores, renormalised, times routed_scaling_factor",
     others=("shared_experts.", "gate.e_score_correction_bias"),

@@ -6,13 +6,9 @@ ARCHITECTURE = Architecture(
     name="Mixtral",
     model_types=("mixtral",),
     reference="https://arxiv.org/abs/2401.04088",
-    layer="model.layers.{layer}",
     block="block_sparse_moe",
     weights=NUMBERED,
-    router="gate.weight",
-    experts_module="mlp.experts",
     experts_key="num_local_experts",
-    top_k_key="num_experts_per_tok",
     intermediate_key="intermediate_size",
     router_rule="softmax over all experts, top-k, renormalised to sum 1",
 )

@@ -6,13 +6,9 @@ ARCHITECTURE = Architecture(
     name="Phi-3.5-MoE",
     model_types=("phimoe",),
     reference="https://arxiv.org/abs/2404.14219",
-    layer="model.layers.{layer}",
     block="block_sparse_moe",
     weights=NUMBERED,
-    router="gate.weight",
-    experts_module="mlp.experts",
     experts_key="num_local_experts",
-    top_k_key="num_experts_per_tok",
     intermediate_key="intermediate_size",
     router_rule="SparseMixer: one expert after the other, each by a softmax over the logits near the highest",
 )

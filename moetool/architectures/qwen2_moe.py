@@ -1,18 +1,12 @@
 """Qwen2-MoE and Qwen1.5-MoE: fine-grained experts and a gated shared expert."""
 
-from moetool.architectures.base import PROJECTIONS, Architecture, MoELayers
+from moetool.architectures.base import Architecture, MoELayers
 
 ARCHITECTURE = Architecture(
     name="Qwen2-MoE",
     model_types=("qwen2_moe",),
     reference="https://arxiv.org/abs/2407.10671",
-    layer="model.layers.{layer}",
-    block="mlp",
-    weights=PROJECTIONS,
-    router="gate.weight",
-    experts_module="mlp.experts",
     experts_key="num_experts",
-    top_k_key="num_experts_per_tok",
     intermediate_key="moe_intermediate_size",
     router_rule="softmax over all experts, top-k, renormalised if norm_topk_prob",
     others=("shared_expert.", "shared_expert_gate."),

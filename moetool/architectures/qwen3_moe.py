@@ -1,18 +1,12 @@
 """Qwen3-MoE: 128 fine-grained experts, no shared expert."""
 
-from moetool.architectures.base import PROJECTIONS, Architecture, MoELayers
+from moetool.architectures.base import Architecture, MoELayers
 
 ARCHITECTURE = Architecture(
     name="Qwen3-MoE",
     model_types=("qwen3_moe",),
     reference="https://arxiv.org/abs/2505.09388",
-    layer="model.layers.{layer}",
-    block="mlp",
-    weights=PROJECTIONS,
-    router="gate.weight",
-    experts_module="mlp.experts",
     experts_key=("num_experts", "num_local_experts"),
-    top_k_key="num_experts_per_tok",
     intermediate_key="moe_intermediate_size",
     router_rule="softmax over all experts, top-k, renormalised if norm_topk_prob",
     moe_layers_rule=MoELayers(every=("decoder_sparse_step", -1), dense="mlp_only_layers"),
