@@ -15,9 +15,15 @@ from moetool.errors import UsageError
 from moetool.evaluation.perplexity import EvaluationOptions, perplexity
 from moetool.pipeline.execute import run_stage
 from moetool.pipeline.sizes import format_bytes
-from moetool.pipeline.stages.d2moe import D2MoEOptions
+from moetool.pipeline.stages import stages
 
-RATIOS = (0.2, 0.4, 0.6)
+# Method, ratio, and options that this model needs: its experts are 352 wide, which groups of 128 do not divide.
+COMPRESSIONS: tuple[tuple[str, float, dict[str, Any]], ...] = (
+    ("d2moe", 0.2, {}),
+    ("d2moe", 0.4, {}),
+    ("d2moe", 0.6, {}),
+    ("hybrid", 0.75, {"group_size": 32}),
+)
 _MARKER = ".moetool-demo"
 
 
@@ -43,7 +49,7 @@ def build(name: str, arguments: list[str]) -> Any:
             ],
         )
         print(f"All of it in {time.monotonic() - began:.0f} s. The models are in {output}; try:")
-        print(f"  moetool inspect {output}/d2moe-40")
+        print(f"  moetool inspect {output}/hybrid-75")
 
     def loss(row: dict[str, Any]) -> str:
         return "-" if row["excess"] == 0 else f"{row['excess']:+.4f} nats"
@@ -65,17 +71,24 @@ def run(output: Path, steps: int, seed: int, display: Display) -> list[dict[str,
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     original = perplexity(str(model), evaluation, display)
     rows = [{"model": "mixtral", "bytes": size, "ratio": 0.0, "perplexity": original["perplexity"], "excess": 0.0}]
-    for ratio in RATIOS:
-        display.log(f"Compressing by {ratio:.0%} with D²-MoE.")
-        target = output / f"d2moe-{ratio * 100:.0f}"
-        options = D2MoEOptions(
-            ratio=ratio, calibration=str(train_text), samples=64, sequence_length=demo.LENGTH, seed=seed
+    for method, ratio, more in COMPRESSIONS:
+        display.log(f"Compressing by {ratio:.0%} with --method {method}.")
+        target = output / f"{method}-{ratio * 100:.0f}"
+        options = stages()[method].options_type.model_validate(
+            {
+                "ratio": ratio,
+                "calibration": str(train_text),
+                "samples": 64,
+                "sequence_length": demo.LENGTH,
+                "seed": seed,
+                **more,
+            }
         )
-        result = run_stage("d2moe", model, target, options, progress=display)
+        result = run_stage(method, model, target, options, progress=display)
         score = perplexity(str(target), evaluation, display)
         rows.append(
             {
-                "model": f"d2moe {ratio:.0%}",
+                "model": f"{method} {ratio:.0%}",
                 "bytes": result["bytes_after"],
                 "ratio": result["achieved_ratio"],
                 "perplexity": score["perplexity"],
