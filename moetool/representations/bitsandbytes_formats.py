@@ -5,7 +5,7 @@ Made and read by plain torch on any device; on a card bitsandbytes' own kernels 
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from moetool.representations.base import Representation, Stored, Weight
 
 BLOCK = 64  # numbers that share an absmax in NF4
+_CHUNK = 1 << 18  # bytes unpacked at a time
+_BY_127 = 7.874015718698502e-3  # as bitsandbytes rounds 1 / 127
 
 # Quantiles of a normal variable, scaled to end at 1, with an exact zero (QLoRA, arXiv:2305.14314, Appendix E).
 NF4_LEVELS = (
@@ -48,7 +50,7 @@ class NF4(_Format):
         }
 
     def encode(self, matrix: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        flat = matrix.detach().float().reshape(-1)
+        flat = _finite(matrix).reshape(-1)
         blocks = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
         absmax = blocks.abs().amax(1)
         unit = blocks / torch.where(absmax > 0, absmax, 1.0)[:, None]
@@ -71,13 +73,21 @@ class Int8(_Format):
         return {"codes": Stored(shape, torch.int8), "absmax": Stored((shape[0],), torch.float32)}
 
     def encode(self, matrix: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        wide = matrix.detach().float()
+        wide = _finite(matrix)
         absmax = wide.abs().amax(1)
         scaled = wide * (127.0 / torch.where(absmax > 0, absmax, 1.0))[:, None]
         return {"codes": scaled.round().to(torch.int8), "absmax": absmax}
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         return Int8Weight(shape, self.tensors(shape), device)
+
+
+def _finite(matrix: Tensor) -> Tensor:
+    """The matrix in fp32. Raises `ValueError` for values that no code stands for."""
+    wide = matrix.detach().float()
+    if not bool(wide.isfinite().all()):
+        raise ValueError("a matrix with values that are not finite cannot be quantised")
+    return wide
 
 
 class _FormatWeight(Weight):
@@ -91,6 +101,13 @@ class _FormatWeight(Weight):
         self.shape = shape
         for name, entry in stored.items():
             self.register_buffer(name, torch.zeros(entry.shape, dtype=entry.dtype, device=device))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        absmax = self.absmax
+        super()._apply(fn, recurse)
+        if self.absmax.dtype != torch.float32:  # a model in half precision keeps the scales that were stored
+            self.absmax = absmax.to(self.absmax.device)
+        return self
 
     def forward(self, inputs: Tensor) -> Tensor:
         return F.linear(inputs, self.dense().to(inputs.dtype))
@@ -112,13 +129,20 @@ class NF4Weight(_FormatWeight):
                 return dequantize_4bit(
                     self.codes.view(-1, 1), absmax=absmax, out=out, blocksize=BLOCK, quant_type="nf4"
                 )
-        pairs = torch.stack([self.codes >> 4, self.codes & 15], dim=1).view(-1)[:numbers]
-        levels = torch.tensor(NF4_LEVELS, device=self.codes.device)
-        return (levels[pairs.int()] * absmax.repeat_interleave(BLOCK)[:numbers]).view(self.shape)
+        # Both levels of a byte at once, piece by piece: the wider indices of all bytes would not fit any cache.
+        byte = torch.arange(256, device=self.codes.device)
+        pairs = torch.tensor(NF4_LEVELS, device=self.codes.device)[torch.stack([byte >> 4, byte & 15], dim=1)]
+        values = torch.zeros(len(absmax) * BLOCK, device=self.codes.device)
+        two = values.view(-1, 2)
+        for start in range(0, len(self.codes), _CHUNK):
+            part = slice(start, min(start + _CHUNK, len(self.codes)))
+            two[part] = pairs.index_select(0, self.codes[part].int())
+        values.view(-1, BLOCK).mul_(absmax[:, None])
+        return values[:numbers].view(self.shape)
 
 
 class Int8Weight(_FormatWeight):
     """Run-time form of `Int8`."""
 
     def dense(self) -> Tensor:
-        return self.codes.float() * (self.absmax.float() / 127.0)[:, None]
+        return self.codes.float() * self.absmax.float()[:, None] * _BY_127

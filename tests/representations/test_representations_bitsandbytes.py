@@ -74,3 +74,20 @@ def test_a_product_is_that_of_the_matrix(form: NF4 | Int8) -> None:
     inputs = torch.randn(3, 64)
     torch.testing.assert_close(weight(inputs), inputs @ weight.dense().T)
     assert weight.to(torch.bfloat16)(inputs.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("form", [NF4(), Int8()])
+def test_scales_stay_what_they_were(form: NF4 | Int8) -> None:
+    weight = form.build((16, 64), torch.bfloat16, torch.device("cpu"))
+    stored = form.encode(matrix((16, 64)), torch.bfloat16)
+    weight.load_state_dict(stored)
+    assert all(weight.half().state_dict()[name].equal(tensor) for name, tensor in stored.items())
+
+
+@pytest.mark.parametrize("form", [NF4(), Int8()])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_no_number_is_refused(form: NF4 | Int8, value: float) -> None:
+    values = matrix((4, 64))
+    values[2, 5] = value
+    with pytest.raises(ValueError, match="not finite"):
+        form.encode(values, torch.bfloat16)
