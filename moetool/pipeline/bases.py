@@ -35,8 +35,8 @@ class LayerBase:
     """A layer's base as it will be stored.
 
     Attributes:
-        matrices: by role `[out, in]`, in the storage dtype, without pruned channels; what a compact form stands for, in
-            fp32.
+        matrices: by role that has a base `[out, in]`, in the storage dtype, without pruned channels; what a compact
+            form stands for, in fp32.
         channels: `[kept]` int64, the intermediate channels that are left.
         intermediate: how many there were.
         statistics: `None` if nothing was measured.
@@ -96,7 +96,7 @@ class LayerBase:
         """Inverse of `save`."""
         tensors = load_file(path)
         statistics = LayerStatistics.from_tensors(tensors) if "tokens" in tensors else None
-        matrices = {role: tensors[f"base.{role}"] for role in ROLES}
+        matrices = {role: tensors[f"base.{role}"] for role in ROLES if f"base.{role}" in tensors}
         compact: dict[Role, tuple[Representation, dict[str, Tensor]]] = {}
         for role in ROLES:
             own = {name.removeprefix(f"compact.{role}."): name for name in tensors if f"compact.{role}." in name}
@@ -192,8 +192,9 @@ def stored_bases(experts: ExpertReader, layer: int) -> dict[Role, tuple[Represen
 
 
 def stored_base(experts: ExpertReader, layer: int, statistics: LayerStatistics | None = None) -> LayerBase:
-    """The base of a layer of a moetool checkpoint."""
-    matrices = {role: experts.base(layer, role) for role in ROLES}
+    """The base of a layer of a moetool checkpoint, for the roles that have one."""
+    layout = experts.layout(layer)
+    matrices = {role: experts.base(layer, role) for role in ROLES if layout.weights[role] is not None}
     compact = stored_bases(experts, layer)
     return LayerBase(matrices, experts.base_channels(layer), experts.shape.intermediate, statistics, compact)
 

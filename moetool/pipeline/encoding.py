@@ -99,19 +99,20 @@ def encoded_layouts(source: Source, form: Form) -> dict[int, LayerLayout]:
     """The layouts of a decomposed checkpoint with every difference in another form.
 
     Raises:
-        InvalidInputError: some experts have no base, or their differences are already in few bits or numbers.
+        InvalidInputError: no experts have a base, or their differences are already in few bits or numbers.
     """
     reader = source.experts
+    if all(reader.layout(layer).is_native for layer in reader.moe_layers):
+        raise InvalidInputError(f"{source.checkpoint.path} has no shared base: run decompose on it first.")
     layouts = {}
     for layer in reader.moe_layers:
         old = reader.layout(layer)
         weights: dict[Role, tuple[Representation, ...] | None] = {}
         for role in ROLES:
             own = old.weights[role]
-            if own is None:
-                raise InvalidInputError(
-                    f"{source.checkpoint.path} has experts without a shared base: run decompose on it first."
-                )
+            if own is None:  # a group that svd-compress found better off without a base
+                weights[role] = None
+                continue
             if others := [entry.spec for entry in own if not isinstance(entry, (Dense, LowRank))]:
                 raise InvalidInputError(f"The differences of layer {layer} are already stored as '{others[0]}'.")
             weights[role] = tuple(form(layer, expert, role, entry) for expert, entry in enumerate(own))
@@ -250,6 +251,8 @@ def _encoded(
     """The tensors of every difference, by name relative to the experts, and their errors by role."""
     reader = job.source.experts
     for role in ROLES:
+        if layout.weights[role] is None:
+            continue
         full = base.full(role)
         errors = torch.zeros(layout.stored_experts, 2, dtype=torch.float64)
         for expert, representation in enumerate(layout.weights[role] or ()):
@@ -274,7 +277,7 @@ def _encoded(
 def _errors(work: Path, layer: int) -> dict[str, list[float]]:
     """By role and expert: the norm of a difference's error, relative to the difference."""
     encoded = load_file(_encoded_path(work, layer))
-    pairs = {role: encoded[f"{ERROR}.{role}"].tolist() for role in ROLES}
+    pairs = {role: encoded[f"{ERROR}.{role}"].tolist() for role in ROLES if f"{ERROR}.{role}" in encoded}
     return {
         role: [float(f"{(lost / total) ** 0.5 if total else 0.0:.4g}") for lost, total in own]
         for role, own in pairs.items()

@@ -191,6 +191,25 @@ def test_bits_on_top_of_ranks(
     assert "are low-rank: there is nothing to drop" in sparse.stderr
 
 
+def test_groups_without_a_base_stay_as_they_are(
+    run_cli: Any, compress: Any, tiny_mixtral: Path, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    """Where a budget is large, svd-compress leaves some groups as they were."""
+    mild = compress(tiny_mixtral, "--ratio", 0.1).path
+    layers = config_of(mild)["quantization_config"]["layers"]
+    native = {
+        (layer, role) for layer, entry in layers.items() for role in ("gate", "up", "down") if entry[role] is None
+    }
+    assert native or len(layers) < 3
+    assert run_cli("quantize-delta", mild, tmp_path / "out", "--bits", 8, *GROUP).code == 0
+    after = config_of(tmp_path / "out")["quantization_config"]["layers"]
+    assert {
+        (layer, role) for layer, entry in after.items() for role in ("gate", "up", "down") if entry[role] is None
+    } == native
+    expected = logits(mild, tokens)
+    assert (logits(tmp_path / "out", tokens) - expected).norm() < 0.1 * expected.norm()
+
+
 def test_more_bits_and_numbers_lose_less(run_cli: Any, made: Any, tiny_mixtral: Path) -> None:
     def error(*options: object) -> float:
         _, told = made(tiny_mixtral, *options)
