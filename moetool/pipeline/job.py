@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Architecture, find_architecture
-from moetool.checkpoint.blueprint import open_for_planning
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
+from moetool.pipeline.blueprint import open_for_planning
 from moetool.pipeline.interrupt import Interrupt
 from moetool.pipeline.memory import return_heap
 from moetool.pipeline.options import RunOptions
