@@ -3,9 +3,23 @@
 Importing it makes `transformers.AutoModelForCausalLM.from_pretrained` load moetool checkpoints.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from moetool.integrations import autoload
 
+if TYPE_CHECKING:
+    from moetool.integrations.synthesis import synthesise
+
 __version__ = "0.1.0"
-__all__ = ["__version__"]
+__all__ = ["__version__", "synthesise"]
 
 autoload.install()
+
+
+def __getattr__(name: str) -> Any:
+    # Importing torch takes seconds, and not only for --help.
+    if name == "synthesise":
+        from moetool.integrations.synthesis import synthesise
+
+        return synthesise
+    raise AttributeError(f"module 'moetool' has no attribute '{name}'")

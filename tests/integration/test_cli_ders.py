@@ -12,7 +12,7 @@ from checkpoints import WEIGHTS, change_config, config_of, copy_of, load, logits
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from moetool.integrations.synthesis import synthesise
+from moetool import synthesise
 
 GROUP = ("--group-size", 16)
 
