@@ -2,13 +2,25 @@
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import families
 import pytest
 import torch
-from checkpoints import WEIGHTS, change_config, config_of, copy_of, load, logits, weight_bytes, weights
+from checkpoints import (
+    WEIGHTS,
+    CrashDriver,
+    change_config,
+    config_of,
+    contents,
+    copy_of,
+    load,
+    logits,
+    weight_bytes,
+    weights,
+)
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -240,6 +252,24 @@ def test_what_factors_leave_over_is_less(made: Any, tiny_mixtral: Path) -> None:
         return max(e for layer in told["layers"].values() for role in layer["relative_error"].values() for e in role)
 
     assert error("--rank", 8) < error("--rank", 3) < error()
+
+
+@pytest.mark.parametrize("name", ["hybrid", "quantize, rounded on text", "sparsify"])
+@pytest.mark.parametrize("at", [8, 25])
+def test_killed_runs_resume_to_the_same_bytes(
+    crash: CrashDriver, calibration: Any, tiny_mixtral_bf16: Path, tmp_path: Path, name: str, at: int
+) -> None:
+    text = calibration if METHODS[name][-1] == "TEXT" else ()
+    options = [option for option in METHODS[name] if option != "TEXT"]
+    if name == "hybrid":
+        options[options.index("--ratio") + 1] = 0.4
+    arguments = ("compress", tiny_mixtral_bf16, *options, *text, "--shard-size", "40kB")
+    assert crash(tmp_path / "whole", arguments)["code"] == 0
+    assert crash(tmp_path / "out", arguments, at=at)["code"] == -signal.SIGKILL
+    last = crash(tmp_path / "out", (*arguments, "--resume"))
+    assert last["code"] == 0, last["stderr"]
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 1
 
 
 def test_seeds(made: Any, tiny_mixtral: Path) -> None:
