@@ -52,7 +52,7 @@ class HybridOptions(RunOptions, CalibrationOptions):
     )
     merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
     base_bits: BaseBits = Field(
-        "4", description="Bits of the base: 1, 2, 3, 4, 8, nf4 or int8. Differences make up for its errors."
+        "2", description="Bits of the base: 1, 2, 3, 4, 8, nf4 or int8. Differences make up for its errors."
     )
     group_size: int = Field(128, ge=1, description="Inputs that share a scale.")
     sensitivity: Sensitivity = Field(
