@@ -286,6 +286,12 @@ def test_a_hybrid_meets_its_ratio(made: Any, tiny_mixtral: Path, ratio: float) -
     path, told = made(tiny_mixtral, "--method", "hybrid", "--ratio", ratio, *GROUP, "TEXT")
     assert -0.01 <= weight_bytes(path) / weight_bytes(tiny_mixtral) - (1 - ratio) <= 0
     assert told["achieved_ratio"] >= ratio
+
+
+@pytest.mark.parametrize("ratio", [0.35, 0.58])
+def test_a_hybrid_mixes_forms(made: Any, tiny_mixtral: Path, ratio: float) -> None:
+    """At these budgets; others happen to be what one form takes everywhere."""
+    path, _ = made(tiny_mixtral, "--method", "hybrid", "--ratio", ratio, *GROUP, "TEXT")
     layers = config_of(path)["quantization_config"]["layers"].values()
     assert len({spec for layer in layers for role in ("gate", "up", "down") for spec in layer[role]}) > 1
 
