@@ -57,6 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "olmoe": {"intermediate_size": 24, "num_experts": 6, "tie_word_embeddings": True},
+    "flex_olmo": {"intermediate_size": 24, "num_experts": 6, "norm_topk_prob": True},
     "deepseek": {
         "num_key_value_heads": 4,
         "intermediate_size": 64,
@@ -94,6 +95,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 1,
     },
     "granitemoe": {"intermediate_size": 48, "num_local_experts": 4, "tie_word_embeddings": True},
+    "granitemoeshared": {
+        "intermediate_size": 48,
+        "shared_intermediate_size": 40,
+        "num_local_experts": 4,
+        "tie_word_embeddings": True,
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 1.5,
+    },
 }
 
 

@@ -151,6 +151,19 @@ def test_dry_run_and_inspection(run_cli: Any, model: Path, compressed: Path, cal
     assert before["moe_layers"] == len(after["moe"])
 
 
+def test_granite_without_its_shared_expert(
+    run_cli: Any, save_model: Any, calibration: Any, tokens: torch.Tensor, tmp_path: Path, monkeypatch: Any
+) -> None:
+    name = "granitemoeshared"
+    monkeypatch.setitem(families.FAMILIES, name, {**families.FAMILIES[name], "shared_intermediate_size": 0})
+    path = save_model(families.build(name), tmp_path / "model")
+    assert not [tensor for tensor in load_file(path / WEIGHTS) if "shared_mlp" in tensor]
+    result = run_cli("compress", path, tmp_path / "full", "--rank", 10_000, *calibration)
+    assert result.code == 0, result.stderr
+    before = logits(path, tokens)
+    torch.testing.assert_close(logits(tmp_path / "full", tokens), before, rtol=0, atol=1e-5 * before.abs().max().item())
+
+
 @pytest.mark.parametrize("entry", unsupported(), ids=lambda entry: entry.name)
 def test_families_that_do_not_fit_are_refused(run_cli: Any, tiny_mixtral: Path, tmp_path: Path, entry: Any) -> None:
     shutil.copytree(tiny_mixtral, tmp_path / "model")
