@@ -12,10 +12,10 @@ from typing import Any
 from moetool.architectures.base import ROLES, Architecture, MoEShape, Role, Unsupported
 from moetool.errors import InvalidInputError
 
-__all__ = ["ROLES", "Architecture", "MoEShape", "Role", "architectures", "find_architecture", "unsupported"]
+__all__ = ["EXPERT_KEYS", "ROLES", "Architecture", "MoEShape", "Role", "architectures", "find_architecture", "unsupported"]
 
 # Keys that only a mixture of experts has in its config, whatever the family.
-_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def _defined(name: str) -> list[Any]:
@@ -50,10 +50,10 @@ def find_architecture(config: Mapping[str, Any]) -> Architecture:
         if model_type in family.model_types:
             raise InvalidInputError(f"{family.name} cannot be compressed: {family.reason}.")
     known = ", ".join(sorted(by_type))
-    if not any(isinstance(config.get(key), int) and config[key] > 1 for key in _EXPERT_KEYS):
+    if not any(isinstance(config.get(key), int) and config[key] > 1 for key in EXPERT_KEYS):
         raise InvalidInputError(
             f"model_type {model_type!r} is not a mixture of experts: its config.json names no experts "
-            f"({', '.join(_EXPERT_KEYS)}). Known MoE families: {known}."
+            f"({', '.join(EXPERT_KEYS)}). Known MoE families: {known}."
         )
     close = difflib.get_close_matches(str(model_type), by_type, n=1)
     hint = f" Did you mean '{close[0]}'?" if close else ""

@@ -25,10 +25,13 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from moetool.architectures import ROLES, Architecture
+from moetool.architectures.dense import DenseArchitecture
+from moetool.calibration.disk_experts import DiskExperts
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
 from moetool.integrations.quiet import quiet
+from moetool.modules.mixture import insert_mixtures
 
 REST = -1  # the block of everything that is not a decoder layer
 
@@ -42,28 +45,42 @@ class StreamedModel:
         config: transformers' config of the (dense-expert) model.
         layer_count: number of decoder layers.
         hidden_size: width of the hidden states.
+        experts: reads the experts; `None` for a dense model, and for one with mixtures of moetool's own.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, architecture: Architecture, dtype: torch.dtype, device: torch.device
+        self,
+        checkpoint: Checkpoint,
+        architecture: Architecture | DenseArchitecture,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        experts_on_disk: bool = False,
     ) -> None:
+        """With `experts_on_disk` not even the experts of one layer are in memory together: each is read when it runs."""
         self.checkpoint, self.architecture, self.dtype, self.device = checkpoint, architecture, dtype, device
-        self.experts = ExpertReader(checkpoint, architecture)
+        self.experts = ExpertReader(checkpoint, architecture) if isinstance(architecture, Architecture) else None
+        self._experts_on_disk = experts_on_disk
         raw = copy.deepcopy(checkpoint.config)
-        raw.pop("quantization_config", None)
+        entry = raw.pop("quantization_config", None)
         self.config = AutoConfig.for_model(**raw)
         self.config._name_or_path = ""
         with torch.device("meta"):
             self.model: Any = AutoModelForCausalLM.from_config(self.config, dtype=dtype).eval().requires_grad_(False)
-        self.layer_count = architecture.layers(checkpoint.config)
-        self.hidden_size = int(checkpoint.config["hidden_size"])
+            if isinstance(entry, dict) and "mixture" in entry:
+                insert_mixtures(self.model, checkpoint.config)
+                self.model.requires_grad_(False)
+        self.layer_count = int(self.config.num_hidden_layers)
+        self.hidden_size = int(self.config.hidden_size)
         # get_decoder() is not right for every family; the decoder is what holds the layers.
+        held = architecture.layer.split(".")[-2]
         self.decoder: Any = next(
             module
             for module in self.model.modules()
-            if isinstance(getattr(module, "layers", None), nn.ModuleList) and len(module.layers) == self.layer_count
+            if isinstance(getattr(module, held, None), nn.ModuleList) and len(getattr(module, held)) == self.layer_count
         )
-        self._calls: dict[int, list[LayerCall]] = {}  # how each layer is called, by batch size
+        self.layers: Any = getattr(self.decoder, held)
+        self._calls: dict[tuple[int, ...], list[LayerCall]] = {}  # how each layer is called, by batch size and length
         self._dtypes: dict[str, torch.dtype] = {}  # of each tensor in memory
         self._blocks = self._assign_blocks()
         self._load_block(REST)
@@ -79,7 +96,7 @@ class StreamedModel:
         blocks: dict[int, list[str]] = defaultdict(list)
         covered = set(getattr(self.model, "all_tied_weights_keys", None) or {})
         for name in self.checkpoint.tensors:
-            if name in self.experts.names:
+            if self.experts is not None and name in self.experts.names:
                 continue
             renamed, converter = rename_source_key(name, renamings, converters, self.model.base_model_prefix, state)
             renamed = renamed if renamed in state else name
@@ -94,9 +111,12 @@ class StreamedModel:
             self._dtypes[name] = state[renamed].dtype
             block = next((layer for prefix, layer in layers.items() if name.startswith(prefix)), REST)
             blocks[block].append(name)
-        in_memory = [f".{self.architecture.experts_module}."]
-        if any(self.experts.layout(layer).is_extended for layer in self.experts.moe_layers):
-            in_memory.append(f".{self.architecture.shared_expert_module}.")
+        in_memory = []
+        if self.experts is not None:
+            family = self.experts.architecture
+            in_memory.append(f".{family.experts_module}.")
+            if any(self.experts.layout(layer).is_extended for layer in self.experts.moe_layers):
+                in_memory.append(f".{family.shared_expert_module}.")
         if missing := [name for name in state if name not in covered and not any(own in name for own in in_memory)]:
             raise InvalidInputError(
                 f"{self.checkpoint.path} has no tensor for {missing[0]} ({len(missing)} missing in all): "
@@ -131,7 +151,7 @@ class StreamedModel:
             if "RotaryEmbedding" in type(module).__name__:
                 fresh = type(module)(config=self.config.get_text_config()).to(self.device)
                 module._buffers.update(fresh._buffers)
-        layers = set(self.decoder.layers.modules())
+        layers = set(self.layers.modules())
         self._require_loaded(module for module in self.model.modules() if module not in layers)
 
     def _require_loaded(self, modules: Iterator[nn.Module]) -> None:
@@ -144,36 +164,45 @@ class StreamedModel:
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
         """One decoder layer with its weights, for the time of the `with` block."""
-        layer = self.decoder.layers[index]
-        experts = layer.get_submodule(self.architecture.experts_module) if self.experts.has(index) else None
+        layer = self.layers[index]
+        reader = self.experts if self.experts is not None and self.experts.has(index) else None
+        experts = None if reader is None else layer.get_submodule(reader.architecture.experts_module)
+        absent: set[nn.Module] = set()
         try:
             self._load_block(index)
-            if experts is not None:
-                self._fill_experts(index, experts)
-                if self.experts.layout(index).is_extended:
-                    self._fill_shared_expert(index, layer.get_submodule(self.architecture.shared_expert_module))
-            self._require_loaded(layer.modules())
+            if reader is not None and experts is not None:
+                if self._experts_on_disk:
+                    experts.forward = DiskExperts(experts, reader, index, self.dtype, self.device)
+                    absent.update(experts.modules())
+                else:
+                    self._fill_experts(reader, index, experts)
+                if reader.layout(index).is_extended:
+                    shared = layer.get_submodule(reader.architecture.shared_expert_module)
+                    self._fill_shared_expert(reader, index, shared)
+            self._require_loaded(module for module in layer.modules() if module not in absent)
             yield layer
         finally:
+            if experts is not None:
+                experts.__dict__.pop("forward", None)
             layer.to("meta")
 
-    def _fill_experts(self, index: int, experts: nn.Module) -> None:
+    def _fill_experts(self, reader: ExpertReader, index: int, experts: nn.Module) -> None:
         """Read every expert's matrix into transformers' fused tensors."""
-        shape = self.architecture.shape(self.checkpoint.config)
+        shape = reader.shape
         like = {"dtype": self.dtype, "device": self.device}
         gate_up = torch.empty(shape.experts, 2 * shape.intermediate, shape.hidden, **like)  # type: ignore[call-overload]
         down = torch.empty(shape.experts, shape.hidden, shape.intermediate, **like)  # type: ignore[call-overload]
         for expert in range(shape.experts):
-            gate_up[expert, : shape.intermediate] = self.experts.dense(index, expert, "gate")
-            gate_up[expert, shape.intermediate :] = self.experts.dense(index, expert, "up")
-            down[expert] = self.experts.dense(index, expert, "down")
+            gate_up[expert, : shape.intermediate] = reader.dense(index, expert, "gate")
+            gate_up[expert, shape.intermediate :] = reader.dense(index, expert, "up")
+            down[expert] = reader.dense(index, expert, "down")
         experts.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
         experts.down_proj = nn.Parameter(down, requires_grad=False)
 
-    def _fill_shared_expert(self, index: int, shared: nn.Module) -> None:
+    def _fill_shared_expert(self, reader: ExpertReader, index: int, shared: nn.Module) -> None:
         """Read a shared expert that is stored on the base into transformers' own module."""
         for role in ROLES:
-            matrix = self.experts.dense(index, self.experts.shape.experts, role).to(self.device, self.dtype)
+            matrix = reader.dense(index, reader.shape.experts, role).to(self.device, self.dtype)
             linear: Any = shared.get_submodule(f"{role}_proj")
             linear.weight = nn.Parameter(matrix, requires_grad=False)
 
@@ -183,15 +212,21 @@ class StreamedModel:
     ) -> Iterator[None]:
         """Let `forward` stand in for every decoder layer. An instance attribute wins over the class's method."""
 
-        def bind(index: int) -> Callable[..., Tensor]:
-            return lambda hidden_states, *args, **kwargs: forward(index, hidden_states, args, kwargs)
+        in_tuple = isinstance(self.architecture, DenseArchitecture) and self.architecture.returns_tuple
+
+        def bind(index: int) -> Callable[..., Any]:
+            def replaced(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+                output = forward(index, hidden_states, args, kwargs)
+                return (output,) if in_tuple else output
+
+            return replaced
 
         try:
-            for index, layer in enumerate(self.decoder.layers):
+            for index, layer in enumerate(self.layers):
                 layer.forward = bind(index)
             yield
         finally:
-            for layer in self.decoder.layers:
+            for layer in self.layers:
                 layer.__dict__.pop("forward", None)
 
     @torch.no_grad()
@@ -207,17 +242,18 @@ class StreamedModel:
 
         with self._layers_replaced(record):
             self.decoder(input_ids=tokens.to(self.device), use_cache=False)
-        self._calls[len(tokens)] = calls
+        self._calls[tuple(tokens.shape)] = calls
         return first[0]
 
     def run_layer(self, index: int, layer: nn.Module, hidden: Tensor) -> Tensor:
         """One decoder layer on `[batch, length, hidden]`, called exactly as the whole model would call it.
 
-        Masks and positions depend on the batch's size only: calibration windows are all of one length, unpadded.
+        Masks and positions depend on the batch's shape only: windows are not padded.
         """
-        if len(hidden) not in self._calls:
-            self.embed(torch.zeros(hidden.shape[:2], dtype=torch.long))
-        args, kwargs = self._calls[len(hidden)][index]
+        shape = tuple(hidden.shape[:2])
+        if shape not in self._calls:
+            self.embed(torch.zeros(shape, dtype=torch.long))
+        args, kwargs = self._calls[shape][index]
         output = layer(hidden, *args, **kwargs)
         return output[0] if isinstance(output, tuple) else output
 

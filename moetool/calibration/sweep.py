@@ -76,9 +76,10 @@ class Sweep:
         self.hidden(0).replace(self.model.embed(self.windows[start:stop]) for start, stop in self._batches())
 
     def _experts(self, index: int, layer: nn.Module) -> nn.Module | None:
-        if not self.model.experts.has(index):
+        reader = self.model.experts
+        if reader is None or not reader.has(index):
             return None
-        return layer.get_submodule(self.model.architecture.experts_module)
+        return layer.get_submodule(reader.architecture.experts_module)
 
     def forward(self, index: int, layer: nn.Module, collectors: Sequence[Collector] = (), *, keep: bool = True) -> None:
         """Run one loaded layer on its boundary; write the next boundary if `keep`."""

@@ -94,6 +94,11 @@ class Checkpoint:
         ordered = dict(sorted(tensors.items()))
         return cls(str(source), path, config, ordered, files, weight_bytes, digest.hexdigest())
 
+    @property
+    def is_imagined(self) -> bool:
+        """Whether nothing but a config is there."""
+        return not self.weight_files
+
     def info(self, name: str) -> TensorInfo:
         """Where a tensor lies; `InvalidInputError` with the nearest names if there is none of that name."""
         if name in self.tensors:
@@ -131,6 +136,19 @@ class Checkpoint:
         target = torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype)
         _fill(info, start * math.prod(info.shape[1:]) * info.dtype.itemsize, target)
         return target
+
+    def blocks(self, name: str, nbytes: int = 8 << 20) -> Iterator[Tensor]:
+        """A tensor as consecutive flat blocks of at most that many bytes: for copying what need not fit in memory.
+
+        Raises:
+            InvalidInputError: no such tensor, or the file has changed since it was opened.
+        """
+        info = self.info(name)
+        total, step = math.prod(info.shape), max(1, nbytes // info.dtype.itemsize)
+        for start in range(0, total, step):
+            target = torch.empty(min(step, total - start), dtype=info.dtype)
+            _fill(info, start * info.dtype.itemsize, target)
+            yield target
 
     def read_part(self, name: str, index: int, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` (excluded) of `tensor[index]`, for a tensor of three dimensions.

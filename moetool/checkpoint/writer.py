@@ -35,6 +35,20 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class InParts:
+    """A tensor that is never in memory as a whole: consecutive parts of it in row-major order, each made when asked for.
+
+    Attributes:
+        dtype, shape: of the whole.
+        parts: tensors of that dtype whose elements, one after the other, are those of the whole.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: Iterable[Tensor]
+
+
+@dataclass(frozen=True)
 class _Layout:
     """A shard's first bytes, up to the data, and where in the file each tensor starts."""
 
@@ -88,7 +102,7 @@ class CheckpointWriter:
         file = self.file(i)
         return file.is_file() and file.stat().st_size == self._sizes[i]
 
-    def write_shard(self, i: int, tensors: Iterable[tuple[str, Tensor]]) -> Path:
+    def write_shard(self, i: int, tensors: Iterable[tuple[str, Tensor | InParts]]) -> Path:
         """Write shard `i` from its tensors, in any order, on any device; returns its path.
 
         Each tensor is written and forgotten before the next is asked for, so a generator that makes them one by one
@@ -115,9 +129,10 @@ class CheckpointWriter:
                 with storage_errors(file, needed):
                     _write(handle.fileno(), layout.header, 0)
                 for name, tensor in tensors:
-                    _check_planned(file, due.pop(name, None), name, tensor)
+                    due_bytes = _check_planned(file, due.pop(name, None), name, tensor)
                     position = layout.offsets[name]
-                    for piece in _pieces(tensor.detach()):
+                    end = position + due_bytes
+                    for piece in _pieces(tensor):
                         if name not in self.allow_nonfinite and not is_finite(piece):
                             raise VerificationError(
                                 f"Tensor {name} holds NaN or infinity; {file} was not written. "
@@ -126,6 +141,11 @@ class CheckpointWriter:
                         with storage_errors(file, needed):
                             position = _write(handle.fileno(), byte_view(piece), position)
                     del tensor, piece  # before the caller makes the next one
+                    if position != end:
+                        raise VerificationError(
+                            f"Tensor {name} came in parts of {position - end + due_bytes} bytes, not {due_bytes}; "
+                            f"{file.name} was not written."
+                        )
                 if due:
                     raise VerificationError(
                         f"{file} lacks {len(due)} of its {len(self.shards[i])} tensors, the first {min(due)}; "
@@ -187,7 +207,8 @@ def _check_plan(shards: Sequence[Sequence[TensorSpec]]) -> None:
         seen.add(spec.name)
 
 
-def _check_planned(file: Path, spec: TensorSpec | None, name: str, tensor: Tensor) -> None:
+def _check_planned(file: Path, spec: TensorSpec | None, name: str, tensor: Tensor | InParts) -> int:
+    """The bytes that are planned for a tensor. Raises `VerificationError` unless it is the one that is planned."""
     if spec is None:
         raise VerificationError(f"Tensor {name} came twice, or is not planned for {file.name}; it was not written.")
     if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
@@ -195,6 +216,7 @@ def _check_planned(file: Path, spec: TensorSpec | None, name: str, tensor: Tenso
             f"Tensor {name} is {tensor.dtype} {list(tensor.shape)}; planned was {spec.dtype} {list(spec.shape)}. "
             f"{file.name} was not written."
         )
+    return spec.nbytes
 
 
 def _lay_out(specs: Sequence[TensorSpec]) -> _Layout:
@@ -216,8 +238,13 @@ def _lay_out(specs: Sequence[TensorSpec]) -> _Layout:
     return _Layout(header, {name: len(header) + start for name, start in starts.items()}, len(header) + position)
 
 
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+def _pieces(tensor: Tensor | InParts) -> Iterator[Tensor]:
     """The tensor in row-major order on the CPU, in contiguous parts so small that a copy of one does not matter."""
+    if isinstance(tensor, InParts):
+        for part in tensor.parts:
+            yield from _pieces(part)
+        return
+    tensor = tensor.detach()
     if tensor.nbytes <= PIECE_BYTES:
         yield tensor.cpu().contiguous()
         return

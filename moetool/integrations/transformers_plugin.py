@@ -14,6 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moetool.architectures import find_architecture
 from moetool.checkpoint.format import METHOD, check_format_version, layer_layouts
 from moetool.modules.experts import SharedBaseExperts, SharedExpertOnBase
+from moetool.modules.mixture import MixtureOfFFNs, insert_mixtures
 
 
 class MoetoolConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -34,6 +35,13 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         config = {**model.config.to_dict(), "quantization_config": self.quantization_config.to_dict()}
+        if "mixture" in config["quantization_config"]:
+            insert_mixtures(model, config)
+        else:
+            self._replace_experts(model, config)
+        self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+
+    def _replace_experts(self, model: Any, config: dict[str, Any]) -> None:
         architecture = find_architecture(config)
         for layer, layout in layer_layouts(config).items():
             path = f"{architecture.layer_prefix(layer)}{architecture.experts_module}"
@@ -44,14 +52,13 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
             if layout.is_extended:
                 beside = path.removesuffix(architecture.experts_module) + architecture.shared_expert_module
                 model.set_submodule(beside, SharedExpertOnBase(experts, model.get_submodule(beside)))
-        self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         # transformers does not fail on tensors that are missing from a file; it leaves memory as it found it.
         missing = [
             f"{name}.{parameter}"
             for name, module in model.named_modules()
-            if isinstance(module, SharedBaseExperts)
+            if isinstance(module, SharedBaseExperts | MixtureOfFFNs)
             for parameter, tensor in [*module.named_parameters(), *module.named_buffers()]
             if not getattr(tensor, "_is_hf_initialized", False) and tensor.device.type != "meta"
         ]

@@ -1,22 +1,23 @@
 """Forward and reverse sweeps of a job over its calibration text, journaled layer by layer."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
 from moetool.calibration.data import check_vocabulary, load_tokenizer, sample_windows
 from moetool.calibration.sweep import Sweep
 from moetool.errors import UsageError
-from moetool.pipeline.job import Job, Source
-from moetool.pipeline.options import CalibrationOptions
+from moetool.pipeline.job import Input, Job
+from moetool.pipeline.options import CalibrationOptions, TextOptions
 from moetool.pipeline.progress import phase
 
 Visit = Callable[[int, nn.Module], None]
 
 
-def calibration_windows(source: Source, options: CalibrationOptions) -> Tensor:
+def calibration_windows(source: Input, options: TextOptions) -> Tensor:
     """The calibration set `[samples, sequence_length]` of token ids.
 
     Raises:
@@ -25,7 +26,6 @@ def calibration_windows(source: Source, options: CalibrationOptions) -> Tensor:
     """
     if options.calibration is None:
         raise UsageError("Give a calibration text: --calibration FILE.")
-    config = source.checkpoint.config
     tokenizer = load_tokenizer(source.checkpoint.path)
     windows = sample_windows(
         options.calibration,
@@ -34,14 +34,14 @@ def calibration_windows(source: Source, options: CalibrationOptions) -> Tensor:
         sequence_length=options.sequence_length,
         seed=options.seed,
     )
-    check_vocabulary(windows, int(config["vocab_size"]))
+    check_vocabulary(windows, int(source.checkpoint.config["vocab_size"]))
     return windows
 
 
 class CalibratedJob:
     """A job together with the model and the text it is calibrated on."""
 
-    def __init__(self, job: Job, options: CalibrationOptions) -> None:
+    def __init__(self, job: Job[Any], options: TextOptions) -> None:
         from moetool.calibration.streaming import StreamedModel  # transformers: seconds, and not for --help
 
         self.job = job
@@ -55,7 +55,8 @@ class CalibratedJob:
         job.record["calibration"] = {"windows": len(windows), "tokens": windows.numel()}
         model = StreamedModel(job.source.checkpoint, job.source.architecture, job.compute_dtype, job.device)
         self.model = model
-        seed = options.seed if options.labels == "sampled" else None
+        sampled = isinstance(options, CalibrationOptions) and options.labels == "sampled"
+        seed = options.seed if sampled else None
         self.sweep = Sweep(model, windows, job.work, job.progress.advance, seed)
 
     @property
@@ -78,8 +79,9 @@ class CalibratedJob:
                         sweep.forward(index, layer)
                     job.finish(f"forward/{index}")
 
-    def forward_visiting(self, visit: Visit) -> None:
-        """One forward sweep in which `visit(index, layer)` sees each loaded MoE layer before it is left.
+    def forward_visiting(self, visit: Visit, layers: Collection[int] | None = None) -> None:
+        """One forward sweep in which `visit(index, layer)` sees each loaded layer of `layers` before it is left (by
+        default each MoE layer).
 
         The visitor runs the layer itself (`sweep.forward`, writing the next boundary). Only two boundaries are on disk
         at a time.
@@ -91,7 +93,7 @@ class CalibratedJob:
                 if not job.unit(f"forward/{index}"):
                     continue
                 with self.model.layer(index) as layer:
-                    if job.source.experts.has(index):
+                    if index in (job.source.experts.moe_layers if layers is None else layers):
                         visit(index, layer)
                     else:
                         sweep.forward(index, layer)

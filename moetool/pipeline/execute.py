@@ -5,13 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moetool.errors import VerificationError
+from moetool.checkpoint.reader import Checkpoint
+from moetool.errors import UsageError
+from moetool.pipeline.blueprint import open_for_planning
 from moetool.pipeline.calibrated import calibration_windows
 from moetool.pipeline.interrupt import listening
-from moetool.pipeline.job import Job, Source, joined_names
+from moetool.pipeline.job import Job
 from moetool.pipeline.memory import PeakMemory, return_freed_memory
-from moetool.pipeline.options import CalibrationOptions, RunOptions
-from moetool.pipeline.output import original_bytes
+from moetool.pipeline.options import RunOptions, TextOptions
 from moetool.pipeline.plan import Plan, fingerprint
 from moetool.pipeline.progress import Progress, Silent
 from moetool.pipeline.stages import stages
@@ -21,9 +22,10 @@ from moetool.pipeline.workspace import Workspace
 def plan_stage(name: str, source: str | Path, options: RunOptions) -> Plan:
     """What a stage would cost, from headers alone, or from `config.json` alone if that is all there is. Writes nothing
     and downloads no weights."""
-    opened = Source.open_for_planning(source)
-    plan = stages()[name](opened, options).plan()
-    return replace(plan, details={**plan.details, "headers": "config.json alone"}) if opened.is_imagined else plan
+    checkpoint = open_for_planning(source)
+    kind = stages()[name]
+    plan = kind(kind.source_type.of(checkpoint), options).plan()
+    return replace(plan, details={**plan.details, "headers": "config.json alone"}) if checkpoint.is_imagined else plan
 
 
 def run_stage(
@@ -55,13 +57,14 @@ def run_stage(
     """
     began = time.monotonic()
     progress = progress or Silent()
-    opened = Source.open(source)
-    stage = stages()[name](opened, options)
+    kind = stages()[name]
+    opened = kind.source_type.of(Checkpoint.open(source))
+    stage = kind(opened, options)
     plan = stage.plan()
     directory = Path(output).expanduser()
     _refuse_self(opened.checkpoint.path, directory)
     plan.check(directory, memory=options.memory, disk=options.disk)
-    if overwrite and isinstance(stage.options, CalibrationOptions) and stage.options.calibration:
+    if overwrite and isinstance(stage.options, TextOptions) and stage.options.calibration:
         # No earlier result is thrown away for a text that cannot be used.
         calibration_windows(opened, stage.options)
     workspace = Workspace(
@@ -76,7 +79,7 @@ def run_stage(
                 progress.log(f"Going on with the run in {directory}.")
             told = stage.run(job)
             if stage.writes_model:
-                result.update(_verified(opened, directory))
+                result.update(stage.verify(directory))
             workspace.close()
     except BaseException:
         workspace.abandon()
@@ -87,22 +90,7 @@ def run_stage(
 
 
 def _refuse_self(source: Path, output: Path) -> None:
-    from moetool.errors import UsageError
-
     there, here = output.resolve(), source.resolve()
     if there == here or here in there.parents or there in here.parents:
         raise UsageError(f"{output} is the input, inside it or around it. Write somewhere else.")
 
-
-def _verified(before: Source, output: Path) -> dict[str, Any]:
-    """Open what was written as a reader would, and compare sizes."""
-    after = Source.open(output)
-    lost = set(before.checkpoint.tensors) - set(after.checkpoint.tensors)
-    if missing := sorted(lost - before.experts.names - joined_names(after)):
-        raise VerificationError(f"The output lacks {len(missing)} tensors of the input, the first {missing[0]}.")
-    original = original_bytes(before)
-    return {
-        "bytes_before": original,
-        "bytes_after": after.checkpoint.weight_bytes,
-        "achieved_ratio": round(1 - after.checkpoint.weight_bytes / original, 6),
-    }

@@ -71,7 +71,7 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
         "original_bytes": original,
         "ratio": round(1 - checkpoint.weight_bytes / original, 6),
         "files": len(checkpoint.weight_files),
-        "headers": "config.json alone" if source.is_imagined else "files",
+        "headers": "config.json alone" if checkpoint.is_imagined else "files",
         "recipe": manifest.recipe if manifest is not None else None,
         "moe": layers,
     }

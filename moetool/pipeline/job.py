@@ -2,14 +2,17 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from moetool.architectures import Architecture, find_architecture
+from moetool.architectures.dense import DenseArchitecture
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
+from moetool.conversion.dense import DenseModel
 from moetool.errors import InvalidInputError, UsageError
 from moetool.pipeline.blueprint import open_for_planning
 from moetool.pipeline.interrupt import Interrupt
@@ -19,9 +22,29 @@ from moetool.pipeline.progress import Progress, Silent
 from moetool.pipeline.workspace import Workspace
 
 
+class Input(Protocol):
+    """A checkpoint whose headers agree with its config and whose family is known."""
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """Where it lies."""
+
+    @property
+    def architecture(self) -> Architecture | DenseArchitecture:
+        """Its family."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of most of its weights."""
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Self:
+        """Check it by its headers. Raises `InvalidInputError`."""
+
+
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint whose headers agree with its config and whose family is known."""
+    """A mixture of experts."""
 
     checkpoint: Checkpoint
     architecture: Architecture
@@ -30,29 +53,51 @@ class Source:
     @classmethod
     def open(cls, path: str | Path) -> "Source":
         """Open and check a mixture of experts by its headers. Raises `InvalidInputError`."""
-        return cls._of(Checkpoint.open(path))
+        return cls.of(Checkpoint.open(path))
 
     @classmethod
     def open_for_planning(cls, path: str | Path) -> "Source":
         """The same, or where there are no weight files what `config.json` promises. Raises `InvalidInputError`."""
-        return cls._of(open_for_planning(path))
+        return cls.of(open_for_planning(path))
 
     @classmethod
-    def _of(cls, checkpoint: Checkpoint) -> "Source":
+    def of(cls, checkpoint: Checkpoint) -> "Source":
         architecture = find_architecture(checkpoint.config)
         return cls(checkpoint, architecture, ExpertReader(checkpoint, architecture))
 
     @property
-    def is_imagined(self) -> bool:
-        """Whether nothing but a config is there."""
-        return not self.checkpoint.weight_files
+    def dtype(self) -> torch.dtype:
+        return self.experts.dtype
+
+
+@dataclass(frozen=True)
+class DenseSource:
+    """A dense model."""
+
+    checkpoint: Checkpoint
+    dense: DenseModel
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "DenseSource":
+        return cls(checkpoint, DenseModel(checkpoint))
+
+    @property
+    def architecture(self) -> DenseArchitecture:
+        return self.dense.architecture
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dense.dtype
+
+
+SourceT = TypeVar("SourceT", bound=Input, default=Source)
 
 
 @dataclass
-class Job:
+class Job(Generic[SourceT]):
     """A running job."""
 
-    source: Source
+    source: SourceT
     workspace: Workspace
     options: RunOptions
     progress: Progress = field(default_factory=Silent)
@@ -89,7 +134,7 @@ class Job:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype to run the model in."""
-        return pick_compute_dtype(self.options.compute_dtype, self.device, self.source.experts.dtype)
+        return pick_compute_dtype(self.options.compute_dtype, self.device, self.source.dtype)
 
 
 def joined_names(source: Source) -> set[str]:

@@ -15,8 +15,8 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
-class CalibrationOptions(Options):
-    """Which text the statistics are measured on."""
+class TextOptions(Options):
+    """Which text statistics are measured on."""
 
     calibration: str | None = Field(
         None,
@@ -25,10 +25,15 @@ class CalibrationOptions(Options):
     )
     samples: int = Field(128, ge=1, description="Windows of calibration text.")
     sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of everything random.")
+
+
+class CalibrationOptions(TextOptions):
+    """Which text the statistics are measured on, gradients among them."""
+
     labels: Literal["true", "sampled"] = Field(
         "true", description="Gradients of the loss on the true next token, or on one drawn from the model's prediction."
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="Seed of the window sampling.")
 
 
 class RunOptions(Options):

@@ -1,7 +1,8 @@
 """Writing a job's result: weight files as planned, then everything else, the index last."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from safetensors.torch import load_file
@@ -12,7 +13,7 @@ from moetool.checkpoint.files import copy_sidecars, patch_config, save_tensors, 
 from moetool.checkpoint.format import format_entry, moetool_entry
 from moetool.checkpoint.manifest import Manifest, file_digest, write_manifest
 from moetool.checkpoint.reader import CONFIG
-from moetool.checkpoint.writer import CheckpointWriter, TensorSpec
+from moetool.checkpoint.writer import CheckpointWriter, InParts, TensorSpec
 from moetool.pipeline.job import Job, Source
 from moetool.pipeline.memory import return_heap
 from moetool.pipeline.progress import phase
@@ -23,12 +24,16 @@ STATISTICS = Path("moetool") / "statistics.safetensors"
 LayerTensors = Callable[[int, LayerLayout], Iterator[tuple[str, Tensor]]]
 
 
-class OutputPlan:
-    """Which tensors go into which shard, for given layouts of the MoE layers."""
+class ShardPlan:
+    """Which tensors go into which shard: as many layers as fit, in order.
 
-    def __init__(self, source: Source, layouts: Mapping[int, LayerLayout], shard_size: int) -> None:
-        self.source, self.layouts = source, dict(layouts)
-        self._units = list(_units(source, self.layouts))
+    Args:
+        units: by layer, the tensors to write; -1 stands for everything that belongs to no layer.
+        shard_size: most bytes in a shard, if a layer is not larger.
+    """
+
+    def __init__(self, units: Iterable[tuple[int, Sequence[TensorSpec]]], shard_size: int) -> None:
+        self._units = list(units)
         self.shards: list[list[int]] = []
         size = 0
         for unit, (_, specs) in enumerate(self._units):
@@ -40,12 +45,16 @@ class OutputPlan:
             size += nbytes
 
     def layers(self, shard: int) -> list[int]:
-        """The layers of a shard; -1 stands for everything that belongs to no layer."""
+        """The layers of a shard."""
         return [self._units[unit][0] for unit in self.shards[shard]]
 
     def specs(self, shard: int) -> list[TensorSpec]:
         """The tensors of a shard."""
         return [spec for unit in self.shards[shard] for spec in self._units[unit][1]]
+
+    def unit(self, layer: int) -> Sequence[TensorSpec]:
+        """The tensors of a layer."""
+        return next(specs for owner, specs in self._units if owner == layer)
 
     def writer(self, directory: Path) -> CheckpointWriter:
         """The writer for this plan."""
@@ -55,6 +64,14 @@ class OutputPlan:
     def nbytes(self) -> int:
         """Exact bytes of all weight files."""
         return self.writer(Path()).nbytes
+
+
+class OutputPlan(ShardPlan):
+    """The same for given layouts of the MoE layers of a model that is otherwise left as it is."""
+
+    def __init__(self, source: Source, layouts: Mapping[int, LayerLayout], shard_size: int) -> None:
+        self.source, self.layouts = source, dict(layouts)
+        super().__init__(_units(source, self.layouts), shard_size)
 
 
 def _units(source: Source, layouts: Mapping[int, LayerLayout]) -> Iterator[tuple[int, list[TensorSpec]]]:
@@ -95,7 +112,7 @@ def write_model(
     manifest_layers: Callable[[], Mapping[str, Any]] = dict,
     seed: int = 0,
 ) -> None:
-    """Write a whole checkpoint: shards, sidecars, manifest, config, index.
+    """Write a model whose MoE layers have new layouts: everything else passes through.
 
     Args:
         job: the job.
@@ -105,6 +122,46 @@ def write_model(
         statistics: what was measured, by layer, kept beside the weights for later stages.
         manifest_layers: per-layer record for the manifest, asked for after the weights are written.
         seed: of the job.
+    """
+    checkpoint = job.source.checkpoint
+
+    def tensors(layer: int) -> Iterator[tuple[str, Tensor]]:
+        made: set[str] = set()
+        if layer in plan.layouts:
+            for name, tensor in layer_tensors(layer, plan.layouts[layer]):
+                made.add(name)
+                yield name, tensor
+        for spec in plan.unit(layer):
+            if spec.name not in made:
+                yield spec.name, checkpoint.read(spec.name)
+
+    if entry is None:
+        config = patch_config(checkpoint.config, remove=["quantization_config"])
+    else:
+        config = patch_config(checkpoint.config, quantization_config=dict(entry))
+    write_checkpoint(
+        job, plan, tensors, config=config, statistics=statistics, manifest_layers=manifest_layers, seed=seed
+    )
+
+
+def write_checkpoint(
+    job: Job[Any],
+    plan: ShardPlan,
+    unit_tensors: Callable[[int], Iterator[tuple[str, Tensor | InParts]]],
+    *,
+    config: Mapping[str, Any],
+    statistics: Mapping[int, LayerStatistics] = MappingProxyType({}),
+    manifest_layers: Callable[[], Mapping[str, Any]] = dict,
+    seed: int = 0,
+) -> None:
+    """Write a whole checkpoint: shards, sidecars, manifest, config, index.
+
+    Args:
+        job: the job.
+        plan: which tensors go where.
+        unit_tensors: makes the tensors of one layer (-1: of everything else), one at a time.
+        config: `config.json` to write.
+        statistics, manifest_layers, seed: as for `write_model`.
     """
     writer = plan.writer(job.output)
     checkpoint = job.source.checkpoint
@@ -116,14 +173,9 @@ def write_model(
                 continue
             job.interrupt.check()
 
-            def tensors(shard: int = shard) -> Iterator[tuple[str, Tensor]]:
+            def tensors(shard: int = shard) -> Iterator[tuple[str, Tensor | InParts]]:
                 for layer in plan.layers(shard):
-                    made: set[str] = set()
-                    if layer in plan.layouts:
-                        for name, tensor in layer_tensors(layer, plan.layouts[layer]):
-                            made.add(name)
-                            yield name, tensor
-                    yield from _passed_through(job.source, plan, shard, layer, made)
+                    yield from unit_tensors(layer)
                     return_heap()
                     job.progress.advance()
 
@@ -142,21 +194,8 @@ def write_model(
             files={file.name: file_digest(file) for file in map(writer.file, range(len(plan.shards)))},
         ),
     )
-    if entry is None:
-        config = patch_config(checkpoint.config, remove=["quantization_config"])
-    else:
-        config = patch_config(checkpoint.config, quantization_config=dict(entry))
     write_json(job.output / CONFIG, config)
     writer.finish()
-
-
-def _passed_through(
-    source: Source, plan: OutputPlan, shard: int, layer: int, made: set[str]
-) -> Iterator[tuple[str, Tensor]]:
-    unit = plan.shards[shard][plan.layers(shard).index(layer)]
-    for spec in plan._units[unit][1]:
-        if spec.name not in made:
-            yield spec.name, source.checkpoint.read(spec.name)
 
 
 def entry_for(layouts: Mapping[int, LayerLayout], source: Source, **more: Any) -> dict[str, Any] | None:

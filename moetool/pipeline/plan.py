@@ -14,9 +14,12 @@ import psutil
 from moetool import __version__
 from moetool.calibration.batching import batch_size
 from moetool.checkpoint.experts import ExpertReader
+from moetool.conversion.dense import DenseModel
 from moetool.errors import ResourceError
 from moetool.pipeline.sizes import format_bytes
 
+# Tokens of the proof that a conversion is right.
+_FEW = 256
 # Python, torch and transformers themselves, before any work.
 _BASELINE = 600_000_000
 
@@ -104,6 +107,23 @@ class CalibrationCost:
     def boundary_bytes(self, hidden: int) -> int:
         """Hidden states of the whole calibration set at one layer boundary."""
         return self.samples * self.length * hidden * self.itemsize
+
+    def dense_memory_bytes(self, dense: DenseModel, *, runs: bool, calibrated: bool) -> int:
+        """Estimated peak of anonymous memory of converting a dense model, which `runs` layer by layer in fp32, and if
+        `calibrated` on the whole calibration text."""
+        matrix = dense.hidden * dense.intermediate
+        if not runs:
+            return _BASELINE + 4 * 3 * matrix
+        prefixes = tuple(dense.architecture.layer_prefix(layer) for layer in range(dense.layers))
+        tensors = dense.checkpoint.tensors
+        sizes = {name: info.nbytes // info.dtype.itemsize for name, info in tensors.items()}
+        layer = max(sum(size for name, size in sizes.items() if name.startswith(prefix)) for prefix in prefixes)
+        rest = sum(size for name, size in sizes.items() if not name.startswith(prefixes))
+        read = sum(info.nbytes for name, info in tensors.items() if not name.startswith(prefixes))
+        tokens = self.length * batch_size(self.samples, self.length) if calibrated else _FEW
+        activations = 4 * tokens * (16 * dense.hidden + 5 * dense.intermediate)
+        logits = 3 * 4 * _FEW * int(dense.config.vocab_size)
+        return _BASELINE + 4 * (rest + layer + 3 * matrix) + read + activations + logits
 
     def memory_bytes(self, experts: ExpertReader, *, gradients: bool, factors: bool) -> int:
         """Estimated peak of anonymous memory: one layer, one batch, statistics, and what is not a layer."""

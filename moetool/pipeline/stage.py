@@ -2,10 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from moetool.pipeline.job import Job, Source
+from moetool.errors import VerificationError
+from moetool.pipeline.job import Job, Source, SourceT, joined_names
 from moetool.pipeline.options import RunOptions, fit_context
+from moetool.pipeline.output import original_bytes
 from moetool.pipeline.plan import Plan
 
 OptionsT = TypeVar("OptionsT", bound=RunOptions)
@@ -14,16 +17,25 @@ OptionsT = TypeVar("OptionsT", bound=RunOptions)
 _INCIDENTAL = {"device", "memory", "disk"}
 
 
-class Stage(ABC, Generic[OptionsT]):
-    """One step from a checkpoint to a checkpoint. A file of `stages/` that defines a subclass adds a stage."""
+class Stage(ABC, Generic[OptionsT, SourceT]):
+    """One step from a checkpoint to a checkpoint. A file of `stages/` that defines a subclass adds a stage.
+
+    Attributes:
+        name, summary: for the command line and the manifest.
+        options_type: its options.
+        source_type: what it works on: a mixture of experts, unless it says otherwise.
+        writes_model: whether its output is a model.
+        method_of: the command that offers it as `--method`, if it is not a command of its own.
+    """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     options_type: ClassVar[type[RunOptions]]
     writes_model: ClassVar[bool] = True
-    is_method: ClassVar[bool] = False  # offered by `compress --method`
+    source_type: ClassVar[type[Any]] = Source
+    method_of: ClassVar[str | None] = None
 
-    def __init__(self, source: Source, options: OptionsT) -> None:
+    def __init__(self, source: SourceT, options: OptionsT) -> None:
         self.source, self.options = source, fit_context(options, source.checkpoint.config)
 
     @abstractmethod
@@ -31,8 +43,22 @@ class Stage(ABC, Generic[OptionsT]):
         """Costs, from headers and config. Raises for options that this input cannot satisfy."""
 
     @abstractmethod
-    def run(self, job: Job) -> dict[str, Any]:
+    def run(self, job: Job[SourceT]) -> dict[str, Any]:
         """Do it. Returns what is worth telling beyond sizes and time."""
+
+    def verify(self, output: Path) -> dict[str, Any]:
+        """Open what was written as a reader would, and compare sizes. Raises if something is wrong."""
+        before: Any = self.source
+        after = Source.open(output)
+        lost = set(before.checkpoint.tensors) - set(after.checkpoint.tensors)
+        if missing := sorted(lost - before.experts.names - joined_names(after)):
+            raise VerificationError(f"The output lacks {len(missing)} tensors of the input, the first {missing[0]}.")
+        original = original_bytes(before)
+        return {
+            "bytes_before": original,
+            "bytes_after": after.checkpoint.weight_bytes,
+            "achieved_ratio": round(1 - after.checkpoint.weight_bytes / original, 6),
+        }
 
     def sources(self) -> Mapping[str, str]:
         """Fingerprints of everything that is read."""

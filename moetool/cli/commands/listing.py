@@ -34,7 +34,7 @@ def _methods() -> list[dict[str, str]]:
     from moetool.pipeline.stages import stages
 
     return [
-        {"method": name, "command": "compress --method" if stage.is_method else name, "summary": stage.summary}
+        {"method": name, "command": f"{stage.method_of} --method" if stage.method_of else name, "summary": stage.summary}
         for name, stage in sorted(stages().items())
     ]
 

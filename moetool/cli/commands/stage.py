@@ -20,18 +20,18 @@ from moetool.cli.generate import (
 from moetool.errors import MoetoolError, UsageError
 from moetool.pipeline.sizes import format_bytes, format_change
 
-DEFAULT_METHOD = "d2moe"
+DEFAULT_METHODS = {"compress": "d2moe", "upcycle": "vanilla"}
 
 
 def build(name: str, arguments: list[str]) -> Any:
-    """The command for one stage; `compress --method X` takes the options of X."""
+    """The command for one stage; `compress --method X` and `upcycle --method X` take the options of X."""
     from moetool.pipeline.stages import stages
 
     more: list[inspect.Parameter] = []
     chosen = name
-    if name == "compress":
-        methods = [stage for stage, kind in stages().items() if kind.is_method]
-        chosen = _method(arguments, methods)
+    methods = [stage for stage, kind in stages().items() if kind.method_of == name]
+    if methods:
+        chosen = _method(arguments, methods, DEFAULT_METHODS[name])
         if chosen not in methods:
             print(f"error: --method {chosen}: there is {', '.join(methods)}.", file=sys.stderr)
             raise typer.Exit(UsageError.exit_code)
@@ -57,7 +57,7 @@ def build(name: str, arguments: list[str]) -> Any:
         from moetool.pipeline.execute import plan_stage, run_stage
 
         typed.pop("method", None)
-        given = read_recipe(preset_recipe(preset, recipe), name, chosen if name == "compress" else None)
+        given = read_recipe(preset_recipe(preset, recipe), name, chosen if methods else None)
         options = build_options(stage.options_type, typed, given)
         if dry_run:
             plan = plan_stage(chosen, input, options).to_json()
@@ -75,7 +75,7 @@ def build(name: str, arguments: list[str]) -> Any:
     return make_command(name, with_options(command, stage.options_type, *more), COMMANDS[name][1])
 
 
-def _method(arguments: list[str], known: list[str]) -> str:
+def _method(arguments: list[str], known: list[str], default: str) -> str:
     """What `--method` says, or the recipe; it decides which other options there are."""
     if (said := _value(arguments, "--method")) is not None:
         return said
@@ -84,7 +84,7 @@ def _method(arguments: list[str], known: list[str]) -> str:
         said = recipe_method(recipe)
     except MoetoolError:
         said = None  # the command itself says what is wrong with the recipe
-    return said if said in known else DEFAULT_METHOD
+    return said if said in known else default
 
 
 def _value(arguments: list[str], option: str) -> str | None:
@@ -104,11 +104,32 @@ def _print_plan(plan: dict[str, Any]) -> None:
     print("Nothing was written (--dry-run).")
 
 
+def _proof(proof: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if proof is None:
+        return []
+    verdict = "" if proof["preserves"] else " (the method changes the model)"
+    fields = [
+        ("logits", f"differ by {proof['relative_logit_error']:.1e} on {proof['tokens']} real tokens{verdict}"),
+        ("loss", f"{proof['loss_dense']:.4f} → {proof['loss_mixture']:.4f} nats"),
+    ]
+    if "router_entropy" in proof:
+        least, largest = proof["least_expert_share"], proof["largest_expert_share"]
+        fields.append(("routing", f"{least:.1%} to {largest:.1%} per expert, {proof['router_entropy']:.2f} nats"))
+    return fields
+
+
 def _print_result(result: dict[str, Any]) -> None:
     fields = [("output", str(result["output"]))]
     if "bytes_after" in result:
         before, after = format_bytes(result["bytes_before"]), format_bytes(result["bytes_after"])
-        fields.append(("size", f"{before} → {after} ({format_change(result['achieved_ratio'])})"))
+        change = f" ({format_change(result['achieved_ratio'])})" if "achieved_ratio" in result else ""
+        fields.append(("size", f"{before} → {after}{change}"))
+    if "parameters" in result:
+        total, active = result["parameters"]["total"], result["parameters"]["active"]
+        fields.append(("family", result["target"]))
+        fields.append(("parameters", f"{total:,}, of which {active:,} per token"))
+    fields += [(name, value) for name, value in _proof(result.get("proof"))]
+    fields += [("note", note) for note in result.get("notes", [])]
     fields.append(("time", f"{result['seconds']:.1f} s"))
     fields.append(("peak memory", format_bytes(result["peak_memory_bytes"])))
     print_fields(fields)

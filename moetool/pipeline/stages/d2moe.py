@@ -55,7 +55,7 @@ class D2MoE(Stage[D2MoEOptions]):
     name: ClassVar[str] = "d2moe"
     summary: ClassVar[str] = "one shared base per layer plus low-rank differences"
     options_type: ClassVar[type[RunOptions]] = D2MoEOptions
-    is_method: ClassVar[bool] = True
+    method_of: ClassVar[str | None] = "compress"
 
     def plan(self) -> Plan:
         source, options = self.source, self.options

@@ -53,7 +53,7 @@ DersT = TypeVar("DersT", DersQuantizeOptions, DersSparsifyOptions)
 class _Ders(Stage[DersT]):
     """`decompose` and the stage that encodes differences, in one pass."""
 
-    is_method: ClassVar[bool] = True
+    method_of: ClassVar[str | None] = "compress"
 
     @abstractmethod
     def _form(self) -> Form:

@@ -66,7 +66,7 @@ class Hybrid(Stage[HybridOptions]):
     name: ClassVar[str] = "hybrid"
     summary: ClassVar[str] = "a base in few bits, and per difference the bits or ranks that lose least"
     options_type: ClassVar[type[RunOptions]] = HybridOptions
-    is_method: ClassVar[bool] = True
+    method_of: ClassVar[str | None] = "compress"
 
     def plan(self) -> Plan:
         source, options, reader = self.source, self.options, self.source.experts

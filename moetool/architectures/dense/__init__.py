@@ -1,0 +1,55 @@
+"""Dense model families, one declarative file each. A file in this directory that defines `DENSE` is known."""
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from moetool.architectures import EXPERT_KEYS
+from moetool.architectures.dense.base import FEATURES, DenseArchitecture
+from moetool.errors import InvalidInputError
+
+__all__ = ["FEATURES", "DenseArchitecture", "dense_architectures", "find_dense_architecture"]
+
+_ENCODERS = ("MaskedLM", "Encoder", "SequenceClassification", "TokenClassification")
+_ENCODER_TYPES = ("bert", "roberta", "xlm-roberta", "deberta", "deberta-v2", "electra", "distilbert", "modernbert")
+
+
+@cache
+def dense_architectures() -> tuple[DenseArchitecture, ...]:
+    """Every known family, by name."""
+    modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
+    found = [module.DENSE for module in modules if hasattr(module, "DENSE")]
+    return tuple(sorted(found, key=lambda family: family.name))
+
+
+def find_dense_architecture(config: Mapping[str, Any]) -> DenseArchitecture:
+    """The dense family that a `config.json` belongs to.
+
+    Raises:
+        InvalidInputError: the model is a mixture of experts already, encodes only, or its family is not known.
+    """
+    model_type = str(config.get("model_type"))
+    if key := next((key for key in EXPERT_KEYS if isinstance(config.get(key), int) and config[key] > 1), None):
+        raise InvalidInputError(
+            f"This model ({model_type}) is a mixture of experts already: {key} is {config[key]}. Upcycling starts from "
+            "a dense model; `export --format dense --expert 0` makes one of it."
+        )
+    entry = config.get("quantization_config")
+    if isinstance(entry, Mapping) and "mixture" in entry:
+        raise InvalidInputError(f"This model ({model_type}) is a mixture of experts already: moetool upcycled it.")
+    by_type = {name: family for family in dense_architectures() for name in family.model_types}
+    if model_type in by_type:
+        return by_type[model_type]
+    classes = [str(name) for name in config.get("architectures") or []]
+    if model_type in _ENCODER_TYPES or any(mark in name for name in classes for mark in _ENCODERS):
+        raise InvalidInputError(
+            f"This model ({model_type}) only encodes. Upcycling needs a decoder: a causal language model."
+        )
+    close = difflib.get_close_matches(model_type, by_type, n=1)
+    hint = f" Did you mean '{close[0]}'?" if close else ""
+    raise InvalidInputError(
+        f"Unknown dense model family {model_type!r}. Known families: {', '.join(sorted(by_type))}.{hint}"
+    )

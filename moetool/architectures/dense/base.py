@@ -1,0 +1,105 @@
+"""What moetool knows about a dense model family: where its feed-forward networks lie, and what else its layers do.
+
+Like `Architecture`, a `DenseArchitecture` is data. What a family does beyond a plain Llama is a list of features; a
+mixture-of-experts family can hold it if it can express every one of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from moetool.architectures.base import Role
+
+# The two ways in which most families name a gated FFN's matrices, relative to the FFN.
+GATED: Mapping[Role, str] = {role: f"{role}_proj.weight" for role in ("gate", "up", "down")}
+GATED_JOINED: Mapping[Role, str] = {
+    "gate": "gate_up_proj.weight",
+    "up": "gate_up_proj.weight",
+    "down": "down_proj.weight",
+}
+
+# What a layer may do that a plain Llama does not, as an error message says it.
+FEATURES: Mapping[str, str] = MappingProxyType(
+    {
+        "qkv_bias": "biases on queries, keys and values",
+        "attention_bias": "biases on all attention projections",
+        "mlp_bias": "biases in the feed-forward network",
+        "sliding_window": "sliding-window attention",
+        "mixed_attention": "sliding windows in some layers only",
+        "head_dim": "heads whose widths do not add up to the hidden size",
+        "head_norm": "norms on every head's queries and keys",
+        "query_norm": "norms on whole queries and keys, and after each block instead of before it",
+        "sandwich_norm": "norms before and after each block",
+        "partial_rotary": "rotary positions on a part of each head",
+        "scaled_embedding": "embeddings that are multiplied by a constant",
+        "multipliers": "multipliers on embeddings, attention, residuals and logits",
+        "ungated": "a feed-forward network without a gate",
+        "own_block": "a decoder layer that no mixture-of-experts family shares",
+        "dense_layers": "dense layers among the mixtures",
+        "shared_half": "a shared expert that gives half of the output",
+        "shared_med": "a shared expert on top of un-renormalised routing (Med-MoE)",
+        "shared_xft": "a shared expert weighted by what routing leaves (XFT)",
+    }
+)
+
+
+@dataclass(frozen=True)
+class DenseArchitecture:
+    """One dense model family, by name templates.
+
+    Attributes:
+        name: as people say it.
+        model_types: of `config.json`.
+        reference: where the family is described.
+        layer: prefix of one decoder layer, on disk.
+        ffn: the feed-forward network, relative to the layer, on disk and in memory.
+        weights: its matrices by role, relative to it. Gate and up may share one tensor, one below the other; a network
+            without a gate has `up` and `down`. A bias, where a checkpoint has one, has the name of its matrix with
+            `bias` in the place of `weight`.
+        joined_qkv: the tensor that holds queries, keys and values one below the other, relative to the layer.
+        norm_offset: what the norms add to their weights.
+        returns_tuple: a decoder layer gives a tuple, of which the model takes the first entry.
+        features: of every model of the family, by the names of `FEATURES`.
+        optional_features: those that a config key turns on, by that key.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    reference: str
+    layer: str = "model.layers.{layer}"
+    ffn: str = "mlp"
+    weights: Mapping[Role, str] = field(default_factory=lambda: GATED)
+    joined_qkv: str | None = None
+    norm_offset: float = 0.0
+    returns_tuple: bool = False
+    features: tuple[str, ...] = ()
+    optional_features: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", MappingProxyType(dict(self.weights)))
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The matrices of its feed-forward network, in order."""
+        return tuple(self.weights)
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether gate and up lie in one tensor."""
+        return self.weights.get("gate") == self.weights["up"]
+
+    def layer_prefix(self, layer: int) -> str:
+        """`model.layers.3.`"""
+        return self.layer.format(layer=layer) + "."
+
+    def ffn_prefix(self, layer: int) -> str:
+        """`model.layers.3.mlp.`"""
+        return f"{self.layer_prefix(layer)}{self.ffn}."
+
+    def weight_name(self, layer: int, role: Role) -> str:
+        """Name on disk of one matrix, or of the tensor that holds gate and up."""
+        return self.ffn_prefix(layer) + self.weights[role]
+
+    def bias_name(self, layer: int, role: Role) -> str:
+        """Name on disk of the bias beside one matrix, of a checkpoint that has one."""
+        return self.weight_name(layer, role).removesuffix("weight") + "bias"

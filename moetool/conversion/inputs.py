@@ -1,0 +1,84 @@
+"""What the feed-forward networks of a dense model are given: what routers see."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from moetool.calibration.streaming import StreamedModel
+
+
+class InputMoments:
+    """Mean and variance of one FFN's inputs, by dimension, for several groups of tokens.
+
+    Attributes:
+        count: `[groups]` tokens seen.
+        total, square: `[groups, hidden]` fp64 sums.
+    """
+
+    def __init__(self, groups: int, hidden: int) -> None:
+        self.count = torch.zeros(groups, dtype=torch.float64)
+        self.total = torch.zeros(groups, hidden, dtype=torch.float64)
+        self.square = torch.zeros(groups, hidden, dtype=torch.float64)
+
+    def add(self, group: int, inputs: Tensor) -> None:
+        """Inputs `[..., hidden]` of one group."""
+        rows = inputs.detach().reshape(-1, inputs.shape[-1]).double().cpu()
+        self.count[group] += len(rows)
+        self.total[group] += rows.sum(0)
+        self.square[group] += rows.square().sum(0)
+
+    @property
+    def means(self) -> Tensor:
+        """`[groups, hidden]` fp64."""
+        return self.total / self.count[:, None].clamp_min(1)
+
+    @property
+    def mean(self) -> Tensor:
+        """`[hidden]` fp64, over all groups."""
+        return self.total.sum(0) / self.count.sum().clamp_min(1)
+
+    @property
+    def variance(self) -> Tensor:
+        """`[hidden]` fp64, over all groups."""
+        return (self.square.sum(0) / self.count.sum().clamp_min(1) - self.mean.square()).clamp_min(0)
+
+
+@contextmanager
+def watched_inputs(ffn: nn.Module, see: Callable[[Tensor], None]) -> Iterator[None]:
+    """Let `see` have every input of a feed-forward network for the time of a `with` block."""
+    handle = ffn.register_forward_pre_hook(lambda _, inputs: see(inputs[0]))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def prompt_moments(
+    model: StreamedModel, prompts: Sequence[Sequence[Tensor]], ffn: str, tick: Callable[[], None]
+) -> list[InputMoments]:
+    """Moments of every layer's FFN inputs, by group of prompts.
+
+    Args:
+        model: a dense model.
+        prompts: by group, token ids `[length]` of each prompt. None is padded.
+        ffn: path of the FFN in a decoder layer.
+        tick: called once per layer.
+    """
+    hidden = [[model.embed(prompt[None]) for prompt in group] for group in prompts]
+    found = []
+    for index in range(model.layer_count):
+        moments = InputMoments(len(prompts), model.hidden_size)
+        with model.layer(index) as layer:
+            for group, states in enumerate(hidden):
+
+                def see(inputs: Tensor, group: int = group, moments: InputMoments = moments) -> None:
+                    moments.add(group, inputs)
+
+                with watched_inputs(layer.get_submodule(ffn), see):
+                    hidden[group] = [model.run_layer(index, layer, state) for state in states]
+        found.append(moments)
+        tick()
+    return found

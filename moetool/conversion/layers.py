@@ -1,0 +1,25 @@
+"""Which layers of a dense model become mixtures of experts."""
+
+from moetool.errors import UsageError
+
+
+def parse_layers(text: str, count: int) -> tuple[int, ...]:
+    """Layers from `all`, `every:2` (1, 3, 5 …) or `0,4,8`, ascending.
+
+    Raises:
+        UsageError: it is none of these, or names a layer that a model of `count` layers does not have.
+    """
+    if text == "all":
+        return tuple(range(count))
+    kind, _, number = text.partition(":")
+    if kind == "every" and number.isdigit() and int(number):
+        if found := tuple(range(int(number) - 1, count, int(number))):
+            return found
+        raise UsageError(f"--layers {text}: the model has only {count} layers.")
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise UsageError(f"--layers {text}: give all, every:N or a list such as 0,4,8.")
+    layers = tuple(sorted({int(part) for part in parts}))
+    if layers[-1] >= count:
+        raise UsageError(f"--layers {text}: the model has layers 0 to {count - 1}.")
+    return layers

@@ -1,0 +1,44 @@
+"""Routers of upcycled models: rows that are neither so large that routing is one-hot, nor equal, nor blind to a part of
+the tokens."""
+
+import torch
+from torch import Tensor
+
+from moetool.numerics.seeding import generator, uniform
+
+
+def default_std(hidden: int) -> float:
+    """1/√(3d), the standard deviation of a fresh `nn.Linear`: logits of about ±½ on normalised inputs."""
+    return 1.0 / (3.0 * hidden) ** 0.5
+
+
+def random_router(experts: int, hidden: int, std: float, seed: int, layer: int) -> Tensor:
+    """Rows `[experts, hidden]` fp32 of a fresh router for one layer."""
+    return uniform((experts, hidden), std, generator(seed, "router", layer))
+
+
+def centred(rows: Tensor, mean: Tensor) -> Tensor:
+    """Rows without their part along the mean input `[hidden]`.
+
+    Inputs of a layer share a large constant part. Along it, a row gives every token the same head start or handicap, and
+    an expert can begin its life without a single token.
+    """
+    direction = mean.double() / mean.double().norm().clamp_min(1e-30)
+    return (rows.double() - torch.outer(rows.double() @ direction, direction)).to(rows.dtype)
+
+
+def centroid_router(centroids: Tensor, mean: Tensor, spread: Tensor) -> Tensor:
+    """A router whose row for each expert points from the mean input to that of the expert's own text.
+
+    Args:
+        centroids: `[experts, hidden]` fp64, mean input of the layer on each expert's text.
+        mean: `[hidden]` fp64, mean over all of it.
+        spread: `[hidden]` fp64, variance of the inputs by dimension.
+
+    Returns:
+        Rows `[experts, hidden]` fp32, free of the common part, scaled so that the logits of all experts together vary
+        with standard deviation 1: routing prefers, and is not one-hot.
+    """
+    rows = centred(centroids - centroids.mean(0), mean)
+    deviation = (rows.square() @ spread).mean().sqrt()
+    return (rows / deviation.clamp_min(1e-30)).float()

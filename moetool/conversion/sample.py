@@ -1,0 +1,23 @@
+"""Real text for a model of which nothing else is known: Python's own language reference, which every Python brings."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def sample_text() -> str:
+    """Some pages of English prose and code."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in ("assert", "assignment", "calls", "class", "context-managers"))
+
+
+def sample_tokens(tokenizer: Any | None, vocabulary: int, windows: int, length: int) -> Tensor:
+    """Token ids `[windows, length]` of that text; without a tokenizer, every id once in a while."""
+    if tokenizer is None:
+        ids = (torch.arange(windows * length) * 7919) % vocabulary
+    else:
+        ids = torch.tensor(tokenizer(sample_text(), add_special_tokens=False, verbose=False)["input_ids"])
+    repeats = -(-windows * length // len(ids))
+    return ids.repeat(repeats)[: windows * length].view(windows, length)

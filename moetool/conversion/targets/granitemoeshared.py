@@ -1,0 +1,28 @@
+"""Granite-MoE with a shared expert, which is simply added."""
+
+from typing import Any
+
+from moetool.architectures.granitemoeshared import ARCHITECTURE
+from moetool.conversion.dense import DenseModel
+from moetool.representations.mixture import Mixture
+from moetool.conversion.targets import granitemoe
+from moetool.conversion.targets.base import Target
+
+
+def _entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
+    return {**granitemoe.entries(dense, mixture), "shared_intermediate_size": dense.intermediate}
+
+
+TARGET = Target(
+    name="granitemoeshared",
+    architecture=ARCHITECTURE,
+    model_class="GraniteMoeSharedForCausalLM",
+    entries=_entries,
+    expresses=granitemoe.EXPRESSES | {"shared_half"},
+    needs=frozenset({"shared_half"}),
+    shared={
+        "gate": "shared_mlp.input_linear.weight",
+        "up": "shared_mlp.input_linear.weight",
+        "down": "shared_mlp.output_linear.weight",
+    },
+)

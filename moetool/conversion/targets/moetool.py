@@ -1,0 +1,18 @@
+"""moetool's own module: the source's model, with mixtures of its own feed-forward networks in the place of these."""
+
+from typing import Any
+
+from moetool.architectures.dense import FEATURES
+from moetool.conversion.dense import DenseModel
+from moetool.representations.mixture import Mixture
+from moetool.conversion.targets.base import Target
+from moetool.modules.mixture import mixture_entry
+
+
+def _entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
+    return {"quantization_config": mixture_entry(mixture)}
+
+
+TARGET = Target(
+    name="moetool", architecture=None, model_class="", entries=_entries, expresses=frozenset(FEATURES), needs=frozenset()
+)

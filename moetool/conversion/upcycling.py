@@ -1,0 +1,318 @@
+"""The tensors of an upcycled model, each made from the dense one when it is its turn to be written."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moetool.architectures import Role
+from moetool.checkpoint.files import patch_config
+from moetool.checkpoint.writer import InParts, TensorSpec
+from moetool.conversion.dense import DenseModel
+from moetool.conversion.experts import Experts
+from moetool.conversion.router import default_std
+from moetool.conversion.targets import Target
+from moetool.conversion.targets.qwen2_moe import IDLE_WIDTH
+from moetool.errors import InvalidInputError
+from moetool.modules.mixture import ROUTER, SHARED
+from moetool.numerics.seeding import generator, uniform
+from moetool.representations.mixture import Mixture
+
+REST = -1  # the unit of everything that belongs to no layer
+
+# Of a shared expert's gate, whose sigmoid is to be one half. Exact zeros make NaNs in a popular GGUF runtime; these are
+# representable in every dtype, fp16 among them, and far too small to matter.
+_TINY = 2.0**-24
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+# Entries of dense configs that mean nothing, or something else, in a mixture of another family; `auto_map` names code.
+_DROPPED = ("auto_map", "pretraining_tp", "mlp_bias", "attention_bias", "hidden_activation", "query_pre_attn_scalar",
+            "layer_types", "use_sliding_window", "max_window_layers", "sliding_window", "use_bidirectional_attention",
+            "resid_pdrop", "embd_pdrop", "rope_scaling", "rope_theta", "partial_rotary_factor", "head_dim")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor of the output, and how it is made."""
+
+    spec: TensorSpec
+    make: Callable[[], Tensor | InParts]
+
+
+@dataclass(frozen=True)
+class Upcycled:
+    """An upcycled model, tensor by tensor.
+
+    Attributes:
+        dense: the model that gives config and tokenizer.
+        target: the family it is written as.
+        mixture: its shape.
+        experts: what every expert starts as.
+        router: rows `[experts, hidden]` for a layer.
+        rest: models whose mean everything outside the experts is; usually `dense` alone.
+        dtype: to store everything in; `None` keeps each tensor's own.
+        seed: of what is drawn besides the router.
+    """
+
+    dense: DenseModel
+    target: Target
+    mixture: Mixture
+    experts: Experts
+    router: Callable[[int], Tensor]
+    rest: Sequence[DenseModel]
+    dtype: torch.dtype | None
+    seed: int
+
+    def config(self) -> dict[str, Any]:
+        """`config.json` of the result."""
+        source = self.dense.checkpoint.config
+        entries = self.target.entries(self.dense, self.mixture)
+        if self.dtype is not None:
+            key = "torch_dtype" if "torch_dtype" in source and "dtype" not in source else "dtype"
+            entries[key] = str(self.dtype).removeprefix("torch.")
+        if self.target.architecture is None:
+            return patch_config(source, **entries)
+        entries = {"model_type": self.target.name, "architectures": [self.target.model_class], **entries}
+        return patch_config(source, remove=[key for key in _DROPPED if key not in entries], **entries)
+
+    def units(self) -> list[tuple[int, list[Made]]]:
+        """The tensors by layer, those of no layer first. Raises `InvalidInputError` for what cannot be written."""
+        prefixes = [self.dense.architecture.layer_prefix(layer) for layer in range(self.dense.layers)]
+        gone: set[str] = set()
+        for layer in range(self.dense.layers):
+            if layer in self.mixture.layers or self._is_unjoined:
+                gone |= self.dense.ffn_names(layer)
+        passed: dict[int, list[str]] = {layer: [] for layer in range(REST, self.dense.layers)}
+        for name in self.dense.checkpoint.tensors:
+            if name not in gone:
+                owner = next((layer for layer, prefix in enumerate(prefixes) if name.startswith(prefix)), REST)
+                passed[owner].append(name)
+        return [(layer, [*self._passed(layer, names), *self._ffn(layer)]) for layer, names in passed.items()]
+
+    def parameters(self) -> dict[str, int]:
+        """Numbers in the model, and those that one token uses: `total`, `active`."""
+        total = sum(math.prod(made.spec.shape) for _, unit in self.units() for made in unit)
+        expert = sum(
+            math.prod(self._shape(role)) + (self._shape(role)[0] if self.dense.has_bias(role) else 0)
+            for role in self.dense.architecture.roles
+        )
+        idle = len(self.mixture.layers) * (self.mixture.experts - self.mixture.top_k) * expert
+        return {"total": total, "active": total - idle}
+
+    @property
+    def _is_unjoined(self) -> bool:
+        """Whether dense layers have gate and up apart although the source has them in one tensor."""
+        return self.target.architecture is not None and self.dense.architecture.is_joined
+
+    def _stored(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
+
+    def _shape(self, role: Role) -> tuple[int, int]:
+        rows, columns = self.dense.hidden, self.mixture.intermediate
+        return (rows, columns) if role == "down" else (columns, rows)
+
+    # What is not a feed-forward network.
+
+    def _passed(self, layer: int, names: list[str]) -> Iterator[Made]:
+        native = self.target.architecture is not None
+        architecture = self.dense.architecture
+        prefix = architecture.layer_prefix(layer) if layer != REST else ""
+        for name in names:
+            if native and layer != REST and name == prefix + str(architecture.joined_qkv):
+                yield from self._split_qkv(name)
+            elif native and architecture.norm_offset and name.endswith("norm.weight"):
+                yield self._shifted(name, architecture.norm_offset)
+            else:
+                yield self._copied(name)
+        if layer == REST or not native:
+            return
+        for projection in self.target.biases:
+            bias, weight = f"{prefix}self_attn.{projection}.bias", f"{prefix}self_attn.{projection}.weight"
+            if bias not in names:
+                rows = dict(self._heads())[projection] if architecture.joined_qkv else self._info(weight).shape[0]
+                yield self._filled(bias, (rows,))
+
+    def _info(self, name: str) -> Any:
+        return self.dense.checkpoint.info(name)
+
+    def _blocks(self, name: str) -> Iterator[Tensor]:
+        """A tensor of the models that the rest comes from, averaged, in flat blocks of the dtype to store."""
+        dtype = self._stored(self._info(name).dtype)
+        for parts in zip(*(model.checkpoint.blocks(name) for model in self.rest), strict=True):
+            yield _mean(parts).to(dtype)
+
+    def _copied(self, name: str) -> Made:
+        info = self._info(name)
+        spec = TensorSpec(name, self._stored(info.dtype), info.shape)
+        return Made(spec, lambda: InParts(spec.dtype, spec.shape, self._blocks(name)))
+
+    def _filled(self, name: str, shape: tuple[int, ...], value: float = 0.0) -> Made:
+        dtype = self._stored(self.dense.dtype)
+        return Made(TensorSpec(name, dtype, shape), lambda: torch.full(shape, value, dtype=dtype))
+
+    def _rows(self, name: str, start: int, stop: int) -> Tensor:
+        parts = [model.checkpoint.read_rows(name, start, stop) for model in self.rest]
+        return _mean(parts).to(self._stored(parts[0].dtype))
+
+    def _heads(self) -> list[tuple[str, int]]:
+        """Rows of queries, keys and values."""
+        config, width = self.dense.config, self.dense.head_dim
+        counts = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        return [(projection, count * width) for projection, count in zip(_PROJECTIONS, counts, strict=True)]
+
+    def _split_qkv(self, name: str) -> Iterator[Made]:
+        info, start = self._info(name), 0
+        for projection, rows in self._heads():
+            spec = TensorSpec(
+                name.replace("qkv_proj", projection), self._stored(info.dtype), (rows, *info.shape[1:])
+            )
+            yield Made(spec, partial(self._rows, name, start, start + rows))
+            start += rows
+        if start != info.shape[0]:
+            raise InvalidInputError(f"Tensor {name} has {info.shape[0]} rows, config.json promises {start}.")
+
+    def _shifted(self, name: str, offset: float) -> Made:
+        info = self._info(name)
+        spec = TensorSpec(name, self._stored(info.dtype), info.shape)
+
+        def make() -> Tensor:
+            weight = self._rows(name, 0, info.shape[0])
+            shifted = (weight.double() + offset).to(spec.dtype)
+            if len(self.rest) == 1 and not torch.equal(shifted.double() - offset, weight.double()):
+                raise InvalidInputError(
+                    f"{name} is kept less {offset:g}, and what {self.target.name} wants instead has no exact form in "
+                    f"{spec.dtype}. --dtype float32 has room for it; --target moetool leaves it as it is."
+                )
+            return shifted
+
+        return Made(spec, make)
+
+    # Feed-forward networks.
+
+    def _ffn(self, layer: int) -> Iterator[Made]:
+        if layer == REST:
+            return
+        if layer not in self.mixture.layers:
+            if self._is_unjoined:
+                yield from self._dense_ffn(layer)
+            return
+        yield from self._experts(layer)
+        yield self._routing(layer)
+        if self.mixture.shared != "none":
+            yield from self._shared(layer)
+        elif self.target.has_idle_shared:
+            yield from self._idle_shared(layer)
+        if self.target.architecture is None:
+            yield self._filled(self.dense.architecture.weight_name(layer, "up"), (1, 1))
+
+    def _dense_ffn(self, layer: int) -> Iterator[Made]:
+        prefix = self.dense.architecture.ffn_prefix(layer)
+        for role in self.dense.architecture.roles:
+            yield self._joined(
+                f"{prefix}{role}_proj.weight", self.dense.shape(role), [partial(self._averaged, layer, role)]
+            )
+
+    def _averaged(self, layer: int, role: Role) -> Tensor:
+        return _mean([model.matrix(layer, role) for model in self.rest])
+
+    def _joined(self, name: str, shape: tuple[int, ...], parts: Sequence[Callable[[], Tensor]]) -> Made:
+        """A tensor from parts that lie one below the other."""
+        dtype = self._stored(self.dense.dtype)
+        return Made(
+            TensorSpec(name, dtype, shape), lambda: InParts(dtype, shape, (part().to(dtype) for part in parts))
+        )
+
+    def _experts(self, layer: int) -> Iterator[Made]:
+        mixture, dense, family = self.mixture, self.dense.architecture, self.target.architecture
+        own = {role: f"experts.{{expert}}.{name}" for role, name in dense.weights.items()}
+        prefix = dense.ffn_prefix(layer) if family is None else family.block_prefix(layer)
+        scale = 0.5 if mixture.shared == "half" and family is not None else 1.0
+        for template, roles in _by_name(own if family is None else family.weights).items():
+            rows, columns = sum(self._shape(role)[0] for role in roles), self._shape(roles[0])[1]
+
+            def parts(*experts: int, roles: list[Role] = roles) -> list[Callable[[], Tensor]]:
+                return [partial(self._expert, layer, expert, role, scale) for expert in experts for role in roles]
+
+            if "{expert}" in template:
+                for expert in range(mixture.experts):
+                    yield self._joined(prefix + template.format(expert=expert), (rows, columns), parts(expert))
+            else:
+                yield self._joined(
+                    prefix + template, (mixture.experts, rows, columns), parts(*range(mixture.experts))
+                )
+        for role in dense.roles:
+            if self.dense.has_bias(role):
+                for expert in range(mixture.experts):
+                    name = prefix + own[role].format(expert=expert).removesuffix("weight") + "bias"
+                    shape = (self._shape(role)[0],)
+                    yield self._joined(name, shape, [partial(self.experts.bias, layer, expert, role)])
+
+    def _expert(self, layer: int, expert: int, role: Role, scale: float) -> Tensor:
+        matrix = self.experts.matrix(layer, expert, role)
+        return matrix * scale if role == "down" and scale != 1.0 else matrix
+
+    def _routing(self, layer: int) -> Made:
+        family = self.target.architecture
+        name = (
+            self.dense.architecture.ffn_prefix(layer) + ROUTER if family is None else family.router_name(layer)
+        )
+        return self._joined(name, (self.mixture.experts, self.dense.hidden), [partial(self.router, layer)])
+
+    def _shared(self, layer: int) -> Iterator[Made]:
+        """The original FFN, scaled so that with the routed experts it gives what the mixture is to give."""
+        dense, native = self.dense.architecture, self.target.architecture is not None
+        scale = 1.0
+        if native:
+            scale = (2.0 if self.target.shared_gate else 1.0) * (0.5 if self.mixture.shared == "half" else 1.0)
+        prefix = dense.layer_prefix(layer) if native else dense.ffn_prefix(layer) + SHARED
+
+        def part(role: Role) -> Tensor:
+            matrix = self._averaged(layer, role)
+            return matrix * scale if role == "down" else matrix
+
+        for name, roles in _by_name(self.target.shared if native else dense.weights).items():
+            rows, columns = sum(self.dense.shape(role)[0] for role in roles), self.dense.shape(roles[0])[1]
+            yield self._joined(prefix + name, (rows, columns), [partial(part, role) for role in roles])
+        for role in dense.roles:
+            if self.dense.has_bias(role):
+                name = prefix + dense.weights[role].removesuffix("weight") + "bias"
+                shape = (self.dense.shape(role)[0],)
+                yield self._joined(name, shape, [partial(self.dense.bias, layer, role)])
+        yield from self._shared_gate(layer)
+
+    def _shared_gate(self, layer: int) -> Iterator[Made]:
+        if self.target.shared_gate:
+            name = self.dense.architecture.layer_prefix(layer) + self.target.shared_gate
+            signs = torch.randint(0, 2, (1, self.dense.hidden), generator=generator(self.seed, "gate", layer))
+            yield self._joined(name, (1, self.dense.hidden), [lambda: (2.0 * signs - 1) * _TINY])
+
+    def _idle_shared(self, layer: int) -> Iterator[Made]:
+        """A shared expert whose output is zero until it is trained."""
+        prefix = self.dense.architecture.layer_prefix(layer)
+        for role, name in self.target.shared.items():
+            shape = (self.dense.hidden, IDLE_WIDTH) if role == "down" else (IDLE_WIDTH, self.dense.hidden)
+            if role == "down":
+                yield self._filled(prefix + name, shape)
+            else:
+                stream = generator(self.seed, "idle", layer, role)
+                std = default_std(self.dense.hidden)
+                yield self._joined(prefix + name, shape, [partial(uniform, shape, std, stream)])
+        yield from self._shared_gate(layer)
+
+
+def _by_name(names: Mapping[Role, str]) -> dict[str, list[Role]]:
+    """The roles that each tensor holds, one below the other."""
+    found: dict[str, list[Role]] = {}
+    for role, name in names.items():
+        found.setdefault(name, []).append(role)
+    return found
+
+
+def _mean(parts: Sequence[Tensor]) -> Tensor:
+    """The mean of several tensors, formed in fp32; the tensor itself if there is one."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.stack([part.float() for part in parts]).mean(0).to(parts[0].dtype)

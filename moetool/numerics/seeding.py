@@ -1,0 +1,17 @@
+"""Random streams that depend on nothing but a seed and what they are for."""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+def generator(seed: int, *purpose: str | int) -> torch.Generator:
+    """A CPU generator for one purpose, such as `("router", layer)`: the same whatever was drawn before, and by whom."""
+    digest = hashlib.sha256(repr((seed, *purpose)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def uniform(shape: tuple[int, ...], std: float, stream: torch.Generator) -> Tensor:
+    """Numbers of mean 0 and that standard deviation, evenly distributed: fp32."""
+    return (2 * torch.rand(shape, generator=stream) - 1) * (std * 3**0.5)

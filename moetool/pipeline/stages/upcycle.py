@@ -1,0 +1,73 @@
+"""A dense model into a mixture of experts: copies, partly redrawn copies, or pieces of them."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from moetool.conversion.experts import Copies, Experts, PartlyRedrawn, Pieces
+from moetool.errors import UsageError
+from moetool.pipeline.options import RunOptions
+from moetool.pipeline.upcycling import Upcycle, UpcycleOptions
+
+
+class Vanilla(Upcycle):
+    """Sparse Upcycling: every expert is a copy of the dense FFN."""
+
+    name: ClassVar[str] = "vanilla"
+    summary: ClassVar[str] = "every expert a copy of the dense FFN; computes what the dense model computes"
+
+    def experts(self) -> Experts:
+        return Copies(self.dense)
+
+
+class DropOptions(UpcycleOptions):
+    """How much of each copy is drawn anew."""
+
+    drop: float = Field(0.5, ge=0, le=1, description="Share of the intermediate channels that is drawn anew.")
+
+
+class Drop(Upcycle):
+    """Drop-Upcycling: copies that differ from the start."""
+
+    name: ClassVar[str] = "drop"
+    summary: ClassVar[str] = "copies, a share of whose channels is drawn anew"
+    options_type: ClassVar[type[RunOptions]] = DropOptions
+    options: DropOptions
+
+    def experts(self) -> Experts:
+        return PartlyRedrawn(self.dense, self.options.drop, self.options.seed)
+
+    @property
+    def preserves(self) -> bool:
+        return super().preserves and round(self.options.drop * self.dense.intermediate) == 0
+
+
+class FineGrainedOptions(UpcycleOptions):
+    """Into how many pieces each copy is cut."""
+
+    experts: int | None = Field(8, ge=2, description="Copies of the FFN per layer, each cut in pieces.")
+    top_k: int = Field(2, ge=1, description="Copies per token.")
+    granularity: int = Field(4, ge=1, description="Pieces per copy: the model has experts × granularity experts.")
+
+
+class FineGrained(Upcycle):
+    """Virtual groups: many narrow experts that together are the copies."""
+
+    name: ClassVar[str] = "fine-grained"
+    summary: ClassVar[str] = "copies cut in pieces, each an expert; computes what the dense model computes"
+    options_type: ClassVar[type[RunOptions]] = FineGrainedOptions
+    options: FineGrainedOptions
+
+    @property
+    def granularity(self) -> int:
+        pieces, width = self.options.granularity, self.dense.intermediate
+        if width % pieces:
+            near = sorted((d for d in range(1, width + 1) if width % d == 0), key=lambda d: (abs(d - pieces), d))[:4]
+            raise UsageError(
+                f"--granularity {pieces} does not divide the FFN's {width} channels. Near it: "
+                f"{', '.join(map(str, sorted(near)))}."
+            )
+        return pieces
+
+    def experts(self) -> Experts:
+        return Pieces(self.dense, self.granularity)
