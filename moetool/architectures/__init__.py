@@ -12,7 +12,16 @@ from typing import Any
 from moetool.architectures.base import ROLES, Architecture, MoEShape, Role, Unsupported
 from moetool.errors import InvalidInputError
 
-__all__ = ["EXPERT_KEYS", "ROLES", "Architecture", "MoEShape", "Role", "architectures", "find_architecture", "unsupported"]
+__all__ = [
+    "EXPERT_KEYS",
+    "ROLES",
+    "Architecture",
+    "MoEShape",
+    "Role",
+    "architectures",
+    "find_architecture",
+    "unsupported",
+]
 
 # Keys that only a mixture of experts has in its config, whatever the family.
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

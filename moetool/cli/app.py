@@ -16,7 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "prune-base": ("stage", "Stage 4: prune intermediate channels of the base."),
     "quantize-delta": ("stage", "Store differences, or their low-rank factors, in few bits."),
     "sparsify-delta": ("stage", "Store few elements of the differences."),
-    "export": ("stage", "Write the experts back in the model's original layout, for any engine."),
+    "export": ("stage", "Back to the original layout, for any engine; or to a dense model (--format dense)."),
     "eval": ("evaluate", "Perplexity of a model on a text."),
     "inspect": ("inspect", "What a checkpoint holds: layers, experts, ranks, parameters, bytes."),
     "verify": ("verify", "Check a checkpoint's files, and its tensors against the source it was made from."),

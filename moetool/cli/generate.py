@@ -88,6 +88,8 @@ def _plain_type(annotation: Any) -> Any:
     """The type a command line can read: `int | None` → `int`; sizes and anything unusual → `str`."""
     if get_origin(annotation) in (Union, types.UnionType):
         annotation = next(kind for kind in get_args(annotation) if kind is not type(None))
+    if get_origin(annotation) is tuple:
+        return list[str]
     if get_origin(annotation) is Annotated or annotation not in (int, float, bool, str):
         return annotation if get_origin(annotation) is Literal else str
     return annotation
@@ -99,7 +101,7 @@ def build_options(model: type[ModelT], typed: Mapping[str, Any], recipe: Mapping
     Raises:
         UsageError: a value that does not fit, a name that does not exist.
     """
-    said = {name: value for name, value in typed.items() if value is not None}
+    said = {name: value for name, value in typed.items() if value is not None and value != []}
     alternatives = getattr(model, "alternatives", ())
     replaced = set(alternatives) if any(name in said for name in alternatives) else set()
     given = {name: value for name, value in (recipe or {}).items() if name not in replaced} | said

@@ -78,14 +78,15 @@ class Pieces:
     takes copies whole; each then counts with 1/granularity of the copy's share, which scaled-up down matrices undo.
     """
 
-    def __init__(self, dense: DenseModel, granularity: int) -> None:
-        self._dense, self._granularity = dense, granularity
+    def __init__(self, dense: DenseModel, granularity: int, dtype: torch.dtype) -> None:
+        """`dtype` is that of the result, in which down matrices are scaled."""
+        self._dense, self._granularity, self._dtype = dense, granularity, dtype
         self._width = dense.intermediate // granularity
 
     def matrix(self, layer: int, expert: int, role: Role) -> Tensor:
         start = expert % self._granularity * self._width
         piece = self._dense.matrix(layer, role).narrow(1 if role == "down" else 0, start, self._width)
-        return piece * self._granularity if role == "down" else piece.clone()
+        return piece.to(self._dtype) * self._granularity if role == "down" else piece.clone()
 
     def bias(self, layer: int, expert: int, role: Role) -> Tensor:
         bias = self._dense.bias(layer, role)

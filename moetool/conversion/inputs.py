@@ -7,27 +7,30 @@ import torch
 from torch import Tensor, nn
 
 from moetool.calibration.streaming import StreamedModel
+from moetool.numerics.gram import Gram
 
 
 class InputMoments:
-    """Mean and variance of one FFN's inputs, by dimension, for several groups of tokens.
+    """Means of one FFN's inputs for several groups of tokens, and their covariance over all of them.
 
     Attributes:
         count: `[groups]` tokens seen.
-        total, square: `[groups, hidden]` fp64 sums.
+        total: `[groups, hidden]` fp64 sums.
     """
 
-    def __init__(self, groups: int, hidden: int) -> None:
+    def __init__(self, groups: int, hidden: int, *, second: bool = True) -> None:
+        """With `second` the second moments are kept, too: `[hidden, hidden]`."""
         self.count = torch.zeros(groups, dtype=torch.float64)
         self.total = torch.zeros(groups, hidden, dtype=torch.float64)
-        self.square = torch.zeros(groups, hidden, dtype=torch.float64)
+        self._gram = Gram(hidden, torch.device("cpu")) if second else None
 
     def add(self, group: int, inputs: Tensor) -> None:
         """Inputs `[..., hidden]` of one group."""
-        rows = inputs.detach().reshape(-1, inputs.shape[-1]).double().cpu()
+        rows = inputs.detach().reshape(-1, inputs.shape[-1]).cpu()
         self.count[group] += len(rows)
-        self.total[group] += rows.sum(0)
-        self.square[group] += rows.square().sum(0)
+        self.total[group] += rows.sum(0, dtype=torch.float64)
+        if self._gram is not None:
+            self._gram.add(rows)
 
     @property
     def means(self) -> Tensor:
@@ -40,9 +43,10 @@ class InputMoments:
         return self.total.sum(0) / self.count.sum().clamp_min(1)
 
     @property
-    def variance(self) -> Tensor:
-        """`[hidden]` fp64, over all groups."""
-        return (self.square.sum(0) / self.count.sum().clamp_min(1) - self.mean.square()).clamp_min(0)
+    def covariance(self) -> Tensor:
+        """`[hidden, hidden]` fp64, over all groups."""
+        assert self._gram is not None
+        return self._gram.matrix() / self.count.sum().clamp_min(1) - torch.outer(self.mean, self.mean)
 
 
 @contextmanager

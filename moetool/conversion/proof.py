@@ -67,7 +67,9 @@ class _watched:
         for module in layer.modules():
             if isinstance(module, MixtureOfFFNs):
                 self._handles.append(module.gate.register_forward_hook(self._own(module)))
-        self._disk: list[Any] = [m.forward for m in layer.modules() if isinstance(m.__dict__.get("forward"), DiskExperts)]
+        self._disk: list[Any] = [
+            m.forward for m in layer.modules() if isinstance(m.__dict__.get("forward"), DiskExperts)
+        ]
         if self._disk:
             routers = [module for name, module in layer.named_modules() if type(module).__name__.endswith("TopKRouter")]
             self._handles += [router.register_forward_hook(self._native) for router in routers]

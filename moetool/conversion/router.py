@@ -27,18 +27,18 @@ def centred(rows: Tensor, mean: Tensor) -> Tensor:
     return (rows.double() - torch.outer(rows.double() @ direction, direction)).to(rows.dtype)
 
 
-def centroid_router(centroids: Tensor, mean: Tensor, spread: Tensor) -> Tensor:
+def centroid_router(centroids: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
     """A router whose row for each expert points from the mean input to that of the expert's own text.
 
     Args:
         centroids: `[experts, hidden]` fp64, mean input of the layer on each expert's text.
         mean: `[hidden]` fp64, mean over all of it.
-        spread: `[hidden]` fp64, variance of the inputs by dimension.
+        covariance: `[hidden, hidden]` fp64, of the layer's inputs.
 
     Returns:
         Rows `[experts, hidden]` fp32, free of the common part, scaled so that the logits of all experts together vary
         with standard deviation 1: routing prefers, and is not one-hot.
     """
     rows = centred(centroids - centroids.mean(0), mean)
-    deviation = (rows.square() @ spread).mean().sqrt()
+    deviation = ((rows @ covariance) * rows).sum(1).mean().clamp_min(0).sqrt()
     return (rows / deviation.clamp_min(1e-30)).float()

@@ -94,7 +94,8 @@ class Upcycled:
 
     def parameters(self) -> dict[str, int]:
         """Numbers in the model, and those that one token uses: `total`, `active`."""
-        total = sum(math.prod(made.spec.shape) for _, unit in self.units() for made in unit)
+        guards = len(self.mixture.layers) if self.target.architecture is None else 0
+        total = sum(math.prod(made.spec.shape) for _, unit in self.units() for made in unit) - guards
         expert = sum(
             math.prod(self._shape(role)) + (self._shape(role)[0] if self.dense.has_bias(role) else 0)
             for role in self.dense.architecture.roles
@@ -166,9 +167,7 @@ class Upcycled:
     def _split_qkv(self, name: str) -> Iterator[Made]:
         info, start = self._info(name), 0
         for projection, rows in self._heads():
-            spec = TensorSpec(
-                name.replace("qkv_proj", projection), self._stored(info.dtype), (rows, *info.shape[1:])
-            )
+            spec = TensorSpec(name.replace("qkv_proj", projection), self._stored(info.dtype), (rows, *info.shape[1:]))
             yield Made(spec, partial(self._rows, name, start, start + rows))
             start += rows
         if start != info.shape[0]:
@@ -221,9 +220,7 @@ class Upcycled:
     def _joined(self, name: str, shape: tuple[int, ...], parts: Sequence[Callable[[], Tensor]]) -> Made:
         """A tensor from parts that lie one below the other."""
         dtype = self._stored(self.dense.dtype)
-        return Made(
-            TensorSpec(name, dtype, shape), lambda: InParts(dtype, shape, (part().to(dtype) for part in parts))
-        )
+        return Made(TensorSpec(name, dtype, shape), lambda: InParts(dtype, shape, (part().to(dtype) for part in parts)))
 
     def _experts(self, layer: int) -> Iterator[Made]:
         mixture, dense, family = self.mixture, self.dense.architecture, self.target.architecture
@@ -240,9 +237,7 @@ class Upcycled:
                 for expert in range(mixture.experts):
                     yield self._joined(prefix + template.format(expert=expert), (rows, columns), parts(expert))
             else:
-                yield self._joined(
-                    prefix + template, (mixture.experts, rows, columns), parts(*range(mixture.experts))
-                )
+                yield self._joined(prefix + template, (mixture.experts, rows, columns), parts(*range(mixture.experts)))
         for role in dense.roles:
             if self.dense.has_bias(role):
                 for expert in range(mixture.experts):
@@ -256,9 +251,7 @@ class Upcycled:
 
     def _routing(self, layer: int) -> Made:
         family = self.target.architecture
-        name = (
-            self.dense.architecture.ffn_prefix(layer) + ROUTER if family is None else family.router_name(layer)
-        )
+        name = self.dense.architecture.ffn_prefix(layer) + ROUTER if family is None else family.router_name(layer)
         return self._joined(name, (self.mixture.experts, self.dense.hidden), [partial(self.router, layer)])
 
     def _shared(self, layer: int) -> Iterator[Made]:

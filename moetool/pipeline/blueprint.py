@@ -21,18 +21,17 @@ def open_for_planning(source: str | Path) -> Checkpoint:
     path = resolve_source(source, weights=False)
     if has_weights(path) or not (path / CONFIG).exists():
         return Checkpoint.open(path)
-    return _imagine(str(source), path)
+    return imagine(str(source), path, read_config(path)[1])
 
 
-def _imagine(source: str, path: Path) -> Checkpoint:
-    """The checkpoint that transformers would save for `config.json` in `path`; its tensors cannot be read.
+def imagine(source: str, path: Path, config: dict[str, Any]) -> Checkpoint:
+    """The checkpoint that transformers would save for this config; its tensors cannot be read.
 
     Multi-token-prediction layers, which transformers does not have, are not among them.
 
     Raises:
-        InvalidInputError: there is no config, or transformers cannot build the model.
+        InvalidInputError: transformers cannot build the model.
     """
-    _, config = read_config(path)
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), torch.bfloat16)
     specs = [TensorSpec(name, own, shape) for name, (own, shape) in _names_on_disk(config, dtype, path).items()]
     file = path / SINGLE

@@ -93,4 +93,3 @@ def _refuse_self(source: Path, output: Path) -> None:
     there, here = output.resolve(), source.resolve()
     if there == here or here in there.parents or there in here.parents:
         raise UsageError(f"{output} is the input, inside it or around it. Write somewhere else.")
-

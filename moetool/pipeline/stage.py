@@ -25,7 +25,7 @@ class Stage(ABC, Generic[OptionsT, SourceT]):
         options_type: its options.
         source_type: what it works on: a mixture of experts, unless it says otherwise.
         writes_model: whether its output is a model.
-        method_of: the command that offers it as `--method`, if it is not a command of its own.
+        method_of: the command that offers it as one of its methods, if it is not a command of its own.
     """
 
     name: ClassVar[str]

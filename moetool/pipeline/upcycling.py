@@ -101,6 +101,11 @@ class Upcycle(Stage[UpcycleOptions, DenseSource]):
         """Whether the result computes what the dense model computes."""
         return self.options.shared != "med"
 
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of the experts in the result."""
+        return self.dense.dtype if self.options.dtype == "auto" else torch.float32
+
     def rest(self) -> Sequence[DenseModel]:
         """Models whose mean everything outside the experts is."""
         return [self.dense]
@@ -134,7 +139,7 @@ class Upcycle(Stage[UpcycleOptions, DenseSource]):
             experts=self.experts(),
             router=router,
             rest=self.rest(),
-            dtype=None if self.options.dtype == "auto" else torch.float32,
+            dtype=None if self.options.dtype == "auto" else self.stored_dtype,
             seed=self.options.seed,
         )
 
@@ -231,7 +236,7 @@ class Upcycle(Stage[UpcycleOptions, DenseSource]):
             return job.work / f"inputs-{layer:05d}.safetensors"
 
         def visit(index: int, layer: torch.nn.Module) -> None:
-            moments = InputMoments(1, self.dense.hidden)
+            moments = InputMoments(1, self.dense.hidden, second=False)
             with watched_inputs(layer.get_submodule(ffn), lambda inputs: moments.add(0, inputs)):
                 sweep.forward(index, layer)
             save_tensors(file(index), {"mean": moments.mean})

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-
 Shared = Literal["none", "half", "xft", "med"]
 
 

@@ -8,6 +8,7 @@ import yaml
 
 from moetool.architectures import architectures
 from moetool.cli.app import COMMANDS
+from moetool.cli.commands.stage import CHOICES
 from moetool.cli.display import print_json, print_table
 from moetool.cli.generate import make_command
 
@@ -34,7 +35,11 @@ def _methods() -> list[dict[str, str]]:
     from moetool.pipeline.stages import stages
 
     return [
-        {"method": name, "command": f"{stage.method_of} --method" if stage.method_of else name, "summary": stage.summary}
+        {
+            "method": name,
+            "command": f"{stage.method_of} --{CHOICES[stage.method_of][0]}" if stage.method_of else name,
+            "summary": stage.summary,
+        }
         for name, stage in sorted(stages().items())
     ]
 

@@ -20,26 +20,26 @@ from moetool.cli.generate import (
 from moetool.errors import MoetoolError, UsageError
 from moetool.pipeline.sizes import format_bytes, format_change
 
-DEFAULT_METHODS = {"compress": "d2moe", "upcycle": "vanilla"}
+# Commands that are several stages, the option that chooses one, and the one that it is without it.
+CHOICES = {"compress": ("method", "d2moe"), "upcycle": ("method", "vanilla"), "export": ("format", "dense-experts")}
 
 
 def build(name: str, arguments: list[str]) -> Any:
-    """The command for one stage; `compress --method X` and `upcycle --method X` take the options of X."""
+    """The command for one stage; `compress --method X` takes the options of X."""
     from moetool.pipeline.stages import stages
 
     more: list[inspect.Parameter] = []
     chosen = name
     methods = [stage for stage, kind in stages().items() if kind.method_of == name]
     if methods:
-        chosen = _method(arguments, methods, DEFAULT_METHODS[name])
+        choice, default = CHOICES[name]
+        chosen = _method(arguments, f"--{choice}", methods, default)
         if chosen not in methods:
-            print(f"error: --method {chosen}: there is {', '.join(methods)}.", file=sys.stderr)
+            print(f"error: --{choice} {chosen}: there is {', '.join(methods)}.", file=sys.stderr)
             raise typer.Exit(UsageError.exit_code)
         option = typer.Option(help=f"One of: {', '.join(methods)}.")
         more.append(
-            inspect.Parameter(
-                "method", inspect.Parameter.KEYWORD_ONLY, default=chosen, annotation=Annotated[str, option]
-            )
+            inspect.Parameter(choice, inspect.Parameter.KEYWORD_ONLY, default=chosen, annotation=Annotated[str, option])
         )
     stage = stages()[chosen]
 
@@ -56,7 +56,8 @@ def build(name: str, arguments: list[str]) -> Any:
     ) -> None:
         from moetool.pipeline.execute import plan_stage, run_stage
 
-        typed.pop("method", None)
+        if methods:
+            typed.pop(choice)
         given = read_recipe(preset_recipe(preset, recipe), name, chosen if methods else None)
         options = build_options(stage.options_type, typed, given)
         if dry_run:
@@ -75,9 +76,9 @@ def build(name: str, arguments: list[str]) -> Any:
     return make_command(name, with_options(command, stage.options_type, *more), COMMANDS[name][1])
 
 
-def _method(arguments: list[str], known: list[str], default: str) -> str:
+def _method(arguments: list[str], option: str, known: list[str], default: str) -> str:
     """What `--method` says, or the recipe; it decides which other options there are."""
-    if (said := _value(arguments, "--method")) is not None:
+    if (said := _value(arguments, option)) is not None:
         return said
     try:
         recipe = preset_recipe(_value(arguments, "--preset"), _value(arguments, "--recipe"))

@@ -4,8 +4,8 @@ from typing import Any
 
 from moetool.architectures.granitemoe import ARCHITECTURE
 from moetool.conversion.dense import DenseModel
-from moetool.representations.mixture import Mixture
 from moetool.conversion.targets.base import Target, common
+from moetool.representations.mixture import Mixture
 
 EXPRESSES = frozenset({"attention_bias", "scaled_embedding", "multipliers", "head_dim"})
 

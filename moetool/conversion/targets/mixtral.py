@@ -4,8 +4,8 @@ from typing import Any
 
 from moetool.architectures.mixtral import ARCHITECTURE
 from moetool.conversion.dense import DenseModel
-from moetool.representations.mixture import Mixture
 from moetool.conversion.targets.base import Target, common
+from moetool.representations.mixture import Mixture
 
 
 def _entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from typing import Any
 
 from moetool.architectures.dense import FEATURES
 from moetool.conversion.dense import DenseModel
-from moetool.representations.mixture import Mixture
 from moetool.conversion.targets.base import Target
 from moetool.modules.mixture import mixture_entry
+from moetool.representations.mixture import Mixture
 
 
 def _entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
@@ -14,5 +14,10 @@ def _entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
 
 
 TARGET = Target(
-    name="moetool", architecture=None, model_class="", entries=_entries, expresses=frozenset(FEATURES), needs=frozenset()
+    name="moetool",
+    architecture=None,
+    model_class="",
+    entries=_entries,
+    expresses=frozenset(FEATURES),
+    needs=frozenset(),
 )

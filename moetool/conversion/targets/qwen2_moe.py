@@ -4,8 +4,8 @@ from typing import Any
 
 from moetool.architectures.qwen2_moe import ARCHITECTURE
 from moetool.conversion.dense import DenseModel
-from moetool.representations.mixture import Mixture
 from moetool.conversion.targets.base import Target, common
+from moetool.representations.mixture import Mixture
 
 # Of a shared expert that is only there because the family always has one. Fused kernels want a multiple of 64.
 IDLE_WIDTH = 64

@@ -4,9 +4,9 @@ from typing import Any
 
 from moetool.architectures.qwen3_moe import ARCHITECTURE
 from moetool.conversion.dense import DenseModel
-from moetool.representations.mixture import Mixture
 from moetool.conversion.targets.base import Target
 from moetool.conversion.targets.qwen2_moe import fine_grained
+from moetool.representations.mixture import Mixture
 
 
 def _entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """Back to the model's original layout: any engine that ran the source runs the result."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from pydantic import Field
 from torch import Tensor
 
 from moetool.architectures import Role
@@ -16,18 +15,13 @@ from moetool.pipeline.stage import Stage
 from moetool.representations.layout import GROUPS, LayerLayout, native_layout
 
 
-class ExportOptions(RunOptions):
-    """In which form."""
-
-    format: Literal["dense-experts"] = Field("dense-experts", description="Every expert as a dense matrix of its own.")
-
-
-class Export(Stage[ExportOptions]):
+class Export(Stage[RunOptions]):
     """Synthesises every expert from base and difference. What the compression lost stays lost; the file grows back."""
 
-    name: ClassVar[str] = "export"
+    name: ClassVar[str] = "dense-experts"
     summary: ClassVar[str] = "write the experts back in the model's original layout"
-    options_type: ClassVar[type[RunOptions]] = ExportOptions
+    options_type: ClassVar[type[RunOptions]] = RunOptions
+    method_of: ClassVar[str | None] = "export"
 
     def _output_plan(self) -> OutputPlan:
         reader = self.source.experts

@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+import torch
 from pydantic import Field
 
 from moetool.conversion.experts import Copies, Experts, PartlyRedrawn, Pieces
@@ -67,7 +68,12 @@ class FineGrained(Upcycle):
                 f"--granularity {pieces} does not divide the FFN's {width} channels. Near it: "
                 f"{', '.join(map(str, sorted(near)))}."
             )
+        if pieces & (pieces - 1) and self.stored_dtype != torch.float32:
+            raise UsageError(
+                f"--granularity {pieces} multiplies down matrices by {pieces}, which {self.stored_dtype} cannot hold "
+                "exactly. Take a power of two, or --dtype float32."
+            )
         return pieces
 
     def experts(self) -> Experts:
-        return Pieces(self.dense, self.granularity)
+        return Pieces(self.dense, self.granularity, self.stored_dtype)
