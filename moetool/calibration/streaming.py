@@ -57,7 +57,7 @@ class StreamedModel:
         *,
         experts_on_disk: bool = False,
     ) -> None:
-        """With `experts_on_disk` not even the experts of one layer are in memory together: each is read when it runs."""
+        """With `experts_on_disk` not even one layer's experts are in memory together: each is read when it runs."""
         self.checkpoint, self.architecture, self.dtype, self.device = checkpoint, architecture, dtype, device
         self.experts = ExpertReader(checkpoint, architecture) if isinstance(architecture, Architecture) else None
         self._experts_on_disk = experts_on_disk
@@ -152,7 +152,22 @@ class StreamedModel:
                 fresh = type(module)(config=self.config.get_text_config()).to(self.device)
                 module._buffers.update(fresh._buffers)
         layers = set(self.layers.modules())
+        for module in self.model.modules():
+            if module not in layers:
+                self._fill_buffers(module)
         self._require_loaded(module for module in self.model.modules() if module not in layers)
+
+    def _fill_buffers(self, module: nn.Module) -> None:
+        """Other buffers that no file holds, as transformers itself makes them; what was loaded is marked as such."""
+        missing = {
+            name: torch.empty_like(buffer, device=self.device)
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.device.type == "meta" and name in module._non_persistent_buffers_set
+        }
+        module._buffers.update(missing)
+        if missing:
+            with torch.no_grad():
+                self.model._init_weights(module)
 
     def _require_loaded(self, modules: Iterator[nn.Module]) -> None:
         names = {id(module): name for name, module in self.model.named_modules()}

@@ -36,7 +36,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class InParts:
-    """A tensor that is never in memory as a whole: consecutive parts of it in row-major order, each made when asked for.
+    """A tensor that is never in memory as a whole: consecutive parts in row-major order, each made when asked for.
 
     Attributes:
         dtype, shape: of the whole.

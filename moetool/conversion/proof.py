@@ -1,4 +1,4 @@
-"""Evidence that a conversion computes what it should: both models run on the same tokens, one layer in memory at a time."""
+"""Evidence that a conversion computes what it should: both models on the same tokens, a layer in memory at a time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ def run(model: StreamedModel, tokens: Tensor, tick: Callable[[], None]) -> Run:
     routing = {}
     for index in range(model.layer_count):
         with model.layer(index) as layer:
-            with _watched(layer) as watched:
+            with _Watched(layer) as watched:
                 hidden = model.run_layer(index, layer, hidden)
             if watched.probabilities is not None:
                 routing[index] = watched.summary()
@@ -57,7 +57,7 @@ def run(model: StreamedModel, tokens: Tensor, tick: Callable[[], None]) -> Run:
     return Run(model.head(tokens, hidden).float().cpu(), routing)
 
 
-class _watched:
+class _Watched:
     """Sees a layer's routing for the time of a `with` block, whatever the family's router returns."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -85,7 +85,7 @@ class _watched:
     def _native(self, _: nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
         self.probabilities = output[0].float().softmax(-1)
 
-    def __enter__(self) -> "_watched":
+    def __enter__(self) -> "_Watched":
         return self
 
     def __exit__(self, *_: object) -> None:

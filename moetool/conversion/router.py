@@ -20,8 +20,8 @@ def random_router(experts: int, hidden: int, std: float, seed: int, layer: int) 
 def centred(rows: Tensor, mean: Tensor) -> Tensor:
     """Rows without their part along the mean input `[hidden]`.
 
-    Inputs of a layer share a large constant part. Along it, a row gives every token the same head start or handicap, and
-    an expert can begin its life without a single token.
+    Inputs of a layer share a large constant part. Along it, a row gives every token the same head start or handicap,
+    and an expert can begin its life without a single token.
     """
     direction = mean.double() / mean.double().norm().clamp_min(1e-30)
     return (rows.double() - torch.outer(rows.double() @ direction, direction)).to(rows.dtype)

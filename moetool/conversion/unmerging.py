@@ -136,8 +136,8 @@ def _in_parts(dtype: torch.dtype, shape: tuple[int, ...], parts: Parts) -> InPar
 
 
 def dense_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The config of the dense model beside a mixture that moetool did not make, where its family has a dense sibling with
-    the same layers; else `None`."""
+    """The config of the dense model beside a mixture that moetool did not make, where its family has a dense sibling
+    with the same layers; else `None`."""
     sibling = _SIBLINGS.get(str(config.get("model_type")))
     if sibling is None:
         return None

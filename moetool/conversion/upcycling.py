@@ -130,7 +130,8 @@ class Upcycled:
                 yield self._copied(name)
         if layer == REST or not native:
             return
-        for projection in self.target.biases:
+        completed = self.target.completed_biases if "qkv_bias" in self.dense.features else ()
+        for projection in (*self.target.biases, *completed):
             bias, weight = f"{prefix}self_attn.{projection}.bias", f"{prefix}self_attn.{projection}.weight"
             if bias not in names:
                 rows = dict(self._heads())[projection] if architecture.joined_qkv else self._info(weight).shape[0]
@@ -177,17 +178,7 @@ class Upcycled:
         info = self._info(name)
         spec = TensorSpec(name, self._stored(info.dtype), info.shape)
 
-        def make() -> Tensor:
-            weight = self._rows(name, 0, info.shape[0])
-            shifted = (weight.double() + offset).to(spec.dtype)
-            if len(self.rest) == 1 and not torch.equal(shifted.double() - offset, weight.double()):
-                raise InvalidInputError(
-                    f"{name} is kept less {offset:g}, and what {self.target.name} wants instead has no exact form in "
-                    f"{spec.dtype}. --dtype float32 has room for it; --target moetool leaves it as it is."
-                )
-            return shifted
-
-        return Made(spec, make)
+        return Made(spec, lambda: (self._rows(name, 0, info.shape[0]).double() + offset).to(spec.dtype))
 
     # Feed-forward networks.
 

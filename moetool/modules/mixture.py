@@ -1,8 +1,8 @@
 """Mixtures of a model's own feed-forward networks, for families that have no mixture-of-experts sibling.
 
 Experts are modules of the family's own class, so that activation, biases and dropout are its own. On disk they are
-`{ffn}.experts.{expert}.…`, the router `{ffn}.gate.weight`. Where the dense network had its first matrix there is a guard
-of one number, so that a loader that does not know moetool fails instead of filling the network at random.
+`{ffn}.experts.{expert}.…`, the router `{ffn}.gate.weight`. Where the dense network had its first matrix there is a
+guard of one number, so that a loader that does not know moetool fails instead of filling the network at random.
 """
 
 import copy

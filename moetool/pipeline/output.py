@@ -161,7 +161,9 @@ def write_checkpoint(
         plan: which tensors go where.
         unit_tensors: makes the tensors of one layer (-1: of everything else), one at a time.
         config: `config.json` to write.
-        statistics, manifest_layers, seed: as for `write_model`.
+        statistics: what was measured, by layer, kept beside the weights for later stages.
+        manifest_layers: per-layer record for the manifest, asked for after the weights are written.
+        seed: of the job.
     """
     writer = plan.writer(job.output)
     checkpoint = job.source.checkpoint

@@ -1,4 +1,4 @@
-"""What all ways of upcycling share: a plan, routers, the writing, and the proof that the result computes what it should."""
+"""What all ways of upcycling share: plan, routers, writing, and the proof that the result computes what it should."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -128,7 +128,9 @@ class Upcycle(Stage[UpcycleOptions, DenseSource]):
     @cached_property
     def target(self) -> Target:
         """The family to write."""
-        return choose_target(self.options.target, (*self.dense.features, *self.mixture.features))
+        narrow = self.dense.architecture.norm_offset and self.stored_dtype.itemsize < 4
+        features = (*self.dense.features, *self.mixture.features, *(("narrow_norms",) if narrow else ()))
+        return choose_target(self.options.target, features)
 
     def upcycled(self, router: Callable[[int], Tensor]) -> Upcycled:
         """The result, tensor by tensor."""

@@ -32,6 +32,7 @@ FEATURES: Mapping[str, str] = MappingProxyType(
         "sandwich_norm": "norms before and after each block",
         "partial_rotary": "rotary positions on a part of each head",
         "scaled_embedding": "embeddings that are multiplied by a constant",
+        "narrow_norms": "norms whose weights are kept less one in 16 bits (--dtype float32 has room for the rest)",
         "multipliers": "multipliers on embeddings, attention, residuals and logits",
         "ungated": "a feed-forward network without a gate",
         "own_block": "a decoder layer that no mixture-of-experts family shares",

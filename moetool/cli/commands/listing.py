@@ -37,7 +37,7 @@ def _methods() -> list[dict[str, str]]:
     return [
         {
             "method": name,
-            "command": f"{stage.method_of} --{CHOICES[stage.method_of][0]}" if stage.method_of else name,
+            "command": _command(name, stage.method_of),
             "summary": stage.summary,
         }
         for name, stage in sorted(stages().items())
@@ -71,3 +71,7 @@ def _representations() -> list[dict[str, str]]:
         {"representation": kind, "stands for": "difference to the base" if entry.uses_base else "the matrix itself"}
         for kind, entry in sorted(representations().items())
     ]
+
+
+def _command(name: str, method_of: str | None) -> str:
+    return name if method_of is None else f"{method_of} --{CHOICES[method_of][0]}"

@@ -32,7 +32,8 @@ def choose_target(name: str, features: tuple[str, ...]) -> Target:
     """
     known = targets()
     if name == "auto":
-        return next(target for target in known.values() if not target.missing(features))
+        able = [target for target in known.values() if not target.missing(features)]
+        return next((target for target in able if not target.last_resort_for & set(features)), able[0])
     if name not in known:
         raise UsageError(f"--target {name}: there is auto, {', '.join(known)}.")
     target = known[name]

@@ -22,10 +22,12 @@ class Target:
         entries: the entries of `config.json` that make it a mixture of this family.
         expresses: features, by the names of `FEATURES`, that a source and a mixture may have.
         needs: features that a source must have.
+        last_resort_for: features that it expresses, but other engines do not in this family.
         shared: the shared expert's matrices on disk, relative to the layer; gate and up may share a tensor.
         shared_gate: the weight `[1, hidden]` of the shared expert's own gate, relative to the layer.
         has_idle_shared: a shared expert is there in any case; if none is wanted, one whose output is zero.
-        biases: biases `[out]` that the family always has, by projection, with zeros where the source has none.
+        biases: projections that always have a bias `[out]`: zeros where the source has none.
+        completed_biases: the same, if queries, keys and values have one.
     """
 
     name: str
@@ -34,10 +36,12 @@ class Target:
     entries: Entries
     expresses: frozenset[str]
     needs: frozenset[str] = frozenset()
+    last_resort_for: frozenset[str] = frozenset()
     shared: Mapping[Role, str] = field(default_factory=dict)
     shared_gate: str | None = None
     has_idle_shared: bool = False
     biases: tuple[str, ...] = ()
+    completed_biases: tuple[str, ...] = ()
 
     def missing(self, features: tuple[str, ...]) -> list[str]:
         """Features that it cannot express, and (first) those it needs that are not there."""

@@ -7,7 +7,7 @@ from moetool.conversion.dense import DenseModel
 from moetool.conversion.targets.base import Target, common
 from moetool.representations.mixture import Mixture
 
-EXPRESSES = frozenset({"attention_bias", "scaled_embedding", "multipliers", "head_dim"})
+EXPRESSES = frozenset({"attention_bias", "qkv_bias", "scaled_embedding", "multipliers", "head_dim"})
 
 
 def entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
         "intermediate_size": mixture.intermediate,
         "num_local_experts": mixture.experts,
         "num_experts_per_tok": mixture.top_k,
-        "attention_bias": "attention_bias" in dense.features,
+        "attention_bias": "attention_bias" in dense.features or "qkv_bias" in dense.features,
         "embedding_multiplier": getattr(config, "embedding_multiplier", scaled),
         "attention_multiplier": getattr(config, "attention_multiplier", dense.head_dim**-0.5),
         "residual_multiplier": getattr(config, "residual_multiplier", 1.0),
@@ -33,4 +33,6 @@ TARGET = Target(
     model_class="GraniteMoeForCausalLM",
     entries=entries,
     expresses=EXPRESSES,
+    last_resort_for=frozenset({"qkv_bias"}),
+    completed_biases=("o_proj",),
 )

@@ -20,6 +20,8 @@ TARGET = Target(
     entries=_entries,
     expresses=granitemoe.EXPRESSES | {"shared_half"},
     needs=frozenset({"shared_half"}),
+    last_resort_for=granitemoe.TARGET.last_resort_for,
+    completed_biases=granitemoe.TARGET.completed_biases,
     shared={
         "gate": "shared_mlp.input_linear.weight",
         "up": "shared_mlp.input_linear.weight",

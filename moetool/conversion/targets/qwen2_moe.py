@@ -1,4 +1,4 @@
-"""Qwen2-MoE: for biases on queries, keys and values, for dense layers among the mixtures, and for a gated shared expert."""
+"""Qwen2-MoE: biases on queries, keys and values, dense layers among the mixtures, a gated shared expert."""
 
 from typing import Any
 

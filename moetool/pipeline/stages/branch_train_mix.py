@@ -95,7 +95,7 @@ class BranchTrainMix(Upcycle):
         return open_for_planning(name) if self.source.checkpoint.is_imagined else Checkpoint.open(name)
 
     def _fitting(self, name: str, checkpoint: Checkpoint) -> DenseModel:
-        """A model with the very tensors of INPUT. Raises `InvalidInputError` with the first that is missing or differs."""
+        """A model with the very tensors of INPUT. Raises `InvalidInputError` with the first that differs."""
         own, other = self.source.checkpoint, checkpoint
         for tensor, info in own.tensors.items():
             if tensor not in other.tensors:

@@ -76,8 +76,8 @@ class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
         config = dense_config(source.checkpoint.config)
         if config is None:
             raise InvalidInputError(
-                f"There is no dense family with the layers of {source.checkpoint.config.get('model_type')}. Models that "
-                "moetool upcycled itself can always be un-merged."
+                f"There is no dense family with the layers of {source.checkpoint.config.get('model_type')}. "
+                "Models that moetool upcycled itself can always be un-merged."
             )
         return config
 
@@ -96,8 +96,8 @@ class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
             count, layers = source.experts.shape.experts // granularity, source.experts.moe_layers
             if source.experts.shape.intermediate * granularity != dense.intermediate:
                 raise InvalidInputError(
-                    f"Experts are {source.experts.shape.intermediate} wide and dense layers {dense.intermediate}: no dense "
-                    "model has both."
+                    f"Experts are {source.experts.shape.intermediate} wide and dense layers {dense.intermediate}: "
+                    "no dense model has both."
                 )
         else:
             count, layers = int(mixture["experts"]) // granularity, tuple(mixture["layers"])
