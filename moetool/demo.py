@@ -1,7 +1,6 @@
-"""A small Mixtral, trained for real in about a minute, on a text that every Python brings along.
+"""A small Llama, trained for real in half a minute, on a text that every Python brings along.
 
-The text is Python's own language reference, as `pydoc_data.topics` holds it. Every eighth topic is held out. Experts
-start as copies of one another, as upcycled experts do, and part ways in training.
+The text is Python's own language reference, as `pydoc_data.topics` holds it. Every eighth topic is held out.
 """
 
 from collections.abc import Iterator
@@ -19,14 +18,13 @@ LENGTH = 128
 BATCH = 16
 STEPS = 220
 LEARNING_RATE = 4e-3
+TUNING_RATE = 1e-3  # of what was trained before
 SIZES = {
     "hidden_size": 128,
     "intermediate_size": 352,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
     "max_position_embeddings": 512,
 }
 
@@ -60,26 +58,13 @@ def train_tokenizer(text: Path) -> Any:
 
 
 def build_model(seed: int) -> Any:
-    """A Mixtral whose experts are equal."""
-    from transformers import MixtralConfig, MixtralForCausalLM
+    """A Llama that knows nothing yet."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = MixtralConfig(
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=True,
-        output_router_logits=True,
-        router_aux_loss_coef=0.01,
-        bos_token_id=0,
-        eos_token_id=0,
-        **SIZES,
-    )
+    config = LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, **SIZES)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = MixtralForCausalLM(config)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            for weight in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
-                weight.copy_(weight[:1].expand_as(weight).clone())
-    return model
+        return LlamaForCausalLM(config)
 
 
 def batches(tokens: Tensor, steps: int, seed: int) -> Iterator[Tensor]:
@@ -90,15 +75,15 @@ def batches(tokens: Tensor, steps: int, seed: int) -> Iterator[Tensor]:
         yield tokens[starts + torch.arange(LENGTH)]
 
 
-def train(model: Any, tokens: Tensor, steps: int, seed: int, progress: Progress) -> None:
-    """AdamW with a linear warm-up and a linear way down to zero."""
+def train(model: Any, tokens: Tensor, steps: int, rate: float, seed: int, progress: Progress, what: str) -> None:
+    """AdamW with a linear warm-up to `rate` and a linear way down to zero."""
     model.train()
     warmup = max(1, steps // 10)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warmup, (steps - step) / (steps - warmup))
     )
-    with phase(progress, "Train", steps):
+    with phase(progress, what, steps):
         for batch in batches(tokens, steps, seed):
             loss = model(input_ids=batch, labels=batch).loss
             optimizer.zero_grad()
@@ -110,16 +95,41 @@ def train(model: Any, tokens: Tensor, steps: int, seed: int, progress: Progress)
     model.eval()
 
 
-def make_model(directory: Path, steps: int, seed: int, progress: Progress) -> tuple[Path, Path, Path]:
-    """Train and save a model; returns its directory, its training text and the held-out text."""
+def make_dense(directory: Path, steps: int, seed: int, progress: Progress) -> tuple[Path, Path, Path]:
+    """Train and save a dense model; returns its directory, its training text and the held-out text."""
     train_text, held_out = write_texts(directory)
     tokenizer = train_tokenizer(train_text)
-    tokens = torch.tensor(tokenizer(train_text.read_text(encoding="utf-8"), verbose=False)["input_ids"])
     model = build_model(seed)
-    train(model, tokens, steps, seed, progress)
-    model.config.output_router_logits = False
-    path = directory / "mixtral"
+    train(model, _tokens(tokenizer, train_text), steps, LEARNING_RATE, seed, progress, "Train")
+    path = directory / "dense"
+    _save(model, tokenizer, path)
+    return path, train_text, held_out
+
+
+def tune(source: Path, target: Path, text: Path, steps: int, seed: int, progress: Progress) -> None:
+    """Train a saved model some steps more, on windows that it has not seen yet, and save it as `target`.
+
+    A mixture of experts is trained with its family's load-balancing loss.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    balanced = hasattr(model.config, "output_router_logits")
+    if balanced:
+        model.config.output_router_logits = True
+    train(model, _tokens(tokenizer, text), steps, TUNING_RATE, seed + 1, progress, "Fine-tune")
+    if balanced:
+        model.config.output_router_logits = False
+    _save(model, tokenizer, target)
+
+
+def _tokens(tokenizer: Any, text: Path) -> Tensor:
+    return torch.tensor(tokenizer(text.read_text(encoding="utf-8"), verbose=False)["input_ids"])
+
+
+def _save(model: Any, tokenizer: Any, path: Path) -> None:
     with quiet():
         model.to(torch.bfloat16).save_pretrained(path)
         tokenizer.save_pretrained(path)
-    return path, train_text, held_out

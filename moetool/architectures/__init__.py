@@ -52,6 +52,13 @@ def find_architecture(config: Mapping[str, Any]) -> Architecture:
         InvalidInputError: the model is dense, or its family is not known or known not to fit.
     """
     model_type = config.get("model_type")
+    entry = config.get("quantization_config")
+    if isinstance(entry, Mapping) and "mixture" in entry:
+        raise InvalidInputError(
+            f"This model ({model_type}) is a mixture of its own feed-forward networks, as moetool upcycles families "
+            "that have no mixture-of-experts sibling. transformers and moetool's eval, inspect and `export --format "
+            "dense` take it; compression does not."
+        )
     by_type = {name: architecture for architecture in architectures() for name in architecture.model_types}
     if isinstance(model_type, str) and model_type in by_type:
         return by_type[model_type]

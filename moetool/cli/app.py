@@ -20,7 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("evaluate", "Perplexity of a model on a text."),
     "inspect": ("inspect", "What a checkpoint holds: layers, experts, ranks, parameters, bytes."),
     "verify": ("verify", "Check a checkpoint's files, and its tensors against the source it was made from."),
-    "demo": ("demo", "Train a small Mixtral, compress it and evaluate it: two minutes, offline."),
+    "demo": ("demo", "Train a small model, upcycle it, compress it, evaluate it: two minutes, offline."),
     "list": ("listing", "Known methods, architectures and recipes."),
 }
 

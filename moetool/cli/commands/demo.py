@@ -19,9 +19,7 @@ from moetool.pipeline.stages import stages
 
 # Method, ratio, and options that this model needs: its experts are 352 wide, which groups of 128 do not divide.
 COMPRESSIONS: tuple[tuple[str, float, dict[str, Any]], ...] = (
-    ("d2moe", 0.2, {}),
-    ("d2moe", 0.4, {}),
-    ("d2moe", 0.6, {}),
+    ("d2moe", 0.5, {}),
     ("hybrid", 0.75, {"group_size": 32}),
 )
 _MARKER = ".moetool-demo"
@@ -42,57 +40,57 @@ def build(name: str, arguments: list[str]) -> Any:
             print_json({"models": rows, "seconds": round(time.monotonic() - began, 1)})
             return
         print_table(
-            ("model", "size", "smaller by", "held-out perplexity", "loss"),
+            ("model", "size", "held-out perplexity", "what was done"),
             [
-                (row["model"], format_bytes(row["bytes"]), f"{row['ratio']:.1%}", f"{row['perplexity']:.3f}", loss(row))
+                (row["model"], format_bytes(row["bytes"]), f"{row['perplexity']:.2f}", row["description"])
                 for row in rows
             ],
+            numbers=False,
         )
         print(f"All of it in {time.monotonic() - began:.0f} s. The models are in {output}; try:")
         print(f"  moetool inspect {output}/hybrid-75")
-
-    def loss(row: dict[str, Any]) -> str:
-        return "-" if row["excess"] == 0 else f"{row['excess']:+.4f} nats"
 
     return make_command(name, command, COMMANDS[name][1])
 
 
 def run(output: Path, steps: int, seed: int, display: Display) -> list[dict[str, Any]]:
-    """Train, compress at every ratio, evaluate; one row per model."""
+    """Train a dense model, upcycle it, fine-tune both, compress the mixture; one row per model."""
     if output.exists() and any(output.iterdir()):
         if not (output / _MARKER).exists():
             raise UsageError(f"{output} is not empty and not an earlier demo. Choose another place.")
         shutil.rmtree(output)
     output.mkdir(parents=True, exist_ok=True)
     (output / _MARKER).touch()
-    display.log("Training a small Mixtral (8 experts, top-2) on Python's own documentation.")
-    model, train_text, held_out = demo.make_model(output, steps, seed, display)
+    display.log("Training a small Llama on Python's own documentation.")
+    dense, train_text, held_out = demo.make_dense(output, steps, seed, display)
     evaluation = EvaluationOptions(data=str(held_out), sequence_length=demo.LENGTH)
-    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    original = perplexity(str(model), evaluation, display)
-    rows = [{"model": "mixtral", "bytes": size, "ratio": 0.0, "perplexity": original["perplexity"], "excess": 0.0}]
-    for method, ratio, more in COMPRESSIONS:
-        display.log(f"Compressing by {ratio:.0%} with --method {method}.")
+    text = {"calibration": str(train_text), "sequence_length": demo.LENGTH, "seed": seed}
+    rows: list[dict[str, Any]] = []
+
+    def add(path: Path, description: str) -> None:
+        size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        score = perplexity(str(path), evaluation, display)
+        rows.append({"model": path.name, "bytes": size, "perplexity": score["perplexity"], "description": description})
+
+    def stage(name: str, source: Path, target: Path, **more: Any) -> dict[str, Any]:
+        options = stages()[name].options_type.model_validate({**text, **more})
+        return run_stage(name, source, target, options, progress=display)
+
+    add(dense, "trained from nothing")
+    display.log("Upcycling it: 8 experts, 2 per token, no change in what it computes.")
+    upcycled = output / "upcycled"
+    result = stage("vanilla", dense, upcycled, center_router=True)
+    add(upcycled, f"upcycled, 8 experts: logits differ by {result['proof']['relative_logit_error']:.0e}")
+    more = max(1, steps // 2)
+    display.log(f"Fine-tuning both for {more} steps.")
+    demo.tune(dense, output / "dense-tuned", train_text, more, seed, display)
+    add(output / "dense-tuned", f"the dense model after {more} more steps")
+    mixture = output / "mixture"
+    demo.tune(upcycled, mixture, train_text, more, seed, display)
+    add(mixture, f"the upcycled model after {more} more steps")
+    for method, ratio, own in COMPRESSIONS:
+        display.log(f"Compressing it by {ratio:.0%} with --method {method}.")
         target = output / f"{method}-{ratio * 100:.0f}"
-        options = stages()[method].options_type.model_validate(
-            {
-                "ratio": ratio,
-                "calibration": str(train_text),
-                "samples": 64,
-                "sequence_length": demo.LENGTH,
-                "seed": seed,
-                **more,
-            }
-        )
-        result = run_stage(method, model, target, options, progress=display)
-        score = perplexity(str(target), evaluation, display)
-        rows.append(
-            {
-                "model": f"{method} {ratio:.0%}",
-                "bytes": result["bytes_after"],
-                "ratio": result["achieved_ratio"],
-                "perplexity": score["perplexity"],
-                "excess": score["nll"] - original["nll"],
-            }
-        )
+        result = stage(method, mixture, target, ratio=ratio, samples=64, **own)
+        add(target, f"that one, {result['achieved_ratio']:.1%} smaller")
     return rows
