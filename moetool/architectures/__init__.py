@@ -9,22 +9,21 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from moetool.architectures.base import ROLES, Architecture, MoEShape, Role, Unsupported
+from moetool.architectures.base import EXPERT_KEYS, ROLES, Architecture, MoEShape, Role, Unsupported
+from moetool.architectures.own_mixture import is_separate, mixture_of, own_mixture
 from moetool.errors import InvalidInputError
 
 __all__ = [
-    "EXPERT_KEYS",
     "ROLES",
     "Architecture",
     "MoEShape",
     "Role",
     "architectures",
     "find_architecture",
+    "is_separate",
+    "mixture_of",
     "unsupported",
 ]
-
-# Keys that only a mixture of experts has in its config, whatever the family.
-EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def _defined(name: str) -> list[Any]:
@@ -52,13 +51,8 @@ def find_architecture(config: Mapping[str, Any]) -> Architecture:
         InvalidInputError: the model is dense, or its family is not known or known not to fit.
     """
     model_type = config.get("model_type")
-    entry = config.get("quantization_config")
-    if isinstance(entry, Mapping) and "mixture" in entry:
-        raise InvalidInputError(
-            f"This model ({model_type}) is a mixture of its own feed-forward networks, as moetool upcycles families "
-            "that have no mixture-of-experts sibling. transformers and moetool's eval, inspect and `export --format "
-            "dense` take it; compression does not."
-        )
+    if mixture_of(config) is not None:
+        return own_mixture(config)
     by_type = {name: architecture for architecture in architectures() for name in architecture.model_types}
     if isinstance(model_type, str) and model_type in by_type:
         return by_type[model_type]

@@ -13,6 +13,9 @@ from moetool.errors import InvalidInputError
 Role = Literal["gate", "up", "down"]
 ROLES: tuple[Role, ...] = ("gate", "up", "down")
 
+# Keys that only a mixture of experts has in its config, whatever the family.
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
 # The two ways in which most families name one expert's matrices, relative to the MoE block.
 PROJECTIONS: Mapping[Role, str] = {
     "gate": "experts.{expert}.gate_proj.weight",

@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
-from moetool.architectures import ROLES, Architecture
+from moetool.architectures import ROLES, Architecture, mixture_of
 from moetool.architectures.dense import DenseArchitecture
 from moetool.calibration.disk_experts import DiskExperts
 from moetool.checkpoint.experts import ExpertReader
@@ -62,12 +62,12 @@ class StreamedModel:
         self.experts = ExpertReader(checkpoint, architecture) if isinstance(architecture, Architecture) else None
         self._experts_on_disk = experts_on_disk
         raw = copy.deepcopy(checkpoint.config)
-        entry = raw.pop("quantization_config", None)
+        raw.pop("quantization_config", None)
         self.config = AutoConfig.for_model(**raw)
         self.config._name_or_path = ""
         with torch.device("meta"):
             self.model: Any = AutoModelForCausalLM.from_config(self.config, dtype=dtype).eval().requires_grad_(False)
-            if isinstance(entry, dict) and "mixture" in entry:
+            if mixture_of(checkpoint.config) is not None:
                 insert_mixtures(self.model, checkpoint.config)
                 self.model.requires_grad_(False)
         self.layer_count = int(self.config.num_hidden_layers)

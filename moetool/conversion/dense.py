@@ -97,6 +97,12 @@ class DenseModel:
         """Whether there is a bias beside a matrix."""
         return self.architecture.bias_name(0, role) in self.checkpoint.tensors
 
+    @property
+    def is_fusable(self) -> bool:
+        """Whether its FFNs are gated and free of biases, as the experts of all mixture-of-experts families are."""
+        roles = self.architecture.roles
+        return "gate" in roles and not any(self.has_bias(role) for role in roles)
+
     def matrix(self, layer: int, role: Role) -> Tensor:
         """One matrix `[out, in]`, in the dtype it is stored in."""
         name = self.architecture.weight_name(layer, role)

@@ -28,6 +28,7 @@ class Unmerging:
         checkpoint: the mixture.
         experts: reads its experts; `None` where they are modules of the dense family (moetool's own mixture).
         architecture: the dense family to write.
+        native: whether the mixture is of another family, and has its norms.
         tensors: headers of the dense checkpoint that is wanted.
         layers: which of its layers are mixtures.
         expert: which expert to take; a whole copy where experts are pieces.
@@ -48,12 +49,14 @@ class Unmerging:
         layers: tuple[int, ...],
         *,
         expert: int,
+        native: bool = True,
         granularity: int = 1,
         down_scale: float = 1.0,
         dtype: torch.dtype | None = None,
     ) -> None:
         self._checkpoint, self._experts, self._dense = checkpoint, experts, architecture
         self._expert, self._granularity, self._down_scale = expert, granularity, down_scale
+        self._native = native
         ffn = {architecture.ffn_prefix(layer): layer for layer in layers}
         self._made: dict[str, Made] = {}
         for name, info in tensors.items():
@@ -74,7 +77,7 @@ class Unmerging:
         """What is not a feed-forward network that became a mixture."""
         there = self._checkpoint.tensors
         if name in there and there[name].shape == info.shape:
-            if self._experts is not None and self._dense.norm_offset and name.endswith("norm.weight"):
+            if self._native and self._dense.norm_offset and name.endswith("norm.weight"):
                 return there[name].dtype, [partial(self._shifted, name)]
             return there[name].dtype, [partial(self._checkpoint.blocks, name)]
         if self._dense.joined_qkv and name.endswith(self._dense.joined_qkv):

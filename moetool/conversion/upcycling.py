@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Role
+from moetool.architectures.own_mixture import FUSED, ROUTER, SHARED
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.writer import InParts, TensorSpec
 from moetool.conversion.dense import DenseModel
@@ -18,7 +19,6 @@ from moetool.conversion.router import default_std
 from moetool.conversion.targets import Target
 from moetool.conversion.targets.qwen2_moe import IDLE_WIDTH
 from moetool.errors import InvalidInputError
-from moetool.modules.mixture import ROUTER, SHARED
 from moetool.numerics.seeding import generator, uniform
 from moetool.representations.mixture import Mixture
 
@@ -215,7 +215,8 @@ class Upcycled:
 
     def _experts(self, layer: int) -> Iterator[Made]:
         mixture, dense, family = self.mixture, self.dense.architecture, self.target.architecture
-        own = {role: f"experts.{{expert}}.{name}" for role, name in dense.weights.items()}
+        separate: Mapping[Role, str] = {role: f"experts.{{expert}}.{name}" for role, name in dense.weights.items()}
+        own = FUSED if self.dense.is_fusable else separate
         prefix = dense.ffn_prefix(layer) if family is None else family.block_prefix(layer)
         scale = 0.5 if mixture.shared == "half" and family is not None else 1.0
         for template, roles in _by_name(own if family is None else family.weights).items():
@@ -232,7 +233,7 @@ class Upcycled:
         for role in dense.roles:
             if self.dense.has_bias(role):
                 for expert in range(mixture.experts):
-                    name = prefix + own[role].format(expert=expert).removesuffix("weight") + "bias"
+                    name = prefix + separate[role].format(expert=expert).removesuffix("weight") + "bias"
                     shape = (self._shape(role)[0],)
                     yield self._joined(name, shape, [partial(self.experts.bias, layer, expert, role)])
 

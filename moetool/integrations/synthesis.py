@@ -32,7 +32,10 @@ def synthesise(model: Any) -> Any:
     for name, module in modules:
         if isinstance(module, SharedBaseExperts):
             model.set_submodule(name, dense_experts(module))
-    if getattr(model.config, "quantization_config", None) is not None:
+    entry: Any = getattr(model.config, "quantization_config", None)
+    if getattr(entry, "mixture", None) is not None:
+        entry.layers = {}
+    elif entry is not None:
         del model.config.quantization_config
     return model
 

@@ -37,7 +37,7 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
         config = {**model.config.to_dict(), "quantization_config": self.quantization_config.to_dict()}
         if "mixture" in config["quantization_config"]:
             insert_mixtures(model, config)
-        else:
+        if config["quantization_config"].get("layers"):
             self._replace_experts(model, config)
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
 

@@ -1,12 +1,15 @@
 """Mixtures of a model's own feed-forward networks, for families that have no mixture-of-experts sibling.
 
-Experts are modules of the family's own class, so that activation, biases and dropout are its own. On disk they are
-`{ffn}.experts.{expert}.…`, the router `{ffn}.gate.weight`. Where the dense network had its first matrix there is a
-guard of one number, so that a loader that does not know moetool fails instead of filling the network at random.
+Gated networks without biases become fused experts as transformers has them, which makes everything that works on a
+mixture-of-experts family work on these: on disk `{ffn}.experts.gate_up_proj` and `{ffn}.experts.down_proj`. Others stay
+modules of the family's own class, `{ffn}.experts.{expert}.…`. The router is `{ffn}.gate.weight`. Where the dense
+network had its first matrix there is a guard of one number, so that a loader that does not know moetool fails instead
+of filling the network at random.
 """
 
 import copy
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,13 +20,52 @@ from moetool.architectures.dense import DenseArchitecture, find_dense_architectu
 from moetool.checkpoint.format import FORMAT_VERSION, METHOD
 from moetool.representations.mixture import Mixture
 
-ROUTER = "gate.weight"
-SHARED = "shared_expert."
 
-
-def mixture_entry(mixture: Mixture) -> dict[str, Any]:
+def mixture_entry(mixture: Mixture, *, fused: bool) -> dict[str, Any]:
     """The `quantization_config` of such a checkpoint: what `insert_mixtures` needs."""
-    return {"quant_method": METHOD, "format_version": FORMAT_VERSION, "mixture": mixture.to_config()}
+    described = {**mixture.to_config(), "fused": fused}
+    return {"quant_method": METHOD, "format_version": FORMAT_VERSION, "mixture": described}
+
+
+class GatedExperts(nn.Module):
+    """Experts of one layer in two tensors: `gate_up_proj [experts, 2·intermediate, hidden]` and `down_proj [experts,
+    hidden, intermediate]`."""
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        """`config` has `experts`, `hidden`, `intermediate` and `act_fn`; parameters are left as they come."""
+        super().__init__()
+        self.config = config
+        self.act_fn: Any = config.act_fn
+        self.num_experts, self.hidden_dim, self.intermediate_dim = config.experts, config.hidden, config.intermediate
+        self.gate_up_proj = nn.Parameter(torch.empty(config.experts, 2 * config.intermediate, config.hidden))
+        self.down_proj = nn.Parameter(torch.empty(config.experts, config.hidden, config.intermediate))
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`."""
+        result = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            tokens, slot = torch.where(top_k_index == expert)
+            activation = self._apply_gate(F.linear(hidden_states[tokens], self.gate_up_proj[expert]))
+            output = F.linear(activation, self.down_proj[expert]) * top_k_weights[tokens, slot, None]
+            result.index_add_(0, tokens, output.to(result.dtype))
+        return result
+
+
+class SeparateExperts(nn.ModuleList):
+    """Experts of one layer as so many modules of the dense network's class."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`."""
+        result = torch.zeros_like(hidden_states)
+        for index in top_k_index.unique().tolist():
+            tokens, slot = torch.where(top_k_index == index)
+            output = self[index](hidden_states[tokens]) * top_k_weights[tokens, slot, None]
+            result.index_add_(0, tokens, output.to(result.dtype))
+        return result
 
 
 class MixtureOfFFNs(nn.Module):
@@ -42,8 +84,17 @@ class MixtureOfFFNs(nn.Module):
         self.num_experts, self.top_k = int(described["experts"]), int(described["top_k"])
         self.shared: str = described["shared"]
         like = next(ffn.parameters())
-        piece = _narrowed(ffn, architecture, int(described["intermediate"]))
-        self.experts = nn.ModuleList(copy.deepcopy(piece) for _ in range(self.num_experts))
+        width = int(described["intermediate"])
+        self.experts: nn.Module
+        if described.get("fused"):
+            # What the family calls its activation function differs; it is the one module without parameters.
+            act_fn = getattr(ffn, "act_fn", None) or ffn.activation_fn
+            config = SimpleNamespace(experts=self.num_experts, hidden=hidden, intermediate=width, act_fn=act_fn)
+            with torch.device(like.device):
+                self.experts = GatedExperts(config).to(like.dtype)
+        else:
+            piece = _narrowed(ffn, architecture, width)
+            self.experts = SeparateExperts(copy.deepcopy(piece) for _ in range(self.num_experts))
         self.gate = nn.Linear(hidden, self.num_experts, bias=False, device=like.device, dtype=like.dtype)
         if self.shared != "none":
             self.shared_expert = copy.deepcopy(ffn)
@@ -66,12 +117,7 @@ class MixtureOfFFNs(nn.Module):
         """`[..., hidden]` → `[..., hidden]`."""
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         chosen, weights, largest = self.route(rows)
-        result = torch.zeros_like(rows)
-        for index, expert in enumerate(self.experts):
-            tokens, slot = torch.where(chosen == index)
-            if len(tokens):
-                weight = weights[tokens, slot, None].to(rows.dtype)
-                result.index_add_(0, tokens, (expert(rows[tokens]) * weight).to(result.dtype))
+        result = self.experts(rows, chosen, weights.to(rows.dtype))
         if self.shared != "none":
             share: Any = {"half": 0.5, "med": 1.0, "xft": (1 - largest).to(rows.dtype)}[self.shared]
             result = result + share * self.shared_expert(rows)

@@ -8,6 +8,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
+from moetool.architectures import mixture_of
 from moetool.calibration.collectors import LayerStatistics
 from moetool.checkpoint.files import copy_sidecars, patch_config, save_tensors, write_json
 from moetool.checkpoint.format import format_entry, moetool_entry
@@ -135,7 +136,9 @@ def write_model(
             if spec.name not in made:
                 yield spec.name, checkpoint.read(spec.name)
 
-    if entry is None:
+    if entry is None and (mixture := mixture_of(checkpoint.config)) is not None:
+        config = patch_config(checkpoint.config, quantization_config=format_entry({}, mixture=dict(mixture)))
+    elif entry is None:
         config = patch_config(checkpoint.config, remove=["quantization_config"])
     else:
         config = patch_config(checkpoint.config, quantization_config=dict(entry))

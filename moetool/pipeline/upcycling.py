@@ -267,7 +267,8 @@ class Upcycle(Stage[UpcycleOptions, DenseSource]):
 
         tokens, device = self._tokens(), job.device
         made = Checkpoint.open(job.output)
-        family = self.dense.architecture if self.target.architecture is None else find_architecture(made.config)
+        has_reader = self.target.architecture is not None or self.dense.is_fusable
+        family = find_architecture(made.config) if has_reader else self.dense.architecture
         with phase(job.progress, "Compare with the dense model", 2 * self.dense.layers):
             dense = proof.run(
                 StreamedModel(self.dense.checkpoint, self.dense.architecture, torch.float32, device),
@@ -292,7 +293,7 @@ class Upcycle(Stage[UpcycleOptions, DenseSource]):
 
     def verify(self, output: Path) -> dict[str, Any]:
         made = Checkpoint.open(output)
-        if self.target.architecture is not None:
+        if self.target.architecture is not None or self.dense.is_fusable:
             Source.of(made)
         return {"bytes_before": self.source.checkpoint.weight_bytes, "bytes_after": made.weight_bytes}
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from moetool.architectures import ROLES
+from moetool.architectures import ROLES, is_separate
 from moetool.checkpoint.manifest import file_digest, read_manifest
-from moetool.checkpoint.reader import MANIFEST
+from moetool.checkpoint.reader import MANIFEST, Checkpoint
 from moetool.checkpoint.writer import is_finite
 from moetool.errors import VerificationError
 from moetool.pipeline.job import Source, joined_names
@@ -30,13 +30,16 @@ def verify_checkpoint(
         VerificationError: something is wrong, named tensor by tensor.
     """
     progress = progress or Silent()
-    made = Source.open(path)
+    checkpoint = Checkpoint.open(path)
+    if is_separate(checkpoint.config) and against is None:
+        return _verify_alone(checkpoint, progress)
+    made = Source.of(checkpoint)
     original = Source.open(against) if against is not None else None
     problems: list[str] = []
     tensors = made.checkpoint.tensors
     if original is not None:
         problems += _same_model(made, original)
-    problems += _damaged_files(made)
+    problems += _damaged_files(checkpoint)
     with phase(progress, "Verify", len(tensors)):
         for name in tensors:
             tensor = made.checkpoint.read(name)
@@ -52,20 +55,36 @@ def verify_checkpoint(
     if original is not None and not problems:
         result["against"] = str(against)
         result["relative_error"] = _expert_errors(made, original, progress)
-    if problems:
-        more = f" … and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise VerificationError(f"{path}: " + "; ".join(problems[:5]) + more)
+    _raise_for(path, problems)
     return result
 
 
-def _damaged_files(made: Source) -> list[str]:
-    path = made.checkpoint.path
+def _verify_alone(checkpoint: Checkpoint, progress: Progress) -> dict[str, Any]:
+    """A checkpoint of which no more is known than its files."""
+    problems = _damaged_files(checkpoint)
+    with phase(progress, "Verify", len(checkpoint.tensors)):
+        for name in checkpoint.tensors:
+            if not is_finite(checkpoint.read(name)):
+                problems.append(f"{name} holds NaN or infinity")
+            progress.advance()
+    _raise_for(checkpoint.source, problems)
+    return {"path": checkpoint.source, "tensors": len(checkpoint.tensors), "bytes": checkpoint.weight_bytes}
+
+
+def _raise_for(path: str | Path, problems: list[str]) -> None:
+    if problems:
+        more = f" … and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise VerificationError(f"{path}: " + "; ".join(problems[:5]) + more)
+
+
+def _damaged_files(checkpoint: Checkpoint) -> list[str]:
+    path = checkpoint.path
     if not (path / MANIFEST).exists():
         return []
     digests = read_manifest(path).files
     return [
         f"{file.name} is not the file that was written (its SHA-256 differs from the one in {MANIFEST})"
-        for file in made.checkpoint.weight_files
+        for file in checkpoint.weight_files
         if file.name in digests and file_digest(file) != digests[file.name]
     ]
 

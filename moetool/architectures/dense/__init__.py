@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from moetool.architectures import EXPERT_KEYS
+from moetool.architectures.base import EXPERT_KEYS
 from moetool.architectures.dense.base import FEATURES, DenseArchitecture
 from moetool.errors import InvalidInputError
 

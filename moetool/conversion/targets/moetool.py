@@ -10,7 +10,7 @@ from moetool.representations.mixture import Mixture
 
 
 def _entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
-    return {"quantization_config": mixture_entry(mixture)}
+    return {"quantization_config": mixture_entry(mixture, fused=dense.is_fusable)}
 
 
 TARGET = Target(

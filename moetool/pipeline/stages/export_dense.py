@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from moetool.architectures import Architecture, find_architecture
+from moetool.architectures import Architecture, find_architecture, is_separate
 from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.files import patch_config
@@ -40,7 +40,7 @@ class UpcycledSource:
         record = None
         if (checkpoint.path / MANIFEST).exists():
             record = read_manifest(checkpoint.path).statistics.get("upcycled")
-        if record is not None and record["target"] == "moetool":
+        if record is not None and is_separate(checkpoint.config):
             return cls(checkpoint, find_dense_architecture(record["source_config"]), None, record)
         architecture = find_architecture(checkpoint.config)
         return cls(checkpoint, architecture, ExpertReader(checkpoint, architecture), record)
@@ -103,7 +103,8 @@ class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
             count, layers = int(mixture["experts"]) // granularity, tuple(mixture["layers"])
         if expert >= count:
             raise UsageError(f"--expert {expert}: there are experts 0 to {count - 1}.")
-        native_half = source.experts is not None and mixture.get("shared") == "half"
+        native = record.get("target") != "moetool"
+        native_half = native and mixture.get("shared") == "half"
         tensors = dict(dense.checkpoint.tensors)
         if "lm_head.weight" in source.checkpoint.tensors:
             tensors.setdefault("lm_head.weight", source.checkpoint.tensors["lm_head.weight"])
@@ -115,6 +116,7 @@ class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
             dict(sorted(tensors.items())),
             layers,
             expert=expert,
+            native=native,
             granularity=granularity,
             down_scale=0.5 if native_half else 1.0,
             dtype=original if original != source.dtype else None,
