@@ -18,19 +18,17 @@ class InputMoments:
         total: `[groups, hidden]` fp64 sums.
     """
 
-    def __init__(self, groups: int, hidden: int, *, second: bool = True) -> None:
-        """With `second` the second moments are kept, too: `[hidden, hidden]`."""
+    def __init__(self, groups: int, hidden: int) -> None:
         self.count = torch.zeros(groups, dtype=torch.float64)
         self.total = torch.zeros(groups, hidden, dtype=torch.float64)
-        self._gram = Gram(hidden, torch.device("cpu")) if second else None
+        self._gram = Gram(hidden)
 
     def add(self, group: int, inputs: Tensor) -> None:
         """Inputs `[..., hidden]` of one group."""
         rows = inputs.detach().reshape(-1, inputs.shape[-1]).cpu()
         self.count[group] += len(rows)
         self.total[group] += rows.sum(0, dtype=torch.float64)
-        if self._gram is not None:
-            self._gram.add(rows)
+        self._gram.add(rows)
 
     @property
     def means(self) -> Tensor:
@@ -45,7 +43,6 @@ class InputMoments:
     @property
     def covariance(self) -> Tensor:
         """`[hidden, hidden]` fp64, over all groups."""
-        assert self._gram is not None
         return self._gram.matrix() / self.count.sum().clamp_min(1) - torch.outer(self.mean, self.mean)
 
 

@@ -27,6 +27,26 @@ def centred(rows: Tensor, mean: Tensor) -> Tensor:
     return (rows.double() - torch.outer(rows.double() @ direction, direction)).to(rows.dtype)
 
 
+def decorrelated(rows: Tensor, covariance: Tensor) -> Tensor:
+    """Rows mixed among themselves, as little as can be, so that on inputs of that covariance `[hidden, hidden]` the logits
+    of all experts have the same variance and no correlation.
+
+    An expert whose logits vary more than others', or with another's, gets more or fewer tokens than its share. The mix
+    is Löwdin's symmetric one, `G^(-1/2) rows` with `G = rows C rowsᵀ`; the mean variance stays. Where there are so many
+    experts that their rows cannot be independent, only the variances are made equal.
+    """
+    wide = rows.double()
+    products = wide @ covariance @ wide.T
+    if 2 * len(rows) <= rows.shape[1]:
+        values, vectors = torch.linalg.eigh(products)
+        values = values.clamp_min(1e-9 * values[-1])
+        mix = vectors @ torch.diag(values.rsqrt()) @ vectors.T * values.mean().sqrt()
+    else:
+        variances = products.diagonal().clamp_min(1e-30)
+        mix = torch.diag((variances.mean() / variances).sqrt())
+    return (mix @ wide).to(rows.dtype)
+
+
 def centroid_router(centroids: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
     """A router whose row for each expert points from the mean input to that of the expert's own text.
 

@@ -104,7 +104,7 @@ class MixtureOfFFNs(nn.Module):
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Experts `[tokens, k]`, their weights `[tokens, k]` and the largest probability `[tokens, 1]`, fp32."""
-        probabilities = F.linear(rows, self.gate.weight).float().softmax(-1)
+        probabilities = self.gate(rows).float().softmax(-1)
         weights, chosen = probabilities.topk(self.top_k, dim=-1)
         largest = weights[:, :1]
         if self.shared == "xft":

@@ -19,7 +19,7 @@ from moetool.conversion.dense import DenseModel
 from moetool.conversion.experts import Experts
 from moetool.conversion.layers import parse_layers
 from moetool.conversion.lint import lint
-from moetool.conversion.router import centred, default_std, random_router
+from moetool.conversion.router import centred, decorrelated, default_std, random_router
 from moetool.conversion.sample import sample_tokens
 from moetool.conversion.targets import Target, choose_target
 from moetool.conversion.upcycling import Upcycled
@@ -53,8 +53,8 @@ class UpcycleOptions(RunOptions, TextOptions):
         None, gt=0, description="Standard deviation of the routers' weights [default: 1/√(3·hidden)]."
     )
     center_router: bool = Field(
-        False, description="Take the mean input of the calibration text out of the routers, so that no expert starts "
-        "without tokens."
+        False, description="Fit the routers to the calibration text: without its mean input, and with logits that vary "
+        "equally, so that no expert starts without tokens."
     )  # fmt: skip
     dtype: Literal["auto", "float32"] = Field("auto", description="To store weights in (auto: as the source has them).")
     proof: bool = Field(
@@ -186,7 +186,8 @@ class Upcycle(Stage[UpcycleOptions, DenseSource]):
     def _memory_bytes(self) -> int:
         runs = self.options.proof or self.measures
         cost = CalibrationCost(self.options.samples, self.options.sequence_length, 4)
-        return cost.dense_memory_bytes(self.dense, runs=runs, calibrated=self.measures)
+        moments = 4 * 8 * self.dense.hidden**2 if self.measures else 0
+        return cost.dense_memory_bytes(self.dense, runs=runs, calibrated=self.measures) + moments
 
     # Doing it.
 
@@ -218,33 +219,28 @@ class Upcycle(Stage[UpcycleOptions, DenseSource]):
 
     def routers(self, job: Job[DenseSource]) -> Callable[[int], Tensor]:
         """Gives the router of every layer, `[experts, hidden]`, pieces included."""
-        means = self._mean_inputs(job) if self.options.center_router else {}
+        copies = self._fitted_rows(job) if self.options.center_router else self.random_rows
+        return lambda layer: copies(layer).repeat_interleave(self.granularity, 0)
 
-        def rows(layer: int) -> Tensor:
-            fresh = self.random_rows(layer)
-            if layer in means:
-                fresh = centred(fresh, means[layer])
-            return fresh.repeat_interleave(self.granularity, 0)
-
-        return rows
-
-    def _mean_inputs(self, job: Job[DenseSource]) -> dict[int, Tensor]:
+    def _fitted_rows(self, job: Job[DenseSource]) -> Callable[[int], Tensor]:
+        """Fresh routers without a preference: fitted to the inputs that the FFNs have on the calibration text."""
         from moetool.conversion.inputs import InputMoments, watched_inputs
 
         calibrated = CalibratedJob(job, self.options)
         sweep, ffn = calibrated.sweep, self.dense.architecture.ffn
 
         def file(layer: int) -> Path:
-            return job.work / f"inputs-{layer:05d}.safetensors"
+            return job.work / f"router-{layer:05d}.safetensors"
 
         def visit(index: int, layer: torch.nn.Module) -> None:
-            moments = InputMoments(1, self.dense.hidden, second=False)
+            moments = InputMoments(1, self.dense.hidden)
             with watched_inputs(layer.get_submodule(ffn), lambda inputs: moments.add(0, inputs)):
                 sweep.forward(index, layer)
-            save_tensors(file(index), {"mean": moments.mean})
+            rows = decorrelated(centred(self.random_rows(index), moments.mean), moments.covariance)
+            save_tensors(file(index), {"rows": rows})
 
         calibrated.forward_visiting(visit, self.mixture.layers)
-        return {layer: load_file(file(layer))["mean"] for layer in self.mixture.layers}
+        return lambda layer: load_file(file(layer))["rows"]
 
     # Evidence.
 

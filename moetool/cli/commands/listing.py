@@ -7,12 +7,13 @@ import typer
 import yaml
 
 from moetool.architectures import architectures
+from moetool.architectures.dense import FEATURES, dense_architectures
 from moetool.cli.app import COMMANDS
 from moetool.cli.commands.stage import CHOICES
 from moetool.cli.display import print_json, print_table
 from moetool.cli.generate import make_command
 
-What = Literal["methods", "architectures", "recipes", "representations"]
+What = Literal["methods", "architectures", "dense-architectures", "targets", "recipes", "representations"]
 
 
 def build(name: str, arguments: list[str]) -> Any:
@@ -22,7 +23,14 @@ def build(name: str, arguments: list[str]) -> Any:
         what: Annotated[What, typer.Argument(help="What to list.")] = "methods",
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
     ) -> None:
-        rows = {"methods": _methods, "architectures": _architectures, "recipes": _recipes}.get(what, _representations)()
+        rows = {
+            "methods": _methods,
+            "architectures": _architectures,
+            "dense-architectures": _dense_architectures,
+            "targets": _targets,
+            "recipes": _recipes,
+            "representations": _representations,
+        }[what]()
         if json:
             print_json({what: [dict(row) for row in rows]})
         elif rows:
@@ -48,6 +56,30 @@ def _architectures() -> list[dict[str, str]]:
     return [
         {"architecture": entry.name, "model types": ", ".join(entry.model_types), "router": entry.router_rule}
         for entry in architectures()
+    ]
+
+
+def _dense_architectures() -> list[dict[str, str]]:
+    return [
+        {
+            "architecture": entry.name,
+            "model types": ", ".join(entry.model_types),
+            "beyond a Llama": "; ".join(f"{name}: {FEATURES[name]}" for name in entry.features) or "nothing",
+        }
+        for entry in dense_architectures()
+    ]
+
+
+def _targets() -> list[dict[str, str]]:
+    from moetool.conversion.targets import targets
+
+    return [
+        {
+            "target": target.name,
+            "expresses": "everything" if target.architecture is None else ", ".join(sorted(target.expresses)),
+            "needs": ", ".join(sorted(target.needs)) or "nothing",
+        }
+        for target in targets().values()
     ]
 
 
