@@ -51,6 +51,19 @@ DENSE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {**GATED, "head_dim": 16}),
     "olmo2": ("olmo2", GATED),
     "phi3": ("phi3", {**GATED, "sliding_window": None}),
+    "phi3-longrope": (
+        "phi3",
+        {
+            **GATED,
+            "sliding_window": None,
+            "original_max_position_embeddings": 32,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [2.0, 2.5, 3.0, 4.0],
+            },
+        },
+    ),
     "gemma": ("gemma", {**GATED, "head_dim": 8, "tie_word_embeddings": True}),
     "gemma2": ("gemma2", {**GATED, "head_dim": 8, "tie_word_embeddings": True, "sliding_window": 8}),
     "granite": ("granite", {**GATED, **MULTIPLIERS}),

@@ -258,6 +258,24 @@ class Upcycle(Stage[UpcycleOptions, DenseSource]):
 
     def _prove(self, job: Job[DenseSource]) -> dict[str, Any]:
         """Both models on the same tokens, in fp32. Leaves nothing that loads if the result is wrong."""
+        from moetool.conversion import proof
+
+        try:
+            found = self._compared(job)
+            error = found["relative_logit_error"]
+            if not error < float("inf") or (self.preserves and error > proof.TOLERANCE):
+                raise VerificationError(
+                    f"The mixture's logits differ from the dense model's by {error:.2g} of their size, more than "
+                    f"{proof.TOLERANCE:g}: {self.target.name} does not compute what this model computes. "
+                    f"{job.output} was left without {CONFIG}, so that nothing loads it."
+                )
+        except BaseException:
+            for name in (CONFIG, INDEX):
+                (job.output / name).unlink(missing_ok=True)
+            raise
+        return {**found, "preserves": self.preserves}
+
+    def _compared(self, job: Job[DenseSource]) -> dict[str, Any]:
         from moetool.calibration.streaming import StreamedModel
         from moetool.conversion import proof
 
@@ -274,18 +292,7 @@ class Upcycle(Stage[UpcycleOptions, DenseSource]):
             mixture = proof.run(
                 StreamedModel(made, family, torch.float32, device, experts_on_disk=True), tokens, job.progress.advance
             )
-        found = proof.compare(dense, mixture, tokens)
-        error = found["relative_logit_error"]
-        found["preserves"] = self.preserves
-        if not error < float("inf") or (self.preserves and error > proof.TOLERANCE):
-            for name in (CONFIG, INDEX):
-                (job.output / name).unlink(missing_ok=True)
-            raise VerificationError(
-                f"The mixture's logits differ from the dense model's by {error:.2g} of their size, more than "
-                f"{proof.TOLERANCE:g}: {self.target.name} does not compute what this model computes. "
-                f"{job.output} was left without {CONFIG}, so that nothing loads it."
-            )
-        return found
+        return proof.compare(dense, mixture, tokens)
 
     def verify(self, output: Path) -> dict[str, Any]:
         made = Checkpoint.open(output)

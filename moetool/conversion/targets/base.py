@@ -64,8 +64,9 @@ def positions(dense: DenseModel) -> dict[str, Any]:
 def common(dense: DenseModel) -> dict[str, Any]:
     """What every family calls the same, written out: families differ in their defaults."""
     config = dense.config
-    entries = {
+    return {
         "hidden_size": dense.hidden,
+        "head_dim": dense.head_dim,
         "num_hidden_layers": dense.layers,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
@@ -82,6 +83,3 @@ def common(dense: DenseModel) -> dict[str, Any]:
         "output_router_logits": False,
         **positions(dense),
     }
-    if dense.head_dim * config.num_attention_heads != dense.hidden or "head_dim" in dense.checkpoint.config:
-        entries["head_dim"] = dense.head_dim
-    return entries
