@@ -8,14 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from dense_families import DENSE_FAMILIES
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from upcycled import open_dense, save_dense, upcycled, write_upcycled
 
 from moetool.architectures import MoEShape, find_architecture
+from moetool.architectures.dense import find_dense_architecture
+from moetool.calibration.disk_experts import DiskExperts
 from moetool.calibration.streaming import StreamedModel
 from moetool.calibration.sweep import Sweep
+from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
+from moetool.conversion.experts import PartlyRedrawn
 from moetool.errors import InvalidInputError
 from moetool.integrations.quiet import quiet
 from moetool.representations.dense import Dense
@@ -282,3 +288,125 @@ def test_ticks_are_batches(tiny_mixtral: Path, windows: Tensor, tmp_path: Path) 
     sweep.batch_size = 2
     sweep.embed()
     assert len(ticks) == sweep.batch_count == 3
+
+
+# Dense models.
+
+
+def stream_dense(path: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:
+    checkpoint = Checkpoint.open(path)
+    architecture = find_dense_architecture({**checkpoint.config, "quantization_config": None})
+    return StreamedModel(checkpoint, architecture, dtype, CPU)
+
+
+def through(model: StreamedModel, tokens: Tensor) -> Tensor:
+    """Logits without a sweep: embed, every layer, head."""
+    with torch.no_grad():
+        hidden = model.embed(tokens)
+        for index in range(model.layer_count):
+            with model.layer(index) as layer:
+                hidden = model.run_layer(index, layer, hidden)
+        return model.head(tokens, hidden)
+
+
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
+def test_dense_families_give_the_logits_of_the_whole_model(family: str, windows: Tensor, tmp_path: Path) -> None:
+    path = save_dense(tmp_path / "dense", family)
+    with torch.no_grad():
+        expected = whole(path)(input_ids=windows, use_cache=False).logits
+    model = stream_dense(path)
+    assert model.experts is None
+    assert (model.layer_count, model.hidden_size) == (3, 32)
+    exact(through(model, windows), expected)
+    assert meta(model.layers) == {"meta"}
+
+
+@pytest.mark.parametrize("family", ["gemma", "phi3", "gpt_neox"])
+def test_dense_bf16_is_computed_in_fp32(family: str, windows: Tensor, tmp_path: Path) -> None:
+    path = save_dense(tmp_path / "dense", family, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = whole(path)(input_ids=windows, use_cache=False).logits
+    exact(through(stream_dense(path), windows), expected)
+
+
+def test_a_missing_tensor_of_a_dense_model_is_named(tmp_path: Path) -> None:
+    source = save_dense(tmp_path / "dense", "phi")
+    name = "model.layers.1.mlp.fc1.bias"
+    path = changed(source, tmp_path / "model", lambda stored: stored.pop(name))
+    with pytest.raises(InvalidInputError, match=r"no tensor for model\.layers\.1\.mlp\.fc1\.bias \(1 missing"):
+        stream_dense(path)
+
+
+@pytest.mark.parametrize("family", ["phi", "gemma2", "llama-mlp-bias"])
+def test_mixtures_of_our_own_give_the_logits_of_the_whole_model(family: str, windows: Tensor, tmp_path: Path) -> None:
+    dense = open_dense(save_dense(tmp_path / "dense", family))
+    different = PartlyRedrawn(dense, 0.5, seed=0)
+    path = write_upcycled(tmp_path / "made", upcycled(dense, "moetool", experts=different, shared="half", layers=(1,)))
+    with torch.no_grad():
+        expected = whole(path)(input_ids=windows, use_cache=False).logits
+    found = through(stream_dense(path), windows)
+    exact(found, expected)
+    assert (found - through(stream_dense(tmp_path / "dense"), windows)).norm() > 0.01 * expected.norm()
+
+
+# Experts that stay on disk.
+
+
+def stream_from_disk(path: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:
+    checkpoint = Checkpoint.open(path)
+    return StreamedModel(checkpoint, find_architecture(checkpoint.config), dtype, CPU, experts_on_disk=True)
+
+
+@pytest.mark.parametrize("target", ["mixtral", "granitemoe", "granitemoeshared", "qwen2_moe", "qwen3_moe", "flex_olmo"])
+def test_experts_on_disk_are_those_in_memory(target: str, windows: Tensor, tmp_path: Path) -> None:
+    family = {"qwen3_moe": "qwen3", "flex_olmo": "olmo2"}.get(target, "llama")
+    dense = open_dense(save_dense(tmp_path / "dense", family))
+    shared = "half" if target == "granitemoeshared" else "none"
+    made = upcycled(dense, target, experts=PartlyRedrawn(dense, 0.5, seed=0), shared=shared)
+    path = write_upcycled(tmp_path / "made", made)
+    with torch.no_grad():
+        expected = whole(path)(input_ids=windows, use_cache=False).logits
+    exact(through(stream_from_disk(path), windows), expected)
+    exact(through(stream(path), windows), expected)
+
+
+def test_experts_on_disk_are_never_in_memory_together(tiny_mixtral: Path) -> None:
+    model = stream_from_disk(tiny_mixtral)
+    experts = model.layers[1].mlp.experts
+    with model.layer(1) as layer:
+        assert meta([experts]) == {"meta"}
+        assert meta(child for child in layer.modules() if child is not experts and not list(child.children())) == {
+            "cpu"
+        }
+        assert isinstance(experts.forward, DiskExperts)
+    assert not isinstance(experts.forward, DiskExperts)
+    with pytest.raises(ZeroDivisionError), model.layer(1):
+        raise ZeroDivisionError
+    assert not isinstance(experts.forward, DiskExperts)
+
+
+def test_a_compressed_checkpoint_runs_from_disk_too(
+    tiny_mixtral: Path, make_compressed: Callable[..., Path], windows: Tensor, tmp_path: Path
+) -> None:
+    compressed = make_compressed(tiny_mixtral, tmp_path / "compressed", LAYOUTS)
+    exact(through(stream_from_disk(compressed), windows), through(stream(compressed), windows))
+
+
+def test_disk_experts_count_tokens_and_weights(tiny_mixtral: Path, make_mixtral: Any) -> None:
+    """Against transformers' own experts, over several calls; an expert without tokens is not read."""
+    checkpoint = Checkpoint.open(tiny_mixtral)
+    reader = ExpertReader(checkpoint, find_architecture(checkpoint.config))
+    native = make_mixtral().model.layers[1].mlp.experts
+    disk = DiskExperts(native, reader, 1, torch.float32, CPU)
+    asked: list[int] = []
+    read = reader.dense
+    reader.dense = lambda layer, expert, role: (asked.append(expert), read(layer, expert, role))[1]  # type: ignore
+    rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    chosen = torch.tensor([[0, 3], [3, 0], [0, 1], [1, 0]])
+    weights = torch.tensor([[0.5, 0.5], [0.25, 0.75], [1.0, 0.0], [0.125, 0.5]])
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(disk(rows, chosen, weights), native(rows, chosen, weights), rtol=1e-5, atol=1e-6)
+    assert disk.tokens.tolist() == [8, 4, 0, 4]
+    assert disk.mass.tolist() == [5.5, 0.25, 0.0, 1.5]
+    assert set(asked) == {0, 1, 3}

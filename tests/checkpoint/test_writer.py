@@ -6,6 +6,7 @@ import os
 import shutil
 from collections import namedtuple
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from moetool.checkpoint import writer as writer_module
 from moetool.checkpoint.header import DTYPES
 from moetool.checkpoint.reader import Checkpoint
-from moetool.checkpoint.writer import CheckpointWriter, TensorSpec, is_finite, shard_nbytes
+from moetool.checkpoint.writer import CheckpointWriter, InParts, TensorSpec, is_finite, shard_nbytes
 from moetool.errors import ResourceError, VerificationError
 
 INDEX = "model.safetensors.index.json"
@@ -328,3 +329,87 @@ def test_stale_index_beside_a_single_file(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text("{}")
     with pytest.raises(VerificationError, match="index"):
         writer.finish()
+
+
+def parts_of(tensor: Tensor, *cuts: int) -> InParts:
+    """A tensor as parts of other shapes than its own rows."""
+    bounds = [0, *cuts, tensor.numel()]
+    pieces = (tensor.flatten()[start:stop] for start, stop in pairwise(bounds))
+    return InParts(tensor.dtype, tuple(tensor.shape), pieces)
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (2, 2, 5), (0, 6)])
+def test_a_tensor_in_parts_gives_the_same_bytes(
+    tmp_path: Path, cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "PIECE_BYTES", 8)
+    save_file(small(), tmp_path / "reference", {"format": "pt"})
+    tensors = {**small(), "w": parts_of(small()["w"], *cuts)}
+    file = CheckpointWriter(tmp_path / "out", [specs(small())]).write_shard(0, tensors.items())
+    assert file.read_bytes() == (tmp_path / "reference").read_bytes()
+
+
+def test_parts_may_have_any_shape_and_be_strided(tmp_path: Path) -> None:
+    whole = torch.arange(24.0).view(4, 6)
+    parts = [whole[0], whole[1:3].T.contiguous().T, whole[3:]]
+    writer = CheckpointWriter(tmp_path, [specs({"w": whole})])
+    writer.write_shard(0, [("w", InParts(torch.float32, (4, 6), parts))])
+    with safe_open(tmp_path / "model.safetensors", "pt") as written:
+        assert written.get_tensor("w").equal(whole)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([torch.zeros(5)], r"w came in parts of 20 bytes, not 24; model\.safetensors was not written"),
+        ([torch.zeros(2, 3), torch.zeros(1)], "w came in parts of 28 bytes, not 24"),
+        ([torch.zeros(9)], "w came in parts of 36 bytes, not 24"),
+        ([torch.zeros(2, 3, dtype=torch.float64)], "w came in parts of 48 bytes, not 24"),
+        ([torch.zeros(3), torch.tensor([0.0, torch.nan, 0.0])], "Tensor w holds NaN or infinity"),
+    ],
+)
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_parts_that_are_not_the_whole_leave_no_file(
+    tmp_path: Path, parts: list[Tensor], message: str, position: int
+) -> None:
+    """Also where the bytes too many could pass for the next tensor's, or what is missing comes last."""
+    others = [(name, tensor) for name, tensor in small().items() if name != "w"]
+    others.insert(position, ("w", InParts(torch.float32, (2, 3), parts)))
+    with pytest.raises(VerificationError, match=message):
+        CheckpointWriter(tmp_path, [specs(small())]).write_shard(0, others)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "message"),
+    [
+        (torch.float64, (2, 3), r"w is torch.float64 \[2, 3\]; planned was torch.float32 \[2, 3\]"),
+        (torch.float32, (3, 2), r"w is torch.float32 \[3, 2\]; planned"),
+    ],
+)
+def test_parts_of_another_plan(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...], message: str) -> None:
+    def untouched() -> Iterator[Tensor]:
+        raise AssertionError("no part is made of a tensor that is not planned")
+        yield
+
+    with pytest.raises(VerificationError, match=message):
+        CheckpointWriter(tmp_path, [specs(small())]).write_shard(0, [("w", InParts(dtype, shape, untouched()))])
+    assert names(tmp_path) == []
+
+
+def test_one_part_in_memory_at_a_time(tmp_path: Path) -> None:
+    import weakref
+
+    alive: list[weakref.ref[Tensor]] = []
+
+    def lazily() -> Iterator[Tensor]:
+        for _ in range(3):
+            part = torch.ones(5)
+            alive.append(weakref.ref(part))
+            yield part
+            del part
+            assert sum(ref() is not None for ref in alive) <= 1
+
+    writer = CheckpointWriter(tmp_path, [[TensorSpec("a", torch.float32, (3, 5))]])
+    writer.write_shard(0, [("a", InParts(torch.float32, (3, 5), lazily()))])
+    assert len(alive) == 3

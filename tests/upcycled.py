@@ -1,0 +1,103 @@
+"""Dense checkpoints of every family, and mixtures made of them: the conversions' own tensors, written to one file."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from dense_families import build_dense
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.writer import CheckpointWriter
+from moetool.conversion.dense import DenseModel
+from moetool.conversion.experts import Copies, Experts
+from moetool.conversion.router import default_std, random_router
+from moetool.conversion.targets import choose_target
+from moetool.conversion.upcycling import Made, Upcycled
+from moetool.integrations.quiet import quiet
+from moetool.representations.mixture import Mixture, Shared
+
+EXPERTS, TOP_K = 4, 2
+
+
+def save_dense(path: Path, family: str, **options: Any) -> Path:
+    """A checkpoint of `build_dense(family, **options)`; returns the path."""
+    with quiet():
+        build_dense(family, **options).save_pretrained(path)
+    return path
+
+
+def open_dense(path: Path) -> DenseModel:
+    return DenseModel(Checkpoint.open(path))
+
+
+def upcycled(
+    dense: DenseModel,
+    target: str = "auto",
+    *,
+    experts: Experts | None = None,
+    shared: Shared = "none",
+    layers: tuple[int, ...] | None = None,
+    granularity: int = 1,
+    router: Callable[[int], Tensor] | None = None,
+    rest: Sequence[DenseModel] = (),
+    dtype: torch.dtype | None = None,
+) -> Upcycled:
+    """Copies of the FFN, two of four per token, in every layer, unless something else is said."""
+    mixture = Mixture(
+        experts=EXPERTS * granularity,
+        top_k=TOP_K * granularity,
+        intermediate=dense.intermediate // granularity,
+        layers=tuple(range(dense.layers)) if layers is None else layers,
+        of=dense.layers,
+        shared=shared,
+    )
+
+    def rows(layer: int) -> Tensor:
+        fresh = random_router(EXPERTS, dense.hidden, 8 * default_std(dense.hidden), 0, layer)
+        return fresh.repeat_interleave(granularity, 0)
+
+    return Upcycled(
+        dense=dense,
+        target=choose_target(target, (*dense.features, *mixture.features)),
+        mixture=mixture,
+        experts=experts or Copies(dense),
+        router=router or rows,
+        rest=rest or [dense],
+        dtype=dtype,
+        seed=0,
+    )
+
+
+def write_made(path: Path, made: Sequence[Made], config: dict[str, Any]) -> Path:
+    """Tensors and a config as a checkpoint in one file; returns the path."""
+    path.mkdir(parents=True)
+    writer = CheckpointWriter(path, [[one.spec for one in made]])
+    writer.write_shard(0, ((one.spec.name, one.make()) for one in made))
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def write_upcycled(path: Path, model: Upcycled) -> Path:
+    return write_made(path, [one for _, unit in model.units() for one in unit], model.config())
+
+
+def load(path: Path, auto: Any = AutoModelForCausalLM, **options: Any) -> Any:
+    with quiet():
+        return auto.from_pretrained(path, **options).eval()
+
+
+def prompt(rows: int = 2, length: int = 24) -> Tensor:
+    return torch.randint(1, 288, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model: Any, tokens: Tensor | None = None) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=prompt() if tokens is None else tokens, use_cache=False).logits.float()
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).double().norm() / expected.double().norm()).item()
