@@ -1,11 +1,12 @@
 """What the tests of the command line do to checkpoints: copy, damage, compare, run."""
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,44 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The model, as a user of transformers gets it."""
     with quiet():
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+
+
+def load_whole(path: Path) -> Any:
+    """The same in fp32, with every weight of the files in its place, and no weight that is not in the files."""
+    with quiet():
+        model, told = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    assert not {kind: told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if told[kind]}
+    return model.eval()
+
+
+def tensors_of(directory: Path) -> dict[str, Tensor]:
+    """Every tensor of all weight files."""
+    return {
+        name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """‖found − expected‖ / ‖expected‖."""
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@contextlib.contextmanager
+def ffn_inputs(model: Any, ffn: str) -> Iterator[dict[int, list[Tensor]]]:
+    """What the feed-forward networks of a dense model are given for the time of a `with` block, by layer, as rows
+    `[tokens, hidden]`; `ffn` is the path of one, with `{layer}`."""
+    seen: dict[int, list[Tensor]] = {layer: [] for layer in range(model.config.num_hidden_layers)}
+    handles = [
+        model.get_submodule(ffn.format(layer=layer)).register_forward_pre_hook(
+            lambda _, inputs, layer=layer: seen[layer].append(inputs[0].detach().flatten(0, -2))
+        )
+        for layer in seen
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @torch.inference_mode()

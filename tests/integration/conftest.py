@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import CrashDriver
+from dense_families import build_dense
 
 RunCli = Callable[..., Any]
 Options = tuple[object, ...]
@@ -14,7 +16,7 @@ Options = tuple[object, ...]
 
 @dataclass(frozen=True)
 class Compressed:
-    """A checkpoint that `moetool compress --json` has written, and what it said. Read-only."""
+    """A checkpoint that `moetool compress --json` (or `upcycle`) has written, and what it said. Read-only."""
 
     path: Path
     told: dict[str, Any]
@@ -39,6 +41,38 @@ def compress(run_cli: RunCli, calibration: Options, tmp_path_factory: pytest.Tem
         if (source, *options) not in made:
             output = tmp_path_factory.mktemp("compressed") / "model"
             result = run_cli("compress", source, output, *calibration, *options, "--json")
+            assert result.code == 0, result.stderr
+            made[source, *options] = Compressed(output, result.json, result.stderr)
+        return made[source, *options]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def dense(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`dense("llama", seed=0, dtype=torch.float32, **config)`: a saved model of a dense family, with tokenizer files,
+    made once per session for the same arguments. Read-only: copy it to change it."""
+    made: dict[str, Path] = {}
+
+    def make(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
+        key = repr((family, seed, dtype, sorted(overrides.items())))
+        if key not in made:
+            model = build_dense(family, seed, dtype, **overrides)
+            made[key] = save_model(model, tmp_path_factory.mktemp("dense") / f"{family}-{seed}")
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def upcycle(run_cli: RunCli, tmp_path_factory: pytest.TempPathFactory) -> Compress:
+    """`upcycle(source, *options)`: the result of `moetool upcycle`, made once per session for the same arguments."""
+    made: dict[Options, Compressed] = {}
+
+    def make(source: Path, *options: object) -> Compressed:
+        if (source, *options) not in made:
+            output = tmp_path_factory.mktemp("upcycled") / "model"
+            result = run_cli("upcycle", source, output, *options, "--json")
             assert result.code == 0, result.stderr
             made[source, *options] = Compressed(output, result.json, result.stderr)
         return made[source, *options]
