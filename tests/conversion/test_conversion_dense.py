@@ -27,6 +27,7 @@ FEATURES_OF = {
     "qwen3": ("head_norm", "head_dim"),
     "olmo2": ("query_norm",),
     "phi3": (),
+    "phi3-longrope": (),
     "gemma": ("scaled_embedding",),
     "gemma2": ("scaled_embedding", "sandwich_norm", "mixed_attention"),
     "granite": ("multipliers",),

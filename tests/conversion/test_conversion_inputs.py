@@ -30,19 +30,10 @@ def test_moments_are_those_of_all_rows_together() -> None:
     torch.testing.assert_close(moments.covariance, rows.T.cov(correction=0), rtol=1e-10, atol=1e-12)
 
 
-def test_without_second_moments_the_first_are_the_same() -> None:
-    both, first = InputMoments(1, 8), InputMoments(1, 8, second=False)
-    for moments in (both, first):
-        moments.add(0, inputs(4, 8))
-    assert first.mean.equal(both.mean)
-    with pytest.raises(AssertionError):
-        _ = first.covariance
-
-
 def test_sums_are_exact_in_half_precision() -> None:
     """In steps of one, fp16 counts to 2,048 and bf16 to 256."""
     for dtype in (torch.float16, torch.bfloat16):
-        moments = InputMoments(1, 4, second=False)
+        moments = InputMoments(1, 4)
         moments.add(0, torch.ones(8192, 4, dtype=dtype))
         assert moments.total.tolist() == [[8192.0] * 4]
 

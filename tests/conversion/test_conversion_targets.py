@@ -23,7 +23,7 @@ CHOICES: dict[str, tuple[tuple[str, ...], str, str, str]] = {
     "olmo2": (("flex_olmo",), "moetool", "moetool", "moetool"),
     "gemma": (("granitemoe",), "granitemoeshared", "moetool", "moetool"),
 }
-CHOICES |= dict.fromkeys(("llama-rope-scaled", "llama-wide-heads", "phi3"), CHOICES["llama"])
+CHOICES |= dict.fromkeys(("llama-rope-scaled", "llama-wide-heads", "phi3", "phi3-longrope"), CHOICES["llama"])
 CHOICES |= {"granite": CHOICES["gemma"]}
 ONLY_OWN = ((), "moetool", "moetool", "moetool")
 
@@ -140,4 +140,11 @@ def test_our_own_module_keeps_the_config(tmp_path: Path) -> None:
     entry = found.pop("quantization_config")
     assert found == dense.checkpoint.config
     assert entry["quant_method"] == "moetool"
-    assert entry["mixture"] == {"experts": 4, "top_k": 2, "intermediate": 64, "layers": [0, 2], "shared": "xft"}
+    assert entry["mixture"] == {
+        "experts": 4,
+        "top_k": 2,
+        "intermediate": 64,
+        "layers": [0, 2],
+        "shared": "xft",
+        "fused": False,
+    }
