@@ -107,6 +107,15 @@ def test_every_expert_layer_and_seed_has_other_channels_and_other_numbers() -> N
     assert not any(one.equal(other) for i, one in enumerate(drawn) for other in drawn[:i])
 
 
+def test_gate_up_and_down_are_drawn_independently() -> None:
+    dense = OneFFN(width=2000)
+    whole = PartlyRedrawn(dense, 1.0, seed=0)
+    drawn = torch.stack([whole.matrix(0, 0, role).flatten() for role in ROLES])
+    assert torch.corrcoef(drawn).triu(1).abs().max() < 0.05
+    biases = torch.stack([whole.bias(0, 0, role) for role in ("gate", "up")])
+    assert torch.corrcoef(biases)[0, 1].abs() < 0.1
+
+
 def test_what_is_redrawn_does_not_depend_on_what_was_asked_for_before() -> None:
     one, other = PartlyRedrawn(OneFFN(), 0.5, seed=0), PartlyRedrawn(OneFFN(), 0.5, seed=0)
     other.matrix(0, 3, "down")

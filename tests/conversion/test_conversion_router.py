@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moetool.conversion.router import centred, centroid_router, default_std, random_router
+from moetool.conversion.router import centred, centroid_router, decorrelated, default_std, random_router
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -80,3 +80,33 @@ def test_two_centroids_give_opposite_rows_along_their_difference() -> None:
 def test_texts_that_do_not_differ_give_finite_rows() -> None:
     router = centroid_router(torch.ones(2, 8).double(), torch.ones(8).double(), torch.eye(8).double())
     assert router.isfinite().all()
+
+
+def spread(hidden: int) -> Tensor:
+    """A covariance with some large and some small directions."""
+    basis = torch.linalg.qr(normal(hidden, hidden, seed=7)).Q
+    return basis @ torch.diag(10.0 ** torch.linspace(-2, 1, hidden, dtype=torch.float64)) @ basis.T
+
+
+def test_decorrelated_logits_vary_equally_and_independently() -> None:
+    covariance, rows = spread(24), normal(6, 24)
+    found = decorrelated(rows, covariance)
+    before, after = rows @ covariance @ rows.T, found @ covariance @ found.T
+    variance = before.diagonal().mean()
+    torch.testing.assert_close(after, variance * torch.eye(6).double(), rtol=1e-9, atol=1e-9)
+    # They are only mixed among themselves: what all were blind to, they are blind to.
+    assert torch.linalg.matrix_rank(torch.cat([rows, found])) == 6
+    # As little as can be: the mix is symmetric and positive, and of what is independent already there is none.
+    mix = torch.linalg.lstsq(rows.T, found.T).solution.T
+    torch.testing.assert_close(mix, mix.T, rtol=1e-9, atol=1e-9)
+    assert torch.linalg.eigvalsh(mix).min() > 0
+    torch.testing.assert_close(decorrelated(found, covariance), found, rtol=1e-9, atol=1e-9)
+
+
+def test_rows_that_cannot_be_independent_only_vary_equally() -> None:
+    covariance, rows = spread(8), normal(20, 8)
+    found = decorrelated(rows, covariance)
+    before, after = ((one @ covariance @ one.T).diagonal() for one in (rows, found))
+    torch.testing.assert_close(after, before.mean().expand(20), rtol=1e-9, atol=0)
+    torch.testing.assert_close(torch.cosine_similarity(found, rows), torch.ones(20).double(), rtol=1e-12, atol=0)
+    assert decorrelated(rows.float(), covariance).dtype == torch.float32
