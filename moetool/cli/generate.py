@@ -116,6 +116,9 @@ def _explain(model: type[BaseModel], problem: Any) -> str:
     if not problem["loc"]:
         return str(message)
     name = str(problem["loc"][0])
+    if len(problem["loc"]) > 1:
+        place = name + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"][1:])
+        return f"{place}: {'no such entry' if problem['type'] == 'extra_forbidden' else message}"
     if problem["type"] == "extra_forbidden":
         return f"no such option '{name}'; there are {', '.join(model.model_fields)}"
     flag = "--" + name.replace("_", "-")

@@ -59,7 +59,8 @@ class DenseModel:
         try:
             return AutoConfig.for_model(**raw)
         except Exception as error:  # whatever its validation raises; the classes differ between versions
-            raise InvalidInputError(f"transformers cannot read {self.checkpoint.path}/config.json: {error}") from error
+            reason = " ".join(str(error).split())[:300]
+            raise InvalidInputError(f"transformers cannot read {self.checkpoint.path}/config.json: {reason}") from error
 
     @property
     def dtype(self) -> torch.dtype:

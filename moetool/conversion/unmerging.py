@@ -82,9 +82,11 @@ class Unmerging:
             return there[name].dtype, [partial(self._checkpoint.blocks, name)]
         if self._dense.joined_qkv and name.endswith(self._dense.joined_qkv):
             apart = [name.replace("qkv_proj", projection) for projection in _QKV]
-        else:
+        elif "gate_up_proj" in name:
             apart = [name.replace("gate_up_proj", f"{role}_proj") for role in ("gate", "up")]
-        if not all(part in there for part in apart):
+        else:
+            apart = []
+        if not apart or not all(part in there for part in apart):
             raise InvalidInputError(
                 f"{self._checkpoint.path} has no tensor {name} of shape {list(info.shape)}: it does not hold this "
                 "dense model."

@@ -208,6 +208,9 @@ class Upcycled:
     def _averaged(self, layer: int, role: Role) -> Tensor:
         return _mean([model.matrix(layer, role) for model in self.rest])
 
+    def _averaged_bias(self, layer: int, role: Role) -> Tensor:
+        return _mean([model.bias(layer, role) for model in self.rest])
+
     def _joined(self, name: str, shape: tuple[int, ...], parts: Sequence[Callable[[], Tensor]]) -> Made:
         """A tensor from parts that lie one below the other."""
         dtype = self._stored(self.dense.dtype)
@@ -265,8 +268,12 @@ class Upcycled:
             if self.dense.has_bias(role):
                 name = prefix + dense.weights[role].removesuffix("weight") + "bias"
                 shape = (self.dense.shape(role)[0],)
-                yield self._joined(name, shape, [partial(self.dense.bias, layer, role)])
+                yield self._joined(name, shape, [partial(self._averaged_bias, layer, role)])
         yield from self._shared_gate(layer)
+
+    def _idle_rows(self, layer: int, role: Role) -> Tensor:
+        stream = generator(self.seed, "idle", layer, role)
+        return uniform((IDLE_WIDTH, self.dense.hidden), default_std(self.dense.hidden), stream)
 
     def _shared_gate(self, layer: int) -> Iterator[Made]:
         if self.target.shared_gate:
@@ -282,9 +289,7 @@ class Upcycled:
             if role == "down":
                 yield self._filled(prefix + name, shape)
             else:
-                stream = generator(self.seed, "idle", layer, role)
-                std = default_std(self.dense.hidden)
-                yield self._joined(prefix + name, shape, [partial(uniform, shape, std, stream)])
+                yield self._joined(prefix + name, shape, [partial(self._idle_rows, layer, role)])
         yield from self._shared_gate(layer)
 
 

@@ -99,7 +99,7 @@ class MixtureOfFFNs(nn.Module):
         if self.shared != "none":
             self.shared_expert = copy.deepcopy(ffn)
         guard = nn.Module()
-        guard.weight = nn.Parameter(torch.zeros(1, 1, device=like.device, dtype=like.dtype), requires_grad=False)
+        guard.register_buffer("weight", torch.zeros(1, 1, device=like.device, dtype=like.dtype))
         self.add_module(architecture.weights["up"].removesuffix(".weight"), guard)
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:

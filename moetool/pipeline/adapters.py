@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import warnings
 from pathlib import Path
 
 import torch
@@ -41,7 +42,8 @@ def merge_adapter(adapter: Path, base: Checkpoint, target: Path) -> Checkpoint:
 
     if not (target / CONFIG).exists() or not has_weights(target):
         try:
-            with quiet():
+            with quiet(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # of peft about transformers
                 model = AutoModelForCausalLM.from_pretrained(base.path, dtype="auto", trust_remote_code=False)
                 merged = PeftModel.from_pretrained(model, adapter).merge_and_unload()
                 merged.save_pretrained(target)
@@ -64,6 +66,10 @@ def open_adapter(source: str) -> Path | None:
         kind = json.loads((path / ADAPTER).read_bytes()).get("peft_type")
     except (ValueError, AttributeError) as error:
         raise InvalidInputError(f"{path / ADAPTER} is not valid JSON: {error}.") from error
+    if not (path / "adapter_model.safetensors").exists():
+        raise InvalidInputError(
+            f"{path} has no adapter_model.safetensors: the adapter has no weights that moetool reads."
+        )
     if kind != "LORA":
         raise InvalidInputError(f"{path} is an adapter of type {kind}; only LoRA can be merged into a model.")
     return path

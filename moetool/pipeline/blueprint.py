@@ -1,6 +1,7 @@
 """The headers that a checkpoint would have, from its `config.json` alone: what a job costs before anything is there."""
 
 import copy
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,29 @@ def open_for_planning(source: str | Path) -> Checkpoint:
     if has_weights(path) or not (path / CONFIG).exists():
         return Checkpoint.open(path)
     return imagine(str(source), path, read_config(path)[1])
+
+
+def check_against_config(checkpoint: Checkpoint) -> None:
+    """Raise `InvalidInputError` unless the files hold the tensors that the config promises, in these shapes, and no
+    layers beyond them."""
+    promised = imagine(checkpoint.source, checkpoint.path, checkpoint.config).tensors
+    for name, info in promised.items():
+        if name not in checkpoint.tensors:
+            raise InvalidInputError(f"{checkpoint.path} has no tensor {name}, which its config.json promises.")
+        if (found := checkpoint.tensors[name].shape) != info.shape:
+            raise InvalidInputError(
+                f"Tensor {name} of {checkpoint.path} has shape {list(found)}, config.json promises {list(info.shape)}."
+            )
+    layers = {_layer_of(name) for name in promised}
+    for name in checkpoint.tensors:
+        if name not in promised and _layer_of(name) not in layers:
+            raise InvalidInputError(f"{checkpoint.path} has a tensor {name} of a layer that config.json does not know.")
+
+
+def _layer_of(name: str) -> str:
+    """`model.layers.3` of a tensor in a decoder layer, an empty string of any other."""
+    found = re.match(r".*?\.(layers|h)\.\d+(?=\.)", name)
+    return found[0] if found else ""
 
 
 def imagine(source: str, path: Path, config: dict[str, Any]) -> Checkpoint:

@@ -62,7 +62,8 @@ def run_stage(
     stage = kind(opened, options)
     plan = stage.plan()
     directory = Path(output).expanduser()
-    _refuse_self(opened.checkpoint.path, directory)
+    for path in stage.reads():
+        _refuse_self(path, directory)
     plan.check(directory, memory=options.memory, disk=options.disk)
     if overwrite and isinstance(stage.options, TextOptions) and stage.options.calibration:
         # No earlier result is thrown away for a text that cannot be used.
@@ -92,4 +93,4 @@ def run_stage(
 def _refuse_self(source: Path, output: Path) -> None:
     there, here = output.resolve(), source.resolve()
     if there == here or here in there.parents or there in here.parents:
-        raise UsageError(f"{output} is the input, inside it or around it. Write somewhere else.")
+        raise UsageError(f"{output} is {source}, which this job reads, inside it or around it. Write somewhere else.")

@@ -14,7 +14,7 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.conversion.dense import DenseModel
 from moetool.errors import InvalidInputError, UsageError
-from moetool.pipeline.blueprint import open_for_planning
+from moetool.pipeline.blueprint import check_against_config, open_for_planning
 from moetool.pipeline.interrupt import Interrupt
 from moetool.pipeline.memory import return_heap
 from moetool.pipeline.options import RunOptions
@@ -79,7 +79,10 @@ class DenseSource:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "DenseSource":
-        return cls(checkpoint, DenseModel(checkpoint))
+        dense = DenseModel(checkpoint)
+        if not checkpoint.is_imagined:
+            check_against_config(checkpoint)
+        return cls(checkpoint, dense)
 
     @property
     def architecture(self) -> DenseArchitecture:

@@ -13,7 +13,7 @@ from moetool.calibration.collectors import LayerStatistics
 from moetool.checkpoint.files import copy_sidecars, patch_config, save_tensors, write_json
 from moetool.checkpoint.format import format_entry, moetool_entry
 from moetool.checkpoint.manifest import Manifest, file_digest, write_manifest
-from moetool.checkpoint.reader import CONFIG
+from moetool.checkpoint.reader import CONFIG, Checkpoint
 from moetool.checkpoint.writer import CheckpointWriter, InParts, TensorSpec
 from moetool.pipeline.job import Job, Source
 from moetool.pipeline.memory import return_heap
@@ -156,6 +156,7 @@ def write_checkpoint(
     statistics: Mapping[int, LayerStatistics] = MappingProxyType({}),
     manifest_layers: Callable[[], Mapping[str, Any]] = dict,
     seed: int = 0,
+    check: Callable[[Checkpoint], None] | None = None,
 ) -> None:
     """Write a whole checkpoint: shards, sidecars, manifest, config, index.
 
@@ -167,6 +168,7 @@ def write_checkpoint(
         statistics: what was measured, by layer, kept beside the weights for later stages.
         manifest_layers: per-layer record for the manifest, asked for after the weights are written.
         seed: of the job.
+        check: is shown the result while nothing can load it yet; what it raises stops the job there.
     """
     writer = plan.writer(job.output)
     checkpoint = job.source.checkpoint
@@ -185,6 +187,10 @@ def write_checkpoint(
                     job.progress.advance()
 
             writer.write_shard(shard, tensors())
+    files = [writer.file(shard) for shard in range(len(plan.shards))]
+    if check is not None:
+        job.interrupt.check()
+        check(Checkpoint.unfinished(job.output, dict(config), files))
     copy_sidecars(checkpoint, job.output)
     write_statistics(job.output, statistics)
     write_manifest(
@@ -196,7 +202,7 @@ def write_checkpoint(
             seed=seed,
             statistics={key: value for key, value in job.record.items() if key != "recipe"},
             layers=dict(manifest_layers()),
-            files={file.name: file_digest(file) for file in map(writer.file, range(len(plan.shards)))},
+            files={file.name: file_digest(file) for file in files},
         ),
     )
     write_json(job.output / CONFIG, config)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from moetool.calibration.data import parse_data
 from moetool.errors import VerificationError
 from moetool.pipeline.job import Job, Source, SourceT, joined_names
 from moetool.pipeline.options import RunOptions, fit_context
@@ -63,6 +64,13 @@ class Stage(ABC, Generic[OptionsT, SourceT]):
     def sources(self) -> Mapping[str, str]:
         """Fingerprints of everything that is read."""
         return {"input": self.source.checkpoint.fingerprint()}
+
+    def reads(self) -> list[Path]:
+        """Everything on this disk that the job needs and that an output must not take the place of."""
+        options: Any = self.options
+        named = [spec.source for spec in parse_data(text)] if (text := getattr(options, "calibration", None)) else []
+        named += [base] if (base := getattr(options, "base", None)) else []
+        return [self.source.checkpoint.path, *(path for name in named if (path := Path(name).expanduser()).exists())]
 
     def recipe(self) -> dict[str, Any]:
         """The options that decide the result, for the manifest."""

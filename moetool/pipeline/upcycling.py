@@ -14,7 +14,7 @@ from torch import Tensor
 from moetool.architectures import find_architecture
 from moetool.calibration.data import load_tokenizer
 from moetool.checkpoint.files import save_tensors
-from moetool.checkpoint.reader import CONFIG, INDEX, Checkpoint
+from moetool.checkpoint.reader import CONFIG, Checkpoint
 from moetool.conversion.dense import DenseModel
 from moetool.conversion.experts import Experts
 from moetool.conversion.layers import parse_layers
@@ -64,7 +64,7 @@ class UpcycleOptions(RunOptions, TextOptions):
         None, description="Text for --center-router and for the proof: a .txt, .jsonl or .parquet file, a folder of "
         "them, or a hub data set name[:config[:split[:column]]]; several with commas."
     )  # fmt: skip
-    samples: int = Field(16, ge=1, description="Windows of calibration text.")
+    samples: int = Field(8, ge=1, description="Windows of calibration text.")
     sequence_length: int = Field(512, ge=2, description="Tokens per window; by default no more than the context.")
 
 
@@ -204,16 +204,19 @@ class Upcycle(Stage[UpcycleOptions, DenseSource]):
             "granularity": self.granularity,
             "dtype": str(self.dense.dtype).removeprefix("torch."),
         }
+        proof: dict[str, Any] = {}
+        tokens = self._tokens() if options.proof else None  # before anything is written, in case there are none
         write_checkpoint(
             job,
             _shards(model, options.shard_size),
             lambda layer: ((made.spec.name, made.make()) for made in units[layer]),
             config=config,
             seed=options.seed,
+            check=None if tokens is None else lambda made: proof.update(self._proved(job, made, tokens)),
         )
         told: dict[str, Any] = {"target": self.target.name, "parameters": model.parameters()}
-        if options.proof:
-            told["proof"] = self._prove(job)
+        if proof:
+            told["proof"] = proof
         told["notes"] = lint(self.target, self.dense, self.mixture, config)
         return told
 
@@ -256,43 +259,33 @@ class Upcycle(Stage[UpcycleOptions, DenseSource]):
             tokenizer = None
         return sample_tokens(tokenizer, int(config.vocab_size), PROOF_WINDOWS, length)
 
-    def _prove(self, job: Job[DenseSource]) -> dict[str, Any]:
-        """Both models on the same tokens, in fp32. Leaves nothing that loads if the result is wrong."""
-        from moetool.conversion import proof
-
-        try:
-            found = self._compared(job)
-            error = found["relative_logit_error"]
-            if not error < float("inf") or (self.preserves and error > proof.TOLERANCE):
-                raise VerificationError(
-                    f"The mixture's logits differ from the dense model's by {error:.2g} of their size, more than "
-                    f"{proof.TOLERANCE:g}: {self.target.name} does not compute what this model computes. "
-                    f"{job.output} was left without {CONFIG}, so that nothing loads it."
-                )
-        except BaseException:
-            for name in (CONFIG, INDEX):
-                (job.output / name).unlink(missing_ok=True)
-            raise
-        return {**found, "preserves": self.preserves}
-
-    def _compared(self, job: Job[DenseSource]) -> dict[str, Any]:
+    def _proved(self, job: Job[DenseSource], made: Checkpoint, tokens: Tensor) -> dict[str, Any]:
+        """Whether both models make the same of some tokens. Raises `VerificationError` if it is not."""
         from moetool.calibration.streaming import StreamedModel
         from moetool.conversion import proof
 
-        tokens, device = self._tokens(), job.device
-        made = Checkpoint.open(job.output)
         has_reader = self.target.architecture is not None or self.dense.is_fusable
         family = find_architecture(made.config) if has_reader else self.dense.architecture
         with phase(job.progress, "Compare with the dense model", 2 * self.dense.layers):
             dense = proof.run(
-                StreamedModel(self.dense.checkpoint, self.dense.architecture, torch.float32, device),
+                StreamedModel(self.dense.checkpoint, self.dense.architecture, torch.float32, job.device),
                 tokens,
                 job.progress.advance,
             )
             mixture = proof.run(
-                StreamedModel(made, family, torch.float32, device, experts_on_disk=True), tokens, job.progress.advance
+                StreamedModel(made, family, torch.float32, job.device, experts_on_disk=True),
+                tokens,
+                job.progress.advance,
             )
-        return proof.compare(dense, mixture, tokens)
+        found = proof.compare(dense, mixture, tokens)
+        error = found["relative_logit_error"]
+        if not error < float("inf") or (self.preserves and error > proof.TOLERANCE):
+            raise VerificationError(
+                f"The mixture's logits differ from the dense model's by {error:.2g} of their size, more than "
+                f"{proof.TOLERANCE:g}: {self.target.name} does not compute what this model computes. "
+                f"{job.output} has no {CONFIG}, so that nothing loads it."
+            )
+        return {**found, "preserves": self.preserves}
 
     def verify(self, output: Path) -> dict[str, Any]:
         made = Checkpoint.open(output)

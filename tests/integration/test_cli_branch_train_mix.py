@@ -536,6 +536,9 @@ def test_too_few_sources(refused: Any, models: list[Path]) -> None:
         ({"intermediate_size": 64}, ["different shapes", "layers.0.mlp.down_proj.weight", "[32, 64]", "[32, 48]"]),
         ({"num_key_value_heads": 4}, ["different shapes", "layers.0.self_attn.k_proj.weight"]),
         ({"num_hidden_layers": 2}, ["has no tensor model.layers.2.", "cannot be mixed"]),
+        ({"num_hidden_layers": 4}, ["has a tensor model.layers.3.", "cannot be mixed"]),
+        ({"rms_norm_eps": 1e-6}, ["rms_norm_eps 1e-06", "0.0001"]),
+        ({"rope_theta": 10000.0}, ["rope_parameters"]),
     ],
 )
 def test_models_of_another_shape(
@@ -569,6 +572,23 @@ def test_recipes_with_mistakes(refused: Any, models: list[Path], recipe: Any) ->
     first, second = ({"model": str(path), "prompts": ["text"]} for path in models[:2])
     for wrong, word in (({**second, "promts": ["text"]}, "promts"), (str(models[1]), "has no prompts")):
         assert word in refused(2, models[0], "--recipe", recipe(source=[first, wrong], gate_mode="prompts"))
+    message = refused(2, models[0], "--recipe", recipe(source=[first, {"prompts": ["text"]}]))
+    assert "source[1].model" in message
+    message = refused(2, models[0], "--recipe", recipe(experts=[first, second]))
+    assert "sources" in message
+
+
+@pytest.mark.parametrize("place", ["source", "rest"])
+def test_a_source_is_not_overwritten(run_cli: Any, models: list[Path], mixed: Any, tmp_path: Path, place: str) -> None:
+    """Nor is what moetool itself has written, and could be told to overwrite."""
+    mine = copy_of(models[1], tmp_path / "mine")
+    (mine / "moetool.json").write_bytes((mixed.path / "moetool.json").read_bytes())
+    before = contents(mine)
+    options = ("--source", mine) if place == "source" else ("--source", models[2], "--rest", mine)
+    result = run_cli("upcycle", models[0], mine, *MIX, "--source", models[0], *options, "--overwrite")
+    assert result.code == 2
+    assert "which this job reads" in result.stderr
+    assert contents(mine) == before
 
 
 @pytest.mark.parametrize(("mode", "word"), [("prompts", "A prompt is empty"), ("data", "nope.txt")])

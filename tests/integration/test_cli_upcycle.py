@@ -495,6 +495,27 @@ def test_a_killed_job_resumes_to_the_same_bytes(
         assert contents(output) == contents(tmp_path / "quiet"), at
 
 
+def test_another_input_of_the_same_shape_is_not_the_same_job(crash: Any, dense: Any, tmp_path: Path) -> None:
+    """Two fine-tunes of one model have the same headers; what was written of one is not finished with the other."""
+    options = ("--method", "drop", *SHARDS, "--resume")
+    first, second = dense("llama", 0), dense("llama", 1)
+    assert crash(tmp_path / "out", ("upcycle", first, *options[:-1]), at=16)["code"] == -signal.SIGKILL
+    told = crash(tmp_path / "out", ("upcycle", second, *options))
+    assert told["code"] == 2, told["stderr"]
+    assert "another input" in told["stderr"]
+    assert crash(tmp_path / "out", ("upcycle", first, *options))["code"] == 0
+
+
+def test_nothing_loads_before_it_is_proved(run_cli: Any, llama: Path, monkeypatch: Any, tmp_path: Path) -> None:
+    def bug(*_: object) -> None:
+        assert not (tmp_path / "out" / "config.json").exists()
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("moetool.conversion.proof.run", bug)
+    assert run_cli("upcycle", llama, tmp_path / "out").code == 1
+    assert not {"config.json", "moetool.json"} & set(contents(tmp_path / "out"))
+
+
 @pytest.mark.parametrize(("sent", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
 @pytest.mark.parametrize("job", ["plain", "centred"])
 def test_a_job_that_is_stopped(
@@ -680,6 +701,7 @@ OPTIONS: dict[str, tuple[int, str, list[str]]] = {
     "every none": (2, "--layers every:0", ["every:0", "every:N"]),
     "every word": (2, "--layers every:other", ["every:other", "every:N"]),
     "no layers": (2, "--layers some", ["--layers some", "0,4,8"]),
+    "no digit": (2, "--layers ²", ["--layers ²", "0,4,8"]),
     "a gap": (2, "--layers 0,,2", ["--layers 0,,2", "0,4,8"]),
     "before the first": (2, "--layers=-1", ["--layers -1"]),
     "pieces that do not fit": (2, "--method fine-grained --granularity 5", ["5", "48", "2, 3, 4, 6"]),
@@ -693,6 +715,7 @@ OPTIONS: dict[str, tuple[int, str, list[str]]] = {
     "no such dtype": (2, "--dtype float16", ["float16", "float32"]),
     "no text": (2, "--center-router", ["--center-router", "--calibration"]),
     "no such text": (3, "--center-router --calibration ./nope.txt", ["nope.txt"]),
+    "no such text for the proof": (3, "--calibration ./nope.txt", ["nope.txt"]),
     "flat routers": (2, "--router-std 0", ["--router-std"]),
     "too little disk": (4, "--disk 1KB", ["disk", "1.0 kB"]),
     "too little memory": (4, "--memory 1MB", ["memory", "1.0 MB"]),
@@ -742,6 +765,9 @@ def test_odd_pieces_in_bf16(refused: Any, dense: Any) -> None:
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["already quantised", "gptq"]),
         ({"model_type": "roberta", "architectures": ["RobertaForMaskedLM"]}, ["only encodes", "causal language"]),
         ({"num_hidden_layers": 5}, ["has no tensor model.layers.3"]),
+        ({"num_hidden_layers": 2}, ["has a tensor model.layers.2.", "config.json does not know"]),
+        ({"intermediate_size": 64}, ["has shape [32, 48]", "config.json promises [32, 64]"]),
+        ({"num_attention_heads": "many"}, ["transformers cannot read", "num_attention_heads"]),
     ],
 )
 def test_a_config_that_cannot_be_used(

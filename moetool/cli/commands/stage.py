@@ -89,12 +89,14 @@ def _method(arguments: list[str], option: str, known: list[str], default: str) -
 
 
 def _value(arguments: list[str], option: str) -> str | None:
+    """What an option says; the last time, as everywhere."""
+    said = None
     for position, argument in enumerate(arguments):
         if argument.startswith(f"{option}="):
-            return argument.removeprefix(f"{option}=")
-        if argument == option and position + 1 < len(arguments):
-            return arguments[position + 1]
-    return None
+            said = argument.removeprefix(f"{option}=")
+        elif argument == option and position + 1 < len(arguments):
+            said = arguments[position + 1]
+    return said
 
 
 def _print_plan(plan: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ def choose_target(name: str, features: tuple[str, ...]) -> Target:
     if missing := target.missing(features):
         lacking = [FEATURES[feature] for feature in missing if feature not in target.needs]
         needed = [FEATURES[feature] for feature in missing if feature in target.needs]
-        reasons = ([f"it has no {', no '.join(lacking)}"] if lacking else []) + (
+        reasons = ([f"it cannot express {', '.join(lacking)}"] if lacking else []) + (
             [f"it always has {' and '.join(needed)}"] if needed else []
         )
         possible = [other.name for other in known.values() if not other.missing(features)]

@@ -1,16 +1,17 @@
 """Several fine-tuned models into one mixture of experts (Branch-Train-MiX)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, BeforeValidator, Field, field_validator
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moetool.calibration.data import check_vocabulary, load_tokenizer, sample_windows
+from moetool.calibration.data import check_vocabulary, load_tokenizer, parse_data, sample_windows
 from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.reader import Checkpoint
 from moetool.conversion.dense import DenseModel
@@ -24,6 +25,10 @@ from moetool.pipeline.options import Options, RunOptions
 from moetool.pipeline.plan import Plan
 from moetool.pipeline.progress import phase
 from moetool.pipeline.upcycling import Upcycle, UpcycleOptions
+
+# What models that are mixed have to agree on beyond the shapes of their tensors, or else one of them computes wrongly.
+_COMMON = ("model_type", "num_attention_heads", "num_key_value_heads", "rope_parameters", "rms_norm_eps", "hidden_act",
+           "sliding_window", "tie_word_embeddings")  # fmt: skip
 
 
 class ExpertSource(Options):
@@ -39,11 +44,15 @@ class ExpertSource(Options):
     data: str | None = Field(None, description="Text that it should get, as for --calibration.")
 
 
+def _source_named(given: Any) -> Any:
+    return {"model": given} if isinstance(given, str) else given
+
+
 class BranchTrainMixOptions(UpcycleOptions):
     """Which models, where the rest comes from, and what routers start as."""
 
     experts: int | None = Field(None, ge=2, description="Routed experts per layer [default: one per source].")
-    source: tuple[str | ExpertSource, ...] = Field(
+    source: tuple[Annotated[ExpertSource, BeforeValidator(_source_named)], ...] = Field(
         (),
         validation_alias=AliasChoices("source", "sources"),
         description="A model whose FFNs become an expert; several times. Checkpoints, or LoRA adapters of INPUT.",
@@ -51,6 +60,14 @@ class BranchTrainMixOptions(UpcycleOptions):
     rest: str = Field(
         "average", description="Attention, norms and embeddings: average (of the sources), input, or a checkpoint."
     )
+
+    @field_validator("experts", mode="before")
+    @classmethod
+    def _is_number(cls, given: Any) -> Any:
+        if isinstance(given, list):
+            raise ValueError("it is a number here; what mergekit lists under `experts` goes under `sources`")
+        return given
+
     gate_mode: Literal["random", "prompts", "data"] = Field(
         "random", description="Routers: random, or from each source's prompts or data (see recipes)."
     )
@@ -67,7 +84,7 @@ class BranchTrainMix(Upcycle):
     @cached_property
     def specs(self) -> list[ExpertSource]:
         """The sources, each with what there is to say of it. Raises `UsageError` for too few."""
-        found = [ExpertSource(model=entry) if isinstance(entry, str) else entry for entry in self.options.source]
+        found = list(self.options.source)
         if len(found) < 2:
             raise UsageError("--method branch-train-mix needs at least two models: --source A --source B.")
         mode = self.options.gate_mode
@@ -97,6 +114,10 @@ class BranchTrainMix(Upcycle):
     def _fitting(self, name: str, checkpoint: Checkpoint) -> DenseModel:
         """A model with the very tensors of INPUT. Raises `InvalidInputError` with the first that differs."""
         own, other = self.source.checkpoint, checkpoint
+        if surplus := sorted(set(other.tensors) - set(own.tensors)):
+            raise InvalidInputError(
+                f"{name} has a tensor {surplus[0]}, which {own.path} has not: they cannot be mixed."
+            )
         for tensor, info in own.tensors.items():
             if tensor not in other.tensors:
                 raise InvalidInputError(f"{name} has no tensor {tensor}, which {own.path} has: they cannot be mixed.")
@@ -106,7 +127,15 @@ class BranchTrainMix(Upcycle):
                     f"Sources of different {kind} cannot be mixed: {tensor} has shape {list(found)} in {name} and "
                     f"{list(info.shape)} in {own.path}."
                 )
-        return DenseModel(other)
+        model = DenseModel(other)
+        for key in _COMMON:
+            mine, theirs = getattr(self.dense.config, key, None), getattr(model.config, key, None)
+            if mine != theirs:
+                raise InvalidInputError(
+                    f"{name} has {key} {theirs!r} and {own.path} has {mine!r}: as parts of one model, one of them "
+                    "would compute something else. Take sources of one kind, or write another INPUT's config."
+                )
+        return model
 
     @property
     def copies(self) -> int:
@@ -138,10 +167,17 @@ class BranchTrainMix(Upcycle):
             found["rest"] = self._donor.checkpoint.fingerprint()
         return found
 
+    def reads(self) -> list[Path]:
+        texts = [parsed.source for spec in self.specs if spec.data for parsed in parse_data(spec.data)]
+        named = [*(spec.model for spec in self.specs), *texts, self.options.rest]
+        return [*super().reads(), *(path for name in named if (path := Path(name).expanduser()).exists())]
+
     def plan(self) -> Plan:
         if len(self.specs) > self.copies:
             raise UsageError(f"--experts {self.copies}: there are {len(self.specs)} sources. Leave some out.")
-        return super().plan()
+        plan = super().plan()
+        more = [model.checkpoint.weight_bytes for model in self.sources_opened]
+        return replace(plan, input_bytes=plan.input_bytes + sum(more))
 
     def _scratch_bytes(self) -> int:
         return super()._scratch_bytes() + len(self._adapters) * self.source.checkpoint.weight_bytes
