@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from moetool.architectures import Role
 from moetool.architectures.own_mixture import FUSED, ROUTER, SHARED
 from moetool.checkpoint.files import patch_config
+from moetool.checkpoint.format import format_entry
 from moetool.checkpoint.writer import InParts, TensorSpec
 from moetool.conversion.dense import DenseModel
 from moetool.conversion.experts import Experts
@@ -20,6 +21,7 @@ from moetool.conversion.targets import Target
 from moetool.conversion.targets.qwen2_moe import IDLE_WIDTH
 from moetool.errors import InvalidInputError
 from moetool.numerics.seeding import generator, uniform
+from moetool.representations.layout import LayerLayout, delta_name
 from moetool.representations.mixture import Mixture
 
 REST = -1  # the unit of everything that belongs to no layer
@@ -55,6 +57,7 @@ class Upcycled:
         rest: models whose mean everything outside the experts is; usually `dense` alone.
         dtype: to store everything in; `None` keeps each tensor's own.
         seed: of what is drawn besides the router.
+        layouts: by layer, how experts are stored if they are differences to one base, the dense FFN.
     """
 
     dense: DenseModel
@@ -65,6 +68,7 @@ class Upcycled:
     rest: Sequence[DenseModel]
     dtype: torch.dtype | None
     seed: int
+    layouts: Mapping[int, LayerLayout] = field(default_factory=dict)
 
     def config(self) -> dict[str, Any]:
         """`config.json` of the result."""
@@ -73,6 +77,10 @@ class Upcycled:
         if self.dtype is not None:
             key = "torch_dtype" if "torch_dtype" in source and "dtype" not in source else "dtype"
             entries[key] = str(self.dtype).removeprefix("torch.")
+        if self.layouts:
+            own = entries.get("quantization_config", {})
+            kept = {"mixture": own["mixture"]} if "mixture" in own else {}
+            entries["quantization_config"] = format_entry(self.layouts, **kept)
         if self.target.architecture is None:
             return patch_config(source, **entries)
         entries = {"model_type": self.target.name, "architectures": [self.target.model_class], **entries}
@@ -93,7 +101,8 @@ class Upcycled:
         return [(layer, [*self._passed(layer, names), *self._ffn(layer)]) for layer, names in passed.items()]
 
     def parameters(self) -> dict[str, int]:
-        """Numbers in the model, and those that one token uses: `total`, `active`."""
+        """Numbers in the model, those that one token uses, and those that the dense model has not: `total`, `active`,
+        `added`."""
         guards = len(self.mixture.layers) if self.target.architecture is None else 0
         total = sum(math.prod(made.spec.shape) for _, unit in self.units() for made in unit) - guards
         expert = sum(
@@ -101,7 +110,11 @@ class Upcycled:
             for role in self.dense.architecture.roles
         )
         idle = len(self.mixture.layers) * (self.mixture.experts - self.mixture.top_k) * expert
-        return {"total": total, "active": total - idle}
+        if self.layouts:
+            differences = sum(layout.added_parameters() for layout in self.layouts.values())
+            idle = round(differences * (1 - self.mixture.top_k / self.mixture.experts))
+        dense = sum(math.prod(info.shape) for info in self.dense.checkpoint.tensors.values())
+        return {"total": total, "active": total - idle, "added": total - dense}
 
     @property
     def _is_unjoined(self) -> bool:
@@ -189,7 +202,7 @@ class Upcycled:
             if self._is_unjoined:
                 yield from self._dense_ffn(layer)
             return
-        yield from self._experts(layer)
+        yield from self._differences(layer) if layer in self.layouts else self._experts(layer)
         yield self._routing(layer)
         if self.mixture.shared != "none":
             yield from self._shared(layer)
@@ -239,6 +252,29 @@ class Upcycled:
                     name = prefix + separate[role].format(expert=expert).removesuffix("weight") + "bias"
                     shape = (self._shape(role)[0],)
                     yield self._joined(name, shape, [partial(self.experts.bias, layer, expert, role)])
+
+    def _differences(self, layer: int) -> Iterator[Made]:
+        """The dense FFN as the base of all experts, and differences that are zero (DeRS, arXiv:2503.01359, §3.3)."""
+        family, dense = self.target.architecture, self.dense.architecture
+        prefix = dense.ffn_prefix(layer) if family is None else family.block_prefix(layer)
+        scale = 0.5 if self.mixture.shared == "half" and family is not None else 1.0
+        for template, roles in _by_name(FUSED if family is None else family.weights).items():
+            rows, columns = sum(self._shape(role)[0] for role in roles), self._shape(roles[0])[1]
+            shape = (rows, columns) if "{expert}" in template else (1, rows, columns)
+            parts = [partial(self._expert, layer, 0, role, scale) for role in roles]
+            yield self._joined(prefix + template.format(expert=0), shape, parts)
+        for expert, role, form in self.layouts[layer].deltas():
+            for tensor, stored in form.tensors(self._shape(role)).items():
+                name = f"{prefix}experts.{delta_name(expert, role, tensor)}"
+                make = partial(self._difference, layer, expert, role, tensor, stored.shape)
+                yield self._joined(name, stored.shape, [make])
+
+    def _difference(self, layer: int, expert: int, role: Role, tensor: str, shape: tuple[int, ...]) -> Tensor:
+        """Zeros, but for the factor that meets the input: that of a fresh LoRA (Kaiming, a = √5), or nothing could ever
+        leave zero."""
+        if tensor != "v":
+            return torch.zeros(shape)
+        return uniform(shape, default_std(shape[1]), generator(self.seed, "difference", layer, expert, role))
 
     def _expert(self, layer: int, expert: int, role: Role, scale: float) -> Tensor:
         matrix = self.experts.matrix(layer, expert, role)

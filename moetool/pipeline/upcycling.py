@@ -1,7 +1,7 @@
 """What all ways of upcycling share: plan, routers, writing, and the proof that the result computes what it should."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -31,6 +31,7 @@ from moetool.pipeline.output import ShardPlan, write_checkpoint
 from moetool.pipeline.plan import CalibrationCost, Plan
 from moetool.pipeline.progress import phase
 from moetool.pipeline.stage import Stage
+from moetool.representations.layout import LayerLayout
 from moetool.representations.mixture import Mixture, Shared
 
 PROOF_WINDOWS, PROOF_LENGTH = 4, 64
@@ -143,7 +144,12 @@ class Upcycle(Stage[UpcycleOptions, DenseSource]):
             rest=self.rest(),
             dtype=None if self.options.dtype == "auto" else self.stored_dtype,
             seed=self.options.seed,
+            layouts=self.layouts(),
         )
+
+    def layouts(self) -> Mapping[int, LayerLayout]:
+        """By layer, how experts are stored if they are differences to one base; none if they are not."""
+        return {}
 
     def random_rows(self, layer: int) -> Tensor:
         """A fresh router `[experts, hidden]`."""
@@ -171,6 +177,7 @@ class Upcycle(Stage[UpcycleOptions, DenseSource]):
                 "moe_layers": len(self.mixture.layers),
                 "parameters": parameters["total"],
                 "active_parameters": parameters["active"],
+                "added_parameters": parameters["added"],
             },
         )
 
