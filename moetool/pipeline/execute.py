@@ -62,8 +62,9 @@ def run_stage(
     stage = kind(opened, options)
     plan = stage.plan()
     directory = Path(output).expanduser()
+    _refuse_self(opened.checkpoint.path, directory, "the input")
     for path in stage.reads():
-        _refuse_self(path, directory)
+        _refuse_self(path, directory, f"{path}, which this job reads")
     plan.check(directory, memory=options.memory, disk=options.disk)
     if overwrite and isinstance(stage.options, TextOptions) and stage.options.calibration:
         # No earlier result is thrown away for a text that cannot be used.
@@ -90,7 +91,7 @@ def run_stage(
     return result | told
 
 
-def _refuse_self(source: Path, output: Path) -> None:
+def _refuse_self(source: Path, output: Path, what: str) -> None:
     there, here = output.resolve(), source.resolve()
     if there == here or here in there.parents or there in here.parents:
-        raise UsageError(f"{output} is {source}, which this job reads, inside it or around it. Write somewhere else.")
+        raise UsageError(f"{output} is {what}, inside it or around it. Write somewhere else.")

@@ -66,11 +66,11 @@ class Stage(ABC, Generic[OptionsT, SourceT]):
         return {"input": self.source.checkpoint.fingerprint()}
 
     def reads(self) -> list[Path]:
-        """Everything on this disk that the job needs and that an output must not take the place of."""
+        """What else on this disk the job needs, besides its input, and an output must not take the place of."""
         options: Any = self.options
         named = [spec.source for spec in parse_data(text)] if (text := getattr(options, "calibration", None)) else []
         named += [base] if (base := getattr(options, "base", None)) else []
-        return [self.source.checkpoint.path, *(path for name in named if (path := Path(name).expanduser()).exists())]
+        return [path for name in named if (path := Path(name).expanduser()).exists()]
 
     def recipe(self) -> dict[str, Any]:
         """The options that decide the result, for the manifest."""
