@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and not only for --he
     from transformers import PreTrainedTokenizerBase
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
+_BUILDERS = {".jsonl": "json", ".parquet": "parquet"}  # of `datasets`
 SEPARATOR = "\n\n"
 READ_CHARS = 1 << 20
 # Fast tokenizers take up to 450 bytes per token while they work, so this much text needs about 1.3 GB.
@@ -264,12 +265,31 @@ def _file_text(file: Path, column: str | None) -> Iterator[str]:
 
 
 def _record_documents(file: Path, column: str | None) -> Iterator[str]:
-    if file.stat().st_size == 0:  # which `datasets` answers with a StopIteration
-        return
-    builder = {".jsonl": "json", ".parquet": "parquet"}[file.suffix]
-    # `datasets` takes names for patterns.
-    arguments = {"path": builder, "data_files": [glob.escape(str(file.absolute()))], "split": "train"}
-    yield from _documents(_rows(str(file), arguments), str(file), column)
+    yield from _documents(records(DataSpec(str(file))), str(file), column)
+
+
+def records(spec: DataSpec) -> Iterator[Mapping[str, Any]]:
+    """The records of one source: a `.jsonl` or `.parquet` file, a folder of them, or a hub data set.
+
+    Raises:
+        InvalidInputError: the source is missing, unreadable or of an unknown kind.
+    """
+    path = Path(spec.source).expanduser()
+    if path.exists():
+        files = sorted(file for file in path.rglob("*") if file.suffix in _BUILDERS) if path.is_dir() else [path]
+        if not files or any(file.suffix not in _BUILDERS for file in files):
+            raise InvalidInputError(
+                f"{path} holds no records: give a {' or '.join(_BUILDERS)} file, or a folder of them."
+            )
+        for file in files:
+            if file.stat().st_size:  # `datasets` answers nothing with a StopIteration
+                # `datasets` takes names for patterns.
+                arguments = {"data_files": [glob.escape(str(file.absolute()))], "split": "train"}
+                yield from _rows(str(file), {"path": _BUILDERS[file.suffix], **arguments})
+    elif looks_local(spec.source) or path.suffix in SUFFIXES:
+        raise InvalidInputError(f"No such file or folder: {spec.source}.")
+    else:
+        yield from _rows(spec.source, {"path": spec.source, "name": spec.config, "split": spec.split or "train"})
 
 
 def _hub_documents(spec: DataSpec) -> Iterator[str]:

@@ -223,7 +223,7 @@ def tables(options: argparse.Namespace, work: Path) -> list[str]:
         "| tool and gate mode | seconds | peak memory |",
         "|---|---|---|",
     ]
-    costs = measured(small_shards | ways, large, work, options.runs, None)
+    costs = measured(small_shards | ways, large, work, options.large_runs, None)
     lines += [row(name, scores, 2) for name, scores in costs.items()]
     return lines
 
@@ -235,6 +235,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="text to measure on")
     parser.add_argument("--calibration", required=True, help="text for --center-router")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--large-runs", type=int, default=3, help="on the random llama")
     parser.add_argument("--hidden", type=int, default=1024, help="of the random llama, as what follows")
     parser.add_argument("--intermediate", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=16)

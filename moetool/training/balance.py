@@ -1,0 +1,91 @@
+"""Router losses that do what they say: over real tokens only, layer by layer, with the scale written down."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moetool.modules.mixture import MixtureOfFFNs
+
+
+def balance_loss(logits: Tensor, top_k: int, real: Tensor) -> Tensor:
+    """E · Σ_e f_e P_e of one layer (Switch Transformer, arXiv:2101.03961, Eq. 4), over real tokens.
+
+    f_e is the share of the assignments that expert e gets, P_e its mean probability. 1 if tokens and probabilities are
+    evenly spread, E if one expert has everything; the gradient flows through P.
+
+    Args:
+        logits: `[tokens, experts]`.
+        top_k: assignments per token.
+        real: `[tokens]` bool; padding counts for nothing.
+    """
+    probabilities = logits[real].float().softmax(-1)
+    experts = probabilities.shape[-1]
+    chosen = probabilities.topk(top_k, dim=-1).indices
+    share = F.one_hot(chosen, experts).sum((0, 1)).float() / max(1, chosen.numel())
+    return experts * (share * probabilities.mean(0)).sum()
+
+
+def z_loss(logits: Tensor, real: Tensor) -> Tensor:
+    """Mean squared log-sum-exp of the logits `[tokens, experts]` of real tokens (ST-MoE, arXiv:2202.08906, Eq. 5)."""
+    return logits[real].float().logsumexp(-1).square().mean()
+
+
+class Routers:
+    """The routers of a model, and what they said in the last forward pass.
+
+    Attributes:
+        logits: `[tokens, experts]` of each router, in the order in which they ran.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.logits: list[Tensor] = []
+        self._watching = False
+        self._found: list[tuple[nn.Module, bool]] = []
+        for module in model.modules():
+            if isinstance(module, MixtureOfFFNs):
+                self._found.append((module.gate, False))
+            elif type(module).__name__.endswith("TopKRouter") or type(module).__name__.endswith("TopkRouter"):
+                self._found.append((module, True))
+        for module, is_native in self._found:
+            module.register_forward_hook(self._native if is_native else self._own)
+
+    @property
+    def modules(self) -> set[nn.Module]:
+        """The routers themselves."""
+        return {module for module, _ in self._found}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def _native(self, _: nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
+        self._add(output[0])
+
+    def _own(self, _: nn.Module, inputs: Any, output: Tensor) -> None:
+        self._add(output)
+
+    def _add(self, logits: Tensor) -> None:
+        # Gradient checkpointing runs layers a second time, outside of the block.
+        if self._watching:
+            self.logits.append(logits.reshape(-1, logits.shape[-1]))
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Gather logits for the time of the `with` block."""
+        self.logits.clear()
+        self._watching = True
+        try:
+            yield
+        finally:
+            self._watching = False
+
+    def balance(self, top_k: int, real: Tensor) -> Tensor:
+        """Mean over the layers of `balance_loss`; `real` is `[tokens]`."""
+        return torch.stack([balance_loss(logits, top_k, real) for logits in self.logits]).mean()
+
+    def z(self, real: Tensor) -> Tensor:
+        """Mean over the layers of `z_loss`."""
+        return torch.stack([z_loss(logits, real) for logits in self.logits]).mean()

@@ -1,0 +1,125 @@
+"""transformers' Trainer with the losses of a mixture of experts."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import Trainer, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
+
+from moetool.errors import VerificationError
+from moetool.training.balance import Routers
+from moetool.training.examples import IGNORED
+
+
+class MixtureTrainer(Trainer):  # type: ignore[misc]
+    """Loss: next tokens of the answers, averaged over the answer tokens of the whole step, plus the router losses,
+    averaged over its batches. In evaluation the first of these alone.
+    """
+
+    def __init__(self, *, routers: Routers, top_k: int, balance: float, z: float, **options: Any) -> None:
+        super().__init__(**options)
+        self.routers, self.top_k, self.balance, self.z = routers, top_k, balance, z
+        self.model_accepts_loss_kwargs = True
+        self._told: dict[str, list[float]] = {}
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs = dict(inputs)
+        labels, real = inputs.pop("labels"), inputs.pop("real")
+        with self.routers.watched():
+            outputs = model(**inputs, use_cache=False)
+        targets = labels[:, 1:].flatten()
+        summed = F.cross_entropy(
+            outputs.logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORED, reduction="sum"
+        )
+        answers = (targets != IGNORED).sum()
+        if not model.training or num_items_in_batch is None:
+            loss = summed / answers.clamp_min(1)
+        else:
+            # The count is that of all processes, whose gradients are averaged.
+            loss = summed / num_items_in_batch * self.accelerator.num_processes
+        self._require_finite(loss)
+        if model.training and len(self.routers):
+            loss = loss + self._router_losses(real.flatten()) / self.current_gradient_accumulation_steps
+        self.routers.logits.clear()
+        return (loss, outputs) if return_outputs else loss
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """A checkpoint of the training, with the names that parameters have in memory.
+
+        Under the names of the hub, in which transformers saves, its Trainer does not find experts again when it
+        resumes, and goes on with those that it began with.
+        """
+        directory = Path(output_dir or self.args.output_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        self.model.save_pretrained(directory, state_dict=state_dict, save_original_format=False)
+        torch.save(self.args, directory / "training_args.bin")
+
+    def _require_finite(self, loss: Tensor) -> None:
+        if not torch.isfinite(loss):
+            step = self.state.global_step
+            raise VerificationError(
+                f"The loss is {loss.item()} at step {step}. The last checkpoint before it is kept and --resume starts "
+                "from there; a smaller --learning-rate needs a new start with --overwrite."
+            )
+
+    def _router_losses(self, real: Tensor) -> Tensor:
+        balance = self.routers.balance(self.top_k, real)
+        z = self.routers.z(real)
+        self._tell("balance_loss", balance)
+        self._tell("z_loss", z)
+        return self.balance * balance + self.z * z
+
+    def _tell(self, name: str, value: Tensor) -> None:
+        self._told.setdefault(name, []).append(value.item())
+
+    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+        """Add the mean of the router losses since the last time."""
+        if "loss" in logs:
+            logs |= {name: round(sum(values) / len(values), 6) for name, values in self._told.items() if values}
+            self._told.clear()
+        super().log(logs, *arguments, **options)
+
+
+class Told(TrainerCallback):  # type: ignore[misc]
+    """Passes on that a step is done, and what was logged; stops where somebody asks it to."""
+
+    def __init__(
+        self, step: Callable[[], None], log: Callable[[str], None], stop_requested: Callable[[], bool]
+    ) -> None:
+        self._step, self._log, self._stop_requested = step, log, stop_requested
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._step()
+        if self._stop_requested():
+            control.should_save = True
+            control.should_training_stop = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        shown = ("loss", "eval_loss", "balance_loss", "z_loss", "grad_norm", "learning_rate")
+        found = {name: logs[name] for name in shown if name in (logs or {})}
+        if found:
+            values = ", ".join(f"{name} {float(value):.4g}" for name, value in found.items())
+            self._log(f"step {state.global_step}: {values}")
+
+
+def last_checkpoint(directory: Path) -> tuple[Path | None, int]:
+    """The newest complete checkpoint of a training, and its step; removes those that were being written."""
+    found = [(int(path.name.rpartition("-")[2]), path) for path in directory.glob("checkpoint-*")]
+    for step, path in sorted(found, reverse=True):
+        if (path / TRAINER_STATE_NAME).exists():  # which is written last
+            return path, step
+        shutil.rmtree(path)
+    return None, 0
+
+
+def recompute_activations(model: Any) -> None:
+    """Keep only what enters each layer, and run it again on the way back."""
+    newer = getattr(model, "activation_checkpointing_enable", None)  # what transformers 5.23 calls it
+    (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})

@@ -1,0 +1,162 @@
+"""`moetool tune`, run as a user runs it."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import contents, load, logits, relative_error, tensors_of
+from torch import Tensor
+
+SHORT = ("--sequence-length", 64, "--batch-size", 2, "--learning-rate", 1e-3, "--log-every", 1)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, tiny_text: Path) -> Path:
+    """Questions and answers."""
+    words = tiny_text.read_text().split()
+    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    pairs = [{"prompt": " ".join(words[i : i + 5]), "completion": " ".join(words[i + 5 : i + 9])} for i in range(60)]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return path
+
+
+@pytest.fixture(scope="module")
+def mixture(dense: Any, upcycle: Any) -> Path:
+    return upcycle(dense("llama"), "--experts", 4).path
+
+
+@pytest.fixture(scope="module")
+def tokens(tiny_tokens: Tensor) -> Tensor:
+    return tiny_tokens[1000:1128].view(2, 64)
+
+
+@pytest.fixture
+def tuned(run_cli: Any, tmp_path: Path) -> Any:
+    def run(source: Path, *options: object) -> tuple[Path, Any]:
+        output = tmp_path / f"tuned-{len(list(tmp_path.glob('tuned-*')))}"
+        result = run_cli("tune", source, output, *SHORT, *options, "--json")
+        assert result.code == 0, result.stderr
+        return output, result.json
+
+    return run
+
+
+def test_it_learns(tuned: Any, mixture: Path, tiny_text: Path, tokens: Tensor) -> None:
+    output, told = tuned(mixture, "--data", tiny_text, "--eval-data", tiny_text, "--steps", 12, "--learning-rate", 1e-2)
+    before = _loss(mixture, tokens)
+    assert told["steps"] == 12
+    assert told["eval_loss"] < before - 0.2
+    assert _loss(output, tokens) < before - 0.2
+    assert told["trained_parameters"] == sum(tensor.numel() for tensor in tensors_of(mixture).values())
+    assert (output / "tokenizer.json").read_bytes() == (mixture / "tokenizer.json").read_bytes()
+    assert (output / "config.json").read_text() == (mixture / "config.json").read_text()
+    assert tensors_of(output).keys() == tensors_of(mixture).keys()
+
+
+def _loss(path: Path, tokens: Tensor) -> float:
+    with torch.inference_mode():
+        return load(path)(input_ids=tokens, labels=tokens, use_cache=False).loss.item()
+
+
+def test_the_same_seed_gives_the_same_bytes(tuned: Any, mixture: Path, data: Path) -> None:
+    first, second, other = (tuned(mixture, "--data", data, "--steps", 3, "--seed", seed)[0] for seed in (1, 1, 2))
+    assert contents(first) == contents(second)
+    assert (first / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("source", ["mixtral", "own module", "differences"])
+def test_a_stopped_job_goes_on_to_the_same_bytes(
+    crash: Any, dense: Any, upcycle: Any, data: Path, tmp_path: Path, source: str
+) -> None:
+    """Killed, or asked to stop, in the middle or after the last step: optimizer, data and experts are as they were."""
+    options = {"mixtral": (), "own module": ("--target", "moetool"), "differences": ("--method", "ders-lowrank")}
+    made = upcycle(dense("llama"), "--experts", 4, *options[source]).path
+    arguments = ("tune", made, *SHORT, "--data", data, "--steps", 6, "--save-every", 2)
+    quiet = crash(tmp_path / "quiet", arguments)
+    assert quiet["code"] == 0, quiet["stderr"]
+    for part in (2, 3, 4):
+        output = tmp_path / str(part)
+        sent = {"sent": "SIGTERM"} if part == 2 else {}
+        assert crash(output, arguments, at=quiet["changes"] * part // 10, **sent)["code"] in (75, -signal.SIGKILL)
+        assert not (output / "config.json").exists()
+        assert crash(output, (*arguments, "--seed", 9, "--resume"))["code"] == 2
+        last = crash(output, (*arguments, "--resume"))
+        assert last["code"] == 0, last["stderr"]
+        assert contents(output) == contents(tmp_path / "quiet"), part
+
+
+@pytest.mark.parametrize("method", ["ders-lowrank --rank 2", "ders-sparse --drop 0.9"])
+def test_differences_and_their_base_are_trained(
+    tuned: Any, dense: Any, upcycle: Any, run_cli: Any, data: Path, tokens: Tensor, tmp_path: Path, method: str
+) -> None:
+    source = upcycle(dense("llama"), "--experts", 4, "--method", *method.split()).path
+    before = tensors_of(source)
+    for frozen in ((), ("--freeze-shared",)):
+        output, told = tuned(source, "--data", data, "--steps", 4, *frozen)
+        after = tensors_of(output)
+        changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+        differences = {name for name in before if ".moetool." in name}
+        bases = {name for name in before if name.endswith(("experts.0.w1.weight", "w3.weight", "experts.0.w2.weight"))}
+        routers = {name for name in before if name.endswith("gate.weight")}
+        assert changed - differences == (set() if frozen else bases) | routers
+        assert len(changed & differences) > 0.5 * len(differences)
+        assert told["trained_parameters"] == sum(before[name].numel() for name in changed | differences)
+    # What was trained runs as it is, and with every expert written out.
+    assert run_cli("export", output, tmp_path / "native").code == 0
+    assert relative_error(logits(tmp_path / "native", tokens), logits(output, tokens)) < 1e-5
+
+
+def test_the_balance_loss_evens_out_routing(tuned: Any, run_cli: Any, mixture: Path, tiny_text: Path) -> None:
+    shares = {}
+    for weight in (0, 1):
+        output = tuned(mixture, "--data", tiny_text, "--steps", 25, "--train", "experts", "--balance", weight)[0]
+        model, counts = load(output), []
+        ids = torch.arange(256).view(4, 64)
+        with torch.inference_mode():
+            for layer in model(input_ids=ids, output_router_logits=True, use_cache=False).router_logits:
+                counts.append(torch.bincount(layer.topk(2, dim=-1).indices.flatten(), minlength=4).double())
+        shares[weight] = torch.stack(counts).max().item() / counts[0].sum().item()
+    assert shares[1] < shares[0]
+
+
+def test_packing_changes_no_token(tuned: Any, mixture: Path, data: Path) -> None:
+    packed, apart = (tuned(mixture, "--data", data, "--steps", 1, *options)[1] for options in ((), ("--no-packing",)))
+    assert packed["answer_tokens"] == apart["answer_tokens"] > 0
+    assert packed["examples"] == apart["examples"] == 60
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (("--data", "./nope.jsonl"), 3, ["nope.jsonl"]),
+        (("--data", "QUESTIONS"), 3, ["none of messages", "question"]),
+        (("--data", "PAIRS", "--freeze-shared"), 2, ["no differences to a base"]),
+        (("--data", "PAIRS", "--freeze-shared", "--train", "all"), 2, ["--freeze-shared", "--train all"]),
+        (("--data", "PAIRS", "--sequence-length", 4096), 2, ["4096", "128"]),
+        (("--data", "PAIRS", "--memory", "1MB"), 4, ["memory"]),
+        ((), 2, ["--data is required"]),
+    ],
+)
+def test_bad_input(
+    run_cli: Any, mixture: Path, data: Path, tmp_path: Path, options: tuple[object, ...], code: int, words: list[str]
+) -> None:
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"question": "?", "answer": "!"}\n')
+    named = {"PAIRS": data, "QUESTIONS": questions}
+    result = run_cli("tune", mixture, tmp_path / "out", *(named.get(option, option) for option in options))
+    assert result.code == code, result.stderr
+    assert all(word in result.stderr for word in words), result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_loss_that_is_not_a_number(run_cli: Any, mixture: Path, data: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    options = ("--sequence-length", 64, "--batch-size", 2, "--save-every", 1, "--steps", 20)
+    result = run_cli("tune", mixture, output, "--data", data, *options, "--learning-rate", 1e38, "--warmup", 0)
+    assert result.code == 5, result.stderr
+    assert "at step" in result.stderr
+    assert not (output / "config.json").exists()
+    assert list((output / ".moetool" / "trainer").glob("checkpoint-*"))
