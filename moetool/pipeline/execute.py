@@ -14,9 +14,10 @@ from moetool.pipeline.job import Job
 from moetool.pipeline.memory import PeakMemory, return_freed_memory
 from moetool.pipeline.options import RunOptions, TextOptions
 from moetool.pipeline.plan import Plan, fingerprint
+from moetool.pipeline.processes import is_first_process, processes
 from moetool.pipeline.progress import Progress, Silent
 from moetool.pipeline.stages import stages
-from moetool.pipeline.workspace import Workspace
+from moetool.pipeline.workspace import FollowingWorkspace, Workspace
 
 
 def plan_stage(name: str, source: str | Path, options: RunOptions) -> Plan:
@@ -58,6 +59,8 @@ def run_stage(
     began = time.monotonic()
     progress = progress or Silent()
     kind = stages()[name]
+    if processes() > 1 and not kind.is_parallel:
+        raise UsageError(f"{name} runs in one process; this is one of {processes()}. Start it without a launcher.")
     opened = kind.source_type.of(Checkpoint.open(source))
     stage = kind(opened, options)
     plan = stage.plan()
@@ -69,8 +72,10 @@ def run_stage(
     if overwrite and isinstance(stage.options, TextOptions) and stage.options.calibration:
         # No earlier result is thrown away for a text that cannot be used.
         calibration_windows(opened, stage.options)
-    workspace = Workspace(
-        directory, fingerprint(name, stage.sources(), stage.recipe()), resume=resume, overwrite=overwrite
+    workspace = (
+        Workspace(directory, fingerprint(name, stage.sources(), stage.recipe()), resume=resume, overwrite=overwrite)
+        if is_first_process()
+        else FollowingWorkspace(directory)
     )
     result: dict[str, Any] = {"stage": name, "input": str(source), "output": str(directory)}
     try:
@@ -80,7 +85,7 @@ def run_stage(
             if workspace.is_resumed:
                 progress.log(f"Going on with the run in {directory}.")
             told = stage.run(job)
-            if stage.writes_model:
+            if stage.writes_model and is_first_process():
                 result.update(stage.verify(directory))
             workspace.close()
     except BaseException:

@@ -26,6 +26,7 @@ class Stage(ABC, Generic[OptionsT, SourceT]):
         options_type: its options.
         source_type: what it works on: a mixture of experts, unless it says otherwise.
         writes_model: whether its output is a model.
+        is_parallel: whether several processes, as `accelerate launch` starts them, share the work.
         method_of: the command that offers it as one of its methods, if it is not a command of its own.
     """
 
@@ -35,6 +36,7 @@ class Stage(ABC, Generic[OptionsT, SourceT]):
     writes_model: ClassVar[bool] = True
     source_type: ClassVar[type[Any]] = Source
     method_of: ClassVar[str | None] = None
+    is_parallel: ClassVar[bool] = False
 
     def __init__(self, source: SourceT, options: OptionsT) -> None:
         self.source, self.options = source, fit_context(options, source.checkpoint.config)

@@ -112,3 +112,20 @@ class Workspace:
             elif path != self._journal:
                 path.unlink()
         shutil.rmtree(self.work)
+
+
+class FollowingWorkspace(Workspace):
+    """That of a process beside the first of a job: it works in the same place, and the first does all bookkeeping."""
+
+    def __init__(self, output: Path) -> None:
+        self.output, self.work = output, output / WORK_DIRECTORY
+        self._done = set()
+
+    def done(self, unit: str) -> None:
+        self._done.add(unit)
+
+    def abandon(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,6 +1,6 @@
 """Router losses that do what they say: over real tokens only, layer by layer, with the scale written down."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,8 +10,14 @@ from torch.nn import functional as F
 
 from moetool.modules.mixture import MixtureOfFFNs
 
+Sum = Callable[[Tensor], Tensor]
 
-def balance_loss(logits: Tensor, top_k: int, real: Tensor) -> Tensor:
+
+def _alone(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def balance_loss(logits: Tensor, top_k: int, real: Tensor, over_processes: Sum = _alone) -> Tensor:
     """E · Σ_e f_e P_e of one layer (Switch Transformer, arXiv:2101.03961, Eq. 4), over real tokens.
 
     f_e is the share of the assignments that expert e gets, P_e its mean probability. 1 if tokens and probabilities are
@@ -21,17 +27,27 @@ def balance_loss(logits: Tensor, top_k: int, real: Tensor) -> Tensor:
         logits: `[tokens, experts]`.
         top_k: assignments per token.
         real: `[tokens]` bool; padding counts for nothing.
+        over_processes: sums a tensor without gradient over the processes of a job. The mean of what they return, which
+            is what their gradients are averaged to, is then the loss of all their tokens together.
     """
     probabilities = logits[real].float().softmax(-1)
     experts = probabilities.shape[-1]
     chosen = probabilities.topk(top_k, dim=-1).indices
-    share = F.one_hot(chosen, experts).sum((0, 1)).float() / max(1, chosen.numel())
-    return experts * (share * probabilities.mean(0)).sum()
+    counts = over_processes(F.one_hot(chosen, experts).sum((0, 1)).float())
+    tokens, world = over_processes(_size_and_one(probabilities))
+    return experts * (counts / (top_k * tokens) * probabilities.sum(0) * (world / tokens)).sum()
 
 
-def z_loss(logits: Tensor, real: Tensor) -> Tensor:
+def z_loss(logits: Tensor, real: Tensor, over_processes: Sum = _alone) -> Tensor:
     """Mean squared log-sum-exp of the logits `[tokens, experts]` of real tokens (ST-MoE, arXiv:2202.08906, Eq. 5)."""
-    return logits[real].float().logsumexp(-1).square().mean()
+    squares = logits[real].float().logsumexp(-1).square()
+    tokens, world = over_processes(_size_and_one(squares))
+    return squares.sum() * (world / tokens)
+
+
+def _size_and_one(rows: Tensor) -> Tensor:
+    """What sums to the number of tokens and of processes."""
+    return torch.tensor([max(1, len(rows)), 1], dtype=torch.float32, device=rows.device)
 
 
 class Routers:
@@ -82,10 +98,10 @@ class Routers:
         finally:
             self._watching = False
 
-    def balance(self, top_k: int, real: Tensor) -> Tensor:
+    def balance(self, top_k: int, real: Tensor, over_processes: Sum = _alone) -> Tensor:
         """Mean over the layers of `balance_loss`; `real` is `[tokens]`."""
-        return torch.stack([balance_loss(logits, top_k, real) for logits in self.logits]).mean()
+        return torch.stack([balance_loss(logits, top_k, real, over_processes) for logits in self.logits]).mean()
 
-    def z(self, real: Tensor) -> Tensor:
+    def z(self, real: Tensor, over_processes: Sum = _alone) -> Tensor:
         """Mean over the layers of `z_loss`."""
-        return torch.stack([z_loss(logits, real) for logits in self.logits]).mean()
+        return torch.stack([z_loss(logits, real, over_processes) for logits in self.logits]).mean()

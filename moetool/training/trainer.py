@@ -1,24 +1,26 @@
 """transformers' Trainer with the losses of a mixture of experts."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import Sampler
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
 from moetool.errors import VerificationError
+from moetool.numerics.seeding import generator
 from moetool.training.balance import Routers
 from moetool.training.examples import IGNORED
 
 
 class MixtureTrainer(Trainer):  # type: ignore[misc]
     """Loss: next tokens of the answers, averaged over the answer tokens of the whole step, plus the router losses,
-    averaged over its batches. In evaluation the first of these alone.
+    averaged over its batches.
     """
 
     def __init__(self, *, routers: Routers, top_k: int, balance: float, z: float, **options: Any) -> None:
@@ -39,16 +41,19 @@ class MixtureTrainer(Trainer):  # type: ignore[misc]
             outputs.logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORED, reduction="sum"
         )
         answers = (targets != IGNORED).sum()
-        if not model.training or num_items_in_batch is None:
+        if num_items_in_batch is None:
             loss = summed / answers.clamp_min(1)
         else:
             # The count is that of all processes, whose gradients are averaged.
             loss = summed / num_items_in_batch * self.accelerator.num_processes
         self._require_finite(loss)
-        if model.training and len(self.routers):
+        if len(self.routers):
             loss = loss + self._router_losses(real.flatten()) / self.current_gradient_accumulation_steps
         self.routers.logits.clear()
         return (loss, outputs) if return_outputs else loss
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        return SeededOrder(len(train_dataset if train_dataset is not None else self.train_dataset), self.args.seed)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """A checkpoint of the training, with the names that parameters have in memory.
@@ -58,8 +63,31 @@ class MixtureTrainer(Trainer):  # type: ignore[misc]
         """
         directory = Path(output_dir or self.args.output_dir)
         directory.mkdir(parents=True, exist_ok=True)
-        self.model.save_pretrained(directory, state_dict=state_dict, save_original_format=False)
+        if not self.args.should_save:
+            return
+        self.accelerator.unwrap_model(self.model).save_pretrained(
+            directory, state_dict=state_dict, save_original_format=False
+        )
         torch.save(self.args, directory / "training_args.bin")
+
+    @torch.no_grad()
+    def evaluate(self, eval_dataset: Any = None, *_: Any, **__: Any) -> dict[str, float]:
+        """Mean next-token loss over all answer tokens of a data set, however it is cut into batches and processes."""
+        model = self.model_wrapped.eval()
+        total = torch.zeros(2, dtype=torch.float64)
+        for batch in self.get_eval_dataloader(eval_dataset):
+            inputs = dict(self._prepare_inputs(batch))
+            labels = inputs.pop("labels")
+            inputs.pop("real")
+            logits = model(**inputs, use_cache=False).logits[:, :-1].float()
+            losses = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], ignore_index=IGNORED, reduction="none")
+            rows = torch.stack([losses.double().sum(1), (labels[:, 1:] != IGNORED).double().sum(1)], dim=1)
+            # What fills up the last batch of some process does not count.
+            total += self.accelerator.gather_for_metrics(rows).sum(0).cpu()
+        model.train()
+        found = {"eval_loss": (total[0] / total[1]).item()}
+        self.log(found)
+        return found
 
     def _require_finite(self, loss: Tensor) -> None:
         if not torch.isfinite(loss):
@@ -70,8 +98,11 @@ class MixtureTrainer(Trainer):  # type: ignore[misc]
             )
 
     def _router_losses(self, real: Tensor) -> Tensor:
-        balance = self.routers.balance(self.top_k, real)
-        z = self.routers.z(real)
+        def summed(tensor: Tensor) -> Tensor:
+            return self.accelerator.reduce(tensor, "sum")
+
+        balance = self.routers.balance(self.top_k, real, summed)
+        z = self.routers.z(real, summed)
         self._tell("balance_loss", balance)
         self._tell("z_loss", z)
         return self.balance * balance + self.z * z
@@ -85,6 +116,23 @@ class MixtureTrainer(Trainer):  # type: ignore[misc]
             logs |= {name: round(sum(values) / len(values), 6) for name, values in self._told.items() if values}
             self._told.clear()
         super().log(logs, *arguments, **options)
+
+
+class SeededOrder(Sampler[int]):
+    """Every index once, in an order that follows from seed and epoch alone, however many processes share the work."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self._count, self._seed, self._epoch = count, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called before each pass."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self._count, generator=generator(self._seed, "order", self._epoch)).tolist())
+
+    def __len__(self) -> int:
+        return self._count
 
 
 class Told(TrainerCallback):  # type: ignore[misc]

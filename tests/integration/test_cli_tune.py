@@ -1,7 +1,10 @@
 """`moetool tune`, run as a user runs it."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +163,34 @@ def test_a_loss_that_is_not_a_number(run_cli: Any, mixture: Path, data: Path, tm
     assert "at step" in result.stderr
     assert not (output / "config.json").exists()
     assert list((output / ".moetool" / "trainer").glob("checkpoint-*"))
+
+
+def test_two_processes_learn_what_one_learns(
+    run_cli: Any, mixture: Path, tiny_text: Path, data: Path, tmp_path: Path
+) -> None:
+    """Half the batch each: the same steps, to rounding."""
+    options = ("--data", data, "--eval-data", tiny_text, "--sequence-length", 64, "--steps", 4, "--learning-rate", 1e-3)
+    one = run_cli("tune", mixture, tmp_path / "one", *options, "--batch-size", 4, "--balance", 0.1, "--json").json
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "moetool"]
+    arguments = ("tune", mixture, tmp_path / "two", *options, "--batch-size", 2, "--balance", 0.1, "--json")
+    done = subprocess.run(
+        [*launcher, *map(str, arguments)],
+        capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    two = json.loads(done.stdout)
+    assert two["eval_loss"] == pytest.approx(one["eval_loss"], abs=1e-4)
+    assert two["steps"] == one["steps"] == 4
+    first, second = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "two")
+    before = tensors_of(mixture)
+    for name, tensor in first.items():
+        moved = (tensor - before[name]).norm()
+        assert (tensor - second[name]).norm() < 0.02 * moved, name
+
+
+def test_other_commands_run_in_one_process(run_cli: Any, dense: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = run_cli("upcycle", dense("llama"), tmp_path / "out")
+    assert result.code == 2
+    assert "one process" in result.stderr
+    assert not (tmp_path / "out").exists()

@@ -18,6 +18,7 @@ from moetool.cli.generate import (
     with_options,
 )
 from moetool.errors import MoetoolError, UsageError
+from moetool.pipeline.processes import is_first_process
 from moetool.pipeline.sizes import format_bytes, format_change
 
 # Commands that are several stages, the option that chooses one, and the one that it is without it.
@@ -67,7 +68,10 @@ def build(name: str, arguments: list[str]) -> Any:
             else:
                 _print_plan(plan)
             return
-        result = run_stage(chosen, input, output, options, resume=resume, overwrite=overwrite, progress=Display())
+        progress = Display() if is_first_process() else None
+        result = run_stage(chosen, input, output, options, resume=resume, overwrite=overwrite, progress=progress)
+        if not is_first_process():
+            return
         if json:
             print_json(result)
         else:

@@ -23,6 +23,7 @@ from moetool.pipeline.job import Job
 from moetool.pipeline.options import RunOptions
 from moetool.pipeline.output import ShardPlan, write_checkpoint
 from moetool.pipeline.plan import Plan
+from moetool.pipeline.processes import is_first_process, processes
 from moetool.pipeline.progress import phase
 from moetool.pipeline.stage import Stage
 
@@ -93,6 +94,7 @@ class Tune(Stage[TuneOptions, AnySource]):
     summary: ClassVar[str] = "fine-tune on instructions or text, with a load-balancing loss"
     options_type: ClassVar[type[RunOptions]] = TuneOptions
     source_type: ClassVar[type[Any]] = AnySource
+    is_parallel: ClassVar[bool] = True
 
     def plan(self) -> Plan:
         if self.options.freeze_shared and self.options.train == "all":
@@ -142,6 +144,8 @@ class Tune(Stage[TuneOptions, AnySource]):
         if job.unit("data"):  # from here on there may be a checkpoint to go on with
             job.finish("data")
         told = self._train(job, model, examples.items, held_out.items if held_out else None)
+        if not is_first_process():
+            return {}
         self._write(job, model)
         return {
             "examples": len(examples.items),
@@ -204,7 +208,8 @@ class Tune(Stage[TuneOptions, AnySource]):
         rows = pack(examples, options.sequence_length) if options.packing else [[example] for example in examples]
         padding = self._tokenizer.pad_token_id
         padding = int(padding if padding is not None else self._tokenizer.eos_token_id or 0)
-        per_epoch = math.ceil(math.ceil(len(rows) / options.batch_size) / options.accumulation)
+        batches = math.ceil(len(rows) / (options.batch_size * processes()))
+        per_epoch = math.ceil(batches / options.accumulation)
         steps = options.steps or math.ceil(per_epoch * options.epochs)
         text = model.config.get_text_config()
         top_k = int(getattr(text, "num_experts_per_tok", 0) or _own_top_k(model) or 1)
@@ -239,8 +244,11 @@ class Tune(Stage[TuneOptions, AnySource]):
                 label_names=["labels"],
                 prediction_loss_only=True,
                 average_tokens_across_devices=True,
+                ddp_backend="gloo" if processes() > 1 and job.device.type == "cpu" else None,
+                ddp_find_unused_parameters=True if processes() > 1 else None,  # an expert may be given no token
             )
-            last, done = last_checkpoint(work)
+            with arguments.main_process_first(local=False):
+                last, done = last_checkpoint(work)
             told = Told(job.progress.advance, job.progress.log, lambda: job.interrupt.requested)
             with phase(job.progress, "Train", steps - done):
                 trainer = MixtureTrainer(
