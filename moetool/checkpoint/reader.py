@@ -152,16 +152,16 @@ class Checkpoint:
         _fill(info, start * math.prod(info.shape[1:]) * info.dtype.itemsize, target)
         return target
 
-    def blocks(self, name: str, nbytes: int = 8 << 20) -> Iterator[Tensor]:
-        """A tensor as consecutive flat blocks of at most that many bytes: for copying what need not fit in memory.
+    def blocks(self, name: str, elements: int = 4 << 20) -> Iterator[Tensor]:
+        """A tensor as consecutive flat blocks of at most so many elements: for copying what need not fit in memory.
 
         Raises:
             InvalidInputError: no such tensor, or the file has changed since it was opened.
         """
         info = self.info(name)
-        total, step = math.prod(info.shape), max(1, nbytes // info.dtype.itemsize)
-        for start in range(0, total, step):
-            target = torch.empty(min(step, total - start), dtype=info.dtype)
+        total = math.prod(info.shape)
+        for start in range(0, total, elements):
+            target = torch.empty(min(elements, total - start), dtype=info.dtype)
             _fill(info, start * info.dtype.itemsize, target)
             yield target
 

@@ -156,7 +156,8 @@ class Upcycled:
     def _blocks(self, name: str) -> Iterator[Tensor]:
         """A tensor of the models that the rest comes from, averaged, in flat blocks of the dtype to store."""
         dtype = self._stored(self._info(name).dtype)
-        for parts in zip(*(model.checkpoint.blocks(name) for model in self.rest), strict=True):
+        models = [model for model in self.rest if name in model.checkpoint.tensors] or [self.dense]
+        for parts in zip(*(model.checkpoint.blocks(name) for model in models), strict=True):
             yield _mean(parts).to(dtype)
 
     def _copied(self, name: str) -> Made:

@@ -2,12 +2,13 @@
 
 import hashlib
 import json
+import shutil
 import warnings
 from pathlib import Path
 
 import torch
 
-from moetool.checkpoint.reader import CONFIG, Checkpoint, has_weights
+from moetool.checkpoint.reader import CONFIG, Checkpoint
 from moetool.checkpoint.source import resolve_source
 from moetool.errors import InvalidInputError
 
@@ -40,13 +41,16 @@ def merge_adapter(adapter: Path, base: Checkpoint, target: Path) -> Checkpoint:
 
     from moetool.integrations.quiet import quiet
 
-    if not (target / CONFIG).exists() or not has_weights(target):
+    if not target.exists():
         try:
             with quiet(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # of peft about transformers
                 model = AutoModelForCausalLM.from_pretrained(base.path, dtype="auto", trust_remote_code=False)
                 merged = PeftModel.from_pretrained(model, adapter).merge_and_unload()
-                merged.save_pretrained(target)
+                unfinished = target.with_name(target.name + ".tmp")
+                shutil.rmtree(unfinished, ignore_errors=True)
+                merged.save_pretrained(unfinished)
+                unfinished.rename(target)
         except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
             raise InvalidInputError(f"Adapter {adapter} cannot be merged into {base.path}: {error}") from error
         del model, merged

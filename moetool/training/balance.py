@@ -17,7 +17,9 @@ def _alone(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def balance_loss(logits: Tensor, top_k: int, real: Tensor, over_processes: Sum = _alone) -> Tensor:
+def balance_loss(
+    logits: Tensor, top_k: int, real: Tensor, over_processes: Sum = _alone, chosen: Tensor | None = None
+) -> Tensor:
     """E · Σ_e f_e P_e of one layer (Switch Transformer, arXiv:2101.03961, Eq. 4), over real tokens.
 
     f_e is the share of the assignments that expert e gets, P_e its mean probability. 1 if tokens and probabilities are
@@ -29,13 +31,14 @@ def balance_loss(logits: Tensor, top_k: int, real: Tensor, over_processes: Sum =
         real: `[tokens]` bool; padding counts for nothing.
         over_processes: sums a tensor without gradient over the processes of a job. The mean of what they return, which
             is what their gradients are averaged to, is then the loss of all their tokens together.
+        chosen: `[tokens, k]`, the experts that the router took; by default those of the largest logits.
     """
     probabilities = logits[real].float().softmax(-1)
     experts = probabilities.shape[-1]
-    chosen = probabilities.topk(top_k, dim=-1).indices
-    counts = over_processes(F.one_hot(chosen, experts).sum((0, 1)).float())
+    taken = probabilities.topk(top_k, dim=-1).indices if chosen is None else chosen[real]
+    counts = over_processes(F.one_hot(taken, experts).sum((0, 1)).float())
     tokens, world = over_processes(_size_and_one(probabilities))
-    return experts * (counts / (top_k * tokens) * probabilities.sum(0) * (world / tokens)).sum()
+    return experts * (counts / (taken.shape[-1] * tokens) * probabilities.sum(0) * (world / tokens)).sum()
 
 
 def z_loss(logits: Tensor, real: Tensor, over_processes: Sum = _alone) -> Tensor:
@@ -55,10 +58,12 @@ class Routers:
 
     Attributes:
         logits: `[tokens, experts]` of each router, in the order in which they ran.
+        chosen: `[tokens, k]`, the experts that each took, where it says so.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.logits: list[Tensor] = []
+        self.chosen: list[Tensor | None] = []
         self._watching = False
         self._found: list[tuple[nn.Module, bool]] = []
         for module in model.modules():
@@ -78,29 +83,39 @@ class Routers:
         return len(self._found)
 
     def _native(self, _: nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
-        self._add(output[0])
+        self._add(output[0], output[2] if len(output) > 2 else None)
 
     def _own(self, _: nn.Module, inputs: Any, output: Tensor) -> None:
-        self._add(output)
+        self._add(output, None)
 
-    def _add(self, logits: Tensor) -> None:
+    def _add(self, logits: Tensor, chosen: Tensor | None) -> None:
         # Gradient checkpointing runs layers a second time, outside of the block.
         if self._watching:
             self.logits.append(logits.reshape(-1, logits.shape[-1]))
+            self.chosen.append(None if chosen is None else chosen.reshape(-1, chosen.shape[-1]))
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Gather logits for the time of the `with` block."""
-        self.logits.clear()
+        self.clear()
         self._watching = True
         try:
             yield
         finally:
             self._watching = False
 
+    def clear(self) -> None:
+        """Forget the last pass."""
+        self.logits.clear()
+        self.chosen.clear()
+
     def balance(self, top_k: int, real: Tensor, over_processes: Sum = _alone) -> Tensor:
         """Mean over the layers of `balance_loss`; `real` is `[tokens]`."""
-        return torch.stack([balance_loss(logits, top_k, real, over_processes) for logits in self.logits]).mean()
+        losses = [
+            balance_loss(logits, top_k, real, over_processes, chosen)
+            for logits, chosen in zip(self.logits, self.chosen, strict=True)
+        ]
+        return torch.stack(losses).mean()
 
     def z(self, real: Tensor, over_processes: Sum = _alone) -> Tensor:
         """Mean over the layers of `z_loss`."""

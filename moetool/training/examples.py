@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moetool.calibration.data import DataSpec, iter_text, parse_data, records, token_stream
+from moetool.checkpoint.source import first_line
 from moetool.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -79,7 +80,13 @@ def _examples(spec: DataSpec, tokenizer: "PreTrainedTokenizerBase", length: int)
         yield from _windows(token_stream(tokenizer, iter_text(spec)), length)
         return
     for number, record in enumerate(records(spec), start=1):
-        yield _example(record, tokenizer, f"{spec.source}, record {number}")
+        where = f"{spec.source}, record {number}"
+        try:
+            yield _example(record, tokenizer, where)
+        except InvalidInputError:
+            raise
+        except Exception as error:  # a chat template may raise whatever it likes, and records hold whatever they hold
+            raise InvalidInputError(f"{where} cannot be used: {first_line(error)}.") from error
 
 
 def _windows(stream: Iterable[Sequence[int]], length: int) -> Iterator[Example]:
@@ -97,6 +104,8 @@ def _example(record: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase", wh
     if record.get("messages") is not None:
         return _chat(record["messages"], tokenizer, where)
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    if isinstance(record.get("prompt"), list) and isinstance(record.get("completion"), list):
+        return _chat([*record["prompt"], *record["completion"]], tokenizer, where)
     if record.get("prompt") is not None and record.get("completion") is not None:
         prompt = _ids(tokenizer, record["prompt"], special=True)
         answer = [*_ids(tokenizer, record["completion"]), *end]
@@ -115,48 +124,50 @@ def _ids(tokenizer: "PreTrainedTokenizerBase", text: str, *, special: bool = Fal
 
 
 def _chat(messages: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedTokenizerBase", where: str) -> Example:
-    """A conversation in the template's words; what the assistant says, and what ends its turn, is learnt."""
+    """A conversation in the template's words; what the assistant says, and what ends its turn, is learnt.
+
+    The conversation is written once, as a whole (templates write a turn differently when others follow), and every
+    message is looked for where it must be.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidInputError(
             f"{where} is a conversation, and the tokenizer has no chat template. Take an instruction-tuned model's "
             "tokenizer, or give prompt and completion."
         )
-    ids: list[int] = []
-    labels: list[int] = []
-    for turn, message in enumerate(messages):
-        if message.get("role") != "assistant":
-            continue
-        before = _rendered(tokenizer, messages[:turn], answer_next=True)
-        through = _rendered(tokenizer, messages[: turn + 1], answer_next=False)
-        if through[: len(before)] != before or before[: len(ids)] != ids:
-            raise InvalidInputError(
-                f"{where}: the chat template does not write a conversation from left to right, so what the assistant "
-                "says cannot be told apart. Give prompt and completion."
-            )
-        labels += [IGNORED] * (len(before) - len(ids)) + through[len(before) :]
-        ids = through
-    return Example(tuple(ids), tuple(labels))
-
-
-def _rendered(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], *, answer_next: bool
-) -> list[int]:
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer_next)
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    text: str = tokenizer.apply_chat_template(list(messages), tokenize=False)
+    end_of_turn = str(tokenizer.eos_token or "")
+    answers: list[tuple[int, int]] = []
+    position = 0
+    for message in messages:
+        said = str(message.get("content") or "").strip()
+        start = text.find(said, position)
+        if start < 0:
+            raise InvalidInputError(f"{where}: the chat template does not write a message as it is: {said[:60]!r}.")
+        position = start + len(said)
+        if message.get("role") == "assistant" and said:
+            closing = text.find(end_of_turn, position, position + len(end_of_turn) + 8) if end_of_turn else -1
+            answers.append((start, position if closing < 0 else closing + len(end_of_turn)))
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids = list(encoded["input_ids"])
+    learnt = [any(start <= first < stop for start, stop in answers) for first, _ in encoded["offset_mapping"]]
+    return Example(tuple(ids), tuple(token if own else IGNORED for token, own in zip(ids, learnt, strict=True)))
 
 
 def pack(examples: Sequence[Example], length: int) -> list[list[Example]]:
-    """Examples that share a row of `length` tokens: first fit, longest first. Each keeps to itself (see `collate`)."""
+    """Examples that share a row of `length` tokens: longest first, each where it fits best. Each keeps to itself (see
+    `collate`)."""
     rows: list[list[Example]] = []
-    room: list[int] = []
+    by_room: list[list[int]] = [[] for _ in range(length + 1)]
     for example in sorted(examples, key=lambda example: -len(example.ids)):
-        index = next((i for i, left in enumerate(room) if left >= len(example.ids)), None)
-        if index is None:
+        needed = len(example.ids)
+        room = next((room for room in range(needed, length + 1) if by_room[room]), None)
+        if room is None:
             rows.append([])
-            room.append(length)
-            index = len(rows) - 1
+            room, index = length, len(rows) - 1
+        else:
+            index = by_room[room].pop()
         rows[index].append(example)
-        room[index] -= len(example.ids)
+        by_room[room - needed].append(index)
     return rows
 
 

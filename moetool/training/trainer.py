@@ -1,5 +1,7 @@
 """transformers' Trainer with the losses of a mixture of experts."""
 
+import contextlib
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,10 +48,10 @@ class MixtureTrainer(Trainer):  # type: ignore[misc]
         else:
             # The count is that of all processes, whose gradients are averaged.
             loss = summed / num_items_in_batch * self.accelerator.num_processes
-        self._require_finite(loss)
         if len(self.routers):
             loss = loss + self._router_losses(real.flatten()) / self.current_gradient_accumulation_steps
-        self.routers.logits.clear()
+        self.routers.clear()
+        self._require_finite(self.accelerator.reduce(loss.detach(), "sum"))  # of all processes, or one would wait
         return (loss, outputs) if return_outputs else loss
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
@@ -145,7 +147,7 @@ class Told(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._step()
-        if self._stop_requested():
+        if _by_any(self._stop_requested()):
             control.should_save = True
             control.should_training_stop = True
 
@@ -157,11 +159,38 @@ class Told(TrainerCallback):  # type: ignore[misc]
             self._log(f"step {state.global_step}: {values}")
 
 
+def _by_any(asked: bool) -> bool:
+    """Whether any process of the job was asked: they have to stop at the same step."""
+    if not torch.distributed.is_initialized():
+        return asked
+    flag = torch.tensor(float(asked), device="cuda" if torch.distributed.get_backend() == "nccl" else "cpu")
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+    return bool(flag)
+
+
+@torch.no_grad()
+def keeps_apart(model: Any) -> bool:
+    """Whether examples that share a row do not see each other, as far as a try can tell: not every family's attention
+    heeds positions that begin anew."""
+    model.eval()
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    second = torch.arange(1, 7) % vocabulary
+    positions = torch.cat([torch.arange(6), torch.arange(6)])[None]
+    seen = []
+    for first in (torch.arange(7, 13) % vocabulary, torch.arange(40, 46) % vocabulary):
+        row = torch.cat([first, second])[None].to(model.device)
+        logits = model(input_ids=row, position_ids=positions.to(model.device), use_cache=False).logits
+        seen.append(logits[0, 6:].float())
+    model.train()
+    return bool((seen[0] - seen[1]).norm() < 1e-3 * seen[0].norm())
+
+
 def last_checkpoint(directory: Path) -> tuple[Path | None, int]:
     """The newest complete checkpoint of a training, and its step; removes those that were being written."""
     found = [(int(path.name.rpartition("-")[2]), path) for path in directory.glob("checkpoint-*")]
     for step, path in sorted(found, reverse=True):
-        if (path / TRAINER_STATE_NAME).exists():  # which is written last
+        with contextlib.suppress(OSError, ValueError):
+            json.loads((path / TRAINER_STATE_NAME).read_bytes())  # which is written last
             return path, step
         shutil.rmtree(path)
     return None, 0

@@ -175,16 +175,16 @@ def test_empty_rows_and_zero_size_tensors(tmp_path: Path) -> None:
         checkpoint.read_rows("scalar", 0, 1)
 
 
-@pytest.mark.parametrize("nbytes", [1, 4, 7, 8, 44, 95, 96, 1 << 20])
-def test_blocks_one_after_the_other_are_the_tensor(tmp_path: Path, nbytes: int) -> None:
+@pytest.mark.parametrize("elements", [1, 4, 7, 8, 44, 95, 96, 1 << 20])
+def test_blocks_one_after_the_other_are_the_tensor(tmp_path: Path, elements: int) -> None:
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "model"))
     for name, tensor in tensors().items():
-        blocks = list(checkpoint.blocks(name, nbytes))
+        blocks = list(checkpoint.blocks(name, elements))
         assert all(block.ndim == 1 and block.dtype == tensor.dtype for block in blocks)
-        assert all(0 < block.nbytes <= max(nbytes, tensor.itemsize) for block in blocks)
+        assert all(0 < block.numel() <= elements for block in blocks)
         assert b"".join(map(bits, blocks)) == bits(tensor)
         # As few as can be: all but the last are full.
-        assert len(blocks) == -(-tensor.numel() // max(1, nbytes // tensor.itemsize))
+        assert len(blocks) == -(-tensor.numel() // elements)
 
 
 def test_blocks_of_a_tensor_that_is_not_there(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from checkpoints import (
     weight_bytes,
     weights,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -468,7 +468,8 @@ def test_a_dry_run_knows_the_bytes(run_cli: Any, mixed: Any, models: list[Path],
     plan = run_cli("upcycle", models[0], tmp_path / "out", *MIX, *given, "--dry-run", "--json").json
     assert plan["output_bytes"] == weight_bytes(mixed.path)
     assert (plan["experts"], plan["target"], plan["scratch_bytes"]) == (3, "mixtral", 0)
-    assert {"total": plan["parameters"], "active": plan["active_parameters"]} == mixed.told["parameters"]
+    counts = {"total": "parameters", "active": "active_parameters", "added": "added_parameters"}
+    assert {name: plan[key] for name, key in counts.items()} == mixed.told["parameters"]
     bare = []
     for index in range(3):
         bare.append(tmp_path / f"config-{index}")
@@ -605,3 +606,29 @@ def test_text_that_cannot_be_used(
     right = recipe(source=[str(model) for model in models])
     assert run_cli("upcycle", models[0], tmp_path / "out", "--recipe", right).code == 0
     assert weights(tmp_path / "out")
+
+
+def test_what_a_model_may_leave_out(upcycle: Any, dense: Any, tmp_path: Path) -> None:
+    """Old models store rotary frequencies, and some a head that is tied: others can be mixed with them."""
+    first, second = (dense("llama", seed, tie_word_embeddings=True) for seed in (0, 1))
+    rich = copy_of(first, tmp_path / "rich")
+    tensors = load_file(first / "model.safetensors")
+    extra = {
+        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+    }
+    save_file({**tensors, **extra}, rich / "model.safetensors", {"format": "pt"})
+    plain = upcycle(first, *MIX, "--source", first, "--source", second)
+    for input_, sources in ((rich, (rich, second)), (first, (rich, second))):
+        given = (part for path in sources for part in ("--source", path))
+        made = tensors_of(upcycle(input_, *MIX, *given).path)
+        assert all(made[name].equal(tensor) for name, tensor in tensors_of(plain.path).items())
+
+
+def test_sources_of_different_precision(upcycle: Any, dense: Any) -> None:
+    """A tensor of many megabytes is averaged in blocks of as many elements, not bytes."""
+    wide = {"vocab_size": 140_000}
+    first, second = dense("llama", 0, torch.bfloat16, **wide), dense("llama", 1, **wide)
+    made = tensors_of(upcycle(first, *MIX, "--source", first, "--source", second, "--no-proof").path)
+    both = [tensors_of(path)["model.embed_tokens.weight"].float() for path in (first, second)]
+    assert made["model.embed_tokens.weight"].equal(torch.stack(both).mean(0).bfloat16())

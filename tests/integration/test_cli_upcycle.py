@@ -104,7 +104,9 @@ def test_every_family(dense: Any, upcycle: Any, tokens: Tensor, family: str) -> 
     stored = {name: tensor.numel() for name, tensor in tensors_of(made.path).items()}
     routed = sum(size for name, size in stored.items() if EXPERT.search(name))
     total = sum(stored.values()) - (0 if native else LAYERS)  # guards of one number
-    assert made.told["parameters"] == {"total": total, "active": total - routed // 2}
+    dense_total = sum(tensor.numel() for tensor in tensors_of(source).values())
+    counts = {"total": total, "active": total - routed // 2, "added": total - dense_total}
+    assert made.told["parameters"] == counts
 
 
 # What llama becomes: options, the family that is written, and whether it computes what llama computes.
@@ -658,7 +660,8 @@ def test_a_dry_run_knows_the_bytes(
     assert plan["input_bytes"] == weight_bytes(source)
     assert plan["output_bytes"] == weight_bytes(made.path) == made.told["bytes_after"]
     assert plan["disk_bytes"] == plan["output_bytes"] + plan["scratch_bytes"]
-    assert {"total": plan["parameters"], "active": plan["active_parameters"]} == made.told["parameters"]
+    counts = {"total": "parameters", "active": "active_parameters", "added": "added_parameters"}
+    assert {name: plan[key] for name, key in counts.items()} == made.told["parameters"]
     imagined = tmp_path / "config-only"
     imagined.mkdir()
     (imagined / "config.json").write_bytes((source / "config.json").read_bytes())

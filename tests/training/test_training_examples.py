@@ -1,6 +1,7 @@
 """Training examples: what is learnt of each kind of record, and that packed ones keep to themselves."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from moetool.errors import InvalidInputError
 from moetool.training.examples import IGNORED, Example, collate, load_examples, pack
+from moetool.training.trainer import keeps_apart
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{{ eos_token }}{% endfor %}"
@@ -46,9 +48,23 @@ def test_only_what_the_assistant_says_is_learnt(tokenizer: Any, tmp_path: Path) 
     ]
     (example,) = load_examples(jsonl(tmp_path / "a.jsonl", {"messages": messages}), tokenizer, 128).items
     assert learnt(example, tokenizer) == "first<|end|>second<|end|>"
-    whole = tokenizer.apply_chat_template(messages[:5], tokenize=False)
-    assert tokenizer.decode(example.ids) == whole
+    assert tokenizer.decode(example.ids) == tokenizer.apply_chat_template(messages, tokenize=False)
     assert all(label in (token, IGNORED) for token, label in zip(example.ids, example.labels, strict=True))
+
+
+def test_templates_that_write_earlier_turns_differently(tokenizer: Any, tmp_path: Path) -> None:
+    """As Qwen3's does, and as ChatML does with answers that begin with a line break."""
+    tokenizer.chat_template = (
+        "{% for message in messages %}<{{ message.role }}>\n{% if loop.last and message.role == 'assistant' %}"
+        "<think></think>{% endif %}{{ message.content }}{{ eos_token }}\n{% endfor %}"
+    )
+    turns = [("user", "yes"), ("assistant", "yes"), ("user", "assistant"), ("assistant", "\nno")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    (example,) = load_examples(jsonl(tmp_path / "a.jsonl", {"messages": messages}), tokenizer, 128).items
+    assert learnt(example, tokenizer) == "yes<|end|>no<|end|>"
+    pair = {"prompt": messages[:3], "completion": messages[3:]}
+    (same,) = load_examples(jsonl(tmp_path / "b.jsonl", pair), tokenizer, 128).items
+    assert same == example
 
 
 def test_completions_and_texts(tokenizer: Any, tmp_path: Path) -> None:
@@ -85,8 +101,26 @@ def test_records_that_cannot_be_used(tiny_tokenizer: Any, tmp_path: Path) -> Non
     talk = jsonl(tmp_path / "b.jsonl", {"messages": [{"role": "assistant", "content": "hi"}]})
     with pytest.raises(InvalidInputError, match="no chat template"):
         load_examples(talk, tiny_tokenizer, 16)
+    tiny_tokenizer.chat_template = "{{ raise_exception('no system message') }}"
+    with pytest.raises(InvalidInputError, match="record 1 cannot be used: no system message"):
+        load_examples(talk, tiny_tokenizer, 16)
+    tiny_tokenizer.chat_template = None
     with pytest.raises(InvalidInputError, match="No such file"):
         load_examples(str(tmp_path / "c.jsonl"), tiny_tokenizer, 16)
+
+
+def test_packing_many_is_quick() -> None:
+    """One look at most per possible room, whatever the number of rows."""
+    examples = [Example((1,) * n, (1,) * n) for n in range(300, 700)] * 50
+    began = time.process_time()
+    rows = pack(examples, 1024)
+    assert time.process_time() - began < 5
+    assert sum(map(len, rows)) == len(examples)
+
+
+@pytest.mark.parametrize(("family", "apart"), [("llama", True), ("gpt_neox", True), ("falcon", False)])
+def test_families_whose_attention_does_not_heed_positions_are_found(family: str, apart: bool) -> None:
+    assert keeps_apart(build_dense(family)) is apart
 
 
 def random_examples(count: int) -> list[Example]:

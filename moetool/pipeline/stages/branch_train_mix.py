@@ -114,11 +114,13 @@ class BranchTrainMix(Upcycle):
     def _fitting(self, name: str, checkpoint: Checkpoint) -> DenseModel:
         """A model with the very tensors of INPUT. Raises `InvalidInputError` with the first that differs."""
         own, other = self.source.checkpoint, checkpoint
-        if surplus := sorted(set(other.tensors) - set(own.tensors)):
+        if surplus := sorted(name for name in set(other.tensors) - set(own.tensors) if not self._is_optional(name)):
             raise InvalidInputError(
                 f"{name} has a tensor {surplus[0]}, which {own.path} has not: they cannot be mixed."
             )
         for tensor, info in own.tensors.items():
+            if tensor not in other.tensors and self._is_optional(tensor):
+                continue
             if tensor not in other.tensors:
                 raise InvalidInputError(f"{name} has no tensor {tensor}, which {own.path} has: they cannot be mixed.")
             if (found := other.tensors[tensor].shape) != info.shape:
@@ -136,6 +138,11 @@ class BranchTrainMix(Upcycle):
                     "would compute something else. Take sources of one kind, or write another INPUT's config."
                 )
         return model
+
+    def _is_optional(self, tensor: str) -> bool:
+        """Whether a model may or may not store a tensor: it follows from its config, or from the embedding."""
+        tied = bool(self.dense.config.tie_word_embeddings) and tensor == "lm_head.weight"
+        return tied or tensor.endswith("inv_freq")
 
     @property
     def copies(self) -> int:

@@ -12,9 +12,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moetool.calibration.data import load_tokenizer, parse_data
+from moetool.calibration.data import check_vocabulary, load_tokenizer, parse_data
 from moetool.checkpoint.files import patch_config
-from moetool.checkpoint.format import check_unquantised
+from moetool.checkpoint.format import check_unquantised, moetool_entry
 from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import MANIFEST, Checkpoint
 from moetool.checkpoint.writer import TensorSpec
@@ -102,6 +102,14 @@ class Tune(Stage[TuneOptions, AnySource]):
         checkpoint = self.source.checkpoint
         numbers = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
         options, config = self.options, checkpoint.config
+        few = options.train == "experts" or (
+            options.train == "auto" and bool((moetool_entry(config) or {}).get("layers"))
+        )
+        trained = sum(
+            math.prod(info.shape)
+            for name, info in checkpoint.tensors.items()
+            if not few or ".experts." in name or name.endswith(("gate.weight", "router.layer.weight"))
+        )
         tokens = options.batch_size * options.sequence_length
         logits = 3 * 4 * tokens * int(config.get("vocab_size", 0))
         layers = int(config.get("num_hidden_layers", 1))
@@ -111,8 +119,8 @@ class Tune(Stage[TuneOptions, AnySource]):
             stage=self.name,
             input_bytes=checkpoint.weight_bytes,
             output_bytes=checkpoint.weight_bytes,
-            scratch_bytes=2 * 12 * numbers,  # a checkpoint, and the one that replaces it
-            memory_bytes=600_000_000 + 16 * numbers + logits + 4 * tokens * width * kept,
+            scratch_bytes=2 * (4 * numbers + 8 * trained),  # a checkpoint, and the one that replaces it
+            memory_bytes=600_000_000 + 4 * numbers + 12 * trained + logits + 4 * tokens * width * kept,
             details={"parameters": numbers, "tokens_per_step": tokens * options.accumulation},
         )
 
@@ -132,6 +140,8 @@ class Tune(Stage[TuneOptions, AnySource]):
         held_out = (
             load_examples(options.eval_data, self._tokenizer, options.sequence_length) if options.eval_data else None
         )
+        for example in (*examples.items, *(held_out.items if held_out else ())):
+            check_vocabulary(torch.tensor(example.ids), int(self.source.checkpoint.config["vocab_size"]))
         job.progress.log(f"{len(examples.items)} examples with {examples.answer_tokens} tokens to learn.")
         if examples.truncated:
             job.progress.log(
@@ -202,12 +212,13 @@ class Tune(Stage[TuneOptions, AnySource]):
         from moetool.integrations.quiet import quiet
         from moetool.training.balance import Routers
         from moetool.training.examples import collate, pack
-        from moetool.training.trainer import MixtureTrainer, Told, last_checkpoint, recompute_activations
+        from moetool.training.trainer import MixtureTrainer, Told, keeps_apart, last_checkpoint, recompute_activations
 
         options, work = self.options, job.work / "trainer"
-        rows = pack(examples, options.sequence_length) if options.packing else [[example] for example in examples]
-        padding = self._tokenizer.pad_token_id
-        padding = int(padding if padding is not None else self._tokenizer.eos_token_id or 0)
+        packs = options.packing and keeps_apart(model)
+        if options.packing and not packs:
+            job.progress.log("In this family examples that share a row would see each other: each gets its own.")
+        rows = pack(examples, options.sequence_length) if packs else [[example] for example in examples]
         batches = math.ceil(len(rows) / (options.batch_size * processes()))
         per_epoch = math.ceil(batches / options.accumulation)
         steps = options.steps or math.ceil(per_epoch * options.epochs)
@@ -247,6 +258,8 @@ class Tune(Stage[TuneOptions, AnySource]):
                 ddp_backend="gloo" if processes() > 1 and job.device.type == "cpu" else None,
                 ddp_find_unused_parameters=True if processes() > 1 else None,  # an expert may be given no token
             )
+            if processes() == 1:
+                arguments._n_gpu = min(arguments.n_gpu, 1)  # or it would split batches over all cards, by threads
             with arguments.main_process_first(local=False):
                 last, done = last_checkpoint(work)
             told = Told(job.progress.advance, job.progress.log, lambda: job.interrupt.requested)
@@ -256,7 +269,7 @@ class Tune(Stage[TuneOptions, AnySource]):
                     args=arguments,
                     train_dataset=rows,
                     eval_dataset=[[example] for example in held_out] if held_out else None,
-                    data_collator=lambda batch: collate(batch, padding),
+                    data_collator=lambda batch: collate(batch, padding=0),
                     callbacks=[told],
                     routers=Routers(model),
                     top_k=top_k,
