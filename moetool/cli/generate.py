@@ -76,7 +76,9 @@ def _annotation(name: str, field: FieldInfo) -> Any:
     description = field.description or ""
     if field.is_required():
         description += " [required]"
-    elif field.default is not None and kind is not bool:
+    elif kind is bool:
+        description += " [default: on]" if field.default else ""
+    elif field.default is not None and field.default != ():
         default = format_bytes(field.default) if is_size else field.default
         description += f" [default: {default}]"
     names = (flag, f"--no-{name.replace('_', '-')}") if kind is bool else (flag,)
