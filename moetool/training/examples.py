@@ -1,5 +1,6 @@
 """Training examples: token ids, and which of them the model is to learn to say."""
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,13 @@ class Examples:
     def answer_tokens(self) -> int:
         """Tokens that the loss is taken over."""
         return sum(sum(label != IGNORED for label in item.labels[1:]) for item in self.items)
+
+    def digest(self) -> str:
+        """SHA-256 of all of it, in hexadecimal: a resumed run must go on with what it began with."""
+        found = hashlib.sha256()
+        for item in self.items:
+            found.update(repr((item.ids, item.labels)).encode())
+        return found.hexdigest()
 
 
 def load_examples(data: str, tokenizer: "PreTrainedTokenizerBase", length: int) -> Examples:

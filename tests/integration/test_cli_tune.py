@@ -194,3 +194,17 @@ def test_other_commands_run_in_one_process(run_cli: Any, dense: Any, monkeypatch
     assert result.code == 2
     assert "one process" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_other_data_under_the_same_name_is_not_the_same_run(
+    crash: Any, mixture: Path, data: Path, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.jsonl"
+    mine.write_bytes(data.read_bytes())
+    arguments = ("tune", mixture, *SHORT, "--data", mine, "--steps", 6, "--save-every", 2)
+    quiet = crash(tmp_path / "quiet", arguments)
+    assert crash(tmp_path / "out", arguments, at=quiet["changes"] // 3)["code"] == -signal.SIGKILL
+    mine.write_text(data.read_text().replace("a", "b"))
+    told = crash(tmp_path / "out", (*arguments, "--resume"))
+    assert told["code"] == 2, told["stderr"]
+    assert "data has changed" in told["stderr"]

@@ -152,7 +152,11 @@ class Tune(Stage[TuneOptions, AnySource]):
         model = self._load(self.source.checkpoint.path)
         trained = self._choose(model)
         if job.unit("data"):  # from here on there may be a checkpoint to go on with
+            if is_first_process():
+                (job.work / "examples").write_text(examples.digest())
             job.finish("data")
+        elif (job.work / "examples").read_text() != examples.digest():
+            raise UsageError("The data has changed since this run began. Start again with --overwrite.")
         told = self._train(job, model, examples.items, held_out.items if held_out else None)
         if not is_first_process():
             return {}
