@@ -13,12 +13,10 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import InParts, TensorSpec
-from moetool.conversion.upcycling import REST, Made
+from moetool.conversion.upcycling import PROJECTIONS, REST, Made
 from moetool.errors import InvalidInputError
 
 Parts = list[Callable[[], Iterator[Tensor]]]
-
-_QKV = ("q_proj", "k_proj", "v_proj")
 
 
 class Unmerging:
@@ -81,7 +79,7 @@ class Unmerging:
                 return there[name].dtype, [partial(self._shifted, name)]
             return there[name].dtype, [partial(self._checkpoint.blocks, name)]
         if self._dense.joined_qkv and name.endswith(self._dense.joined_qkv):
-            apart = [name.replace("qkv_proj", projection) for projection in _QKV]
+            apart = [name.replace("qkv_proj", projection) for projection in PROJECTIONS]
         elif "gate_up_proj" in name:
             apart = [name.replace("gate_up_proj", f"{role}_proj") for role in ("gate", "up")]
         else:

@@ -8,7 +8,7 @@ of filling the network at random.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +25,16 @@ def mixture_entry(mixture: Mixture, *, fused: bool) -> dict[str, Any]:
     """The `quantization_config` of such a checkpoint: what `insert_mixtures` needs."""
     described = {**mixture.to_config(), "fused": fused}
     return {"quant_method": METHOD, "format_version": FORMAT_VERSION, "mixture": described}
+
+
+def _weighted_sum(run: Callable[[int, Tensor], Tensor], hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Each expert on the tokens that chose it, weighted and summed: `[tokens, hidden]`."""
+    result = torch.zeros_like(hidden)
+    for expert in chosen.unique().tolist():
+        tokens, slot = torch.where(chosen == expert)
+        output = run(expert, hidden[tokens]) * weights[tokens, slot, None]
+        result.index_add_(0, tokens, output.to(result.dtype))
+    return result
 
 
 class GatedExperts(nn.Module):
@@ -46,13 +56,12 @@ class GatedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`."""
-        result = torch.zeros_like(hidden_states)
-        for expert in top_k_index.unique().tolist():
-            tokens, slot = torch.where(top_k_index == expert)
-            activation = self._apply_gate(F.linear(hidden_states[tokens], self.gate_up_proj[expert]))
-            output = F.linear(activation, self.down_proj[expert]) * top_k_weights[tokens, slot, None]
-            result.index_add_(0, tokens, output.to(result.dtype))
-        return result
+
+        def run(expert: int, rows: Tensor) -> Tensor:
+            activation = self._apply_gate(F.linear(rows, self.gate_up_proj[expert]))
+            return F.linear(activation, self.down_proj[expert])
+
+        return _weighted_sum(run, hidden_states, top_k_index, top_k_weights)
 
 
 class SeparateExperts(nn.ModuleList):
@@ -60,12 +69,7 @@ class SeparateExperts(nn.ModuleList):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`."""
-        result = torch.zeros_like(hidden_states)
-        for index in top_k_index.unique().tolist():
-            tokens, slot = torch.where(top_k_index == index)
-            output = self[index](hidden_states[tokens]) * top_k_weights[tokens, slot, None]
-            result.index_add_(0, tokens, output.to(result.dtype))
-        return result
+        return _weighted_sum(lambda expert, rows: self[expert](rows), hidden_states, top_k_index, top_k_weights)
 
 
 class MixtureOfFFNs(nn.Module):

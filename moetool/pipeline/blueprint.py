@@ -36,13 +36,13 @@ def check_against_config(checkpoint: Checkpoint) -> None:
             raise InvalidInputError(
                 f"Tensor {name} of {checkpoint.path} has shape {list(found)}, config.json promises {list(info.shape)}."
             )
-    layers = {_layer_of(name) for name in promised}
+    layers = {layer_of(name) for name in promised}
     for name in checkpoint.tensors:
-        if name not in promised and _layer_of(name) not in layers:
+        if name not in promised and layer_of(name) not in layers:
             raise InvalidInputError(f"{checkpoint.path} has a tensor {name} of a layer that config.json does not know.")
 
 
-def _layer_of(name: str) -> str:
+def layer_of(name: str) -> str:
     """`model.layers.3` of a tensor in a decoder layer, an empty string of any other."""
     found = re.match(r".*?\.(layers|h)\.\d+(?=\.)", name)
     return found[0] if found else ""

@@ -23,15 +23,11 @@ from moetool.pipeline.workspace import Workspace
 
 
 class Input(Protocol):
-    """A checkpoint whose headers agree with its config and whose family is known."""
+    """A checkpoint that a stage can work on."""
 
     @property
     def checkpoint(self) -> Checkpoint:
         """Where it lies."""
-
-    @property
-    def architecture(self) -> Architecture | DenseArchitecture:
-        """Its family."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -13,7 +13,6 @@ def _entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
     used = "sliding_window" in dense.features
     return {
         **fine_grained(dense, mixture),
-        "head_dim": dense.head_dim,
         "attention_bias": "attention_bias" in dense.features,
         "use_sliding_window": used,
         "sliding_window": dense.config.sliding_window if used else None,

@@ -1,7 +1,6 @@
 """Instruction-tuning of a mixture of experts, or of any causal language model."""
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +18,7 @@ from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import MANIFEST, Checkpoint
 from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError, UsageError
+from moetool.pipeline.blueprint import layer_of
 from moetool.pipeline.job import Job
 from moetool.pipeline.options import RunOptions
 from moetool.pipeline.output import ShardPlan, write_checkpoint
@@ -38,10 +38,6 @@ class AnySource:
     def of(cls, checkpoint: Checkpoint) -> "AnySource":
         check_unquantised(checkpoint.config)
         return cls(checkpoint)
-
-    @property
-    def architecture(self) -> Any:
-        raise NotImplementedError("a model of any family")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -304,7 +300,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         units: dict[str, list[TensorSpec]] = {}
         for name, tensor in sorted(tensors.items()):
             dtype = source.tensors[name].dtype if name in source.tensors else self.source.dtype
-            units.setdefault(_unit(name), []).append(TensorSpec(name, dtype, tuple(tensor.shape)))
+            units.setdefault(layer_of(name), []).append(TensorSpec(name, dtype, tuple(tensor.shape)))
         order = list(units)
 
         def made(unit: int) -> Iterator[tuple[str, Tensor]]:
@@ -323,12 +319,6 @@ class Tune(Stage[TuneOptions, AnySource]):
         if lost:
             raise InvalidInputError(f"{output} lacks {len(lost)} tensors of {source.path}, the first {lost[0]}.")
         return {"bytes_before": source.weight_bytes, "bytes_after": made.weight_bytes}
-
-
-def _unit(name: str) -> str:
-    """What is written together: a decoder layer, or everything outside of them."""
-    found = re.match(r".*?\.(layers|h)\.\d+(?=\.)", name)
-    return found[0] if found else ""
 
 
 def _own_top_k(model: Any) -> int | None:
