@@ -1,6 +1,5 @@
 """`moetool.json`: where a checkpoint comes from and how it was made, without anything that changes between runs."""
 
-import hashlib
 import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -56,12 +55,6 @@ def library_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def file_digest(file: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> Path:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from moetool.architectures import mixture_of
 from moetool.calibration.collectors import LayerStatistics
-from moetool.checkpoint.files import copy_sidecars, patch_config, save_tensors, write_json
+from moetool.checkpoint.files import copy_sidecars, file_sha256, patch_config, save_tensors, write_json
 from moetool.checkpoint.format import format_entry, moetool_entry
-from moetool.checkpoint.manifest import Manifest, file_digest, write_manifest
+from moetool.checkpoint.manifest import Manifest, write_manifest
 from moetool.checkpoint.reader import CONFIG, Checkpoint
 from moetool.checkpoint.writer import CheckpointWriter, InParts, TensorSpec
 from moetool.pipeline.job import Job, Source
@@ -202,7 +202,7 @@ def write_checkpoint(
             seed=seed,
             statistics={key: value for key, value in job.record.items() if key != "recipe"},
             layers=dict(manifest_layers()),
-            files={file.name: file_digest(file) for file in files},
+            files={file.name: file_sha256(file) for file in files},
         ),
     )
     write_json(job.output / CONFIG, config)

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from moetool.architectures import ROLES, is_separate
-from moetool.checkpoint.manifest import file_digest, read_manifest
+from moetool.checkpoint.files import file_sha256
+from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import MANIFEST, Checkpoint
 from moetool.checkpoint.writer import is_finite
 from moetool.errors import VerificationError
@@ -85,7 +86,7 @@ def _damaged_files(checkpoint: Checkpoint) -> list[str]:
     return [
         f"{file.name} is not the file that was written (its SHA-256 differs from the one in {MANIFEST})"
         for file in checkpoint.weight_files
-        if file.name in digests and file_digest(file) != digests[file.name]
+        if file.name in digests and file_sha256(file) != digests[file.name]
     ]
 
 
