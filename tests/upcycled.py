@@ -14,9 +14,10 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import CheckpointWriter
 from moetool.conversion.dense import DenseModel
 from moetool.conversion.experts import Copies, Experts
+from moetool.conversion.parts import Made
 from moetool.conversion.router import default_std, random_router
 from moetool.conversion.targets import choose_target
-from moetool.conversion.upcycling import Made, Upcycled
+from moetool.conversion.upcycling import Upcycled
 from moetool.integrations.quiet import quiet
 from moetool.representations.mixture import Mixture, Shared
 

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from moetool.architectures.base import EXPERT_KEYS, ROLES, Architecture, MoEShape, Role, Unsupported
-from moetool.architectures.own_mixture import is_separate, mixture_of, own_mixture
+from moetool.architectures.own_mixture import is_opaque, mixture_of, own_mixture, own_modules
 from moetool.errors import InvalidInputError
 
 __all__ = [
@@ -20,8 +20,9 @@ __all__ = [
     "Role",
     "architectures",
     "find_architecture",
-    "is_separate",
+    "is_opaque",
     "mixture_of",
+    "own_modules",
     "unsupported",
 ]
 
@@ -51,7 +52,7 @@ def find_architecture(config: Mapping[str, Any]) -> Architecture:
         InvalidInputError: the model is dense, or its family is not known or known not to fit.
     """
     model_type = config.get("model_type")
-    if mixture_of(config) is not None:
+    if own_modules(config):
         return own_mixture(config)
     by_type = {name: architecture for architecture in architectures() for name in architecture.model_types}
     if isinstance(model_type, str) and model_type in by_type:

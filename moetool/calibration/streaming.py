@@ -24,14 +24,14 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
-from moetool.architectures import ROLES, Architecture, mixture_of
+from moetool.architectures import ROLES, Architecture
 from moetool.architectures.dense import DenseArchitecture
 from moetool.calibration.disk_experts import DiskExperts
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
 from moetool.integrations.quiet import quiet
-from moetool.modules.mixture import insert_mixtures
+from moetool.modules.insertion import insert_modules
 
 REST = -1  # the block of everything that is not a decoder layer
 
@@ -66,10 +66,9 @@ class StreamedModel:
         self.config = AutoConfig.for_model(**raw)
         self.config._name_or_path = ""
         with torch.device("meta"):
-            self.model: Any = AutoModelForCausalLM.from_config(self.config, dtype=dtype).eval().requires_grad_(False)
-            if mixture_of(checkpoint.config) is not None:
-                insert_mixtures(self.model, checkpoint.config)
-                self.model.requires_grad_(False)
+            self.model: Any = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
+            insert_modules(self.model, checkpoint.config)
+            self.model.eval().requires_grad_(False)
         self.layer_count = int(self.config.num_hidden_layers)
         self.hidden_size = int(self.config.hidden_size)
         # get_decoder() is not right for every family; the decoder is what holds the layers.

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from moetool.calibration.disk_experts import DiskExperts
 from moetool.calibration.streaming import StreamedModel
-from moetool.modules.mixture import MixtureOfFFNs
+from moetool.modules.insertion import Routed
 
 # What conversions that preserve the model may differ by, in fp32: ‖Δ logits‖ / ‖logits‖.
 TOLERANCE = 1e-5
@@ -65,7 +65,7 @@ class _Watched:
         self.counts: Tensor | None = None
         self._handles: list[Any] = []
         for module in layer.modules():
-            if isinstance(module, MixtureOfFFNs):
+            if isinstance(module, Routed):
                 self._handles.append(module.gate.register_forward_hook(self._own(module)))
         self._disk: list[Any] = [
             m.forward for m in layer.modules() if isinstance(m.__dict__.get("forward"), DiskExperts)
@@ -74,7 +74,7 @@ class _Watched:
             routers = [module for name, module in layer.named_modules() if type(module).__name__.endswith("TopKRouter")]
             self._handles += [router.register_forward_hook(self._native) for router in routers]
 
-    def _own(self, module: MixtureOfFFNs) -> Callable[..., None]:
+    def _own(self, module: Routed) -> Callable[..., None]:
         def hook(_: nn.Module, inputs: Any, logits: Tensor) -> None:
             self.probabilities = logits.float().softmax(-1)
             chosen = self.probabilities.topk(module.top_k, dim=-1).indices

@@ -13,7 +13,8 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import InParts, TensorSpec
-from moetool.conversion.upcycling import PROJECTIONS, REST, Made
+from moetool.conversion.parts import REST, Made
+from moetool.conversion.upcycling import PROJECTIONS
 from moetool.errors import InvalidInputError
 
 Parts = list[Callable[[], Iterator[Tensor]]]

@@ -1,4 +1,4 @@
-"""The tensors of an upcycled model, each made from the dense one when it is its turn to be written."""
+"""The tensors of an upcycled model: a mixture of experts of some family."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,9 +13,10 @@ from moetool.architectures import Role
 from moetool.architectures.own_mixture import FUSED, ROUTER, SHARED
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.format import format_entry
-from moetool.checkpoint.writer import InParts, TensorSpec
+from moetool.checkpoint.writer import TensorSpec
 from moetool.conversion.dense import DenseModel
 from moetool.conversion.experts import Experts
+from moetool.conversion.parts import REST, Converted, Made, mean
 from moetool.conversion.router import default_std
 from moetool.conversion.targets import Target
 from moetool.conversion.targets.qwen2_moe import IDLE_WIDTH
@@ -23,8 +24,6 @@ from moetool.errors import InvalidInputError
 from moetool.numerics.seeding import generator, uniform
 from moetool.representations.layout import LayerLayout, delta_name
 from moetool.representations.mixture import Mixture
-
-REST = -1  # the unit of everything that belongs to no layer
 
 # Of a shared expert's gate, whose sigmoid is to be one half. Exact zeros make NaNs in a popular GGUF runtime; these are
 # representable in every dtype, fp16 among them, and far too small to matter.
@@ -36,47 +35,27 @@ _DROPPED = ("auto_map", "pretraining_tp", "mlp_bias", "attention_bias", "hidden_
             "resid_pdrop", "embd_pdrop", "rope_scaling", "rope_theta", "partial_rotary_factor", "head_dim")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Made:
-    """A tensor of the output, and how it is made."""
-
-    spec: TensorSpec
-    make: Callable[[], Tensor | InParts]
-
-
-@dataclass(frozen=True)
-class Upcycled:
+@dataclass(frozen=True, kw_only=True)
+class Upcycled(Converted):
     """An upcycled model, tensor by tensor.
 
     Attributes:
-        dense: the model that gives config and tokenizer.
         target: the family it is written as.
         mixture: its shape.
         experts: what every expert starts as.
         router: rows `[experts, hidden]` for a layer.
-        rest: models whose mean everything outside the experts is; usually `dense` alone.
-        dtype: to store everything in; `None` keeps each tensor's own.
-        seed: of what is drawn besides the router.
         layouts: by layer, how experts are stored if they are differences to one base, the dense FFN.
     """
 
-    dense: DenseModel
     target: Target
     mixture: Mixture
     experts: Experts
     router: Callable[[int], Tensor]
-    rest: Sequence[DenseModel]
-    dtype: torch.dtype | None
-    seed: int
     layouts: Mapping[int, LayerLayout] = field(default_factory=dict)
 
     def config(self) -> dict[str, Any]:
-        """`config.json` of the result."""
         source = self.dense.checkpoint.config
-        entries = self.target.entries(self.dense, self.mixture)
-        if self.dtype is not None:
-            key = "torch_dtype" if "torch_dtype" in source and "dtype" not in source else "dtype"
-            entries[key] = str(self.dtype).removeprefix("torch.")
+        entries = {**self.target.entries(self.dense, self.mixture), **self.dtype_entry()}
         if self.layouts:
             own = entries.get("quantization_config", {})
             kept = {"mixture": own["mixture"]} if "mixture" in own else {}
@@ -87,22 +66,16 @@ class Upcycled:
         return patch_config(source, remove=[key for key in _DROPPED if key not in entries], **entries)
 
     def units(self) -> list[tuple[int, list[Made]]]:
-        """The tensors by layer, those of no layer first. Raises `InvalidInputError` for what cannot be written."""
-        prefixes = [self.dense.architecture.layer_prefix(layer) for layer in range(self.dense.layers)]
         gone: set[str] = set()
         for layer in range(self.dense.layers):
             if layer in self.mixture.layers or self._is_unjoined:
                 gone |= self.dense.ffn_names(layer)
-        passed: dict[int, list[str]] = {layer: [] for layer in range(REST, self.dense.layers)}
-        for name in self.dense.checkpoint.tensors:
-            if name not in gone:
-                owner = next((layer for layer, prefix in enumerate(prefixes) if name.startswith(prefix)), REST)
-                passed[owner].append(name)
-        return [(layer, [*self._passed(layer, names), *self._ffn(layer)]) for layer, names in passed.items()]
+        return [
+            (layer, [*self._passed(layer, [name for name in names if name not in gone]), *self._ffn(layer)])
+            for layer, names in self.names().items()
+        ]
 
     def parameters(self) -> dict[str, int]:
-        """Numbers in the model, those that one token uses, and those that the dense model has not: `total`, `active`,
-        `added`."""
         guards = len(self.mixture.layers) if self.target.architecture is None else 0
         total = sum(math.prod(made.spec.shape) for _, unit in self.units() for made in unit) - guards
         expert = sum(
@@ -113,16 +86,16 @@ class Upcycled:
         if self.layouts:
             differences = sum(layout.added_parameters() for layout in self.layouts.values())
             idle = round(differences * (1 - self.mixture.top_k / self.mixture.experts))
-        dense = sum(math.prod(info.shape) for info in self.dense.checkpoint.tensors.values())
-        return {"total": total, "active": total - idle, "added": total - dense}
+        return {"total": total, "active": total - idle, "added": total - self.dense_parameters}
+
+    @property
+    def _models(self) -> Sequence[DenseModel]:
+        return self.rest or [self.dense]
 
     @property
     def _is_unjoined(self) -> bool:
         """Whether dense layers have gate and up apart although the source has them in one tensor."""
         return self.target.architecture is not None and self.dense.architecture.is_joined
-
-    def _stored(self, dtype: torch.dtype) -> torch.dtype:
-        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
 
     def _shape(self, role: Role) -> tuple[int, int]:
         rows, columns = self.dense.hidden, self.mixture.intermediate
@@ -140,38 +113,23 @@ class Upcycled:
             elif native and architecture.norm_offset and name.endswith("norm.weight"):
                 yield self._shifted(name, architecture.norm_offset)
             else:
-                yield self._copied(name)
+                yield self.copied(name)
         if layer == REST or not native:
             return
         completed = self.target.completed_biases if "qkv_bias" in self.dense.features else ()
         for projection in (*self.target.biases, *completed):
             bias, weight = f"{prefix}self_attn.{projection}.bias", f"{prefix}self_attn.{projection}.weight"
             if bias not in names:
-                rows = dict(self._heads())[projection] if architecture.joined_qkv else self._info(weight).shape[0]
-                yield self._filled(bias, (rows,))
-
-    def _info(self, name: str) -> Any:
-        return self.dense.checkpoint.info(name)
-
-    def _blocks(self, name: str) -> Iterator[Tensor]:
-        """A tensor of the models that the rest comes from, averaged, in flat blocks of the dtype to store."""
-        dtype = self._stored(self._info(name).dtype)
-        models = [model for model in self.rest if name in model.checkpoint.tensors] or [self.dense]
-        for parts in zip(*(model.checkpoint.blocks(name) for model in models), strict=True):
-            yield _mean(parts).to(dtype)
-
-    def _copied(self, name: str) -> Made:
-        info = self._info(name)
-        spec = TensorSpec(name, self._stored(info.dtype), info.shape)
-        return Made(spec, lambda: InParts(spec.dtype, spec.shape, self._blocks(name)))
-
-    def _filled(self, name: str, shape: tuple[int, ...], value: float = 0.0) -> Made:
-        dtype = self._stored(self.dense.dtype)
-        return Made(TensorSpec(name, dtype, shape), lambda: torch.full(shape, value, dtype=dtype))
+                rows = (
+                    dict(self._heads())[projection]
+                    if architecture.joined_qkv
+                    else self.dense.checkpoint.info(weight).shape[0]
+                )
+                yield self.filled(bias, (rows,))
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
-        parts = [model.checkpoint.read_rows(name, start, stop) for model in self.rest]
-        return _mean(parts).to(self._stored(parts[0].dtype))
+        parts = [model.checkpoint.read_rows(name, start, stop) for model in self._models]
+        return mean(parts).to(self.stored(parts[0].dtype))
 
     def _heads(self) -> list[tuple[str, int]]:
         """Rows of queries, keys and values."""
@@ -180,17 +138,17 @@ class Upcycled:
         return [(projection, count * width) for projection, count in zip(PROJECTIONS, counts, strict=True)]
 
     def _split_qkv(self, name: str) -> Iterator[Made]:
-        info, start = self._info(name), 0
+        info, start = self.dense.checkpoint.info(name), 0
         for projection, rows in self._heads():
-            spec = TensorSpec(name.replace("qkv_proj", projection), self._stored(info.dtype), (rows, *info.shape[1:]))
+            spec = TensorSpec(name.replace("qkv_proj", projection), self.stored(info.dtype), (rows, *info.shape[1:]))
             yield Made(spec, partial(self._rows, name, start, start + rows))
             start += rows
         if start != info.shape[0]:
             raise InvalidInputError(f"Tensor {name} has {info.shape[0]} rows, config.json promises {start}.")
 
     def _shifted(self, name: str, offset: float) -> Made:
-        info = self._info(name)
-        spec = TensorSpec(name, self._stored(info.dtype), info.shape)
+        info = self.dense.checkpoint.info(name)
+        spec = TensorSpec(name, self.stored(info.dtype), info.shape)
 
         return Made(spec, lambda: (self._rows(name, 0, info.shape[0]).double() + offset).to(spec.dtype))
 
@@ -210,25 +168,20 @@ class Upcycled:
         elif self.target.has_idle_shared:
             yield from self._idle_shared(layer)
         if self.target.architecture is None:
-            yield self._filled(self.dense.architecture.weight_name(layer, "up"), (1, 1))
+            yield self.filled(self.dense.architecture.weight_name(layer, "up"), (1, 1))
 
     def _dense_ffn(self, layer: int) -> Iterator[Made]:
         prefix = self.dense.architecture.ffn_prefix(layer)
         for role in self.dense.architecture.roles:
-            yield self._joined(
+            yield self.joined(
                 f"{prefix}{role}_proj.weight", self.dense.shape(role), [partial(self._averaged, layer, role)]
             )
 
     def _averaged(self, layer: int, role: Role) -> Tensor:
-        return _mean([model.matrix(layer, role) for model in self.rest])
+        return mean([model.matrix(layer, role) for model in self._models])
 
     def _averaged_bias(self, layer: int, role: Role) -> Tensor:
-        return _mean([model.bias(layer, role) for model in self.rest])
-
-    def _joined(self, name: str, shape: tuple[int, ...], parts: Sequence[Callable[[], Tensor]]) -> Made:
-        """A tensor from parts that lie one below the other."""
-        dtype = self._stored(self.dense.dtype)
-        return Made(TensorSpec(name, dtype, shape), lambda: InParts(dtype, shape, (part().to(dtype) for part in parts)))
+        return mean([model.bias(layer, role) for model in self._models])
 
     def _experts(self, layer: int) -> Iterator[Made]:
         mixture, dense, family = self.mixture, self.dense.architecture, self.target.architecture
@@ -244,15 +197,15 @@ class Upcycled:
 
             if "{expert}" in template:
                 for expert in range(mixture.experts):
-                    yield self._joined(prefix + template.format(expert=expert), (rows, columns), parts(expert))
+                    yield self.joined(prefix + template.format(expert=expert), (rows, columns), parts(expert))
             else:
-                yield self._joined(prefix + template, (mixture.experts, rows, columns), parts(*range(mixture.experts)))
+                yield self.joined(prefix + template, (mixture.experts, rows, columns), parts(*range(mixture.experts)))
         for role in dense.roles:
             if self.dense.has_bias(role):
                 for expert in range(mixture.experts):
                     name = prefix + separate[role].format(expert=expert).removesuffix("weight") + "bias"
                     shape = (self._shape(role)[0],)
-                    yield self._joined(name, shape, [partial(self.experts.bias, layer, expert, role)])
+                    yield self.joined(name, shape, [partial(self.experts.bias, layer, expert, role)])
 
     def _differences(self, layer: int) -> Iterator[Made]:
         """The dense FFN as the base of all experts, and differences that are zero (DeRS, arXiv:2503.01359, §3.3)."""
@@ -263,12 +216,12 @@ class Upcycled:
             rows, columns = sum(self._shape(role)[0] for role in roles), self._shape(roles[0])[1]
             shape = (rows, columns) if "{expert}" in template else (1, rows, columns)
             parts = [partial(self._expert, layer, 0, role, scale) for role in roles]
-            yield self._joined(prefix + template.format(expert=0), shape, parts)
+            yield self.joined(prefix + template.format(expert=0), shape, parts)
         for expert, role, form in self.layouts[layer].deltas():
             for tensor, stored in form.tensors(self._shape(role)).items():
                 name = f"{prefix}experts.{delta_name(expert, role, tensor)}"
                 make = partial(self._difference, layer, expert, role, tensor, stored.shape)
-                yield self._joined(name, stored.shape, [make])
+                yield self.joined(name, stored.shape, [make])
 
     def _difference(self, layer: int, expert: int, role: Role, tensor: str, shape: tuple[int, ...]) -> Tensor:
         """Zeros, but for the factor that meets the input: that of a fresh LoRA (Kaiming, a = √5), or nothing could ever
@@ -284,7 +237,7 @@ class Upcycled:
     def _routing(self, layer: int) -> Made:
         family = self.target.architecture
         name = self.dense.architecture.ffn_prefix(layer) + ROUTER if family is None else family.router_name(layer)
-        return self._joined(name, (self.mixture.experts, self.dense.hidden), [partial(self.router, layer)])
+        return self.joined(name, (self.mixture.experts, self.dense.hidden), [partial(self.router, layer)])
 
     def _shared(self, layer: int) -> Iterator[Made]:
         """The original FFN, scaled so that with the routed experts it gives what the mixture is to give."""
@@ -300,12 +253,12 @@ class Upcycled:
 
         for name, roles in _by_name(self.target.shared if native else dense.weights).items():
             rows, columns = sum(self.dense.shape(role)[0] for role in roles), self.dense.shape(roles[0])[1]
-            yield self._joined(prefix + name, (rows, columns), [partial(part, role) for role in roles])
+            yield self.joined(prefix + name, (rows, columns), [partial(part, role) for role in roles])
         for role in dense.roles:
             if self.dense.has_bias(role):
                 name = prefix + dense.weights[role].removesuffix("weight") + "bias"
                 shape = (self.dense.shape(role)[0],)
-                yield self._joined(name, shape, [partial(self._averaged_bias, layer, role)])
+                yield self.joined(name, shape, [partial(self._averaged_bias, layer, role)])
         yield from self._shared_gate(layer)
 
     def _idle_rows(self, layer: int, role: Role) -> Tensor:
@@ -316,7 +269,7 @@ class Upcycled:
         if self.target.shared_gate:
             name = self.dense.architecture.layer_prefix(layer) + self.target.shared_gate
             signs = torch.randint(0, 2, (1, self.dense.hidden), generator=generator(self.seed, "gate", layer))
-            yield self._joined(name, (1, self.dense.hidden), [lambda: (2.0 * signs - 1) * _TINY])
+            yield self.joined(name, (1, self.dense.hidden), [lambda: (2.0 * signs - 1) * _TINY])
 
     def _idle_shared(self, layer: int) -> Iterator[Made]:
         """A shared expert whose output is zero until it is trained."""
@@ -324,9 +277,9 @@ class Upcycled:
         for role, name in self.target.shared.items():
             shape = (self.dense.hidden, IDLE_WIDTH) if role == "down" else (IDLE_WIDTH, self.dense.hidden)
             if role == "down":
-                yield self._filled(prefix + name, shape)
+                yield self.filled(prefix + name, shape)
             else:
-                yield self._joined(prefix + name, shape, [partial(self._idle_rows, layer, role)])
+                yield self.joined(prefix + name, shape, [partial(self._idle_rows, layer, role)])
         yield from self._shared_gate(layer)
 
 
@@ -336,10 +289,3 @@ def _by_name(names: Mapping[Role, str]) -> dict[str, list[Role]]:
     for role, name in names.items():
         found.setdefault(name, []).append(role)
     return found
-
-
-def _mean(parts: Sequence[Tensor]) -> Tensor:
-    """The mean of several tensors, formed in fp32; the tensor itself if there is one."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.stack([part.float() for part in parts]).mean(0).to(parts[0].dtype)

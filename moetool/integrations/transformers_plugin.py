@@ -14,7 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moetool.architectures import find_architecture
 from moetool.checkpoint.format import METHOD, check_format_version, layer_layouts
 from moetool.modules.experts import SharedBaseExperts, SharedExpertOnBase
-from moetool.modules.mixture import MixtureOfFFNs, insert_mixtures
+from moetool.modules.insertion import OwnModule, insert_modules
 
 
 class MoetoolConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -35,8 +35,7 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         config = {**model.config.to_dict(), "quantization_config": self.quantization_config.to_dict()}
-        if "mixture" in config["quantization_config"]:
-            insert_mixtures(model, config)
+        insert_modules(model, config)
         if config["quantization_config"].get("layers"):
             self._replace_experts(model, config)
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
@@ -58,7 +57,7 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
         missing = [
             f"{name}.{parameter}"
             for name, module in model.named_modules()
-            if isinstance(module, SharedBaseExperts | MixtureOfFFNs)
+            if isinstance(module, SharedBaseExperts | OwnModule)
             for parameter, tensor in [*module.named_parameters(), *module.named_buffers()]
             if not getattr(tensor, "_is_hf_initialized", False) and tensor.device.type != "meta"
         ]

@@ -2,9 +2,7 @@
 
 Gated networks without biases become fused experts as transformers has them, which makes everything that works on a
 mixture-of-experts family work on these: on disk `{ffn}.experts.gate_up_proj` and `{ffn}.experts.down_proj`. Others stay
-modules of the family's own class, `{ffn}.experts.{expert}.…`. The router is `{ffn}.gate.weight`. Where the dense
-network had its first matrix there is a guard of one number, so that a loader that does not know moetool fails instead
-of filling the network at random.
+modules of the family's own class, `{ffn}.experts.{expert}.…`. The router is `{ffn}.gate.weight`.
 """
 
 import copy
@@ -18,16 +16,17 @@ from torch.nn import functional as F
 
 from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
 from moetool.checkpoint.format import FORMAT_VERSION, METHOD
+from moetool.modules.insertion import Routed, add_guard, path_in
 from moetool.representations.mixture import Mixture
 
 
 def mixture_entry(mixture: Mixture, *, fused: bool) -> dict[str, Any]:
-    """The `quantization_config` of such a checkpoint: what `insert_mixtures` needs."""
+    """The `quantization_config` of such a checkpoint: what `insert` needs."""
     described = {**mixture.to_config(), "fused": fused}
     return {"quant_method": METHOD, "format_version": FORMAT_VERSION, "mixture": described}
 
 
-def _weighted_sum(run: Callable[[int, Tensor], Tensor], hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def weighted_sum(run: Callable[[int, Tensor], Tensor], hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Each expert on the tokens that chose it, weighted and summed: `[tokens, hidden]`."""
     result = torch.zeros_like(hidden)
     for expert in chosen.unique().tolist():
@@ -61,7 +60,7 @@ class GatedExperts(nn.Module):
             activation = self._apply_gate(F.linear(rows, self.gate_up_proj[expert]))
             return F.linear(activation, self.down_proj[expert])
 
-        return _weighted_sum(run, hidden_states, top_k_index, top_k_weights)
+        return weighted_sum(run, hidden_states, top_k_index, top_k_weights)
 
 
 class SeparateExperts(nn.ModuleList):
@@ -69,10 +68,10 @@ class SeparateExperts(nn.ModuleList):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`."""
-        return _weighted_sum(lambda expert, rows: self[expert](rows), hidden_states, top_k_index, top_k_weights)
+        return weighted_sum(lambda expert, rows: self[expert](rows), hidden_states, top_k_index, top_k_weights)
 
 
-class MixtureOfFFNs(nn.Module):
+class MixtureOfFFNs(Routed):
     """Softmax routing to the top-k of several feed-forward networks, renormalised, beside a shared one if there is one.
 
     The weight of the shared network, and what is left for the others, is ½ (`half`), 1 − the largest routing
@@ -102,9 +101,7 @@ class MixtureOfFFNs(nn.Module):
         self.gate = nn.Linear(hidden, self.num_experts, bias=False, device=like.device, dtype=like.dtype)
         if self.shared != "none":
             self.shared_expert = copy.deepcopy(ffn)
-        guard = nn.Module()
-        guard.register_buffer("weight", torch.zeros(1, 1, device=like.device, dtype=like.dtype))
-        self.add_module(architecture.weights["up"].removesuffix(".weight"), guard)
+        add_guard(self, architecture.weights["up"].removesuffix(".weight"), like)
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Experts `[tokens, k]`, their weights `[tokens, k]` and the largest probability `[tokens, 1]`, fp32."""
@@ -145,13 +142,10 @@ def _narrowed(ffn: nn.Module, architecture: DenseArchitecture, intermediate: int
     return narrow
 
 
-def insert_mixtures(model: Any, config: Mapping[str, Any]) -> None:
-    """Put mixtures where the `quantization_config` of `config` lists them. Raises `InvalidInputError`."""
-    described = config["quantization_config"]["mixture"]
+def insert(model: Any, config: Mapping[str, Any], described: Mapping[str, Any]) -> None:
+    """Put mixtures in the layers that are listed."""
     architecture = find_dense_architecture({**config, "quantization_config": None})
     for layer in described["layers"]:
-        path = architecture.ffn_prefix(int(layer)).removesuffix(".")
-        if not path.startswith(model.base_model_prefix) or not hasattr(model, model.base_model_prefix):
-            path = path.removeprefix(f"{model.base_model_prefix}.")  # the bare decoder, AutoModel
+        path = path_in(model, architecture.ffn_prefix(int(layer)).removesuffix("."))
         mixture = MixtureOfFFNs(model.get_submodule(path), architecture, model.config.hidden_size, described)
         model.set_submodule(path, mixture)

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from moetool.architectures import ROLES, is_separate, mixture_of
+from moetool.architectures import ROLES, is_opaque, mixture_of
 from moetool.architectures.dense import find_dense_architecture
 from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import MANIFEST, Checkpoint
@@ -37,8 +37,8 @@ def parameter_counts(source: Source) -> dict[str, int]:
 def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
     """The summary that `moetool inspect --json` prints. Raises `InvalidInputError` for what cannot be read."""
     checkpoint = open_for_planning(path)
-    if is_separate(checkpoint.config):
-        return _inspect_separate(path, checkpoint)
+    if is_opaque(checkpoint.config):
+        return _inspect_opaque(path, checkpoint)
     source = Source.of(checkpoint)
     reader = source.experts
     manifest = read_manifest(checkpoint.path) if (checkpoint.path / MANIFEST).exists() else None
@@ -83,7 +83,7 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
     }
 
 
-def _inspect_separate(path: str | Path, checkpoint: Checkpoint) -> dict[str, Any]:
+def _inspect_opaque(path: str | Path, checkpoint: Checkpoint) -> dict[str, Any]:
     """The same for a mixture of networks that have no gate or have biases."""
     entry = mixture_of(checkpoint.config) or {}
     dense = find_dense_architecture({**checkpoint.config, "quantization_config": None})

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from moetool.architectures import ROLES, is_separate
+from moetool.architectures import ROLES, is_opaque
 from moetool.checkpoint.files import file_sha256
 from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import MANIFEST, Checkpoint
@@ -32,7 +32,7 @@ def verify_checkpoint(
     """
     progress = progress or Silent()
     checkpoint = Checkpoint.open(path)
-    if is_separate(checkpoint.config) and against is None:
+    if is_opaque(checkpoint.config) and against is None:
         return _verify_alone(checkpoint, progress)
     made = Source.of(checkpoint)
     original = Source.open(against) if against is not None else None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moetool.modules.mixture import MixtureOfFFNs
+from moetool.modules.insertion import Routed
 
 Sum = Callable[[Tensor], Tensor]
 
@@ -67,7 +67,7 @@ class Routers:
         self._watching = False
         self._found: list[tuple[nn.Module, bool]] = []
         for module in model.modules():
-            if isinstance(module, MixtureOfFFNs):
+            if isinstance(module, Routed):
                 self._found.append((module.gate, False))
             elif type(module).__name__.endswith("TopKRouter") or type(module).__name__.endswith("TopkRouter"):
                 self._found.append((module, True))

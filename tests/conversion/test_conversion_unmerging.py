@@ -15,8 +15,9 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.conversion.dense import DenseModel
 from moetool.conversion.experts import FromSources, PartlyRedrawn, Pieces
+from moetool.conversion.parts import REST
 from moetool.conversion.unmerging import Unmerging, dense_config
-from moetool.conversion.upcycling import REST, Upcycled
+from moetool.conversion.upcycling import Upcycled
 from moetool.errors import InvalidInputError
 
 

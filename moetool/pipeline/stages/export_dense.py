@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from moetool.architectures import Architecture, find_architecture, is_separate
+from moetool.architectures import Architecture, find_architecture, is_opaque
 from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.files import patch_config
@@ -40,7 +40,7 @@ class UpcycledSource:
         record = None
         if (checkpoint.path / MANIFEST).exists():
             record = read_manifest(checkpoint.path).statistics.get("upcycled")
-        if record is not None and is_separate(checkpoint.config):
+        if record is not None and is_opaque(checkpoint.config):
             return cls(checkpoint, find_dense_architecture(record["source_config"]), None, record)
         architecture = find_architecture(checkpoint.config)
         return cls(checkpoint, architecture, ExpertReader(checkpoint, architecture), record)

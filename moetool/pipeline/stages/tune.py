@@ -180,7 +180,7 @@ class Tune(Stage[TuneOptions, AnySource]):
     def _choose(self, model: Any) -> int:
         """Let what is to be trained require gradients, and nothing else; returns how many numbers that is."""
         from moetool.modules.experts import SharedBaseExperts
-        from moetool.modules.mixture import MixtureOfFFNs
+        from moetool.modules.insertion import Routed
         from moetool.training.balance import Routers
 
         shared = [module for module in model.modules() if isinstance(module, SharedBaseExperts)]
@@ -193,7 +193,7 @@ class Tune(Stage[TuneOptions, AnySource]):
                 raise UsageError("--train experts: this model has none. Upcycle it first.")
             model.requires_grad_(False)
             for name, module in model.named_modules():
-                if module in routers or name.endswith(".experts") or isinstance(module, MixtureOfFFNs):
+                if module in routers or name.endswith(".experts") or isinstance(module, Routed):
                     module.requires_grad_(True)
         if self.options.freeze_shared:
             for module in shared:
@@ -322,9 +322,9 @@ class Tune(Stage[TuneOptions, AnySource]):
 
 
 def _own_top_k(model: Any) -> int | None:
-    from moetool.modules.mixture import MixtureOfFFNs
+    from moetool.modules.insertion import Routed
 
-    return next((module.top_k for module in model.modules() if isinstance(module, MixtureOfFFNs)), None)
+    return next((module.top_k for module in model.modules() if isinstance(module, Routed)), None)
 
 
 def _printer() -> Any:

@@ -1,0 +1,65 @@
+"""Putting moetool's own modules where the config of a checkpoint lists them, and keeping others from loading these.
+
+Where the dense model had a weight that a module of ours replaces, there is a guard of one number: a loader that does
+not know moetool fails on its shape instead of filling the weight at random.
+"""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moetool.architectures import own_modules
+from moetool.errors import InvalidInputError
+
+_BUILDERS = {
+    "mixture": "moetool.modules.mixture",
+    "adapter_experts": "moetool.modules.adapter_experts",
+    "interpolated": "moetool.modules.interpolated",
+    "neuron_experts": "moetool.modules.neuron_experts",
+}
+
+
+class OwnModule(nn.Module):
+    """A module that only moetool's checkpoints have: all its tensors must be in the file."""
+
+
+class Routed(OwnModule):
+    """A module whose router `gate` gives logits `[tokens, experts]`, of which the `top_k` largest count."""
+
+    gate: nn.Linear
+    num_experts: int
+    top_k: int
+
+
+def add_guard(module: nn.Module, path: str, like: Tensor) -> None:
+    """Put a guard at `path.weight` below `module`."""
+    guard = nn.Module()
+    guard.register_buffer("weight", torch.zeros(1, 1, device=like.device, dtype=like.dtype))
+    module.add_module(path, guard)
+
+
+def is_guard(tensor: Tensor) -> bool:
+    """Whether a tensor of a model is one."""
+    return tuple(tensor.shape) == (1, 1)
+
+
+def path_in(model: Any, path: str) -> str:
+    """Where the module of a causal language model that `path` names is in `model`, which may be its bare decoder."""
+    prefix = f"{model.base_model_prefix}."
+    return path.removeprefix(prefix) if not hasattr(model, model.base_model_prefix) else path
+
+
+def insert_modules(model: Any, config: Mapping[str, Any]) -> None:
+    """Build everything that the `quantization_config` of `config` lists, empty, in its place.
+
+    Raises:
+        InvalidInputError: it cannot be read, or does not fit the model.
+    """
+    for kind, described in own_modules(config).items():
+        try:
+            importlib.import_module(_BUILDERS[kind]).insert(model, config, described)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidInputError(f"quantization_config: {kind} cannot be read: {error!r}.") from error
