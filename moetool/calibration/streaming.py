@@ -32,6 +32,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
 from moetool.integrations.quiet import quiet
 from moetool.modules.insertion import insert_modules
+from moetool.modules.interpolated import hold_mixtures
 
 REST = -1  # the block of everything that is not a decoder layer
 
@@ -68,6 +69,7 @@ class StreamedModel:
         with torch.device("meta"):
             self.model: Any = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
             insert_modules(self.model, checkpoint.config)
+            hold_mixtures(self.model)
             self.model.eval().requires_grad_(False)
         self.layer_count = int(self.config.num_hidden_layers)
         self.hidden_size = int(self.config.hidden_size)

@@ -60,6 +60,11 @@ def layer_layouts(config: Mapping[str, Any]) -> dict[int, LayerLayout]:
     return {int(key): LayerLayout.from_config(shape, layout) for key, layout in layers.items()}
 
 
+def own_entry(kind: str, described: Mapping[str, Any]) -> dict[str, Any]:
+    """The `quantization_config` of a model that has modules of moetool's own of one kind."""
+    return {"quant_method": METHOD, "format_version": FORMAT_VERSION, kind: dict(described)}
+
+
 def format_entry(layouts: Mapping[int, LayerLayout], **more: Any) -> dict[str, Any]:
     """The `quantization_config` to write for these layouts; native layers are left out."""
     layers = {str(layer): layout.to_config() for layer, layout in sorted(layouts.items()) if not layout.is_native}

@@ -1,6 +1,7 @@
 """A dense model to be converted: its feed-forward networks by role, its numbers, and what its layers do."""
 
 import copy
+import math
 from functools import cached_property
 from typing import Any
 
@@ -66,6 +67,11 @@ class DenseModel:
     def dtype(self) -> torch.dtype:
         """The dtype of the FFNs."""
         return self.checkpoint.info(self.architecture.weight_name(0, "down")).dtype
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in the model."""
+        return sum(math.prod(info.shape) for info in self.checkpoint.tensors.values())
 
     @property
     def head_dim(self) -> int:

@@ -1,6 +1,5 @@
 """The tensors of a converted model, each made from the dense one when it is its turn to be written."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -51,11 +50,6 @@ class Converted(ABC):
     def parameters(self) -> dict[str, int]:
         """Numbers in the model, those that one token uses, and those that the dense model has not: `total`, `active`,
         `added`."""
-
-    @property
-    def dense_parameters(self) -> int:
-        """Numbers in the dense model."""
-        return sum(math.prod(info.shape) for info in self.dense.checkpoint.tensors.values())
 
     def names(self) -> dict[int, list[str]]:
         """Names of the dense model's tensors by layer, those of no layer under `REST`."""

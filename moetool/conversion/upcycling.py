@@ -86,7 +86,7 @@ class Upcycled(Converted):
         if self.layouts:
             differences = sum(layout.added_parameters() for layout in self.layouts.values())
             idle = round(differences * (1 - self.mixture.top_k / self.mixture.experts))
-        return {"total": total, "active": total - idle, "added": total - self.dense_parameters}
+        return {"total": total, "active": total - idle, "added": total - self.dense.parameters}
 
     @property
     def _models(self) -> Sequence[DenseModel]:

@@ -41,3 +41,9 @@ def paper_rank(ratio: float, pruned: float, shape: MoEShape, moe_layers: int, to
     per_rank = (shape.hidden + shape.intermediate) / matrix
     rank = math.ceil(kept / per_rank)
     return PaperRank(rank, rank * per_rank)
+
+
+def simoe_parameters(dense: int, sparsity: float) -> int:
+    """Parameters of a SIMoE model as its Table 3 counts them: the share of open mask elements of all the dense model's
+    numbers, embeddings too, although only linear layers have masks and columns stay if any expert needs them."""
+    return dense + round((1 - sparsity) * dense)

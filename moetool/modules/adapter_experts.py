@@ -7,8 +7,8 @@ On disk: the network under `{ffn}.ffn.`, the router `{ffn}.gate.weight`, all ada
 [experts, width, hidden]` and `{ffn}.adapters.up_proj [experts, hidden, width]`.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ class Adapters(nn.Module):
 class AdapterExperts(Routed):
     """A feed-forward network, and adapters on its output that a router chooses from by its input."""
 
+    is_efficient: ClassVar[bool] = True
+
     def __init__(self, ffn: nn.Module, hidden: int, described: Mapping[str, Any], guarded: str) -> None:
         """Build around `ffn`, on its device and in its dtype; `guarded` is the path of a weight that others expect."""
         super().__init__()
@@ -52,6 +54,9 @@ class AdapterExperts(Routed):
         with torch.device(like.device):
             self.adapters = Adapters(self.num_experts, hidden, width, scale, dropout).to(like.dtype)
         add_guard(self, guarded, like)
+
+    def expert_parameters(self) -> Iterator[nn.Parameter]:
+        yield from (*self.gate.parameters(), *self.adapters.parameters())
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[..., hidden]` → `[..., hidden]`."""

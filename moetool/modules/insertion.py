@@ -5,8 +5,8 @@ not know moetool fails on its shape instead of filling the weight at random.
 """
 
 import importlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,17 @@ _BUILDERS = {
 
 
 class OwnModule(nn.Module):
-    """A module that only moetool's checkpoints have: all its tensors must be in the file."""
+    """A module that only moetool's checkpoints have: all its tensors must be in the file.
+
+    Attributes:
+        is_efficient: its experts are few numbers beside what they share, and trained alone unless one asks for more.
+    """
+
+    is_efficient: ClassVar[bool] = False
+
+    def expert_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that are its experts and their router."""
+        return self.parameters()
 
 
 class Routed(OwnModule):

@@ -15,15 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
-from moetool.checkpoint.format import FORMAT_VERSION, METHOD
 from moetool.modules.insertion import Routed, add_guard, path_in
-from moetool.representations.mixture import Mixture
-
-
-def mixture_entry(mixture: Mixture, *, fused: bool) -> dict[str, Any]:
-    """The `quantization_config` of such a checkpoint: what `insert` needs."""
-    described = {**mixture.to_config(), "fused": fused}
-    return {"quant_method": METHOD, "format_version": FORMAT_VERSION, "mixture": described}
 
 
 def weighted_sum(run: Callable[[int, Tensor], Tensor], hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -25,6 +25,11 @@ class Example:
     ids: tuple[int, ...]
     labels: tuple[int, ...]
 
+    @property
+    def prompt_end(self) -> int:
+        """The place of the last token before the first that is learnt; the first token is never learnt."""
+        return next((place for place, label in enumerate(self.labels) if place and label != IGNORED), 1) - 1
+
 
 @dataclass
 class Examples:
@@ -183,7 +188,8 @@ def collate(rows: Sequence[Sequence[Example]], padding: int) -> dict[str, Tensor
     """A batch from rows of one or more examples.
 
     Positions begin anew with every example, from which transformers sees where one ends: no token attends to another
-    example, and none has to predict another's first token. `real` marks tokens that are not padding.
+    example, and none has to predict another's first token. `real` marks tokens that are not padding, `prompt_ends` the
+    last token of every example before the first that is learnt (of padding, its first).
     """
     width = max(sum(len(example.ids) for example in row) for row in rows)
     batch = {
@@ -191,6 +197,7 @@ def collate(rows: Sequence[Sequence[Example]], padding: int) -> dict[str, Tensor
         "labels": torch.full((len(rows), width), IGNORED),
         "position_ids": torch.zeros((len(rows), width), dtype=torch.long),
         "real": torch.zeros((len(rows), width), dtype=torch.bool),
+        "prompt_ends": torch.zeros((len(rows), width), dtype=torch.bool),
     }
     for number, row in enumerate(rows):
         start = 0
@@ -201,7 +208,9 @@ def collate(rows: Sequence[Sequence[Example]], padding: int) -> dict[str, Tensor
             batch["labels"][number, start] = IGNORED
             batch["position_ids"][number, start:stop] = torch.arange(stop - start)
             batch["real"][number, start:stop] = True
+            batch["prompt_ends"][number, start + example.prompt_end] = True
             start = stop
         # Padding is an example of its own.
         batch["position_ids"][number, start:] = torch.arange(width - start)
+        batch["prompt_ends"][number, start : start + 1] = True
     return batch

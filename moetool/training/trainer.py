@@ -3,21 +3,27 @@
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Sampler
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from moetool.errors import VerificationError
+from moetool.modules.interpolated import Interpolation
 from moetool.numerics.seeding import generator
 from moetool.training.balance import Routers
 from moetool.training.examples import IGNORED
+from moetool.training.masks import MaskConstraint
+
+_SHOWN = ("loss", "eval_loss", "balance_loss", "z_loss", "mask_sparsity", "multiplier", "grad_norm", "learning_rate")
 
 
 class MixtureTrainer(Trainer):  # type: ignore[misc]
@@ -25,19 +31,31 @@ class MixtureTrainer(Trainer):  # type: ignore[misc]
     averaged over its batches.
     """
 
-    def __init__(self, *, routers: Routers, top_k: int, balance: float, z: float, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        routers: Routers,
+        top_k: int,
+        balance: float,
+        z: float,
+        interpolation: Interpolation | None,
+        constraint: MaskConstraint | None,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         self.routers, self.top_k, self.balance, self.z = routers, top_k, balance, z
+        self.interpolation, self.constraint = interpolation, constraint
+        if constraint is not None:
+            self.add_callback(constraint)
         self.model_accepts_loss_kwargs = True
         self._told: dict[str, list[float]] = {}
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        inputs = dict(inputs)
-        labels, real = inputs.pop("labels"), inputs.pop("real")
+        given, labels, real = self._split(inputs)
         with self.routers.watched():
-            outputs = model(**inputs, use_cache=False)
+            outputs = model(**given, use_cache=False)
         targets = labels[:, 1:].flatten()
         summed = F.cross_entropy(
             outputs.logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORED, reduction="sum"
@@ -50,26 +68,40 @@ class MixtureTrainer(Trainer):  # type: ignore[misc]
             loss = summed / num_items_in_batch * self.accelerator.num_processes
         if len(self.routers):
             loss = loss + self._router_losses(real.flatten()) / self.current_gradient_accumulation_steps
+        if self.constraint is not None:
+            loss = loss + self.constraint.loss() / self.current_gradient_accumulation_steps
         self.routers.clear()
         self._require_finite(self.accelerator.reduce(loss.detach(), "sum"))  # of all processes, or one would wait
         return (loss, outputs) if return_outputs else loss
+
+    def _split(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """What the model takes of a batch, the labels, and which tokens are real."""
+        inputs = dict(batch)
+        ends = inputs.pop("prompt_ends")
+        if self.interpolation is not None:
+            self.interpolation.prompt_ends = ends
+        return inputs, inputs.pop("labels"), inputs.pop("real")
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         return SeededOrder(len(train_dataset if train_dataset is not None else self.train_dataset), self.args.seed)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """A checkpoint of the training, with the names that parameters have in memory.
+        """A checkpoint of the training: what is trained, under the names that it has in memory.
 
         Under the names of the hub, in which transformers saves, its Trainer does not find experts again when it
-        resumes, and goes on with those that it began with.
+        resumes, and goes on with those that it began with. What is not trained is in the source.
         """
         directory = Path(output_dir or self.args.output_dir)
         directory.mkdir(parents=True, exist_ok=True)
         if not self.args.should_save:
             return
-        self.accelerator.unwrap_model(self.model).save_pretrained(
-            directory, state_dict=state_dict, save_original_format=False
-        )
+        model = self.accelerator.unwrap_model(self.model)
+        changed = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if self.constraint is not None:
+            changed |= {name for name, _ in model.named_buffers() if name.endswith(".multiplier")}
+        state = model.state_dict() if state_dict is None else state_dict
+        tensors = {name: state[name].detach().cpu().contiguous() for name in sorted(changed)}
+        save_file(tensors, directory / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
         torch.save(self.args, directory / "training_args.bin")
 
     @torch.no_grad()
@@ -78,10 +110,8 @@ class MixtureTrainer(Trainer):  # type: ignore[misc]
         model = self.model_wrapped.eval()
         total = torch.zeros(2, dtype=torch.float64)
         for batch in self.get_eval_dataloader(eval_dataset):
-            inputs = dict(self._prepare_inputs(batch))
-            labels = inputs.pop("labels")
-            inputs.pop("real")
-            logits = model(**inputs, use_cache=False).logits[:, :-1].float()
+            given, labels, _real = self._split(self._prepare_inputs(batch))
+            logits = model(**given, use_cache=False).logits[:, :-1].float()
             losses = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], ignore_index=IGNORED, reduction="none")
             rows = torch.stack([losses.double().sum(1), (labels[:, 1:] != IGNORED).double().sum(1)], dim=1)
             # What fills up the last batch of some process does not count.
@@ -116,6 +146,7 @@ class MixtureTrainer(Trainer):  # type: ignore[misc]
         """Add the mean of the router losses since the last time."""
         if "loss" in logs:
             logs |= {name: round(sum(values) / len(values), 6) for name, values in self._told.items() if values}
+            logs |= {} if self.constraint is None else self.constraint.told()
             self._told.clear()
         super().log(logs, *arguments, **options)
 
@@ -152,7 +183,16 @@ class Told(TrainerCallback):  # type: ignore[misc]
             control.should_training_stop = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        shown = ("loss", "eval_loss", "balance_loss", "z_loss", "grad_norm", "learning_rate")
+        shown = (
+            "loss",
+            "eval_loss",
+            "balance_loss",
+            "z_loss",
+            "mask_sparsity",
+            "multiplier",
+            "grad_norm",
+            "learning_rate",
+        )
         found = {name: logs[name] for name in shown if name in (logs or {})}
         if found:
             values = ", ".join(f"{name} {float(value):.4g}" for name, value in found.items())

@@ -133,7 +133,8 @@ def _print_result(result: dict[str, Any]) -> None:
         fields.append(("size", f"{before} → {after}{change}"))
     if "parameters" in result:
         total, active = result["parameters"]["total"], result["parameters"]["active"]
-        fields.append(("family", result["target"]))
+        if "target" in result:
+            fields.append(("family", result["target"]))
         fields.append(("parameters", f"{total:,}, of which {active:,} per token"))
     fields += [(name, value) for name, value in _proof(result.get("proof"))]
     fields += [("note", note) for note in result.get("notes", [])]

@@ -3,14 +3,14 @@
 from typing import Any
 
 from moetool.architectures.dense import FEATURES
+from moetool.checkpoint.format import own_entry
 from moetool.conversion.dense import DenseModel
 from moetool.conversion.targets.base import Target
-from moetool.modules.mixture import mixture_entry
 from moetool.representations.mixture import Mixture
 
 
 def _entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
-    return {"quantization_config": mixture_entry(mixture, fused=dense.is_fusable)}
+    return {"quantization_config": own_entry("mixture", {**mixture.to_config(), "fused": dense.is_fusable})}
 
 
 TARGET = Target(

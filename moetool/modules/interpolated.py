@@ -1,0 +1,295 @@
+"""Sparse interpolated experts (SIMoE; Chen et al., 2025): every linear layer of a frozen model, plus one shared
+difference whose input channels are weighed by a mixture of masks.
+
+`y = W x + W_δ ((Σ_i α_i z_i) ⊙ x)`. The masks z_i are the experts, hard-concrete while they are trained. α comes
+from a router that sees what the frozen model makes of the prompt's last token: one α for all layers and all tokens of
+an example, whatever the answer. After training only channels that some mask leaves open stay.
+
+On disk, in the place of a linear layer `{site}`: `{site}.linear.weight`, `{site}.delta [out, channels]`, and while
+masks are trained `{site}.log_phi [experts, in]`, afterwards `{site}.columns [channels]` and `{site}.fixed_gates
+[experts, channels]`. The router lies under `{decoder}.interpolation.`.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moetool.architectures.dense import find_dense_architecture
+from moetool.modules.insertion import OwnModule, path_in
+from moetool.numerics.hard_concrete import median_gate, open_probability, sampled_gate
+
+
+class Interpolation(OwnModule):
+    """The router of a model, and the α of the examples that are running.
+
+    What counts as the prompt: of a batch with `prompt_ends`, what these say; of the first call that fills a cache, as
+    in `generate`, everything there is, and the cache remembers its α; of any other call, which scores a text, its first
+    token alone, since α must not depend on what is to be predicted.
+
+    Attributes:
+        prompt_ends: `[batch, length]` bool, the last prompt token of every example of the next call, rows of which may
+            hold several, each beginning at position 0; used once.
+        alpha: `[examples, experts]` of the last call; `None` while the frozen model runs.
+        trains_masks: whether masks are still parameters.
+        sparsity: τ, the share of mask elements that is to be zero.
+        samples: draw gates while training instead of taking their medians.
+        multiplier: λ of the sparsity constraint, kept with the training's checkpoints.
+    """
+
+    multiplier: Tensor
+
+    def __init__(
+        self, hidden: int, experts: int, width: int, like: Tensor, *, trains_masks: bool, sparsity: float
+    ) -> None:
+        super().__init__()
+        kind: Any = {"device": like.device, "dtype": like.dtype}
+        self.first, self.second = nn.Linear(hidden, width, **kind), nn.Linear(width, experts, **kind)
+        self.trains_masks, self.sparsity = trains_masks, sparsity
+        if trains_masks:
+            self.register_buffer("multiplier", torch.zeros(1, dtype=torch.float32, device=like.device))
+        self.experts, self.samples = experts, False
+        self.prompt_ends: Tensor | None = None
+        self.alpha: Tensor | None = None
+        self.index: Tensor | None = None  # [batch, length], the example of every token, where a row holds several
+        self._mixtures: dict[int, Tensor] = {}
+        self._is_frozen = self._is_held = False
+
+    def choose(self, hidden: Tensor) -> Tensor:
+        """α `[examples, experts]` from the final hidden states `[examples, hidden]` of prompts' last tokens."""
+        logits = self.second(F.silu(self.first(hidden.to(self.first.weight.dtype))))
+        return logits.float().softmax(-1)
+
+    def set_alpha(self, alpha: Tensor, index: Tensor | None = None) -> None:
+        """Use these from now on."""
+        if alpha is not self.alpha:
+            self._mixtures.clear()
+        self.alpha, self.index = alpha, index
+
+    def mixture(self, site: "InterpolatedLinear", like: Tensor) -> Tensor | None:
+        """`Σ_i α_i z_i` of a linear layer for its inputs `[batch, length, in]`, to be multiplied with them."""
+        if self._is_frozen or self.alpha is None:
+            return None
+        if torch.is_grad_enabled() or self.training:
+            mixed = self.alpha @ site.gates(sampled=self.samples and self.training).float()
+        else:  # once per prompt
+            if id(site) not in self._mixtures:
+                self._mixtures[id(site)] = self.alpha @ site.gates().float()
+            mixed = self._mixtures[id(site)]
+        mixed = mixed.to(like.dtype)
+        return mixed[:, None] if self.index is None else mixed[self.index]
+
+    def hold(self, alpha: Tensor) -> None:
+        """Use this α `[1, experts]` for everything from now on."""
+        self.set_alpha(alpha)
+        self._is_held = True
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """The model as it was before: no differences, for the time of the `with` block."""
+        self._is_frozen = True
+        try:
+            yield
+        finally:
+            self._is_frozen = False
+
+    def before(self, decoder: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Find α for what the decoder is about to see (a forward pre-hook)."""
+        if self._is_frozen or self._is_held:
+            return
+        ends, self.prompt_ends = self.prompt_ends, None
+        cache = options.get("past_key_values")
+        if cache is not None and int(cache.get_seq_length()) > 0:
+            if not hasattr(cache, "moetool_alpha"):
+                raise RuntimeError("This cache was not begun by this model: its prompt's mixture is not known.")
+            self.set_alpha(cache.moetool_alpha)
+            return
+        given = {"input_ids": arguments[0]} if arguments else {}
+        given |= {
+            name: options[name]
+            for name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+            if options.get(name) is not None
+        }
+        tokens = given["input_ids"] if "input_ids" in given else given["inputs_embeds"][..., 0]
+        index = None
+        if ends is None and cache is None and "position_ids" in given:  # rows may hold several texts
+            ends = given["position_ids"].expand_as(tokens) == 0
+        if ends is None or not ends.any(1).all():
+            ends = _ends(tokens, given, whole=cache is not None)
+        else:
+            starts = given["position_ids"].expand_as(tokens) == 0
+            index = starts.flatten().cumsum(0).view_as(tokens) - 1
+        alpha = self.choose(self._seen(decoder, given, ends))
+        if cache is not None:
+            cache.moetool_alpha = alpha
+        self.set_alpha(alpha, index)
+
+    @torch.no_grad()
+    def _seen(self, decoder: Any, given: dict[str, Tensor], ends: Tensor) -> Tensor:
+        """Final hidden states `[examples, hidden]` of the frozen model where `ends` says."""
+        length = int(ends.any(0).nonzero().max()) + 1  # nothing after the last prompt is needed
+        shortened = {name: value[:, :length] for name, value in given.items()}
+        was_training = decoder.training
+        decoder.eval()
+        with self.frozen():
+            hidden = decoder.forward(**shortened, use_cache=False).last_hidden_state
+        decoder.train(was_training)
+        return hidden[ends[:, :length].to(hidden.device)]
+
+
+def _ends(tokens: Tensor, given: Mapping[str, Tensor], *, whole: bool) -> Tensor:
+    """`[batch, length]` bool: of every row the last token that is not padding if the `whole` is a prompt, or the
+    first."""
+    real = given.get("attention_mask")
+    real = torch.ones_like(tokens, dtype=torch.bool) if real is None or real.dim() != 2 else real.bool()
+    order = real.flip(1) if whole else real
+    first = F.one_hot(order.int().argmax(1), tokens.shape[1]).bool()
+    return first.flip(1) if whole else first
+
+
+class InterpolatedLinear(OwnModule):
+    """A frozen linear layer and its part of the shared difference."""
+
+    is_efficient: ClassVar[bool] = True
+    columns: Tensor
+
+    def __init__(self, linear: nn.Linear, interpolation: Interpolation, channels: int | None) -> None:
+        """Build around `linear`; `channels` is how many stay after training, `None` while masks are trained."""
+        super().__init__()
+        self.linear = linear
+        self._interpolation = (interpolation,)  # in a tuple, so that it is not registered here
+        like, experts = linear.weight, interpolation.experts
+        self.register_buffer("weight", like.new_zeros(1, 1))  # a guard
+        width = linear.in_features if channels is None else channels
+        self.delta = nn.Parameter(like.new_empty(linear.out_features, width))
+        if channels is None:
+            self.log_phi = nn.Parameter(torch.empty(experts, width, dtype=torch.float32, device=like.device))
+        else:
+            self.register_buffer("columns", torch.zeros(width, dtype=torch.int32, device=like.device))
+            self.register_buffer("fixed_gates", like.new_zeros(experts, width))
+
+    @property
+    def trains_masks(self) -> bool:
+        """Whether masks are still parameters."""
+        return "log_phi" in self._parameters
+
+    def expert_parameters(self) -> Iterator[nn.Parameter]:
+        yield from self.parameters(recurse=False)
+
+    @property
+    def in_features(self) -> int:
+        """Of the linear layer."""
+        return self.linear.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Of the linear layer."""
+        return self.linear.out_features
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Of the linear layer."""
+        return self.linear.bias
+
+    def gates(self, *, sampled: bool = False) -> Tensor:
+        """Masks `[experts, channels]`."""
+        if not self.trains_masks:
+            return self.fixed_gates  # type: ignore[return-value]
+        return sampled_gate(self.log_phi) if sampled else median_gate(self.log_phi)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """`[batch, length, in]` → `[batch, length, out]`."""
+        outputs = self.linear(inputs)
+        mixture = self._interpolation[0].mixture(self, inputs)
+        if mixture is None:
+            return outputs
+        chosen = inputs if self.trains_masks else inputs.index_select(-1, self.columns.long())
+        return outputs + F.linear(chosen * mixture, self.delta)
+
+    @torch.no_grad()
+    def prune(self) -> None:
+        """Leave out the channels that no mask leaves open, and keep the masks as they are."""
+        gates = self.gates()
+        columns = (gates != 0).any(0).nonzero().flatten()
+        self.delta = nn.Parameter(self.delta[:, columns].contiguous())
+        del self.log_phi
+        self.register_buffer("columns", columns.int())
+        self.register_buffer("fixed_gates", gates[:, columns].to(self.delta.dtype))
+
+    @torch.no_grad()
+    def folded(self, alpha: Tensor) -> Tensor:
+        """The dense weight `[out, in]` for one α `[experts]`, in fp32: the mixture folded in."""
+        weight = self.linear.weight.float().clone()
+        difference = self.delta.float() * (alpha.float() @ self.gates().float())
+        if self.trains_masks:
+            return weight + difference
+        return weight.index_add_(1, self.columns.long(), difference)
+
+
+def sites(model: nn.Module) -> dict[str, InterpolatedLinear]:
+    """The interpolated layers of a model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, InterpolatedLinear)}
+
+
+def interpolation_of(model: nn.Module) -> Interpolation | None:
+    """The router of a model that has one."""
+    return next((module for module in model.modules() if isinstance(module, Interpolation)), None)
+
+
+def hold_mixtures(model: nn.Module) -> None:
+    """Weigh all experts of a model equally, whatever the prompt."""
+    if (interpolation := interpolation_of(model)) is not None:
+        interpolation.hold(torch.full((1, interpolation.experts), 1 / interpolation.experts, device="cpu"))
+
+
+def open_share(model: nn.Module) -> Tensor:
+    """Expected share of mask elements that are not zero, differentiable."""
+    masks = [site.log_phi for site in sites(model).values()]
+    total = torch.stack([open_probability(mask).sum() for mask in masks]).sum()
+    return total / sum(mask.numel() for mask in masks)
+
+
+@torch.no_grad()
+def closed_share(model: nn.Module) -> float:
+    """Share of mask elements whose median is zero."""
+    masks = [site.gates() for site in sites(model).values()]
+    return sum(int((mask == 0).sum()) for mask in masks) / sum(mask.numel() for mask in masks)
+
+
+def overlap_penalty(model: nn.Module) -> Tensor:
+    """Frobenius norm of what masks of different experts have in common, `‖Z Zᵀ − diagonal‖` over all layers (raw
+    counts of channels)."""
+    products = torch.stack([(gates := site.gates()) @ gates.T for site in sites(model).values()]).sum(0)
+    return (products - torch.diag(products.diagonal())).norm()
+
+
+def insert(model: Any, config: Mapping[str, Any], described: Mapping[str, Any]) -> None:
+    """Wrap every linear layer of the decoder layers."""
+    architecture = find_dense_architecture({**config, "quantization_config": None})
+    prefix, _, _ = architecture.layer.partition(".{layer}")
+    layers = path_in(model, prefix)
+    path, _, _ = layers.rpartition(".")
+    decoder = model.get_submodule(path)
+    channels: Mapping[str, int] | None = described["channels"]
+    linears = [
+        (f"{prefix}.{name}", f"{layers}.{name}", module)
+        for name, module in model.get_submodule(layers).named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    like = linears[0][2].weight
+    interpolation = Interpolation(
+        model.config.hidden_size,
+        int(described["experts"]),
+        int(described["router_width"]),
+        like,
+        trains_masks=channels is None,
+        sparsity=float(described["sparsity"]),
+    )
+    decoder.add_module("interpolation", interpolation)
+    decoder.register_forward_pre_hook(interpolation.before, with_kwargs=True)
+    for name, place, linear in linears:
+        left = None if channels is None else int(channels[name])
+        model.set_submodule(place, InterpolatedLinear(linear, interpolation, left))

@@ -1,0 +1,49 @@
+"""The constraint under which SIMoE finds its experts (Chen et al., 2025, Eq. 3 and 11 to 13)."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from moetool.modules.interpolated import closed_share, interpolation_of, open_share, overlap_penalty, sites
+
+# From where log φ starts to where the median gate is zero: the way that a mask element has to go to close.
+WAY = 2.9444
+
+
+class MaskConstraint(TrainerCallback):  # type: ignore[misc]
+    """`λ (τ − expected share of zeros) + weight · overlap`, with λ raised after every step in which the masks' medians
+    have fewer zeros than τ, and set back to 0 as soon as they have enough."""
+
+    def __init__(self, model: nn.Module, target: float, rate: float, overlap: float) -> None:
+        """`rate` is λ's, per step and missing share of zeros; `overlap` weighs what experts have in common."""
+        self._model, self._target, self._rate, self._overlap = model, target, rate, overlap
+        interpolation = interpolation_of(model)
+        assert interpolation is not None
+        self._interpolation = interpolation
+
+    def loss(self) -> Tensor:
+        """What is added to the loss of a step."""
+        missing = self._target - 1 + open_share(self._model)
+        return self._interpolation.multiplier[0] * missing + self._overlap * overlap_penalty(self._model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        multiplier, missing = self._interpolation.multiplier, self._target - closed_share(self._model)
+        if missing <= 0:
+            multiplier.zero_()
+        else:
+            multiplier += self._rate * missing
+
+    def told(self) -> dict[str, float]:
+        """For the log."""
+        return {"mask_sparsity": closed_share(self._model), "multiplier": self._interpolation.multiplier.item()}
+
+
+def parameter_groups(model: nn.Module, mask_rate: float, weight_decay: float) -> list[dict[str, Any]]:
+    """Trained parameters for an optimizer: masks at a rate of their own, since they have a way to go."""
+    masks = {id(site.log_phi) for site in sites(model).values()}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in trained if id(p) not in masks], "weight_decay": weight_decay},
+        {"params": [p for p in trained if id(p) in masks], "lr": mask_rate, "weight_decay": 0.0},
+    ]

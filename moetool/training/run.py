@@ -1,0 +1,136 @@
+"""One training by transformers' Trainer: from a model and examples to a model that has learnt them."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+from moetool.integrations.quiet import quiet
+from moetool.modules.insertion import Routed
+from moetool.modules.interpolated import interpolation_of
+from moetool.pipeline.job import Job
+from moetool.pipeline.processes import processes
+from moetool.pipeline.progress import phase
+from moetool.training.balance import Routers
+from moetool.training.examples import Example, collate, pack
+from moetool.training.masks import WAY, MaskConstraint, parameter_groups
+from moetool.training.options import TuneOptions
+from moetool.training.trainer import MixtureTrainer, Told, keeps_apart, last_checkpoint, recompute_activations
+
+
+def train(
+    job: Job[Any], model: Any, options: TuneOptions, examples: Sequence[Example], held_out: Sequence[Example] | None
+) -> dict[str, Any]:
+    """Train what requires gradients, or go on where an interrupted run stopped; returns what is worth telling.
+
+    Raises:
+        VerificationError: the loss is not a number.
+    """
+    work = job.work / "trainer"
+    packs = options.packing and keeps_apart(model)
+    if options.packing and not packs:
+        job.progress.log("In this family examples that share a row would see each other: each gets its own.")
+    rows = pack(examples, options.sequence_length) if packs else [[example] for example in examples]
+    batches = math.ceil(len(rows) / (options.batch_size * processes()))
+    steps = options.steps or math.ceil(math.ceil(batches / options.accumulation) * options.epochs)
+    if options.gradient_checkpointing:
+        recompute_activations(model)
+    constraint = _constraint(model, options)
+    with quiet():
+        arguments = _arguments(str(work), options, steps, on_cpu=job.device.type == "cpu", evaluates=bool(held_out))
+        with arguments.main_process_first(local=False):
+            last, done = last_checkpoint(work)
+        told = Told(job.progress.advance, job.progress.log, lambda: job.interrupt.requested)
+        with phase(job.progress, "Train", steps - done):
+            trainer = MixtureTrainer(
+                model=model,
+                args=arguments,
+                train_dataset=rows,
+                eval_dataset=[[example] for example in held_out] if held_out else None,
+                data_collator=lambda batch: collate(batch, padding=0),
+                callbacks=[told],
+                optimizers=(_optimizer(model, options, steps), None),
+                routers=Routers(model),
+                top_k=_top_k(model),
+                balance=options.balance,
+                z=options.z,
+                interpolation=interpolation_of(model),
+                constraint=constraint,
+            )
+            trainer.remove_callback(PrinterCallback)
+            if done < steps:
+                trainer.train(resume_from_checkpoint=str(last) if last else None)
+            elif last is not None:  # stopped after the last step; the Trainer would go one further
+                trainer._load_from_checkpoint(str(last))
+        job.interrupt.check()
+        found: dict[str, Any] = {"steps": steps}
+        if held_out:
+            loss = trainer.evaluate()["eval_loss"]
+            found |= {"eval_loss": round(loss, 6), "eval_perplexity": round(math.exp(min(loss, 700)), 4)}
+        if constraint is not None:
+            found |= constraint.told()
+    return found
+
+
+def _constraint(model: Any, options: TuneOptions) -> MaskConstraint | None:
+    interpolation = interpolation_of(model)
+    if interpolation is None or not interpolation.trains_masks:
+        return None
+    interpolation.samples = options.sample_masks
+    return MaskConstraint(model, interpolation.sparsity, options.multiplier_rate, options.overlap)
+
+
+def _optimizer(model: Any, options: TuneOptions, steps: int) -> torch.optim.Optimizer | None:
+    """The Trainer's own, unless some parameters need a rate of their own."""
+    if _constraint(model, options) is None:
+        return None
+    mask_rate = options.mask_learning_rate or 3 * WAY / steps
+    groups = parameter_groups(model, mask_rate, options.weight_decay)
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.999), eps=1e-8)
+
+
+def _top_k(model: Any) -> int:
+    of_family = int(getattr(model.config.get_text_config(), "num_experts_per_tok", 0) or 0)
+    own = next((module.top_k for module in model.modules() if isinstance(module, Routed)), 1)
+    return of_family or own
+
+
+def _arguments(output: str, options: TuneOptions, steps: int, *, on_cpu: bool, evaluates: bool) -> TrainingArguments:
+    several = processes() > 1
+    arguments = TrainingArguments(
+        output_dir=output,
+        per_device_train_batch_size=options.batch_size,
+        per_device_eval_batch_size=options.batch_size,
+        gradient_accumulation_steps=options.accumulation,
+        num_train_epochs=options.epochs,
+        max_steps=options.steps or -1,
+        learning_rate=options.learning_rate,
+        lr_scheduler_type=options.schedule,
+        warmup_steps=math.ceil(options.warmup * steps),
+        weight_decay=options.weight_decay,
+        bf16=options.bf16,
+        seed=options.seed % 2**32,
+        data_seed=options.seed % 2**32,
+        use_cpu=on_cpu,
+        save_strategy="steps",
+        save_steps=options.save_every,
+        save_total_limit=1,
+        eval_strategy="steps" if evaluates and options.eval_every else "no",
+        eval_steps=options.eval_every,
+        logging_strategy="steps",
+        logging_steps=options.log_every,
+        report_to=options.report_to,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        label_names=["labels"],
+        prediction_loss_only=True,
+        average_tokens_across_devices=True,
+        ddp_backend="gloo" if several and on_cpu else None,
+        ddp_find_unused_parameters=True if several else None,  # an expert may be given no token
+    )
+    if not several:
+        arguments._n_gpu = min(arguments.n_gpu, 1)  # or it would split batches over all cards, by threads
+    return arguments
