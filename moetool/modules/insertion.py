@@ -44,6 +44,12 @@ class Routed(OwnModule):
     top_k: int
 
 
+def experts_per_token(model: Any) -> int:
+    """The k of top-k routing, 1 for a model that has none."""
+    own = next((module.top_k for module in model.modules() if isinstance(module, Routed)), 1)
+    return int(getattr(model.config.get_text_config(), "num_experts_per_tok", 0) or own)
+
+
 def add_guard(module: nn.Module, path: str, like: Tensor) -> None:
     """Put a guard at `path.weight` below `module`."""
     guard = nn.Module()

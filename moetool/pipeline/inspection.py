@@ -1,16 +1,15 @@
 """What a checkpoint holds, from headers, config and manifest alone."""
 
-import math
 from pathlib import Path
 from typing import Any
 
-from moetool.architectures import ROLES, is_opaque, mixture_of
-from moetool.architectures.dense import find_dense_architecture
+from moetool.architectures import ROLES, is_opaque
 from moetool.checkpoint.manifest import read_manifest
-from moetool.checkpoint.reader import MANIFEST, Checkpoint
+from moetool.checkpoint.reader import MANIFEST
 from moetool.pipeline.blueprint import open_for_planning
 from moetool.pipeline.job import Source
 from moetool.pipeline.output import original_bytes
+from moetool.pipeline.own_inspection import inspect_own
 
 
 def parameter_counts(source: Source) -> dict[str, int]:
@@ -38,7 +37,7 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
     """The summary that `moetool inspect --json` prints. Raises `InvalidInputError` for what cannot be read."""
     checkpoint = open_for_planning(path)
     if is_opaque(checkpoint.config):
-        return _inspect_opaque(path, checkpoint)
+        return inspect_own(path, checkpoint)
     source = Source.of(checkpoint)
     reader = source.experts
     manifest = read_manifest(checkpoint.path) if (checkpoint.path / MANIFEST).exists() else None
@@ -80,44 +79,4 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
         "headers": "config.json alone" if checkpoint.is_imagined else "files",
         "recipe": manifest.recipe if manifest is not None else None,
         "moe": layers,
-    }
-
-
-def _inspect_opaque(path: str | Path, checkpoint: Checkpoint) -> dict[str, Any]:
-    """The same for a mixture of networks that have no gate or have biases."""
-    entry = mixture_of(checkpoint.config) or {}
-    dense = find_dense_architecture({**checkpoint.config, "quantization_config": None})
-    prefixes = [dense.ffn_prefix(layer) for layer in entry["layers"]]
-    tensors = checkpoint.tensors
-    hidden, width = tensors[f"{prefixes[0]}experts.0.{dense.weights['down']}"].shape
-    sizes = {name: math.prod(info.shape) for name, info in tensors.items()}
-    experts = [sum(size for name, size in sizes.items() if name.startswith(f"{prefix}experts.")) for prefix in prefixes]
-    total = sum(sizes.values()) - len(prefixes)  # each has a guard of one number
-    share = 1 - int(entry["top_k"]) / int(entry["experts"])
-    config = checkpoint.config
-    return {
-        "path": str(path),
-        "model_type": config["model_type"],
-        "architecture": f"{dense.name} (moetool's mixture)",
-        "router_rule": "softmax over all experts, top-k, renormalised",
-        "layers": config.get("num_hidden_layers", config.get("n_layer")),
-        "moe_layers": len(prefixes),
-        "experts": int(entry["experts"]),
-        "top_k": int(entry["top_k"]),
-        "hidden_size": hidden,
-        "intermediate_size": width,
-        "dtype": str(tensors[f"{prefixes[0]}gate.weight"].dtype).removeprefix("torch."),
-        "parameters": {
-            "total": total,
-            "active": total - round(share * sum(experts)),
-            "stored": sum(sizes.values()),
-            "added": sum(experts) * (int(entry["experts"]) - 1) // int(entry["experts"]),
-        },
-        "bytes": checkpoint.weight_bytes,
-        "original_bytes": checkpoint.weight_bytes,
-        "ratio": 0.0,
-        "files": len(checkpoint.weight_files),
-        "headers": "config.json alone" if checkpoint.is_imagined else "files",
-        "recipe": read_manifest(checkpoint.path).recipe if (checkpoint.path / MANIFEST).exists() else None,
-        "moe": [{"layer": layer, "representation": "native"} for layer in entry["layers"]],
     }

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import TrainingArguments, get_scheduler
 from transformers.trainer_callback import PrinterCallback
 
 from moetool.integrations.quiet import quiet
-from moetool.modules.insertion import Routed
+from moetool.modules.insertion import experts_per_token
 from moetool.modules.interpolated import interpolation_of
 from moetool.pipeline.job import Job
 from moetool.pipeline.processes import processes
@@ -52,9 +52,9 @@ def train(
                 eval_dataset=[[example] for example in held_out] if held_out else None,
                 data_collator=lambda batch: collate(batch, padding=0),
                 callbacks=[told],
-                optimizers=(_optimizer(model, options, steps), None),
+                optimizers=_optimizers(model, options, steps),
                 routers=Routers(model),
-                top_k=_top_k(model),
+                top_k=experts_per_token(model),
                 balance=options.balance,
                 z=options.z,
                 interpolation=interpolation_of(model),
@@ -83,19 +83,15 @@ def _constraint(model: Any, options: TuneOptions) -> MaskConstraint | None:
     return MaskConstraint(model, interpolation.sparsity, options.multiplier_rate, options.overlap)
 
 
-def _optimizer(model: Any, options: TuneOptions, steps: int) -> torch.optim.Optimizer | None:
-    """The Trainer's own, unless some parameters need a rate of their own."""
+def _optimizers(model: Any, options: TuneOptions, steps: int) -> tuple[Any, Any]:
+    """Optimizer and schedule: the Trainer's own, unless there are masks, whose rate is another and stays as it is."""
     if _constraint(model, options) is None:
-        return None
-    mask_rate = options.mask_learning_rate or 3 * WAY / steps
-    groups = parameter_groups(model, mask_rate, options.weight_decay)
-    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.999), eps=1e-8)
-
-
-def _top_k(model: Any) -> int:
-    of_family = int(getattr(model.config.get_text_config(), "num_experts_per_tok", 0) or 0)
-    own = next((module.top_k for module in model.modules() if isinstance(module, Routed)), 1)
-    return of_family or own
+        return None, None
+    groups = parameter_groups(model, options.mask_learning_rate or 3 * WAY / steps, options.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.999), eps=1e-8)
+    scheduler: Any = get_scheduler(options.schedule, optimizer, math.ceil(options.warmup * steps), steps)
+    scheduler.lr_lambdas[1] = lambda step: 1.0
+    return optimizer, scheduler
 
 
 def _arguments(output: str, options: TuneOptions, steps: int, *, on_cpu: bool, evaluates: bool) -> TrainingArguments:

@@ -64,11 +64,44 @@ def _print(result: dict[str, Any]) -> None:
     )
     if all(layer["representation"] == "native" for layer in result["moe"]):
         return
+    if "overlap" in result:
+        _print_masks(result)
+        return
     rows = [
         (str(layer["layer"]), *(_weights(layer.get(role, "native")) for role in ("gate", "up", "down")), _base(layer))
         for layer in result["moe"]
     ]
     print_table(("layer", "gate", "up", "down", "base channels"), rows)
+
+
+def _print_masks(result: dict[str, Any]) -> None:
+    """Where experts landed, by layer and by type of linear layer, and what they have in common (SIMoE, Fig. 4, 5)."""
+    print_fields([("density", f"{result['mean_density']:.1%} of the channels per expert, {result['union_density']:.1%} "
+                   "for any of them")])  # fmt: skip
+    for title, part in (("layer", 0), ("type", 1)):
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for site in result["moe"]:
+            groups.setdefault(_place(site["site"])[part], []).append(site)
+        rows = [
+            (name, *(f"{_weighted(sites, density):.1%}" for density in ("mean_density", "union_density")))
+            for name, sites in groups.items()
+        ]
+        print_table((title, "per expert", "any expert"), rows)
+    rows = [(str(expert), *(f"{value:.2f}" for value in row)) for expert, row in enumerate(result["overlap"])]
+    header = ("expert", *(str(expert) for expert in range(len(rows))))
+    print_table(header, rows, title="Overlap: the share of an expert's channels that another leaves open too")
+
+
+def _place(site: str) -> tuple[str, str]:
+    """The layer and the type of a linear layer, from its name."""
+    parts = site.split(".")
+    number = next(index for index, part in enumerate(parts) if part.isdigit())
+    return parts[number], parts[-1]
+
+
+def _weighted(sites: list[dict[str, Any]], density: str) -> float:
+    channels = sum(site["channels"] for site in sites)
+    return float(sum(site[density] * site["channels"] for site in sites) / channels)
 
 
 def _weights(specs: str | list[str]) -> str:

@@ -1,0 +1,57 @@
+"""`moetool routing`."""
+
+from typing import Annotated, Any
+
+import typer
+
+from moetool.cli.app import COMMANDS
+from moetool.cli.display import Display, print_fields, print_json, print_table
+from moetool.cli.generate import build_options, make_command, with_options
+from moetool.evaluation.routing import RoutingOptions, routing
+
+_MOST = 16  # experts that fit beside one another
+
+
+def build(name: str, arguments: list[str]) -> Any:
+    """The command."""
+
+    def command(
+        model: Annotated[str, typer.Argument(help="A mixture of experts of any kind.", show_default=False)],
+        json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+        **typed: Any,
+    ) -> None:
+        result = routing(model, build_options(RoutingOptions, typed), Display())
+        if json:
+            print_json(result)
+            return
+        print_fields([("model", model)])
+        shares = [
+            [sum(column) / len(column) for column in zip(*text["shares"], strict=True)] for text in result["data"]
+        ]
+        experts = len(shares[0])
+        if experts <= _MOST:
+            rows = [
+                (text["name"], *(f"{share:.1%}" for share in row))
+                for text, row in zip(result["data"], shares, strict=True)
+            ]
+            print_table(("text", *map(str, range(experts))), rows, title="Share per expert, mean over the layers")
+        else:
+            rows = [
+                (text["name"], f"{min(row):.2%}", f"{max(row):.2%}")
+                for text, row in zip(result["data"], shares, strict=True)
+            ]
+            print_table(("text", "least", "largest"), rows, title=f"Share of {experts} experts, mean over the layers")
+        if "distances" in result:
+            rows = [
+                (text["name"], *(f"{value:.3f}" for value in row))
+                for text, row in zip(result["data"], result["distances"], strict=True)
+            ]
+            header = ("text", *(str(number + 1) for number in range(len(rows))))
+            print_table(header, rows, title="How far apart their choices are (0: the same, 1: nothing in common)")
+
+    return make_command(name, with_options(command, RoutingOptions), COMMANDS[name][1])
+
+
+def _mean(layers: list[list[float]]) -> list[float]:
+    """Each expert's share, `[layers][experts]` averaged over the layers."""
+    return [sum(column) / len(column) for column in zip(*layers, strict=True)]

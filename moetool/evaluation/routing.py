@@ -1,0 +1,142 @@
+"""Which experts a model chooses on which text (PESC, Fig. 4; SIMoE, Fig. 2; G-MoEfication, Fig. 5)."""
+
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moetool.calibration.data import check_vocabulary, evaluation_windows, load_tokenizer, parse_data
+from moetool.checkpoint.reader import Checkpoint
+from moetool.errors import InvalidInputError
+from moetool.evaluation.loading import load_model
+from moetool.modules.insertion import experts_per_token
+from moetool.modules.interpolated import Interpolation, interpolation_of
+from moetool.modules.neuron_experts import NeuronExperts
+from moetool.pipeline.job import pick_compute_dtype, pick_device
+from moetool.pipeline.options import Options, fit_context
+from moetool.pipeline.progress import Progress, Silent, phase
+from moetool.training.balance import Routers
+
+
+class RoutingOptions(Options):
+    """What to run, and how."""
+
+    data: str = Field(description="Texts to tell apart: files, folders or hub data sets, with commas.")
+    sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
+    windows: int | None = Field(64, ge=1, description="Only the first so many windows of each.")
+    device: str = Field("auto", description="cpu, cuda, … or `map` to spread a large model over what there is.")
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="For running the model (auto: float32 on CPU, else as stored)."
+    )
+
+
+class _Counter:
+    """Counts what is chosen, whatever chooses."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._routers = Routers(model)
+        self._interpolation = interpolation_of(model)
+        self._neurons = [module for module in model.modules() if isinstance(module, NeuronExperts)]
+        self._seen: list[Tensor] = []
+        for module in self._neurons:
+            module.on_selection = self._see
+        if not (len(self._routers) or self._interpolation is not None or self._neurons):
+            raise InvalidInputError("This model has no experts to choose from.")
+
+    def _see(self, chosen: Tensor) -> None:
+        self._seen.append(chosen)
+
+    @torch.inference_mode()
+    def counts(self, window: Tensor, top_k: int) -> Tensor:
+        """Choices on one window `[1, length]`, `[layers, experts]` fp64."""
+        self._seen = []
+        if self._interpolation is not None:
+            self._interpolation.prompt_ends = _last_token(window)
+        positions = torch.arange(window.shape[1], device=window.device)[None]
+        with self._routers.watched():
+            self._model(input_ids=window, position_ids=positions, use_cache=False)
+        if self._interpolation is not None:
+            return _alpha(self._interpolation)
+        if self._neurons:
+            sizes = [module.num_experts for module in self._neurons]
+            return torch.stack([_tally(chosen, size) for chosen, size in zip(self._seen, sizes, strict=True)])
+        found = []
+        for logits, chosen in zip(self._routers.logits, self._routers.chosen, strict=True):
+            taken = logits.topk(top_k, dim=-1).indices if chosen is None else chosen
+            found.append(_tally(taken, logits.shape[-1]))
+        return torch.stack(found)
+
+
+def _last_token(window: Tensor) -> Tensor:
+    ends = torch.zeros_like(window, dtype=torch.bool)
+    ends[:, -1] = True
+    return ends
+
+
+def _alpha(interpolation: Interpolation) -> Tensor:
+    assert interpolation.alpha is not None
+    return interpolation.alpha.double().cpu()
+
+
+def _tally(chosen: Tensor, experts: int) -> Tensor:
+    return torch.bincount(chosen.flatten(), minlength=experts).double().cpu()
+
+
+def routing(path: str, options: RoutingOptions, progress: Progress | None = None) -> dict[str, Any]:
+    """Shares of all choices that each expert gets on each text, layer by layer.
+
+    Returns:
+        `data`, per text its `shares` `[layers][experts]`, which sum to 1 in each layer (of SIMoE the mean α, one for
+        all layers, each window a prompt), and its `tokens`; and for several texts `distances` between their shares
+        (mean over the layers of half the L1 norm) and the `linkage` of their average-linkage dendrogram, as scipy
+        writes it.
+
+    Raises:
+        InvalidInputError: model or text cannot be used, or the model has no experts.
+    """
+    progress = progress or Silent()
+    checkpoint = Checkpoint.open(path)
+    options = fit_context(options, checkpoint.config)
+    tokenizer = load_tokenizer(checkpoint.path)
+    spread = options.device == "map"
+    device = pick_device("auto" if spread else options.device)
+    stored = next(iter(checkpoint.tensors.values())).dtype
+    model = load_model(
+        checkpoint.path, pick_compute_dtype(options.compute_dtype, device, stored), "auto" if spread else device
+    )
+    counter, top_k = _Counter(model), experts_per_token(model)
+    texts = [spec.source for spec in parse_data(options.data)]
+    found = []
+    for text in texts:
+        windows = evaluation_windows(text, tokenizer, sequence_length=options.sequence_length, limit=options.windows)
+        check_vocabulary(windows, int(checkpoint.config["vocab_size"]))
+        total: Tensor | None = None
+        with phase(progress, text, len(windows)):
+            for window in windows:
+                counts = counter.counts(window[None].to(model.device), top_k)
+                total = counts if total is None else total + counts
+                progress.advance()
+        assert total is not None
+        found.append(total / total.sum(1, keepdim=True))
+    result: dict[str, Any] = {
+        "model": path,
+        "data": [
+            {"name": text, "shares": [[round(value, 6) for value in layer] for layer in shares.tolist()]}
+            for text, shares in zip(texts, found, strict=True)
+        ],
+    }
+    if len(texts) > 1:
+        result |= _dendrogram(torch.stack(found))
+    return result
+
+
+def _dendrogram(shares: Tensor) -> dict[str, Any]:
+    """Distances between texts and their clustering, from `[texts, layers, experts]`."""
+    from scipy.cluster.hierarchy import linkage
+    from scipy.spatial.distance import squareform
+
+    distances = (shares[:, None] - shares[None]).abs().sum(-1).mean(-1) / 2
+    joined = linkage(squareform(distances.numpy(), checks=False), method="average")
+    return {"distances": [[round(value, 6) for value in row] for row in distances.tolist()], "linkage": joined.tolist()}
