@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -25,11 +25,12 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from moetool.architectures import ROLES, Architecture
-from moetool.architectures.dense import DenseArchitecture
+from moetool.architectures.dense import DenseArchitecture, is_encoder
 from moetool.calibration.disk_experts import DiskExperts
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
+from moetool.integrations.model_class import model_class
 from moetool.integrations.quiet import quiet
 from moetool.modules.insertion import insert_modules
 from moetool.modules.interpolated import hold_mixtures
@@ -67,20 +68,21 @@ class StreamedModel:
         self.config = AutoConfig.for_model(**raw)
         self.config._name_or_path = ""
         with torch.device("meta"):
-            self.model: Any = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
+            self.model: Any = model_class(checkpoint.config).from_config(self.config, dtype=dtype)
             insert_modules(self.model, checkpoint.config)
             hold_mixtures(self.model)
             self.model.eval().requires_grad_(False)
+        self._uncached = {} if is_encoder(checkpoint.config) else {"use_cache": False}
         self.layer_count = int(self.config.num_hidden_layers)
         self.hidden_size = int(self.config.hidden_size)
         # get_decoder() is not right for every family; the decoder is what holds the layers.
         held = architecture.layer.split(".")[-2]
-        self.decoder: Any = next(
+        holder: Any = next(
             module
             for module in self.model.modules()
             if isinstance(getattr(module, held, None), nn.ModuleList) and len(getattr(module, held)) == self.layer_count
         )
-        self.layers: Any = getattr(self.decoder, held)
+        self.layers: Any = getattr(holder, held)
         self._calls: dict[tuple[int, ...], list[LayerCall]] = {}  # how each layer is called, by batch size and length
         self._dtypes: dict[str, torch.dtype] = {}  # of each tensor in memory
         self._blocks = self._assign_blocks()
@@ -257,7 +259,7 @@ class StreamedModel:
             return hidden
 
         with self._layers_replaced(record):
-            self.decoder(input_ids=tokens.to(self.device), use_cache=False)
+            self.model.base_model(input_ids=tokens.to(self.device), **self._uncached)
         self._calls[tuple(tokens.shape)] = calls
         return first[0]
 
@@ -277,4 +279,4 @@ class StreamedModel:
         """Everything after the last layer: logits `[batch, length, vocabulary]`."""
         last = self.layer_count - 1
         with self._layers_replaced(lambda index, x, args, kwargs: hidden if index == last else x):
-            return self.model(input_ids=tokens.to(self.device), use_cache=False).logits
+            return self.model(input_ids=tokens.to(self.device), **self._uncached).logits

@@ -38,13 +38,19 @@ class Sweep:
         directory: Path,
         tick: Tick = lambda: None,
         label_seed: int | None = None,
+        masked: Tensor | None = None,
     ) -> None:
         """`windows` are token ids `[windows, length]`; `tick` is called once per batch; with a `label_seed` labels are
-        drawn from the model's predictions."""
+        drawn from the model's predictions. An encoder reads `masked` windows, and is to find what they hide."""
+        self.masked = masked
         self.label_seed = label_seed
         self.model, self.windows, self.directory, self.tick = model, windows, directory, tick
         self.count, self.length = windows.shape
         self.batch_size = batch_size(self.count, self.length)
+
+    @property
+    def _read_windows(self) -> Tensor:
+        return self.windows if self.masked is None else self.masked
 
     def _batches(self) -> Iterator[tuple[int, int]]:
         for start in range(0, self.count, self.batch_size):
@@ -73,7 +79,7 @@ class Sweep:
 
     def embed(self) -> None:
         """Write boundary 0."""
-        self.hidden(0).replace(self.model.embed(self.windows[start:stop]) for start, stop in self._batches())
+        self.hidden(0).replace(self.model.embed(self._read_windows[start:stop]) for start, stop in self._batches())
 
     def _experts(self, index: int, layer: nn.Module) -> nn.Module | None:
         reader = self.model.experts
@@ -104,6 +110,14 @@ class Sweep:
         chances = logits.detach().softmax(-1).cpu()
         return torch.multinomial(chances, 1, generator=generator)[:, 0].to(true.device)
 
+    def _loss(self, window: int, hidden: Tensor) -> Tensor:
+        tokens = self.windows[window : window + 1].to(self.model.device)
+        logits = self.model.head(tokens, hidden)[0].float()
+        if self.masked is not None:
+            hidden_ones = tokens[0] != self.masked[window].to(tokens.device)
+            return F.cross_entropy(logits[hidden_ones], tokens[0, hidden_ones])
+        return F.cross_entropy(logits[:-1], self._labels(window, tokens[0, 1:], logits[:-1]))
+
     def head(self) -> float:
         """Losses from the last boundary, and their gradients there. Returns the mean loss per predicted token."""
         total = 0.0
@@ -116,10 +130,8 @@ class Sweep:
                 rows = []
                 for window in range(start, stop):  # logits of one window at a time: vocabularies are large
                     hidden = self._read(source, window, window + 1).requires_grad_(True)
-                    tokens = self.windows[window : window + 1].to(self.model.device)
                     with torch.enable_grad():
-                        logits = self.model.head(tokens, hidden)[0, :-1].float()
-                        loss = F.cross_entropy(logits, self._labels(window, tokens[0, 1:], logits))
+                        loss = self._loss(window, hidden)
                     loss.backward()
                     total += loss.item()
                     assert hidden.grad is not None

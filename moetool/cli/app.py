@@ -9,6 +9,7 @@ from typer.core import TyperCommand, TyperGroup
 # Name → (module with a function `build(name, arguments)`, one line for --help).
 COMMANDS: dict[str, tuple[str, str]] = {
     "upcycle": ("stage", "Turn a dense model into a mixture of experts (--method vanilla, drop, fine-grained …)."),
+    "moefy": ("stage", "Split a dense model's FFNs into experts and skip most of them, without training."),
     "tune": ("stage", "Fine-tune on instructions or text, with a load-balancing loss for mixtures of experts."),
     "compress": ("stage", "Make a mixture of experts smaller in one streamed pass (--method d2moe, ders-quantize …)."),
     "fisher-merge": ("stage", "Stage 1: merge each layer's experts into one shared base."),

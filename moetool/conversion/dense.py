@@ -124,5 +124,9 @@ class DenseModel:
 
     def ffn_names(self, layer: int) -> set[str]:
         """Names on disk of everything in one layer's FFN."""
+        if self.architecture.spread is not None:
+            roles = self.architecture.roles
+            found = {self.architecture.weight_name(layer, role) for role in roles}
+            return found | {self.architecture.bias_name(layer, role) for role in roles if self.has_bias(role)}
         prefix = self.architecture.ffn_prefix(layer)
         return {name for name in self.checkpoint.tensors if name.startswith(prefix)}

@@ -106,15 +106,17 @@ def mean_loss(logits: Tensor, tokens: Tensor) -> float:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).item()
 
 
-def compare(dense: Run, mixture: Run, tokens: Tensor) -> dict[str, Any]:
-    """What a reader wants to know of a conversion: the difference of the logits, the losses, and the routing."""
+def compare(dense: Run, mixture: Run, tokens: Tensor, *, predicts: bool = True) -> dict[str, Any]:
+    """What a reader wants to know of a conversion: the difference of the logits, the losses of a model that predicts
+    tokens, and the routing."""
     difference = (mixture.logits - dense.logits).double().norm() / dense.logits.double().norm()
     found: dict[str, Any] = {
         "tokens": tokens.numel(),
         "relative_logit_error": float(f"{difference.item():.3g}"),
-        "loss_dense": round(mean_loss(dense.logits, tokens), 6),
-        "loss_mixture": round(mean_loss(mixture.logits, tokens), 6),
     }
+    if predicts:
+        found["loss_dense"] = round(mean_loss(dense.logits, tokens), 6)
+        found["loss_mixture"] = round(mean_loss(mixture.logits, tokens), 6)
     if mixture.routing:
         shares = torch.stack([layer.shares for layer in mixture.routing.values()])
         entropies = [layer.entropy for layer in mixture.routing.values()]

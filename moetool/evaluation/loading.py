@@ -1,24 +1,26 @@
 """Loading a model through transformers, quietly."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
+from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
+from moetool.integrations.model_class import model_class
 from moetool.integrations.quiet import quiet
 
 
-def load_model(path: Path, dtype: torch.dtype, device: torch.device | str) -> Any:
-    """A causal language model in evaluation mode; `device` may be a device map such as `"auto"`.
+def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> Any:
+    """A language model in evaluation mode; `device` may be a device map such as `"auto"`.
 
     Raises:
         InvalidInputError: transformers cannot load it.
     """
     try:
         with quiet():
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device, trust_remote_code=False)
+            model = model_class(checkpoint.config).from_pretrained(
+                checkpoint.path, dtype=dtype, device_map=device, trust_remote_code=False
+            )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise InvalidInputError(f"transformers cannot load {path}: {error}") from error
+        raise InvalidInputError(f"transformers cannot load {checkpoint.path}: {error}") from error
     return model.eval()

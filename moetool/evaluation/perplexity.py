@@ -1,7 +1,8 @@
 """Perplexity of a model that transformers loads.
 
 Protocol: the text is tokenised as one stream without special tokens and cut into consecutive windows, the rest dropped;
-perplexity is exp of the mean next-token loss over the length − 1 predictions of every window.
+perplexity is exp of the mean next-token loss over the length − 1 predictions of every window. Of an encoder it is the
+pseudo-perplexity, for which every token of a window is hidden once.
 """
 
 import math
@@ -12,10 +13,13 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
+from moetool.architectures.dense import is_encoder
 from moetool.calibration.data import check_vocabulary, evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import VerificationError
+from moetool.evaluation.pseudo_perplexity import pseudo_losses
 from moetool.integrations.synthesis import Synthesis, apply_synthesis
+from moetool.modules.neuron_experts import set_keep
 from moetool.pipeline.job import pick_compute_dtype, pick_device
 from moetool.pipeline.options import Options, fit_context
 from moetool.pipeline.progress import Progress, Silent, phase
@@ -33,6 +37,9 @@ class EvaluationOptions(Options):
         "auto",
         description="Make a compressed model's experts dense when it is loaded (fast, needs the original's memory) or "
         "as they run (auto: when loaded, if differences are in few bits or numbers and the experts fit in memory).",
+    )
+    keep: float | None = Field(
+        None, gt=0, le=1, description="Of a moefied model, the share of experts to compute [default: as it was made]."
     )
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="For running the model (auto: float32 on CPU, else as stored)."
@@ -52,7 +59,8 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
     """Evaluate a checkpoint; any that transformers loads, moetool's among them.
 
     Returns:
-        `perplexity`, `nll` (mean next-token loss in nats), `tokens`, `windows`, `sequence_length`, and how a compressed
+        `perplexity`, by which `protocol`, `nll` (mean loss per token in nats), `tokens`, `windows`, `sequence_length`,
+        and how a compressed
         model's experts were made (`synthesized`).
 
     Raises:
@@ -73,15 +81,22 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
     spread = options.device == "map"
     device = pick_device("auto" if spread else options.device)
     dtype = pick_compute_dtype(options.compute_dtype, device, stored)
-    model = load_model(checkpoint.path, dtype, "auto" if spread else device)
+    model = load_model(checkpoint, dtype, "auto" if spread else device)
     synthesised = apply_synthesis(model, options.synthesize)
+    if options.keep is not None:
+        set_keep(model, options.keep)
     batch = max(1, options.batch_tokens // options.sequence_length)
-    losses = []
-    with phase(progress, "Evaluate", -(-len(windows) // batch)):
-        for rows in windows.split(batch):
-            losses.append(window_loss(model, rows))
-            progress.advance()
-    nll = torch.cat(losses).mean().item()
+    encoder = is_encoder(checkpoint.config)
+    if encoder:
+        with phase(progress, "Evaluate", len(windows)):
+            nll = pseudo_losses(model, windows, tokenizer, batch, progress.advance).mean().item()
+    else:
+        losses = []
+        with phase(progress, "Evaluate", -(-len(windows) // batch)):
+            for rows in windows.split(batch):
+                losses.append(window_loss(model, rows))
+                progress.advance()
+        nll = torch.cat(losses).mean().item()
     if not math.isfinite(nll):
         raise VerificationError(f"{path} gives a loss of {nll} on {options.data}: its weights are damaged.")
     return {
@@ -92,5 +107,6 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
         "windows": len(windows),
         "tokens": windows.numel(),
         "sequence_length": options.sequence_length,
+        "protocol": "pseudo-perplexity" if encoder else "perplexity",
         "synthesized": "load" if synthesised else "on-the-fly",
     }

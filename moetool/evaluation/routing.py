@@ -104,7 +104,7 @@ def routing(path: str, options: RoutingOptions, progress: Progress | None = None
     device = pick_device("auto" if spread else options.device)
     stored = next(iter(checkpoint.tensors.values())).dtype
     model = load_model(
-        checkpoint.path, pick_compute_dtype(options.compute_dtype, device, stored), "auto" if spread else device
+        checkpoint, pick_compute_dtype(options.compute_dtype, device, stored), "auto" if spread else device
     )
     counter, top_k = _Counter(model), experts_per_token(model)
     texts = [spec.source for spec in parse_data(options.data)]

@@ -67,14 +67,16 @@ def imagine(source: str, path: Path, config: dict[str, Any]) -> Checkpoint:
 def _names_on_disk(
     config: Mapping[str, Any], dtype: torch.dtype, path: Path
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.core_model_loading import revert_weight_conversion
+
+    from moetool.integrations.model_class import model_class
 
     raw = copy.deepcopy(dict(config))
     raw.pop("quantization_config", None)
     try:
         with quiet(), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw), dtype=dtype)
+            model = model_class(config).from_config(AutoConfig.for_model(**raw), dtype=dtype)
     except Exception as error:  # whatever its validation raises; the classes differ between versions
         reason = first_line(error)[:300]
         raise InvalidInputError(f"transformers cannot build a model from {path / CONFIG}: {reason}.") from error

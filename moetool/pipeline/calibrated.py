@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moetool.calibration.data import check_vocabulary, load_tokenizer, sample_windows
+from moetool.calibration.masking import masked_windows
 from moetool.calibration.sweep import Sweep
 from moetool.errors import UsageError
 from moetool.pipeline.job import Input, Job
@@ -41,7 +42,7 @@ def calibration_windows(source: Input, options: TextOptions) -> Tensor:
 class CalibratedJob:
     """A job together with the model and the text it is calibrated on."""
 
-    def __init__(self, job: Job[Any], options: TextOptions) -> None:
+    def __init__(self, job: Job[Any], options: TextOptions, *, encoder: bool = False) -> None:
         from moetool.calibration.streaming import StreamedModel  # transformers: seconds, and not for --help
 
         self.job = job
@@ -57,7 +58,8 @@ class CalibratedJob:
         self.model = model
         sampled = isinstance(options, CalibrationOptions) and options.labels == "sampled"
         seed = options.seed if sampled else None
-        self.sweep = Sweep(model, windows, job.work, job.progress.advance, seed)
+        masked = masked_windows(windows, load_tokenizer(job.source.checkpoint.path), options.seed) if encoder else None
+        self.sweep = Sweep(model, windows, job.work, job.progress.advance, seed, masked)
 
     @property
     def _layers(self) -> int:
@@ -100,14 +102,16 @@ class CalibratedJob:
                 job.finish(f"forward/{index}")
                 sweep.hidden(index).delete()
 
-    def reverse(self, visit: Visit, passes: int) -> None:
-        """From the loss back to the first MoE layer; `visit(index, layer)` sees each loaded MoE layer on the way.
+    def reverse(self, visit: Visit, passes: int, layers: Collection[int] | None = None) -> None:
+        """From the loss back to the first of `layers`; `visit(index, layer)` sees each of them on the way, loaded (by
+        default the MoE layers).
 
         The visitor runs the layer backwards itself (`sweep.backward`). `passes` is how many times it goes over the
         calibration set, for the progress bar.
         """
         job, sweep = self.job, self.sweep
-        lowest = min(job.source.experts.moe_layers)
+        visited = set(job.source.experts.moe_layers if layers is None else layers)
+        lowest = min(visited)
         with phase(job.progress, "Backward", (1 + passes * (self._layers - lowest)) * sweep.batch_count):
             if job.unit("head"):
                 loss = sweep.head()
@@ -117,7 +121,7 @@ class CalibratedJob:
                 if not job.unit(f"reverse/{index}"):
                     continue
                 with self.model.layer(index) as layer:
-                    if job.source.experts.has(index):
+                    if index in visited:
                         visit(index, layer)
                     else:
                         sweep.backward(index, layer)

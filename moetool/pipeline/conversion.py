@@ -45,7 +45,22 @@ class Conversion(Stage[OptionsT, DenseSource]):
     """A dense model into something else of the same function."""
 
     source_type: ClassVar[type[Any]] = DenseSource
+    takes_any_network: ClassVar[bool] = False  # encoders too, and networks that are no module of their own
     options: Any
+
+    def __init__(self, source: DenseSource, options: OptionsT) -> None:
+        super().__init__(source, options)
+        architecture = source.dense.architecture
+        if not self.takes_any_network and architecture.is_encoder:
+            raise InvalidInputError(
+                f"This model ({architecture.name}) only encodes. Upcycling needs a decoder: a causal language model. "
+                "moefy takes encoders."
+            )
+        if not self.takes_any_network and architecture.spread is not None:
+            raise InvalidInputError(
+                f"{architecture.name}'s feed-forward networks are no modules of their own, in whose place experts "
+                "could stand. moefy takes them."
+            )
 
     @property
     def dense(self) -> DenseModel:
@@ -174,7 +189,7 @@ class Conversion(Stage[OptionsT, DenseSource]):
                 tokens,
                 job.progress.advance,
             )
-        found = proof.compare(dense, mixture, tokens)
+        found = proof.compare(dense, mixture, tokens, predicts=not self.dense.architecture.is_encoder)
         error = found["relative_logit_error"]
         if not error < float("inf") or (self.preserves and error > proof.TOLERANCE):
             raise VerificationError(

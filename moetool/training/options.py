@@ -44,9 +44,10 @@ class TuneOptions(RunOptions):
     mask_learning_rate: float | None = Field(
         None, gt=0, description="Of SIMoE's masks [default: so that one can close in a third of the steps]."
     )
-    multiplier_rate: float = Field(
-        1.0, gt=0, description="How fast SIMoE's Lagrangian multiplier rises, per step and missing share of zeros."
-    )
+    multiplier_rate: float | None = Field(
+        None, gt=0, description="How fast SIMoE's Lagrangian multiplier rises, per step and missing share of zeros "
+        "[default: 4 / steps]."
+    )  # fmt: skip
     overlap: float = Field(5e-6, ge=0, description="Weight of what SIMoE's masks have in common.")
     sample_masks: bool = Field(False, description="Draw SIMoE's masks in every step instead of taking their medians.")
     gradient_checkpointing: bool = Field(False, description="Less memory for a third more time.")

@@ -1,6 +1,7 @@
 """One training by transformers' Trainer: from a model and examples to a model that has learnt them."""
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,12 +39,13 @@ def train(
     steps = options.steps or math.ceil(math.ceil(batches / options.accumulation) * options.epochs)
     if options.gradient_checkpointing:
         recompute_activations(model)
-    constraint = _constraint(model, options)
+    constraint = _constraint(model, options, steps)
     with quiet():
         arguments = _arguments(str(work), options, steps, on_cpu=job.device.type == "cpu", evaluates=bool(held_out))
         with arguments.main_process_first(local=False):
             last, done = last_checkpoint(work)
         told = Told(job.progress.advance, job.progress.log, lambda: job.interrupt.requested)
+        began = time.monotonic()
         with phase(job.progress, "Train", steps - done):
             trainer = MixtureTrainer(
                 model=model,
@@ -66,7 +68,7 @@ def train(
             elif last is not None:  # stopped after the last step; the Trainer would go one further
                 trainer._load_from_checkpoint(str(last))
         job.interrupt.check()
-        found: dict[str, Any] = {"steps": steps}
+        found: dict[str, Any] = {"steps": steps, "training_seconds": round(time.monotonic() - began, 2)}
         if held_out:
             loss = trainer.evaluate()["eval_loss"]
             found |= {"eval_loss": round(loss, 6), "eval_perplexity": round(math.exp(min(loss, 700)), 4)}
@@ -75,17 +77,17 @@ def train(
     return found
 
 
-def _constraint(model: Any, options: TuneOptions) -> MaskConstraint | None:
+def _constraint(model: Any, options: TuneOptions, steps: int) -> MaskConstraint | None:
     interpolation = interpolation_of(model)
     if interpolation is None or not interpolation.trains_masks:
         return None
     interpolation.samples = options.sample_masks
-    return MaskConstraint(model, interpolation.sparsity, options.multiplier_rate, options.overlap)
+    return MaskConstraint(model, interpolation.sparsity, options.multiplier_rate or 4 / steps, options.overlap)
 
 
 def _optimizers(model: Any, options: TuneOptions, steps: int) -> tuple[Any, Any]:
     """Optimizer and schedule: the Trainer's own, unless there are masks, whose rate is another and stays as it is."""
-    if _constraint(model, options) is None:
+    if _constraint(model, options, steps) is None:
         return None, None
     groups = parameter_groups(model, options.mask_learning_rate or 3 * WAY / steps, options.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.999), eps=1e-8)

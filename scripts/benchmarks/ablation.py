@@ -21,6 +21,7 @@ from typing import Any
 from _common import Kept, excess, made_by
 
 from moetool.calibration.data import evaluation_windows, load_tokenizer
+from moetool.checkpoint.reader import Checkpoint
 from moetool.evaluation.loading import load_model
 from moetool.evaluation.perplexity import window_loss
 from moetool.pipeline.execute import run_stage
@@ -176,7 +177,7 @@ def main() -> None:
         import torch
 
         windows = evaluation_windows(text, tokenizer, sequence_length=options.sequence_length, limit=options.windows)
-        model = load_model(Path(path), torch.float32, "cpu")
+        model = load_model(Checkpoint.open(path), torch.float32, "cpu")
         batches = windows.split(max(1, BATCH_TOKENS // options.sequence_length))
         return torch.cat([window_loss(model, batch) for batch in batches]).tolist()
 

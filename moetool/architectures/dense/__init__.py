@@ -11,7 +11,7 @@ from moetool.architectures.base import EXPERT_KEYS
 from moetool.architectures.dense.base import FEATURES, DenseArchitecture
 from moetool.errors import InvalidInputError
 
-__all__ = ["FEATURES", "DenseArchitecture", "dense_architectures", "find_dense_architecture"]
+__all__ = ["FEATURES", "DenseArchitecture", "dense_architectures", "find_dense_architecture", "is_encoder"]
 
 _ENCODERS = ("MaskedLM", "Encoder", "SequenceClassification", "TokenClassification")
 _ENCODER_TYPES = ("bert", "roberta", "xlm-roberta", "deberta", "deberta-v2", "electra", "distilbert", "modernbert")
@@ -23,6 +23,11 @@ def dense_architectures() -> tuple[DenseArchitecture, ...]:
     modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
     found = [module.DENSE for module in modules if hasattr(module, "DENSE")]
     return tuple(sorted(found, key=lambda family: family.name))
+
+
+def is_encoder(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is that of a known family of encoders."""
+    return any(family.is_encoder and config.get("model_type") in family.model_types for family in dense_architectures())
 
 
 def find_dense_architecture(config: Mapping[str, Any]) -> DenseArchitecture:
@@ -46,7 +51,8 @@ def find_dense_architecture(config: Mapping[str, Any]) -> DenseArchitecture:
     classes = [str(name) for name in config.get("architectures") or []]
     if model_type in _ENCODER_TYPES or any(mark in name for name in classes for mark in _ENCODERS):
         raise InvalidInputError(
-            f"This model ({model_type}) only encodes. Upcycling needs a decoder: a causal language model."
+            f"This model ({model_type}) only encodes. Upcycling needs a decoder: a causal language model; moefy takes "
+            f"{', '.join(family.name for family in dense_architectures() if family.is_encoder)} too."
         )
     close = difflib.get_close_matches(model_type, by_type, n=1)
     hint = f" Did you mean '{close[0]}'?" if close else ""

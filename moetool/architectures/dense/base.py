@@ -35,6 +35,7 @@ FEATURES: Mapping[str, str] = MappingProxyType(
         "narrow_norms": "norms whose weights are kept less one in 16 bits (--dtype float32 has room for the rest)",
         "multipliers": "multipliers on embeddings, attention, residuals and logits",
         "ungated": "a feed-forward network without a gate",
+        "spread": "a feed-forward network that is no module of its own (moefy takes it)",
         "own_block": "a decoder layer that no mixture-of-experts family shares",
         "dense_layers": "dense layers among the mixtures",
         "shared_half": "a shared expert that gives half of the output",
@@ -42,6 +43,19 @@ FEATURES: Mapping[str, str] = MappingProxyType(
         "shared_xft": "a shared expert weighted by what routing leaves (XFT)",
     }
 )
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A feed-forward network whose parts lie in the decoder layer itself, by their paths relative to it.
+
+    Attributes:
+        exit: what gives its output.
+        activation: the activation function between, where it is a part of its own.
+    """
+
+    exit: str
+    activation: str | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,9 @@ class DenseArchitecture:
         weights: its matrices by role, relative to it. Gate and up may share one tensor, one below the other; a network
             without a gate has `up` and `down`. A bias, where a checkpoint has one, has the name of its matrix with
             `bias` in the place of `weight`.
+        spread: set if the network is no module of its own: `ffn` is then what gets its input, and `weights` are
+            relative to the layer.
+        is_encoder: trained to fill in masked tokens, not to predict the next.
         joined_qkv: the tensor that holds queries, keys and values one below the other, relative to the layer.
         norm_offset: what the norms add to their weights.
         returns_tuple: a decoder layer gives a tuple, of which the model takes the first entry.
@@ -71,6 +88,8 @@ class DenseArchitecture:
     ffn: str = "mlp"
     weights: Mapping[Role, str] = field(default_factory=lambda: GATED)
     joined_qkv: str | None = None
+    spread: Spread | None = None
+    is_encoder: bool = False
     norm_offset: float = 0.0
     returns_tuple: bool = False
     features: tuple[str, ...] = ()
@@ -99,7 +118,8 @@ class DenseArchitecture:
 
     def weight_name(self, layer: int, role: Role) -> str:
         """Name on disk of one matrix, or of the tensor that holds gate and up."""
-        return self.ffn_prefix(layer) + self.weights[role]
+        prefix = self.ffn_prefix(layer) if self.spread is None else self.layer_prefix(layer)
+        return prefix + self.weights[role]
 
     def bias_name(self, layer: int, role: Role) -> str:
         """Name on disk of the bias beside one matrix, of a checkpoint that has one."""

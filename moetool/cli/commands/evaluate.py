@@ -27,7 +27,7 @@ def build(name: str, arguments: list[str]) -> Any:
             [
                 ("model", model),
                 ("data", f"{result['data']} ({tokens})"),
-                ("perplexity", f"{result['perplexity']:.4f}"),
+                (result["protocol"], f"{result['perplexity']:.4f}"),
                 ("nll", f"{result['nll']:.6f}"),
             ]
         )

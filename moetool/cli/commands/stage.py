@@ -22,7 +22,12 @@ from moetool.pipeline.processes import is_first_process
 from moetool.pipeline.sizes import format_bytes, format_change
 
 # Commands that are several stages, the option that chooses one, and the one that it is without it.
-CHOICES = {"compress": ("method", "d2moe"), "upcycle": ("method", "vanilla"), "export": ("format", "dense-experts")}
+CHOICES = {
+    "compress": ("method", "d2moe"),
+    "upcycle": ("method", "vanilla"),
+    "moefy": ("method", "g-moefication"),
+    "export": ("format", "dense-experts"),
+}
 
 
 def build(name: str, arguments: list[str]) -> Any:
@@ -117,12 +122,25 @@ def _proof(proof: dict[str, Any] | None) -> list[tuple[str, str]]:
     verdict = "" if proof["preserves"] else " (the method changes the model)"
     fields = [
         ("logits", f"differ by {proof['relative_logit_error']:.1e} on {proof['tokens']} real tokens{verdict}"),
-        ("loss", f"{proof['loss_dense']:.4f} → {proof['loss_mixture']:.4f} nats"),
     ]
+    if "loss_kept" in proof:
+        fields[0] = ("logits", f"with all experts {fields[0][1]}")
+        fields.append(("loss", f"{proof['loss_dense']:.4f} → {proof['loss_kept']:.4f} nats with the experts kept"))
+    elif "loss_dense" in proof:
+        fields.append(("loss", f"{proof['loss_dense']:.4f} → {proof['loss_mixture']:.4f} nats"))
     if "router_entropy" in proof:
         least, largest = proof["least_expert_share"], proof["largest_expert_share"]
         fields.append(("routing", f"{least:.1%} to {largest:.1%} per expert, {proof['router_entropy']:.2f} nats"))
     return fields
+
+
+def _captured(activations: dict[str, float]) -> str:
+    """How much of the activations' energy the experts chosen hold."""
+    text = f"chosen ones hold {activations['captured']:.1%} of the energy"
+    if "captured_by_oracle" in activations:
+        text += f" (the best choice {activations['captured_by_oracle']:.1%}"
+        text += f", of which {activations['selector_accuracy']:.1%} were chosen)"
+    return text
 
 
 def _print_result(result: dict[str, Any]) -> None:
@@ -136,7 +154,9 @@ def _print_result(result: dict[str, Any]) -> None:
         if "target" in result:
             fields.append(("family", result["target"]))
         fields.append(("parameters", f"{total:,}, of which {active:,} per token"))
-    fields += [(name, value) for name, value in _proof(result.get("proof"))]
+    fields += _proof(result.get("proof"))
+    if "captured" in result.get("activations", {}):
+        fields.append(("experts", _captured(result["activations"])))
     fields += [("note", note) for note in result.get("notes", [])]
     fields.append(("time", f"{result['seconds']:.1f} s"))
     fields.append(("peak memory", format_bytes(result["peak_memory_bytes"])))

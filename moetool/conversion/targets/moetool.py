@@ -18,6 +18,6 @@ TARGET = Target(
     architecture=None,
     model_class="",
     entries=_entries,
-    expresses=frozenset(FEATURES),
+    expresses=frozenset(FEATURES) - {"spread"},
     needs=frozenset(),
 )

@@ -1,0 +1,111 @@
+"""The small network that tells beforehand which experts of a moefied FFN matter for a token (G-MoEfication, §3.2.3).
+
+`score = W₂ tanh(W₁ x/‖x‖)`, trained to predict what each expert really contributes: `Σ (a − r)²` over its neurons, on
+true activations. (The authors' code takes them from normalised inputs without the bias, which are others.)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moetool.numerics.seeding import generator
+
+BATCH, RATE = 512, 1e-2
+
+
+@dataclass(frozen=True)
+class Selector:
+    """A trained selector, and how well it does on tokens that it was not trained on.
+
+    Attributes:
+        first, second: `[experts, hidden]` and `[experts, experts]` fp32.
+        captured: the share of all scores that its choice captures.
+        best: the share that the best choice captures.
+        accuracy: the share of its choice that is in the best choice.
+    """
+
+    first: Tensor
+    second: Tensor
+    captured: float
+    best: float
+    accuracy: float
+
+
+def needed_tokens(experts: int) -> int:
+    """The fewest tokens that a selector is trained on."""
+    return 64 * experts
+
+
+def expert_scores(activations: Tensor, centre: Tensor, experts: int) -> Tensor:
+    """`Σ (a − r)²` over each expert's neurons: `[tokens, experts]` from `[tokens, intermediate]`, `[intermediate]`."""
+    return (activations - centre).square().unflatten(-1, (experts, -1)).sum(-1)
+
+
+def train_selector(
+    inputs: Tensor,
+    scores: Tensor,
+    rows: Tensor,
+    chosen: int,
+    *,
+    seed: int,
+    layer: int,
+    epochs: int,
+    tick: Callable[[], None] = lambda: None,
+) -> Selector:
+    """Fit a selector by binary cross-entropy to scores over their largest (Adam, batches of 512), and keep the epoch
+    that captures most on a held-out tenth.
+
+    Args:
+        inputs: `[tokens, hidden]`, what the FFN is given.
+        scores: `[tokens, experts]`, what it should predict.
+        rows: `[experts, hidden]`, where the first layer starts: the mean weights of each expert.
+        chosen: experts per token, which a choice is judged by.
+        seed: of the order of tokens.
+        layer: of the model, part of the seed.
+        epochs: over the training part.
+        tick: called after every epoch.
+    """
+    stream = generator(seed, "selector", layer)
+    order = torch.randperm(len(inputs), generator=stream)
+    held = max(1, len(inputs) // 10)
+    directions = F.normalize(inputs.float(), dim=-1)
+    test, train = order[:held], order[held:]
+    first = rows.float().clone().requires_grad_(True)
+    second = torch.eye(len(rows), device=rows.device).requires_grad_(True)
+    optimizer = torch.optim.Adam([first, second], lr=RATE)
+
+    def predicted(index: Tensor) -> Tensor:
+        return (directions[index] @ first.T).tanh() @ second.T
+
+    def judged() -> tuple[float, float, float]:
+        with torch.no_grad():
+            return _judge(predicted(test), scores[test], chosen)
+
+    kept, kept_result = (first.detach().clone(), second.detach().clone()), judged()
+    for _ in range(epochs):
+        for batch in train[torch.randperm(len(train), generator=stream)].split(BATCH):
+            target = scores[batch] / scores[batch].amax(1, keepdim=True).clamp_min(1e-30)
+            loss = F.binary_cross_entropy_with_logits(predicted(batch), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        if (result := judged())[0] > kept_result[0]:
+            kept, kept_result = (first.detach().clone(), second.detach().clone()), result
+        tick()
+    return Selector(*kept, *kept_result)
+
+
+def _judge(predicted: Tensor, scores: Tensor, chosen: int) -> tuple[float, float, float]:
+    """Shares of the scores `[tokens, experts]` that are captured by the prediction and by the best choice, and how much
+    the two choices have in common."""
+    own, best = predicted.topk(chosen, dim=-1).indices, scores.topk(chosen, dim=-1).indices
+    total = scores.double().sum()
+    is_best = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
+    return (
+        (scores.gather(1, own).double().sum() / total).item(),
+        (scores.gather(1, best).double().sum() / total).item(),
+        is_best.gather(1, own).float().mean().item(),
+    )
