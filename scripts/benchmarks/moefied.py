@@ -1,0 +1,152 @@
+"""Neurons as experts (G-MoEfication): the time of a feed-forward network that skips experts, against the dense one.
+
+    python scripts/benchmarks/moefied.py [--quick] [--output FILE.md]
+
+Selector, constant and all else included. One thread, interleaved, medians of process_time (of the clock on CUDA); the
+two networks have weights of their own, more than the last cache holds unless --quick. Weights, inputs and selectors
+are random, so neighbouring experts are as rarely selected together as they can be. Wanted at one token: at most the
+share that is kept and a tenth of the dense network's time more.
+"""
+
+# ruff: noqa: E402  (the thread counts must be set before the libraries are loaded)
+
+import os
+
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[_name] = "1"
+
+import argparse
+import copy
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moetool.modules.neuron_experts import NeuronExperts
+
+KEEPS, TOKENS, MARGIN = (0.25, 0.5, 0.75), (1, 16, 256), 0.1
+
+
+class FFN(nn.Module):
+    """SwiGLU without biases, or GELU with them."""
+
+    def __init__(self, hidden: int, intermediate: int, gated: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, intermediate, bias=False) if gated else None
+        self.up = nn.Linear(hidden, intermediate, bias=not gated)
+        self.down = nn.Linear(intermediate, hidden, bias=not gated)
+        self.act_fn = F.silu if gated else F.gelu
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(self.act_fn(self.up(x)))
+        return self.down(self.act_fn(self.gate(x)) * self.up(x))
+
+
+def seconds(run: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.process_time()
+        run()
+        return time.process_time() - start
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def measure(methods: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of every method in every round; the first, which warms up, is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in methods}
+    for round_ in range(repeats + 1):
+        for name, method in methods.items():
+            taken = seconds(method, device)
+            if round_:
+                times[name].append(taken)
+    return times
+
+
+def moefied(ffn: FFN, experts: int, selector: str) -> NeuronExperts:
+    roles = ("up", "down") if ffn.gate is None else ("gate", "up", "down")
+    intermediate, hidden = ffn.up.weight.shape
+    described: dict[str, Any] = {"experts": experts, "keep": 0.5, "selector": selector}
+    names: Any = {role: role for role in roles}
+    made = NeuronExperts(copy.deepcopy(ffn), names, ffn.act_fn, hidden, intermediate, described, None).eval()
+    made.centre.normal_(std=0.1)
+    if selector == "fixed":
+        made.order.copy_(torch.randperm(experts))
+    else:
+        for parameter in made.selector.parameters():
+            parameter.normal_()
+    return made
+
+
+def rows_of(device: torch.device, sizes: tuple[int, int, int], repeats: int) -> list[str]:
+    hidden, intermediate, experts = sizes
+    rows = []
+    for gated in (True, False):
+        for dtype in (torch.float32, torch.bfloat16):
+            dense = FFN(hidden, intermediate, gated).to(device, dtype).eval()
+            for tokens in TOKENS:
+                # Networks of their own for every number of tokens: decoding leaves the down matrix transposed.
+                inputs = torch.randn(tokens, hidden, device=device).to(dtype)
+                ours = {name: moefied(dense, experts, name) for name in ("mlp", "fixed")}
+                for keep in KEEPS:
+                    for module in ours.values():
+                        module.set_keep(keep)
+                    methods: dict[str, Callable[[], object]] = {"dense": lambda x=inputs, run=dense: run(x)}
+                    methods |= {name: lambda x=inputs, run=run: run(x) for name, run in ours.items()}
+                    taken = measure(methods, repeats if tokens < 64 else max(3, repeats // 3), device)
+                    unit = statistics.median(taken["dense"])
+                    ratios = {name: statistics.median(times) / unit for name, times in taken.items()}
+                    rounds = [a / b for a, b in zip(taken["mlp"], taken["dense"], strict=True)]
+                    low, high = min(rounds), max(rounds)
+                    verdict = "" if tokens > 1 else "PASS" if ratios["mlp"] <= keep + MARGIN else "missed"
+                    rows.append(
+                        f"| {device.type} | {'SwiGLU' if gated else 'GELU'} | {str(dtype).removeprefix('torch.')} "
+                        f"| {tokens} | {keep:.0%} | {unit * 1e3:.2f} ms "
+                        f"| {ratios['mlp']:.2f} ({low:.2f} to {high:.2f}) "
+                        f"| {ratios['fixed']:.2f} | {f'<= {keep + MARGIN:.2f}' if tokens == 1 else ''} | {verdict} |"
+                    )
+                    print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a sixteenth of the weights and three repetitions")
+    parser.add_argument("--output", type=Path, help="write the table to this file as well")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    torch.set_grad_enabled(False)
+    sizes, repeats = ((512, 2048, 16), 3) if options.quick else ((2048, 8192, 64), 21)
+    devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    names = [line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")]
+    name, load = names[0] if names else platform.processor(), os.getloadavg()[0]
+    lines = [
+        f"Made by `python {' '.join(sys.argv)}` with torch {torch.__version__},",
+        f"one thread of {name} ({torch.backends.cpu.get_cpu_capability()}), load {load:.1f}.",
+        f"Hidden {sizes[0]}, {sizes[1]} neurons, {sizes[2]} experts; time / time of the dense network.",
+        "",
+        "| device | network | dtype | tokens | keep | dense | selector (rounds) | fixed | wanted | |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+        *(row for device in devices for row in rows_of(device, sizes, repeats)),
+    ]
+    table = "\n".join(lines) + "\n"
+    print(table)
+    if options.output:
+        options.output.write_text(table)
+
+
+if __name__ == "__main__":
+    main()
