@@ -73,7 +73,7 @@ def train_selector(
     held = max(1, len(inputs) // 10)
     directions = F.normalize(inputs.float(), dim=-1)
     test, train = order[:held], order[held:]
-    first = rows.float().clone().requires_grad_(True)
+    first = rows.detach().float().clone().requires_grad_(True)
     second = torch.eye(len(rows), device=rows.device).requires_grad_(True)
     optimizer = torch.optim.Adam([first, second], lr=RATE)
 

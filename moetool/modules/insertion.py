@@ -51,10 +51,11 @@ def experts_per_token(model: Any) -> int:
 
 
 def add_guard(module: nn.Module, path: str, like: Tensor) -> None:
-    """Put a guard at `path.weight` below `module`."""
-    guard = nn.Module()
+    """Put a guard at `path.weight` below `module`, or at its own `weight` for an empty path."""
+    guard = nn.Module() if path else module
     guard.register_buffer("weight", torch.zeros(1, 1, device=like.device, dtype=like.dtype))
-    module.add_module(path, guard)
+    if path:
+        module.add_module(path, guard)
 
 
 def is_guard(tensor: Tensor) -> bool:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from moetool.architectures.base import Role
 from moetool.architectures.dense import find_dense_architecture
+from moetool.errors import UsageError
 from moetool.modules.insertion import add_guard, path_in
 from moetool.modules.neurons import SplitFFN, activation_of, dropout_of, wide
 
@@ -204,13 +205,40 @@ def _forget(module: NeuronExperts, _: object) -> None:
     module._cached.clear()
 
 
+def set_keep(model: Any, keep: float) -> None:
+    """Let every token of a moefied model use that share of the experts, now and when it is saved.
+
+    Raises:
+        UsageError: the model is not moefied, or the share is less than half an expert.
+    """
+    moefied = [module for module in model.modules() if isinstance(module, NeuronExperts)]
+    if not moefied:
+        raise UsageError("keep: this model is not moefied.")
+    for module in moefied:
+        try:
+            module.set_keep(keep)
+        except ValueError as error:
+            raise UsageError(f"{error}.") from error
+    model.config.quantization_config.neuron_experts["keep"] = keep
+
+
 def insert(model: Any, config: Mapping[str, Any], described: Mapping[str, Any]) -> None:
     """Split the networks of the layers that are listed."""
     architecture = find_dense_architecture({**config, "quantization_config": None})
     names = {role: name.removesuffix(".weight") for role, name in architecture.weights.items()}
-    for layer in described["layers"]:
-        path = path_in(model, architecture.ffn_prefix(int(layer)).removesuffix("."))
-        ffn = model.get_submodule(path)
-        hidden, intermediate = ffn.get_submodule(names["down"]).weight.shape
-        experts = NeuronExperts(ffn, names, activation_of(ffn), hidden, intermediate, described, names["up"])
-        model.set_submodule(path, experts)
+    for number in described["layers"]:
+        layer = model.get_submodule(path_in(model, architecture.layer_prefix(int(number)).removesuffix(".")))
+        ffn = layer.get_submodule(architecture.ffn)
+        act_fn, guarded = None, names["up"]
+        if (spread := architecture.spread) is not None:
+            act_fn = activation_of(ffn if spread.activation is None else layer, spread.activation)
+            ffn = nn.ModuleDict({role: layer.get_submodule(name) for role, name in names.items()})
+            guarded = names["up"].removeprefix(architecture.ffn).removeprefix(".")
+            for emptied in (spread.exit, spread.activation):
+                if emptied is not None:
+                    layer.set_submodule(emptied, nn.Identity())
+        within = names if spread is None else {role: role for role in names}
+        hidden, intermediate = ffn.get_submodule(within["down"]).weight.shape
+        act_fn = act_fn or activation_of(ffn)
+        experts = NeuronExperts(ffn, within, act_fn, hidden, intermediate, described, guarded)
+        layer.set_submodule(architecture.ffn, experts)

@@ -190,13 +190,13 @@ def _contiguous(module: nn.Module, state: dict[str, Any], prefix: str, _: object
             state[name] = tensor.contiguous()
 
 
-def activation_of(ffn: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The activation function of a feed-forward network, whatever its family calls it.
+def activation_of(ffn: nn.Module, known: str | None = None) -> Callable[[Tensor], Tensor]:
+    """The activation function of a feed-forward network, whatever its family calls it, if its name is not `known`.
 
     Raises:
         ValueError: there is none, or more than one candidate.
     """
-    for name in ("act_fn", "activation_fn", "act", "intermediate_act_fn"):
+    for name in (known,) if known else ("act_fn", "activation_fn", "act", "intermediate_act_fn"):
         if callable(found := getattr(ffn, name, None)):
             return found
     free = [m for m in ffn.children() if not isinstance(m, nn.Dropout) and not any(True for _ in m.parameters())]

@@ -1,6 +1,7 @@
 """What both kinds of MoEfication share: neurons into experts, statistics on a text, selectors, and what they cost."""
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -67,7 +68,10 @@ class Moefy(Conversion[MoefyOptions]):
     options_type: ClassVar[type[RunOptions]] = MoefyOptions
     method_of: ClassVar[str | None] = "moefy"
     takes_any_network: ClassVar[bool] = True
-    centres: ClassVar[bool]  # whether neurons that are left out count with their mean
+
+    @abstractmethod
+    def representative(self, mean: Tensor) -> Tensor:
+        """What neurons `[intermediate]` that are left out count with, given their mean activations."""
 
     @property
     def _selector(self) -> SelectorKind:
@@ -186,7 +190,7 @@ class Moefy(Conversion[MoefyOptions]):
         """Everything that is to be known of one layer, into its file."""
         options = self.options
         mean = statistics.mean[order].float()
-        centre = mean if self.centres else torch.zeros_like(mean)
+        centre = self.representative(mean)
         tensors = {"order": order, "centre": centre}
         activations = statistics.sampled_activations()[:, order.to(statistics.device)]
         centre = centre.to(activations)

@@ -8,16 +8,19 @@ from torch import nn
 
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
+from moetool.modules.neurons import SplitFFN
 
 Quantisation = Literal["none", "nf4", "int8"]
 
 
 def frozen_linears(model: nn.Module) -> list[str]:
     """Names of the linear layers below decoder layers that nothing else trains."""
+    split = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, SplitFFN))
     return [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and not module.weight.requires_grad and _is_in_layer(name)
+        if not name.startswith(split)  # whose neurons are computed a part at a time
     ]
 
 

@@ -2,6 +2,9 @@
 
 from typing import ClassVar
 
+import torch
+from torch import Tensor
+
 from moetool.pipeline.moefying import Moefy
 
 
@@ -10,7 +13,9 @@ class GMoefication(Moefy):
 
     name: ClassVar[str] = "g-moefication"
     summary: ClassVar[str] = "split FFNs into experts; those left out count with their mean activation"
-    centres: ClassVar[bool] = True
+
+    def representative(self, mean: Tensor) -> Tensor:
+        return mean
 
 
 class Moefication(Moefy):
@@ -18,4 +23,6 @@ class Moefication(Moefy):
 
     name: ClassVar[str] = "moefication"
     summary: ClassVar[str] = "split FFNs into experts; those left out count as zero"
-    centres: ClassVar[bool] = False
+
+    def representative(self, mean: Tensor) -> Tensor:
+        return torch.zeros_like(mean)
