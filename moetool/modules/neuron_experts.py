@@ -154,7 +154,7 @@ class NeuronExperts(SplitFFN):
         if self.on_selection is not None and chosen is not None:
             self.on_selection(chosen)
         if self.kept == self.num_experts or not len(rows):
-            result = self.dense(rows)
+            result = self.whole(rows)
         else:
             assert chosen is not None
             result = (self._selected(rows, chosen) + self.constant()).to(rows.dtype)

@@ -63,7 +63,7 @@ class SplitFFN(OwnModule):
             raise TypeError(f"{self.names[role]} is a {type(linear).__name__}: its neurons cannot be taken apart")
         return linear
 
-    def dense(self, rows: Tensor) -> Tensor:
+    def whole(self, rows: Tensor) -> Tensor:
         """The network as it was, in the same operations: bit for bit what it gave."""
         up = self.linear("up")(rows)
         if "gate" not in self.names:

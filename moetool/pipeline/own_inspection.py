@@ -81,7 +81,9 @@ def inspect_own(path: str | Path, checkpoint: Checkpoint) -> dict[str, Any]:
 def _down(checkpoint: Checkpoint, dense: DenseArchitecture) -> TensorInfo:
     """The down matrix of some expert or network, wherever it lies."""
     name = dense.weights["down"].removesuffix(".weight")
-    ends = (f"{name}.weight", f"{name}.linear.weight", "experts.down_proj")
+    ends: tuple[str, ...] = (f"{name}.weight", f"{name}.linear.weight", "experts.down_proj")
+    if dense.spread is not None:
+        ends = (".ffn.down.weight",)
     return next(info for tensor, info in checkpoint.tensors.items() if tensor.endswith(ends) and info.shape[-1] > 1)
 
 
