@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from moetool.architectures import ROLES, Role
+from moetool.modules.rows import add_rows
 from moetool.representations.base import Weight, empty_parameter
 from moetool.representations.layout import LayerLayout
 
@@ -137,34 +139,52 @@ class SharedBaseExperts(nn.Module):
         return F.linear(activations, base)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`."""
+        """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`.
+
+        For the backward nothing is kept of an expert with a base: its activations follow from those of the base, which
+        are kept once per token, and its difference, and are computed again, expert by expert.
+        """
         tokens, top_k = top_k_index.shape
         experts, order = top_k_index.reshape(-1).sort(stable=True)
         weights = top_k_weights.reshape(-1, 1)
         ends = torch.bincount(experts, minlength=self.num_experts).cumsum(0).tolist()
         base = self._base_gate_up(hidden_states)
-        # One row per routed pair, summed at the end: sums do not depend on the order in which experts run, and are
-        # accumulated in fp32 whatever the dtype.
-        routed = hidden_states.new_zeros(tokens * top_k, self.intermediate_dim) if self.down_base else None
-        output = hidden_states.new_zeros(tokens * top_k, self.hidden_dim)
+        recomputes = torch.is_grad_enabled() and self.gate_up_base and self.down_base
+        # Added up in fp32 at least, whatever the dtype; experts come in the same order for every batch.
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        routed = hidden_states.new_zeros(tokens, self.intermediate_dim, dtype=wide) if self.down_base else None
+        output = hidden_states.new_zeros(tokens, self.hidden_dim, dtype=wide)
         start = 0
         for expert, end in enumerate(ends[: self.num_experts]):
             if start == end:
                 continue
             pairs, start = order[start:end], end
             rows = pairs // top_k
-            activation = self._activation(expert, hidden_states[rows], base, rows)
-            activation = (activation * weights[pairs]).to(hidden_states.dtype)
-            if routed is None:
-                output[pairs] = F.linear(activation, self.down_proj[expert])
-                continue
-            output[pairs] = self.delta(expert, "down")(activation)
-            if self._uses_base(expert, "down"):
-                routed[pairs] = activation
-        result = output.view(tokens, top_k, self.hidden_dim).sum(1)
+            arguments = expert, hidden_states, base, weights[pairs], rows
+            if recomputes:
+                activation, product = checkpoint(
+                    self._routed, *arguments, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                activation, product = self._routed(*arguments)
+            output = add_rows(output, rows, product.to(wide))
+            if routed is not None and self._uses_base(expert, "down"):
+                routed = add_rows(routed, rows, activation.to(wide))
+        output = output.to(hidden_states.dtype)
         if routed is not None:
-            result = result + self._base_down(routed.view(tokens, top_k, self.intermediate_dim).sum(1))
-        return result.to(hidden_states.dtype)
+            output = output + self._base_down(routed.to(hidden_states.dtype))
+        return output.to(hidden_states.dtype)
+
+    def _routed(
+        self, expert: int, hidden: Tensor, base: dict[Role, Tensor], weights: Tensor, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """One expert on the tokens `rows`: activations times `weights` [routed, 1], and what its own matrix makes of
+        them, `[routed, intermediate]` and `[routed, hidden]`."""
+        activation = self._activation(expert, hidden[rows], base, rows)
+        activation = (activation * weights).to(hidden.dtype)
+        if not self.down_base:
+            return activation, F.linear(activation, self.down_proj[expert])
+        return activation, self.delta(expert, "down")(activation)
 
     def _base(self, role: Role) -> Tensor:
         """The base `[out, in]` without pruned channels."""

@@ -7,11 +7,11 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moetool.numerics.counter import key
 from moetool.numerics.index_sets import decode_indices, encode_indices, index_sizes
 from moetool.numerics.sampling import sample, scatter
+from moetool.numerics.sparse_product import sparse_linear
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
 
 _SEEDS = 1 << 64
@@ -131,8 +131,7 @@ class MagnitudeSparse(Representation):
 class ScatteredWeight(Weight):
     """Run-time form of both: values, and where they belong in a matrix of zeros.
 
-    The positions are found when they are needed first and kept as int32, neither a parameter nor in the state dict. A
-    product builds the matrix: sparse products exist on few devices and for few dtypes.
+    The positions are found when they are needed first and kept as int32, neither a parameter nor in the state dict.
     """
 
     def __init__(self, shape: tuple[int, int], count: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -167,7 +166,7 @@ class ScatteredWeight(Weight):
         return scatter(values, self.indices(), values.new_empty(elements)).view(self.shape)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return F.linear(inputs, self.scatter(inputs.dtype))
+        return sparse_linear(inputs, self.values, self.indices(), self.shape)
 
     def dense(self) -> Tensor:
         return self.scatter(torch.promote_types(self.values.dtype, torch.float32))
