@@ -1,5 +1,6 @@
 """Low-rank adaptation of what is not trained itself (LoRA, arXiv:2106.09685; QLoRA, arXiv:2305.14314), by peft."""
 
+import logging
 import warnings
 from typing import Any, Literal
 
@@ -46,6 +47,7 @@ def quantise_linears(model: nn.Module, names: list[str], kind: Quantisation, dev
         import bitsandbytes as bnb
     except ImportError as error:
         raise UsageError("--quantize-base needs bitsandbytes: pip install bitsandbytes.") from error
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of every cast
     for name in names:
         linear: Any = model.get_submodule(name)
         rows, columns = linear.weight.shape
@@ -54,6 +56,8 @@ def quantise_linears(model: nn.Module, names: list[str], kind: Quantisation, dev
         if kind == "nf4":
             small = bnb.nn.Linear4bit(columns, rows, bias=has_bias, compute_dtype=linear.weight.dtype, quant_type="nf4")
             small.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+            # Or one run without gradients would repack the codes for a product that has none, without a word.
+            small.support_avx512bf16_for_cpu = False
         else:
             small = bnb.nn.Linear8bitLt(columns, rows, bias=has_bias, has_fp16_weights=False)
             small.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)

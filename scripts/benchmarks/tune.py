@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 RATES = (3e-4, 1e-3, 3e-3)
-LENGTH, BATCH = 256, 8
+LENGTH, BATCH = 128, 8
 EXPERTS = ("--experts", "8")
 
 
