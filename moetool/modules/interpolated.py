@@ -74,13 +74,13 @@ class Interpolation(OwnModule):
         if self._is_frozen or self.alpha is None:
             return None
         if torch.is_grad_enabled() or self.training:
-            mixed = self.alpha @ site.gates(sampled=self.samples and self.training).float()
+            mixed = _mixed(self.alpha, site.gates(sampled=self.samples and self.training))
         else:  # once per prompt
             if id(site) not in self._mixtures:
-                self._mixtures[id(site)] = self.alpha @ site.gates().float()
+                self._mixtures[id(site)] = _mixed(self.alpha, site.gates())
             mixed = self._mixtures[id(site)]
         mixed = mixed.to(like.dtype)
-        return mixed[:, None] if self.index is None else mixed[self.index]
+        return mixed[:, None] if self.index is None else mixed[self.index.to(mixed.device)]
 
     def hold(self, alpha: Tensor) -> None:
         """Use this α `[1, experts]` for everything from now on."""
@@ -107,7 +107,7 @@ class Interpolation(OwnModule):
                 raise RuntimeError("This cache was not begun by this model: its prompt's mixture is not known.")
             self.set_alpha(cache.moetool_alpha)
             return
-        given = {"input_ids": arguments[0]} if arguments else {}
+        given = {"input_ids": arguments[0]} if arguments and arguments[0] is not None else {}
         given |= {
             name: options[name]
             for name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
@@ -128,23 +128,42 @@ class Interpolation(OwnModule):
         self.set_alpha(alpha, index)
 
     @torch.no_grad()
-    def _seen(self, decoder: Any, given: dict[str, Tensor], ends: Tensor) -> Tensor:
+    def _seen(self, decoder: Any, given: dict[str, Any], ends: Tensor) -> Tensor:
         """Final hidden states `[examples, hidden]` of the frozen model where `ends` says."""
         length = int(ends.any(0).nonzero().max()) + 1  # nothing after the last prompt is needed
-        shortened = {name: value[:, :length] for name, value in given.items()}
-        was_training = decoder.training
+        shortened = {name: _shortened(value, length) for name, value in given.items()}
+        training = [module for module in decoder.modules() if module.training]
         decoder.eval()
-        with self.frozen():
-            hidden = decoder.forward(**shortened, use_cache=False).last_hidden_state
-        decoder.train(was_training)
+        try:
+            with self.frozen():
+                hidden = decoder.forward(**shortened, use_cache=False).last_hidden_state
+        finally:
+            for module in training:
+                module.training = True
         return hidden[ends[:, :length].to(hidden.device)]
 
 
-def _ends(tokens: Tensor, given: Mapping[str, Tensor], *, whole: bool) -> Tensor:
+def _mixed(alpha: Tensor, gates: Tensor) -> Tensor:
+    """`Σ_i α_i z_i` `[examples, channels]` in fp32, where the gates are: layers may be on several devices."""
+    return alpha.to(gates.device) @ gates.float()
+
+
+def _shortened(value: Any, length: int) -> Any:
+    """The first tokens of `[batch, length, ...]`, or of an attention mask as generation prepares it: `[batch, 1,
+    length, keys]`, perhaps one for each type of layer."""
+    if isinstance(value, Mapping):
+        return {kind: _shortened(mask, length) for kind, mask in value.items()}
+    if value is None:
+        return None
+    return value[:, :, :length, :length] if value.dim() == 4 else value[:, :length]
+
+
+def _ends(tokens: Tensor, given: Mapping[str, Any], *, whole: bool) -> Tensor:
     """`[batch, length]` bool: of every row the last token that is not padding if the `whole` is a prompt, or the
     first."""
     real = given.get("attention_mask")
-    real = torch.ones_like(tokens, dtype=torch.bool) if real is None or real.dim() != 2 else real.bool()
+    is_known = isinstance(real, Tensor) and real.dim() == 2
+    real = real.bool() if is_known else torch.ones_like(tokens, dtype=torch.bool)
     order = real.flip(1) if whole else real
     first = F.one_hot(order.int().argmax(1), tokens.shape[1]).bool()
     return first.flip(1) if whole else first
