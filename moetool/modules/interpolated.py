@@ -161,9 +161,9 @@ def _shortened(value: Any, length: int) -> Any:
 def _ends(tokens: Tensor, given: Mapping[str, Any], *, whole: bool) -> Tensor:
     """`[batch, length]` bool: of every row the last token that is not padding if the `whole` is a prompt, or the
     first."""
-    real = given.get("attention_mask")
-    is_known = isinstance(real, Tensor) and real.dim() == 2
-    real = real.bool() if is_known else torch.ones_like(tokens, dtype=torch.bool)
+    mask = given.get("attention_mask")
+    is_known = isinstance(mask, Tensor) and mask.dim() == 2
+    real = mask.bool() if is_known else torch.ones_like(tokens, dtype=torch.bool)  # type: ignore[union-attr]
     order = real.flip(1) if whole else real
     first = F.one_hot(order.int().argmax(1), tokens.shape[1]).bool()
     return first.flip(1) if whole else first
