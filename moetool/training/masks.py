@@ -13,7 +13,8 @@ WAY = 2.9444
 
 class MaskConstraint(TrainerCallback):  # type: ignore[misc]
     """`λ (τ − expected share of zeros) + weight · overlap`, with λ raised after every step in which the masks' medians
-    have fewer zeros than τ, and set back to 0 as soon as they have enough."""
+    have fewer zeros than τ, and set back to 0 as soon as they have enough. Then masks also lose their momentum, which
+    would close most of the others."""
 
     def __init__(self, model: nn.Module, target: float, rate: float, overlap: float) -> None:
         """`rate` is λ's, per step and missing share of zeros; `overlap` weighs what experts have in common."""
@@ -27,12 +28,19 @@ class MaskConstraint(TrainerCallback):  # type: ignore[misc]
         missing = self._target - 1 + open_share(self._model)
         return self._interpolation.multiplier[0] * missing + self._overlap * overlap_penalty(self._model)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         multiplier, missing = self._interpolation.multiplier, self._target - closed_share(self._model)
         if missing <= 0:
+            if multiplier > 0 and optimizer is not None:
+                self._stop_masks(optimizer)
             multiplier.zero_()
         else:
             multiplier += self._rate * missing
+
+    def _stop_masks(self, optimizer: Any) -> None:
+        for site in sites(self._model).values():
+            if "exp_avg" in (moments := optimizer.state[site.log_phi]):
+                moments["exp_avg"].zero_()
 
     def told(self) -> dict[str, float]:
         """For the log."""
