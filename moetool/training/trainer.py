@@ -183,17 +183,7 @@ class Told(TrainerCallback):  # type: ignore[misc]
             control.should_training_stop = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        shown = (
-            "loss",
-            "eval_loss",
-            "balance_loss",
-            "z_loss",
-            "mask_sparsity",
-            "multiplier",
-            "grad_norm",
-            "learning_rate",
-        )
-        found = {name: logs[name] for name in shown if name in (logs or {})}
+        found = {name: logs[name] for name in _SHOWN if name in (logs or {})}
         if found:
             values = ", ".join(f"{name} {float(value):.4g}" for name, value in found.items())
             self._log(f"step {state.global_step}: {values}")
