@@ -10,7 +10,7 @@ from moetool.modules.insertion import OwnModule, is_guard
 from moetool.modules.interpolated import interpolation_of
 from moetool.training.balance import Routers
 
-Train = Literal["auto", "all", "experts"]
+Train = Literal["auto", "all", "experts", "none"]
 
 
 def is_efficient(model: nn.Module) -> bool:
@@ -19,6 +19,11 @@ def is_efficient(model: nn.Module) -> bool:
         isinstance(module, SharedBaseExperts) or (isinstance(module, OwnModule) and module.is_efficient)
         for module in model.modules()
     )
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether a model has routers, or experts of moetool's own."""
+    return bool(len(Routers(model))) or any(isinstance(module, OwnModule) for module in model.modules())
 
 
 def choose(model: Any, train: Train, *, freeze_shared: bool) -> int:
@@ -32,7 +37,9 @@ def choose(model: Any, train: Train, *, freeze_shared: bool) -> int:
         raise UsageError("--freeze-shared: this model's experts are no differences to a base.")
     if train == "all" and interpolation_of(model) is not None:
         raise UsageError("--train all: interpolated experts (SIMoE) are differences to a model that stays as it is.")
-    if train == "experts" or (train == "auto" and is_efficient(model)):
+    if train == "none":
+        model.requires_grad_(False)
+    elif train == "experts" or (train == "auto" and is_efficient(model)):
         _experts_only(model)
     if freeze_shared:
         for module in shared:
@@ -50,10 +57,10 @@ def trained_parameters(model: nn.Module) -> int:
 
 
 def _experts_only(model: nn.Module) -> None:
+    if not has_experts(model):
+        raise UsageError("--train experts: this model has none. Upcycle it first.")
     routers = Routers(model).modules
     own = [module for module in model.modules() if isinstance(module, OwnModule)]
-    if not routers and not own:
-        raise UsageError("--train experts: this model has none. Upcycle it first.")
     model.requires_grad_(False)
     for name, module in model.named_modules():
         if module in routers or name.endswith(".experts"):

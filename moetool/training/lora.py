@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from moetool.checkpoint.reader import Checkpoint
+from moetool.conversion.router import default_std
 from moetool.errors import InvalidInputError, UsageError
 from moetool.modules.neurons import SplitFFN
+from moetool.numerics.seeding import generator, uniform
 
 Quantisation = Literal["none", "nf4", "int8"]
 
@@ -29,14 +31,18 @@ def _is_in_layer(name: str) -> bool:
     return any(part.isdigit() for part in name.split("."))
 
 
-def add_lora(model: nn.Module, names: list[str], rank: int, alpha: float) -> None:
-    """Add trainable factors of that rank, scaled by alpha / rank, to the named linear layers; their product is zero."""
+def add_lora(model: nn.Module, names: list[str], rank: int, alpha: float, seed: int = 0) -> None:
+    """Add trainable factors of that rank, scaled by alpha / rank, to the named linear layers; their product is zero,
+    and one of them is drawn as a fresh `nn.Linear` is."""
     from peft import LoraConfig, inject_adapter_in_model
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of peft about transformers
         inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=names), model)
+    for name in names:
+        first = model.get_submodule(name).get_submodule("lora_A.default").get_parameter("weight")
+        first.data.copy_(uniform((*first.shape,), default_std(first.shape[1]), generator(seed, "lora", name)))
     for parameter in trained:
         parameter.requires_grad_(True)  # peft freezes everything else
 
@@ -55,9 +61,9 @@ def quantise_linears(model: nn.Module, names: list[str], kind: Quantisation, dev
         small: Any
         if kind == "nf4":
             small = bnb.nn.Linear4bit(columns, rows, bias=has_bias, compute_dtype=linear.weight.dtype, quant_type="nf4")
-            small.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
-            # Or one run without gradients would repack the codes for a product that has none, without a word.
+            # On a CPU, one pass in evaluation mode would pack its weight for good, in a way that has no gradient.
             small.support_avx512bf16_for_cpu = False
+            small.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
         else:
             small = bnb.nn.Linear8bitLt(columns, rows, bias=has_bias, has_fp16_weights=False)
             small.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)

@@ -156,13 +156,18 @@ class Tune(Stage[TuneOptions, AnySource]):
 
     def _prepare(self, job: Job[AnySource], model: Any) -> int:
         """Let everything that is to be trained require gradients; returns how many numbers that is."""
-        from moetool.training.choice import choose, trained_parameters
+        from moetool.modules.interpolated import interpolation_of
+        from moetool.training.choice import Train, choose, has_experts, trained_parameters
         from moetool.training.lora import add_lora, frozen_linears, quantise_linears
 
         options = self.options
-        few = options.train
+        few: Train = options.train
         if (options.lora_rank or options.quantize_base != "none") and few == "auto":
-            few = "experts"
+            few = "none" if options.lora_rank and not has_experts(model) else "experts"
+        if options.lora_rank is not None and interpolation_of(model) is not None:
+            raise UsageError(
+                "--lora-rank: interpolated experts (SIMoE) are differences to a model that stays as it is."
+            )
         choose(model, few, freeze_shared=options.freeze_shared)
         frozen = frozen_linears(model)
         if options.quantize_base != "none":
@@ -170,7 +175,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         if options.lora_rank is not None:
             if not frozen:
                 raise UsageError("--lora-rank: no linear layer is left that is not trained itself.")
-            add_lora(model, frozen, options.lora_rank, options.lora_alpha)
+            add_lora(model, frozen, options.lora_rank, options.lora_alpha, options.seed)
         return trained_parameters(model)
 
     def _finish(self, model: Any) -> dict[str, Any]:

@@ -1,0 +1,118 @@
+"""Perplexity of moefied models by the share of experts kept, for every way to choose them.
+
+    python scripts/benchmarks/moefy.py MODEL CALIBRATION.txt TEST.txt [--experts 64] [--seeds 3] [--output FILE.md]
+
+MODEL is dense, a decoder or an encoder (pseudo-perplexity). Nothing is trained but the selectors. `random` and `SNIP`
+keep the representative values of what they leave out, as in Table 3 of G-MoEfication; the oracle knows every expert's
+true contribution and is no faster than the dense model. A seed decides clusters, calibration windows, selectors and
+what is random.
+"""
+
+import argparse
+import math
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetool.architectures.dense import is_encoder
+from moetool.calibration.data import evaluation_windows, load_tokenizer
+from moetool.checkpoint.reader import Checkpoint
+from moetool.evaluation.loading import load_model
+from moetool.evaluation.perplexity import window_loss
+from moetool.evaluation.pseudo_perplexity import pseudo_losses
+from moetool.modules.neuron_experts import set_keep
+from moetool.pipeline.execute import run_stage
+from moetool.pipeline.moefying import MoefyOptions
+
+KEEP = (0.35, 0.5, 0.75, 0.85)
+METHODS: dict[str, tuple[str, dict[str, str]]] = {
+    "G-MoEfication": ("g-moefication", {}),
+    "MoEfication": ("moefication", {}),
+    "random + representative values": ("g-moefication", {"selector": "random"}),
+    "SNIP + representative values": ("g-moefication", {"baseline": "snip"}),
+    "oracle": ("g-moefication", {"selector": "oracle"}),
+}
+
+
+class Judge:
+    """Perplexity of models on one text."""
+
+    def __init__(self, model: str, text: str, length: int, windows: int) -> None:
+        checkpoint = Checkpoint.open(model)
+        self.tokenizer = load_tokenizer(checkpoint.path)
+        self.encodes = is_encoder(checkpoint.config)
+        self.windows = evaluation_windows(text, self.tokenizer, sequence_length=length, limit=windows)
+
+    def __call__(self, model: Any) -> float:
+        if self.encodes:
+            losses = pseudo_losses(model, self.windows, self.tokenizer, 64, lambda: None)
+        else:
+            losses = torch.cat([window_loss(model, rows) for rows in self.windows.split(4)])
+        return math.exp(losses.mean().item())
+
+
+def spread(values: list[float]) -> str:
+    """Mean and standard deviation."""
+    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values) if len(values) > 1 else 0:.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    for name in ("model", "calibration", "test"):
+        parser.add_argument(name)
+    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--windows", type=int, default=100)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    judge = Judge(options.model, options.test, options.length, options.windows)
+    dense = judge(load_model(Checkpoint.open(options.model), torch.float32, "cpu"))
+    lines = [
+        f"{options.experts} experts per layer, {options.samples} x {options.length} tokens of calibration text, "
+        f"{options.windows} windows of {options.length} tokens to test on, {options.seeds} seeds. "
+        f"Dense: {dense:.2f}.",
+        "",
+        "| method | " + " | ".join(f"keep {keep:.0%}" for keep in KEEP) + " | energy kept at 50 % |",
+        "|---" * (len(KEEP) + 2) + "|",
+    ]
+    print("\n".join(lines), flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        for name, (stage, choice) in METHODS.items():
+            found: dict[float, list[float]] = {keep: [] for keep in KEEP}
+            captured = []
+            for seed in range(options.seeds):
+                output = Path(directory) / f"{stage}-{seed}-{len(lines)}"
+                told = run_stage(
+                    stage,
+                    options.model,
+                    output,
+                    MoefyOptions(
+                        experts=options.experts,
+                        keep=0.5,
+                        calibration=options.calibration,
+                        samples=options.samples,
+                        sequence_length=options.length,
+                        seed=seed,
+                        **choice,  # type: ignore[arg-type]
+                    ),
+                )
+                captured.append(told["activations"].get("captured", math.nan))
+                model = load_model(Checkpoint.open(output), torch.float32, "cpu")
+                for keep in KEEP:
+                    set_keep(model, keep)
+                    found[keep].append(judge(model))
+            energy = "" if math.isnan(captured[0]) else f"{statistics.mean(captured):.1%}"
+            lines.append(f"| {name} | " + " | ".join(spread(found[keep]) for keep in KEEP) + f" | {energy} |")
+            print(lines[-1], flush=True)
+    if options.output is not None:
+        options.output.write_text("\n".join([f"# {Path(options.model).name}, moefied", "", *lines, ""]))
+
+
+if __name__ == "__main__":
+    main()
