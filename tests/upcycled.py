@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import CheckpointWriter
+from moetool.conversion.adapter_experts import WithAdapterExperts
 from moetool.conversion.dense import DenseModel
 from moetool.conversion.experts import Copies, Experts
-from moetool.conversion.parts import Made
+from moetool.conversion.interpolated import Interpolated
+from moetool.conversion.parts import Converted, Made
 from moetool.conversion.router import default_std, random_router
 from moetool.conversion.targets import choose_target
 from moetool.conversion.upcycling import Upcycled
@@ -73,6 +75,23 @@ def upcycled(
     )
 
 
+def with_adapters(dense: DenseModel, **options: Any) -> WithAdapterExperts:
+    """Four adapters of width 8 on every layer's FFN, two per token, unless something else is said."""
+
+    def rows(layer: int) -> Tensor:
+        return random_router(EXPERTS, dense.hidden, 8 * default_std(dense.hidden), 0, layer)
+
+    layers = tuple(range(dense.layers))
+    standard = {"experts": EXPERTS, "top_k": TOP_K, "layers": layers, "width": 8, "scale": 1.0, "dropout": 0.0}
+    return WithAdapterExperts(dense=dense, dtype=None, seed=0, **{**standard, "router": rows, **options})
+
+
+def interpolated(dense: DenseModel, **options: Any) -> Interpolated:
+    """Four masks on every linear layer, unless something else is said."""
+    standard = {"experts": EXPERTS, "router_width": 8, "sparsity": 0.5}
+    return Interpolated(dense=dense, dtype=None, seed=0, **{**standard, **options})
+
+
 def write_made(path: Path, made: Sequence[Made], config: dict[str, Any]) -> Path:
     """Tensors and a config as a checkpoint in one file; returns the path."""
     path.mkdir(parents=True)
@@ -82,7 +101,7 @@ def write_made(path: Path, made: Sequence[Made], config: dict[str, Any]) -> Path
     return path
 
 
-def write_upcycled(path: Path, model: Upcycled) -> Path:
+def write_upcycled(path: Path, model: Converted) -> Path:
     return write_made(path, [one for _, unit in model.units() for one in unit], model.config())
 
 
