@@ -177,7 +177,7 @@ def test_killed_conversions_go_on_to_the_same_bytes(crash: Any, dense: Any, tmp_
     arguments = ("upcycle", dense("llama"), *METHODS[method])
     quiet = crash(tmp_path / "quiet", arguments)
     assert quiet["code"] == 0, quiet["stderr"]
-    for part in (3, 6, 9):
+    for part in (3, 8):
         output = tmp_path / str(part)
         assert crash(output, arguments, at=quiet["changes"] * part // 10)["code"] == -signal.SIGKILL
         last = crash(output, (*arguments, "--resume"))
@@ -525,7 +525,7 @@ def test_a_stopped_tuning_goes_on_to_the_same_bytes(
     arguments = ("tune", source, *SHORT, "--data", data, "--steps", 6, "--save-every", 2, *more)
     quiet = crash(tmp_path / "quiet", arguments)
     assert quiet["code"] == 0, quiet["stderr"]
-    for part in (2, 4, 7):
+    for part in (2, 6):
         output = tmp_path / str(part)
         sent = {"sent": "SIGTERM"} if part == 2 else {}
         assert crash(output, arguments, at=quiet["changes"] * part // 10, **sent)["code"] in (75, -signal.SIGKILL)
