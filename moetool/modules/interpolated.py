@@ -28,7 +28,7 @@ class Interpolation(OwnModule):
 
     What counts as the prompt: of a batch with `prompt_ends`, what these say; of the first call that fills a cache, as
     in `generate`, everything there is, and the cache remembers its α; of any other call, which scores a text, its first
-    token alone, since α must not depend on what is to be predicted.
+    token alone, since α must not depend on what is to be predicted. (`generate` without a cache is such calls.)
 
     Attributes:
         prompt_ends: `[batch, length]` bool, the last prompt token of every example of the next call, rows of which may
@@ -126,6 +126,12 @@ class Interpolation(OwnModule):
         if cache is not None:
             cache.moetool_alpha = alpha
         self.set_alpha(alpha, index)
+
+    def after(self, decoder: nn.Module, arguments: tuple[Any, ...], outputs: Any) -> None:
+        """Let a cache that the decoder itself has made remember α (a forward hook)."""
+        cache = getattr(outputs, "past_key_values", None)
+        if cache is not None and not self._is_frozen and self.alpha is not None:
+            cache.moetool_alpha = self.alpha
 
     @torch.no_grad()
     def _seen(self, decoder: Any, given: dict[str, Any], ends: Tensor) -> Tensor:
@@ -309,6 +315,7 @@ def insert(model: Any, config: Mapping[str, Any], described: Mapping[str, Any]) 
     )
     decoder.add_module("interpolation", interpolation)
     decoder.register_forward_pre_hook(interpolation.before, with_kwargs=True)
+    decoder.register_forward_hook(interpolation.after)
     for name, place, linear in linears:
         left = None if channels is None else int(channels[name])
         model.set_submodule(place, InterpolatedLinear(linear, interpolation, left))

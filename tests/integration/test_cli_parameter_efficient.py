@@ -488,18 +488,27 @@ def test_masks_that_are_found_stay(tuned: Any, tuned_simoe: tuple[Path, Any]) ->
     ],
 )
 def test_other_ways_to_tune_simoe(tuned: Any, simoe: Path, options: tuple[object, ...]) -> None:
-    output, told = tuned(simoe, "--steps", 3, *options)
+    output, told = tuned(simoe, "--steps", 3, "--mask-learning-rate", 0.1, *options)
     assert told["steps"] == 3
     changes = changed(tensors_of(simoe), tensors_of(output))
     assert changes
     assert all(name.endswith(".delta") or ".interpolation." in name for name in changes)
 
 
+def test_masks_that_have_all_closed_are_refused(run_cli: Any, simoe: Path, data: Path, tmp_path: Path) -> None:
+    arguments = ("tune", simoe, tmp_path / "closed", *SHORT, "--data", data, "--steps", 2, "--mask-learning-rate", 9)
+    result = run_cli(*arguments)
+    assert result.code == 5
+    assert "All masks have closed" in result.stderr
+    assert not (tmp_path / "closed" / "config.json").exists()
+
+
 def test_recomputed_activations_train_the_same(tuned: Any, pesc: Path, simoe: Path, dense: Any, upcycle: Any) -> None:
     still = upcycle(dense("llama"), *PESC, "--dropout", 0).path
     for source in (still, simoe):
         plain, again = (
-            tensors_of(tuned(source, "--steps", 3, *more)[0]) for more in ((), ("--gradient-checkpointing",))
+            tensors_of(tuned(source, "--steps", 3, "--mask-learning-rate", 0.1, *more)[0])
+            for more in ((), ("--gradient-checkpointing",))
         )
         for name, tensor in plain.items():
             assert torch.allclose(tensor.float(), again[name].float(), atol=1e-5), name
@@ -522,7 +531,20 @@ def test_a_stopped_tuning_goes_on_to_the_same_bytes(
 ) -> None:
     source = pesc if which.startswith("pesc") else simoe if which == "simoe" else tuned_simoe[0]
     more = ("--lora-rank", 2) if "lora" in which else ()
-    arguments = ("tune", source, *SHORT, "--data", data, "--steps", 6, "--save-every", 2, *more)
+    arguments = (
+        "tune",
+        source,
+        *SHORT,
+        "--data",
+        data,
+        "--steps",
+        6,
+        "--save-every",
+        2,
+        "--mask-learning-rate",
+        0.1,
+        *more,
+    )
     quiet = crash(tmp_path / "quiet", arguments)
     assert quiet["code"] == 0, quiet["stderr"]
     for part in (2, 6):

@@ -17,13 +17,13 @@ from moetool.checkpoint.format import check_unquantised, moetool_entry, own_entr
 from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import MANIFEST, Checkpoint
 from moetool.checkpoint.writer import TensorSpec
-from moetool.errors import InvalidInputError, UsageError
+from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.pipeline.blueprint import layer_of
 from moetool.pipeline.job import Job
 from moetool.pipeline.options import RunOptions
 from moetool.pipeline.output import ShardPlan, write_checkpoint
 from moetool.pipeline.plan import Plan
-from moetool.pipeline.processes import is_first_process
+from moetool.pipeline.processes import is_first_process, shards_model
 from moetool.pipeline.stage import Stage
 from moetool.training.options import TuneOptions
 
@@ -109,6 +109,11 @@ class Tune(Stage[TuneOptions, AnySource]):
         from moetool.training.run import train
 
         options = self.options
+        if (tool := shards_model()) is not None:
+            raise UsageError(
+                f"tune trains data-parallel; it has not been tried with {tool}, and would write a part of the weights. "
+                "Launch it without, with --gradient-checkpointing, or with --lora-rank and --quantize-base nf4."
+            )
         examples = load_examples(options.data, self._tokenizer, options.sequence_length)
         held_out = (
             load_examples(options.eval_data, self._tokenizer, options.sequence_length) if options.eval_data else None
@@ -133,6 +138,11 @@ class Tune(Stage[TuneOptions, AnySource]):
         told = train(job, model, options, examples.items, held_out.items if held_out else None)
         if not is_first_process():
             return {}
+        if told.get("mask_sparsity") == 1:
+            raise VerificationError(
+                "All masks have closed: the result would be the model that it was made from. More --steps, or a lower "
+                "--mask-learning-rate or --multiplier-rate, leave experts open."
+            )
         self._write(job, model)
         return {
             "examples": len(examples.items),
