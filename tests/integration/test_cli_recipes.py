@@ -87,9 +87,14 @@ def test_packaged_recipes_are_valid(run_cli, tiny_mixtral, save_model, tiny_text
     content = yaml.safe_load(path.read_text())
     typed = ("--calibration", tiny_text, "--sequence-length", 32, "--dry-run", "--json")
     source = tiny_mixtral
-    if content["command"] == "upcycle":
+    method = content.get("method")
+    if content["command"] in ("upcycle", "moefy"):
         source = save_model(build_dense("llama"), tmp_path / "llama")
-    if content["method"] == "branch-train-mix":  # its models are on the hub
+    if content["command"] == "tune":
+        typed = ("--data", tiny_text, "--sequence-length", 32, "--dry-run", "--json")
+    if content["command"] == "moefy":  # its models are wider than this one
+        typed = (*typed, "--experts", 2)
+    if method == "branch-train-mix":  # its models are on the hub
         local = [{**entry, "source_model": str(source)} for entry in content["options"]["sources"]]
         content["options"]["sources"] = local
         path = tmp_path / path.name
@@ -97,7 +102,7 @@ def test_packaged_recipes_are_valid(run_cli, tiny_mixtral, save_model, tiny_text
     for variant in ("", *(f":{name}" for name in content.get("variants", {}))):
         reference = f"{path}{variant}"
         # The model of a recipe is wider than this one, and can be made smaller.
-        if content["method"] in ("hybrid", "ders-quantize"):
+        if method in ("hybrid", "ders-quantize"):
             typed = (*typed, "--group-size", 16)
         for ratio in ((), ("--ratio", 0.2)) if "ratio" in content["options"] else ((),):
             result = run_cli(content["command"], source, tmp_path / "out", "--recipe", reference, *typed, *ratio)
