@@ -1,4 +1,4 @@
-"""Experts that are the neurons of a dense feed-forward network: (G-)MoEfication (Lee et al., ACL Findings 2024).
+"""Experts that are the neurons of a dense feed-forward network: (G-)MoEfication (Lee et al., 2024).
 
     F(x) = b2 + W2 r + Σ_{j in the selected experts} (a_j − r_j) W2[:, j]
 
