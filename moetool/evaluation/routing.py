@@ -5,6 +5,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn import functional as F
 
 from moetool.calibration.data import check_vocabulary, evaluation_windows, load_tokenizer, parse_data
 from moetool.checkpoint.reader import Checkpoint
@@ -88,8 +89,9 @@ def routing(path: str, options: RoutingOptions, progress: Progress | None = None
     """Shares of all choices that each expert gets on each text, layer by layer.
 
     Returns:
-        `data`, per text its `shares` `[layers][experts]`, which sum to 1 in each layer (of SIMoE the mean α, one for
-        all layers, each window a prompt), and its `tokens`; and for several texts `distances` between their shares
+        `data`, per text its `tokens`, its `shares` `[layers][experts]`, which sum to 1 in each layer (of SIMoE the mean
+        α, one for all layers, each window a prompt), and the first two principal `components` of each window's shares,
+        over all texts; and for several texts `distances` between their shares
         (mean over the layers of half the L1 norm) and the `linkage` of their average-linkage dendrogram, as scipy
         writes it.
 
@@ -112,24 +114,44 @@ def routing(path: str, options: RoutingOptions, progress: Progress | None = None
     for text in texts:
         windows = evaluation_windows(text, tokenizer, sequence_length=options.sequence_length, limit=options.windows)
         check_vocabulary(windows, int(checkpoint.config["vocab_size"]))
-        total: Tensor | None = None
+        counts = []
         with phase(progress, text, len(windows)):
             for window in windows:
-                counts = counter.counts(window[None].to(model.device), top_k)
-                total = counts if total is None else total + counts
+                counts.append(counter.counts(window[None].to(model.device), top_k))
                 progress.advance()
-        assert total is not None
-        found.append(total / total.sum(1, keepdim=True))
+        found.append(torch.stack(counts))
+    shares = [_shares(counts.sum(0)) for counts in found]
+    components = _components(torch.cat([_shares(counts).flatten(1) for counts in found]))
     result: dict[str, Any] = {
         "model": path,
         "data": [
-            {"name": text, "shares": [[round(value, 6) for value in layer] for layer in shares.tolist()]}
-            for text, shares in zip(texts, found, strict=True)
+            {
+                "name": text,
+                "tokens": len(counts) * options.sequence_length,
+                "shares": [[round(value, 6) for value in layer] for layer in mean.tolist()],
+                "components": [[round(value, 6) for value in row] for row in own.tolist()],
+            }
+            for text, counts, mean, own in zip(
+                texts, found, shares, components.split([len(counts) for counts in found]), strict=True
+            )
         ],
     }
     if len(texts) > 1:
-        result |= _dendrogram(torch.stack(found))
+        result |= _dendrogram(torch.stack(shares))
     return result
+
+
+def _shares(counts: Tensor) -> Tensor:
+    """`[..., experts]` that sum to 1."""
+    return counts / counts.sum(-1, keepdim=True)
+
+
+def _components(rows: Tensor) -> Tensor:
+    """The two principal components `[windows, 2]` of rows of shares."""
+    centred = rows - rows.mean(0)
+    left, values, _ = torch.linalg.svd(centred, full_matrices=False)
+    projected = left[:, :2] * values[:2]
+    return F.pad(projected, (0, 2 - projected.shape[1]))
 
 
 def _dendrogram(shares: Tensor) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`moetool routing`."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -8,6 +9,7 @@ from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json, print_table
 from moetool.cli.generate import build_options, make_command, with_options
 from moetool.evaluation.routing import RoutingOptions, routing
+from moetool.reporting.plots import check_picture, plot_routing
 
 _MOST = 16  # experts that fit beside one another
 
@@ -17,10 +19,15 @@ def build(name: str, arguments: list[str]) -> Any:
 
     def command(
         model: Annotated[str, typer.Argument(help="A mixture of experts of any kind.", show_default=False)],
+        plot: Annotated[Path | None, typer.Option(help="Draw it too: FILE.png, .svg or .pdf.")] = None,
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
         **typed: Any,
     ) -> None:
+        if plot is not None:
+            check_picture(plot)
         result = routing(model, build_options(RoutingOptions, typed), Display())
+        if plot is not None:
+            plot_routing(result, plot)
         if json:
             print_json(result)
             return
