@@ -1,5 +1,7 @@
 """Putting moetool's own modules where the config of a checkpoint lists them, and keeping others from loading these.
 
+The module that an entry describes is in the file of its name in this directory, which has a function `insert`.
+
 Where the dense model had a weight that a module of ours replaces, there is a guard of one number: a loader that does
 not know moetool fails on its shape instead of filling the weight at random.
 """
@@ -13,13 +15,6 @@ from torch import Tensor, nn
 
 from moetool.architectures import own_modules
 from moetool.errors import InvalidInputError
-
-_BUILDERS = {
-    "mixture": "moetool.modules.mixture",
-    "adapter_experts": "moetool.modules.adapter_experts",
-    "interpolated": "moetool.modules.interpolated",
-    "neuron_experts": "moetool.modules.neuron_experts",
-}
 
 
 class OwnModule(nn.Module):
@@ -77,6 +72,6 @@ def insert_modules(model: Any, config: Mapping[str, Any]) -> None:
     """
     for kind, described in own_modules(config).items():
         try:
-            importlib.import_module(_BUILDERS[kind]).insert(model, config, described)
+            importlib.import_module(f"moetool.modules.{kind}").insert(model, config, described)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidInputError(f"quantization_config: {kind} cannot be read: {error!r}.") from error
