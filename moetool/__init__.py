@@ -9,9 +9,10 @@ from moetool.integrations import autoload
 
 if TYPE_CHECKING:
     from moetool.integrations.synthesis import synthesise
+    from moetool.modules.neuron_experts import set_keep
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "synthesise"]
+__all__ = ["__version__", "set_keep", "synthesise"]
 
 autoload.install()
 
@@ -22,4 +23,8 @@ def __getattr__(name: str) -> Any:
         from moetool.integrations.synthesis import synthesise
 
         return synthesise
+    if name == "set_keep":
+        from moetool.modules.neuron_experts import set_keep
+
+        return set_keep
     raise AttributeError(f"module 'moetool' has no attribute '{name}'")

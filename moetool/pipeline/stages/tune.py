@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import own_modules
+from moetool.architectures.dense import is_encoder
 from moetool.calibration.data import check_vocabulary, load_tokenizer, parse_data
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.format import check_unquantised, moetool_entry, own_entry
@@ -40,6 +41,10 @@ class AnySource:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "AnySource":
         check_unquantised(checkpoint.config)
+        if is_encoder(checkpoint.config):
+            raise InvalidInputError(
+                f"{checkpoint.path} is an encoder ({checkpoint.config['model_type']}); tune trains causal language models."
+            )
         return cls(checkpoint)
 
     @property
@@ -79,7 +84,7 @@ class Tune(Stage[TuneOptions, AnySource]):
             stage=self.name,
             input_bytes=checkpoint.weight_bytes,
             output_bytes=checkpoint.weight_bytes,
-            scratch_bytes=2 * (4 * numbers + 8 * trained),  # a checkpoint, and the one that replaces it
+            scratch_bytes=2 * 12 * trained,  # a checkpoint, and the one that replaces it
             memory_bytes=600_000_000 + 4 * numbers + 12 * trained + logits + 4 * tokens * width * kept,
             details={"parameters": numbers, "tokens_per_step": tokens * options.accumulation},
         )
@@ -88,6 +93,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         """Whether a tensor is among those that change, as far as its name tells."""
         entry = moetool_entry(self.source.checkpoint.config) or {}
         few = any(entry.get(kind) for kind in ("layers", "adapter_experts", "interpolated"))
+        few = few or self.options.lora_rank is not None or self.options.quantize_base != "none"
         if self.options.train == "all" or (self.options.train == "auto" and not few):
             return True
         return any(part in name for part in _EXPERTS) or name.endswith(("gate.weight", "router.layer.weight"))
