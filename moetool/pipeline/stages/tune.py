@@ -42,9 +42,8 @@ class AnySource:
     def of(cls, checkpoint: Checkpoint) -> "AnySource":
         check_unquantised(checkpoint.config)
         if is_encoder(checkpoint.config):
-            raise InvalidInputError(
-                f"{checkpoint.path} is an encoder ({checkpoint.config['model_type']}); tune trains causal language models."
-            )
+            kind = checkpoint.config["model_type"]
+            raise InvalidInputError(f"{checkpoint.path} is an encoder ({kind}); tune trains causal language models.")
         return cls(checkpoint)
 
     @property
