@@ -26,7 +26,7 @@ from moetool.pipeline.output import ShardPlan, write_checkpoint
 from moetool.pipeline.plan import Plan
 from moetool.pipeline.processes import is_first_process, shards_model
 from moetool.pipeline.stage import Stage
-from moetool.training.options import TuneOptions
+from moetool.pipeline.tuning_options import TuneOptions
 
 # What the names of experts and their routers hold.
 _EXPERTS = (".experts.", ".adapters.", ".delta", ".log_phi", ".interpolation.")
@@ -110,8 +110,8 @@ class Tune(Stage[TuneOptions, AnySource]):
         return load_tokenizer(self.source.checkpoint.path)
 
     def run(self, job: Job[AnySource]) -> dict[str, Any]:
+        from moetool.pipeline.tuning import train
         from moetool.training.examples import load_examples
-        from moetool.training.run import train
 
         options = self.options
         if (tool := shards_model()) is not None:

@@ -15,10 +15,10 @@ from moetool.modules.interpolated import interpolation_of
 from moetool.pipeline.job import Job
 from moetool.pipeline.processes import processes
 from moetool.pipeline.progress import phase
+from moetool.pipeline.tuning_options import TuneOptions
 from moetool.training.balance import Routers
 from moetool.training.examples import Example, collate, pack
 from moetool.training.masks import WAY, MaskConstraint, parameter_groups
-from moetool.training.options import TuneOptions
 from moetool.training.trainer import MixtureTrainer, Told, keeps_apart, last_checkpoint, recompute_activations
 
 
