@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from moetool.architectures.dense import DenseArchitecture
 
-_CHUNK = 1024
+CHUNK = 1024  # tokens whose activations are in memory together
 
 
 class NeuronStatistics:
@@ -24,7 +24,7 @@ class NeuronStatistics:
     """
 
     def __init__(self, layer: nn.Module, architecture: DenseArchitecture, most: int, tokens: int) -> None:
-        """`most` of the `tokens` to come are sampled, evenly spread over them."""
+        """`most` of the `tokens` to come are sampled, evenly spread over them; all, if there are no more."""
         self._architecture = architecture
         self._layer = layer
         names = {
@@ -36,7 +36,7 @@ class NeuronStatistics:
         self._up = cast(nn.Linear, layer.get_submodule(names["gate"] if "gate" in names else names["up"]))
         self._down = cast(nn.Linear, layer.get_submodule(names["down"]))
         self._entry = layer.get_submodule(architecture.ffn)
-        self._step = max(1, -(-tokens // most))
+        self._most, self._tokens = min(most, tokens), tokens
         self._seen = self._count = 0
         width = int(self._down.weight.shape[1])
         self._total = torch.zeros(width, dtype=torch.float64, device=self.device)
@@ -73,9 +73,10 @@ class NeuronStatistics:
 
     def _see_inputs(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         rows = inputs[0].detach().reshape(-1, inputs[0].shape[-1])
-        offset = -self._seen % self._step
+        # One of t tokens where ⌊t · most / tokens⌋ rises.
+        places = torch.arange(self._seen, self._seen + len(rows) + 1) * self._most // self._tokens
         self._seen += len(rows)
-        self._inputs.append(rows[offset :: self._step].clone())
+        self._inputs.append(rows[places.diff().nonzero()[:, 0].to(rows.device)])
 
     def _see_activations(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         rows = inputs[0].detach().reshape(-1, inputs[0].shape[-1])
@@ -97,16 +98,16 @@ class NeuronStatistics:
         return torch.cat(self._inputs)
 
     @torch.no_grad()
-    def sampled_activations(self) -> Tensor:
-        """Activations `[sampled, intermediate]` on the sampled inputs, computed anew."""
+    def sampled_activations(self) -> Iterator[Tensor]:
+        """Activations `[up to CHUNK, intermediate]` on the sampled inputs, computed anew, one part after the other."""
         found: list[Tensor] = []
-        handle = self._down.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0].detach()[0].clone()))
+        handle = self._down.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0].detach()[0]))
         try:
-            for rows in self.sampled_inputs().split(_CHUNK):
+            for rows in self.sampled_inputs().split(CHUNK):
                 self._run(rows[None])
+                yield found.pop()
         finally:
             handle.remove()
-        return torch.cat(found)
 
     def _run(self, rows: Tensor) -> None:
         """The network alone on `[1, rows, hidden]`."""

@@ -13,7 +13,7 @@ from pydantic import Field
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from moetool.calibration.neurons import NeuronStatistics
+from moetool.calibration.neurons import CHUNK, NeuronStatistics
 from moetool.checkpoint.files import save_tensors, write_json
 from moetool.checkpoint.reader import Checkpoint
 from moetool.conversion.layers import parse_layers
@@ -139,7 +139,8 @@ class Moefy(Conversion[MoefyOptions]):
 
     def _memory_bytes(self) -> int:
         options, dense = self.options, self.dense
-        sampled = 4 * options.selector_tokens * (dense.hidden + options.experts + 1024)
+        tokens = min(options.selector_tokens, options.samples * options.sequence_length)
+        sampled = 4 * tokens * (3 * dense.hidden + 2 * options.experts) + 4 * 4 * CHUNK * dense.intermediate
         clustering = 3 * 4 * dense.intermediate * 2 * dense.hidden
         return super()._memory_bytes() + sampled + clustering
 
@@ -192,12 +193,17 @@ class Moefy(Conversion[MoefyOptions]):
         mean = statistics.mean[order].float()
         centre = self.representative(mean)
         tensors = {"order": order, "centre": centre}
-        activations = statistics.sampled_activations()[:, order.to(statistics.device)]
-        centre = centre.to(activations)
-        scores = expert_scores(activations, centre, options.experts)
+        parts, small, small_centred = [], 0, 0
+        for unordered in statistics.sampled_activations():
+            activations = unordered[:, order.to(statistics.device)]
+            parts.append(expert_scores(activations, centre.to(activations), options.experts))
+            small += _count_small(activations)
+            small_centred += _count_small(activations - mean.to(activations))
+        scores = torch.cat(parts)
+        count = len(scores) * len(order)
         told: dict[str, Any] = {
-            "soft_sparsity": _share_below(activations),
-            "soft_sparsity_centred": _share_below(activations - mean.to(activations)),
+            "soft_sparsity": round(small / count, 6),
+            "soft_sparsity_centred": round(small_centred / count, 6),
         }
         chosen = chosen_experts(options.keep, options.experts)
         if self._selector == "mlp":
@@ -249,8 +255,8 @@ def _read_plan(file: Path) -> LayerPlan:
     return LayerPlan(**load_file(file))
 
 
-def _share_below(activations: Tensor) -> float:
-    return round((activations.abs() <= SOFT_ZERO).float().mean().item(), 6)
+def _count_small(activations: Tensor) -> int:
+    return int((activations.abs() <= SOFT_ZERO).sum())
 
 
 def _told(selector: Selector) -> dict[str, float]:
