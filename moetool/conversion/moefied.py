@@ -147,10 +147,14 @@ class Moefied(Converted):
         order = self.layer_plan(layer).order
         return torch.cat([part[order] for part in bias.split(width)])
 
+    @property
+    def selector_size(self) -> int:
+        """Numbers in one layer's selector."""
+        return {"mlp": self.experts * (self.dense.hidden + self.experts), "fixed": self.experts}.get(self.selector, 0)
+
     def parameters(self) -> dict[str, int]:
         dense = self.dense
-        selector = self.experts * (dense.hidden + self.experts) if self.selector == "mlp" else 0
-        added = len(self.layers) * (selector + dense.intermediate)
+        added = len(self.layers) * (self.selector_size + dense.intermediate)
         neuron = sum(dense.hidden + (role != "down" and dense.has_bias(role)) for role in dense.architecture.roles)
         chosen = chosen_experts(self.keep, self.experts)
         idle = len(self.layers) * (self.experts - chosen) * (dense.intermediate // self.experts) * neuron
@@ -158,21 +162,24 @@ class Moefied(Converted):
         return {"total": total, "active": total - idle, "added": added}
 
 
-def flops(dense: DenseModel, layers: int, keep: float, experts: int, length: int) -> float:
-    """FLOPs of a model whose `layers` first FFNs keep a share of their neurons, over those of the dense one.
+def flops(dense: DenseModel, layers: int, keep: float, experts: int, length: int, selector: SelectorKind) -> float:
+    """FLOPs of a model that keeps a share of the neurons of `layers` of its FFNs, over those of the dense one.
 
     Counted as the paper does: multiplications of decoder or encoder layers with their weights, of attention with a text
-    of `length` tokens, and of the selectors. Table 1 of G-MoEfication follows at a length of 128.
+    of `length` tokens, and of the selectors (an oracle computes all activations first). Table 1 of G-MoEfication
+    follows at a length of 128.
     """
     config, hidden = dense.config, dense.hidden
     heads = int(config.num_attention_heads)
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
-    if getattr(config, "multi_query", False):
+    if getattr(config, "new_decoder_architecture", False):
+        groups = int(config.num_kv_heads)
+    elif getattr(config, "multi_query", False):
         groups = 1
     width = dense.head_dim
     attention = 2 * hidden * heads * width + 2 * hidden * groups * width + 2 * length * heads * width
-    network = len(dense.architecture.roles) * hidden * dense.intermediate
-    selector = experts * (hidden + experts)
-    whole = dense.layers * (attention + network)
+    matrix, roles = hidden * dense.intermediate, len(dense.architecture.roles)
+    whole = dense.layers * (attention + roles * matrix)
     chosen = chosen_experts(keep, experts) / experts
-    return (whole - layers * ((1 - chosen) * network - selector)) / whole
+    selecting = {"mlp": experts * (hidden + experts), "oracle": (roles - 1) * matrix, "fixed": 0}[selector]
+    return (whole - layers * ((1 - chosen) * roles * matrix - selecting)) / whole

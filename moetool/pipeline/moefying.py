@@ -33,6 +33,7 @@ from moetool.pipeline.calibrated import CalibratedJob
 from moetool.pipeline.conversion import Conversion, ConversionOptions
 from moetool.pipeline.job import DenseSource, Job
 from moetool.pipeline.options import RunOptions
+from moetool.pipeline.plan import CalibrationCost
 
 # Tokens of text that a token attends to, where FLOPs are counted: what reproduces Table 1 of G-MoEfication.
 COUNTED_LENGTH = 128
@@ -69,9 +70,10 @@ class Moefy(Conversion[MoefyOptions]):
     method_of: ClassVar[str | None] = "moefy"
     takes_any_network: ClassVar[bool] = True
 
+    @property
     @abstractmethod
-    def representative(self, mean: Tensor) -> Tensor:
-        """What neurons `[intermediate]` that are left out count with, given their mean activations."""
+    def keeps_means(self) -> bool:
+        """Whether neurons that are left out count with their mean activations, or not at all."""
 
     @property
     def _selector(self) -> SelectorKind:
@@ -127,8 +129,9 @@ class Moefy(Conversion[MoefyOptions]):
 
     def details(self) -> dict[str, Any]:
         options, dense = self.options, self.dense
-        added = self.planned().parameters()["added"] + len(self._layers) * dense.hidden
-        share = flops(dense, len(self._layers), options.keep, options.experts, COUNTED_LENGTH)
+        means = dense.intermediate + dense.hidden if self.keeps_means else 0  # and the constant that follows from them
+        added = len(self._layers) * (self.planned().selector_size + means)
+        share = flops(dense, len(self._layers), options.keep, options.experts, COUNTED_LENGTH, self._selector)
         return {
             "experts": options.experts,
             "experts_per_token": chosen_experts(options.keep, options.experts),
@@ -136,6 +139,12 @@ class Moefy(Conversion[MoefyOptions]):
             "flops": f"{share:.1%} of dense, reading {COUNTED_LENGTH} tokens",
             "added_as_published": f"{added / dense.parameters:.4f} of dense",
         }
+
+    def _scratch_bytes(self) -> int:
+        cost = CalibrationCost(self.options.samples, self.options.sequence_length, 4)
+        if self.options.baseline == "snip":  # on the way back every boundary is needed, and gradients at two
+            return (self.dense.layers + 3) * cost.boundary_bytes(self.dense.hidden)
+        return super()._scratch_bytes()
 
     def _memory_bytes(self) -> int:
         options, dense = self.options, self.dense
@@ -191,7 +200,7 @@ class Moefy(Conversion[MoefyOptions]):
         """Everything that is to be known of one layer, into its file."""
         options = self.options
         mean = statistics.mean[order].float()
-        centre = self.representative(mean)
+        centre = mean if self.keeps_means else torch.zeros_like(mean)
         tensors = {"order": order, "centre": centre}
         parts, small, small_centred = [], 0, 0
         for unordered in statistics.sampled_activations():
@@ -230,9 +239,9 @@ class Moefy(Conversion[MoefyOptions]):
         from moetool.conversion import proof
 
         found = super()._proved(job, _keeping_all(made), tokens)
-        model = StreamedModel(made, self.dense.architecture, torch.float32, job.device)
-        kept = proof.run(model, tokens, lambda: None)
         if not self.dense.architecture.is_encoder:
+            model = StreamedModel(made, self.dense.architecture, torch.float32, job.device)
+            kept = proof.run(model, tokens, lambda: None)
             found["loss_kept"] = round(proof.mean_loss(kept.logits, tokens), 6)
         return found
 

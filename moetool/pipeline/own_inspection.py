@@ -84,7 +84,9 @@ def _down(checkpoint: Checkpoint, dense: DenseArchitecture) -> TensorInfo:
     ends: tuple[str, ...] = (f"{name}.weight", f"{name}.linear.weight", "experts.down_proj")
     if dense.spread is not None:
         ends = (".ffn.down.weight",)
-    return next(info for tensor, info in checkpoint.tensors.items() if tensor.endswith(ends) and info.shape[-1] > 1)
+    inside = f".{dense.ffn}."  # attention may have a matrix of that name too
+    found = (info for tensor, info in checkpoint.tensors.items() if inside in tensor and tensor.endswith(ends))
+    return next(info for info in found if info.shape[-1] > 1)
 
 
 def _numbers(checkpoint: Checkpoint, part: str) -> int:
@@ -166,8 +168,10 @@ def _interpolated(checkpoint: Checkpoint, dense: DenseArchitecture, entry: Mappi
 def _neurons(checkpoint: Checkpoint, dense: DenseArchitecture, entry: Mapping[str, Any]) -> _Found:
     experts = int(entry["experts"])
     chosen = max(1, round(float(entry["keep"]) * experts))
-    neurons = sum(_numbers(checkpoint, f"{dense.ffn_prefix(layer)}ffn.") for layer in entry["layers"])
-    added = _numbers(checkpoint, ".selector.") + _numbers(checkpoint, ".centre")
+    outputs = f"{'down' if dense.spread else dense.weights['down'].removesuffix('.weight')}.bias"  # no neuron's
+    prefixes = [f"{dense.ffn_prefix(layer)}ffn." for layer in entry["layers"]]
+    neurons = sum(_numbers(checkpoint, prefix) - _numbers(checkpoint, prefix + outputs) for prefix in prefixes)
+    added = sum(_numbers(checkpoint, f"{dense.ffn}.{part}") for part in ("selector.", "centre", "order"))
     rule = {"mlp": "a small network", "oracle": "an oracle"}.get(str(entry["selector"]), "a fixed order")
     return _Found(
         "neurons as experts (moefied)",

@@ -2,9 +2,6 @@
 
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from moetool.pipeline.moefying import Moefy
 
 
@@ -14,8 +11,9 @@ class GMoefication(Moefy):
     name: ClassVar[str] = "g-moefication"
     summary: ClassVar[str] = "split FFNs into experts; those left out count with their mean activation"
 
-    def representative(self, mean: Tensor) -> Tensor:
-        return mean
+    @property
+    def keeps_means(self) -> bool:
+        return True
 
 
 class Moefication(Moefy):
@@ -24,5 +22,6 @@ class Moefication(Moefy):
     name: ClassVar[str] = "moefication"
     summary: ClassVar[str] = "split FFNs into experts; those left out count as zero"
 
-    def representative(self, mean: Tensor) -> Tensor:
-        return torch.zeros_like(mean)
+    @property
+    def keeps_means(self) -> bool:
+        return False
