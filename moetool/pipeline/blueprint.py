@@ -29,10 +29,11 @@ def check_against_config(checkpoint: Checkpoint) -> None:
     """Raise `InvalidInputError` unless the files hold the tensors that the config promises, in these shapes, and no
     layers beyond them."""
     promised = imagine(checkpoint.source, checkpoint.path, checkpoint.config).tensors
+    shapes = {_today(name): info.shape for name, info in checkpoint.tensors.items()}
     for name, info in promised.items():
-        if name not in checkpoint.tensors:
+        if name not in shapes:
             raise InvalidInputError(f"{checkpoint.path} has no tensor {name}, which its config.json promises.")
-        if (found := checkpoint.tensors[name].shape) != info.shape:
+        if (found := shapes[name]) != info.shape:
             raise InvalidInputError(
                 f"Tensor {name} of {checkpoint.path} has shape {list(found)}, config.json promises {list(info.shape)}."
             )
@@ -42,9 +43,14 @@ def check_against_config(checkpoint: Checkpoint) -> None:
             raise InvalidInputError(f"{checkpoint.path} has a tensor {name} of a layer that config.json does not know.")
 
 
+def _today(name: str) -> str:
+    """The name that transformers gives a tensor today: first BERTs on the hub have TensorFlow's for their norms."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+
+
 def layer_of(name: str) -> str:
     """`model.layers.3` of a tensor in a decoder layer, an empty string of any other."""
-    found = re.match(r".*?\.(layers|h)\.\d+(?=\.)", name)
+    found = re.match(r".*?\.(layers?|h)\.\d+(?=\.)", name)
     return found[0] if found else ""
 
 
