@@ -17,7 +17,7 @@ from moetool.architectures.dense import is_encoder
 from moetool.calibration.data import check_vocabulary, evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import VerificationError
-from moetool.evaluation.pseudo_perplexity import pseudo_losses
+from moetool.evaluation.pseudo_perplexity import marks, pseudo_losses
 from moetool.integrations.synthesis import Synthesis, apply_synthesis
 from moetool.modules.neuron_experts import set_keep
 from moetool.pipeline.job import pick_compute_dtype, pick_device
@@ -60,8 +60,8 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
 
     Returns:
         `perplexity`, by which `protocol`, `nll` (mean loss per token in nats), `tokens`, `windows`, `sequence_length`,
-        and how a compressed
-        model's experts were made (`synthesized`).
+        and how a
+        compressed model's experts were made (`synthesized`).
 
     Raises:
         InvalidInputError: model, tokenizer or text cannot be used.
@@ -71,8 +71,9 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
 
     progress = progress or Silent()
     checkpoint = Checkpoint.open(path)
-    options = fit_context(options, checkpoint.config)
     tokenizer = load_tokenizer(checkpoint.path)
+    encoder = is_encoder(checkpoint.config)
+    options = fit_context(options, checkpoint.config, sum(map(len, marks(tokenizer))) if encoder else 0)
     windows = evaluation_windows(
         options.data, tokenizer, sequence_length=options.sequence_length, limit=options.windows
     )
@@ -86,7 +87,6 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
     if options.keep is not None:
         set_keep(model, options.keep)
     batch = max(1, options.batch_tokens // options.sequence_length)
-    encoder = is_encoder(checkpoint.config)
     if encoder:
         with phase(progress, "Evaluate", len(windows)):
             nll = pseudo_losses(model, windows, tokenizer, batch, progress.advance).mean().item()

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+def marks(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a text."""
+    before, after = ([] if mark is None else [mark] for mark in (tokenizer.cls_token_id, tokenizer.sep_token_id))
+    return before, after
+
+
 @torch.inference_mode()
 def pseudo_losses(
     model: Any, windows: Tensor, tokenizer: "PreTrainedTokenizerBase", rows: int, tick: Callable[[], None]
@@ -29,7 +35,7 @@ def pseudo_losses(
         tick: called once per window.
     """
     mask, found = mask_token(tokenizer), []
-    before, after = ([] if mark is None else [mark] for mark in (tokenizer.cls_token_id, tokenizer.sep_token_id))
+    before, after = marks(tokenizer)
     for window in windows:
         framed = torch.tensor([*before, *window.tolist(), *after], device=model.device)
         losses = []

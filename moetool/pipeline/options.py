@@ -51,16 +51,17 @@ class RunOptions(Options):
 OptionsT = TypeVar("OptionsT", bound=Options)
 
 
-def fit_context(options: OptionsT, config: Mapping[str, Any]) -> OptionsT:
-    """Shorten windows to the model's context, unless their length was asked for.
+def fit_context(options: OptionsT, config: Mapping[str, Any], marks: int = 0) -> OptionsT:
+    """Shorten windows to the model's context, less `marks` tokens around each, unless their length was asked for.
 
     Raises:
         UsageError: it was, and is more than the model can take.
     """
     length = getattr(options, "sequence_length", None)
-    context = config.get("max_position_embeddings")
-    if length is None or not isinstance(context, int) or length <= context:
+    context = config.get("max_position_embeddings", config.get("n_positions"))
+    if length is None or not isinstance(context, int) or length <= context - marks:
         return options
     if "sequence_length" in options.model_fields_set:
-        raise UsageError(f"--sequence-length {length} is more than the model's context of {context} tokens.")
-    return options.model_copy(update={"sequence_length": context})
+        less = f", less {marks} for marks of beginning and end" if marks else ""
+        raise UsageError(f"--sequence-length {length} is more than the model's context of {context} tokens{less}.")
+    return options.model_copy(update={"sequence_length": context - marks})
