@@ -49,7 +49,7 @@ def chosen_experts(keep: float, experts: int) -> int:
 def check_experts(experts: int, intermediate: int) -> None:
     """Raise `UsageError` unless the experts divide the neurons, with the numbers near that do."""
     if intermediate % experts:
-        divisors = [d for d in range(2, intermediate) if intermediate % d == 0]
+        divisors = [d for d in range(2, intermediate + 1) if intermediate % d == 0]
         near = sorted(sorted(divisors, key=lambda d: (abs(d - experts), d))[:4])
         raise UsageError(
             f"--experts {experts} does not divide the FFN's {intermediate} neurons. Near it: "

@@ -102,6 +102,8 @@ class Moefy(Conversion[MoefyOptions]):
 
     def _moefied(self, layer_plan: Callable[[int], LayerPlan]) -> Moefied:
         options = self.options
+        if options.baseline == "snip" and options.selector != "mlp":
+            raise UsageError("--baseline snip keeps the same neurons for every token: it takes no --selector.")
         check_experts(options.experts, self.dense.intermediate)
         chosen_experts(options.keep, options.experts)
         self._check_text()

@@ -13,6 +13,14 @@ from moetool.errors import InvalidInputError
 
 __all__ = ["FEATURES", "DenseArchitecture", "dense_architectures", "find_dense_architecture", "is_encoder"]
 
+# What moetool has made of a dense model already, by the entry that says so.
+_MADE = {
+    "mixture": "is a mixture of experts already: moetool upcycled it",
+    "adapter_experts": "has experts already: adapters, by PESC",
+    "interpolated": "has experts already: masks, by SIMoE",
+    "neuron_experts": "is moefied already; `eval --keep` and moetool.modules.neuron_experts.set_keep change how many "
+    "experts are used",
+}
 _ENCODERS = ("MaskedLM", "Encoder", "SequenceClassification", "TokenClassification")
 _ENCODER_TYPES = ("bert", "roberta", "xlm-roberta", "deberta", "deberta-v2", "electra", "distilbert", "modernbert")
 
@@ -39,12 +47,12 @@ def find_dense_architecture(config: Mapping[str, Any]) -> DenseArchitecture:
     model_type = str(config.get("model_type"))
     if key := next((key for key in EXPERT_KEYS if isinstance(config.get(key), int) and config[key] > 1), None):
         raise InvalidInputError(
-            f"This model ({model_type}) is a mixture of experts already: {key} is {config[key]}. Upcycling starts from "
-            "a dense model; `export --format dense --expert 0` makes one of it."
+            f"This model ({model_type}) is a mixture of experts already: {key} is {config[key]}. Upcycling and "
+            "moefying start from a dense model; `export --format dense --expert 0` makes one of it."
         )
     entry = config.get("quantization_config")
-    if isinstance(entry, Mapping) and "mixture" in entry:
-        raise InvalidInputError(f"This model ({model_type}) is a mixture of experts already: moetool upcycled it.")
+    if isinstance(entry, Mapping) and (made := next((what for kind, what in _MADE.items() if kind in entry), None)):
+        raise InvalidInputError(f"This model ({model_type}) {made}. Start from the dense model that it was made of.")
     by_type = {name: family for family in dense_architectures() for name in family.model_types}
     if model_type in by_type:
         return by_type[model_type]
