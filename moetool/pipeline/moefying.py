@@ -240,7 +240,7 @@ class Moefy(Conversion[MoefyOptions]):
         from moetool.calibration.streaming import StreamedModel
         from moetool.conversion import proof
 
-        found = super()._proved(job, _keeping_all(made), tokens)
+        found = {**super()._proved(job, _keeping_all(made), tokens), "with_all_experts": True}
         if not self.dense.architecture.is_encoder:
             model = StreamedModel(made, self.dense.architecture, torch.float32, job.device)
             kept = proof.run(model, tokens, lambda: None)

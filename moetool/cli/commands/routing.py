@@ -32,9 +32,7 @@ def build(name: str, arguments: list[str]) -> Any:
             print_json(result)
             return
         print_fields([("model", model)])
-        shares = [
-            [sum(column) / len(column) for column in zip(*text["shares"], strict=True)] for text in result["data"]
-        ]
+        shares = [_mean(text["shares"]) for text in result["data"]]
         experts = len(shares[0])
         if experts <= _MOST:
             rows = [

@@ -123,8 +123,9 @@ def _proof(proof: dict[str, Any] | None) -> list[tuple[str, str]]:
     fields = [
         ("logits", f"differ by {proof['relative_logit_error']:.1e} on {proof['tokens']} real tokens{verdict}"),
     ]
-    if "loss_kept" in proof:
+    if proof.get("with_all_experts"):
         fields[0] = ("logits", f"with all experts {fields[0][1]}")
+    if "loss_kept" in proof:
         fields.append(("loss", f"{proof['loss_dense']:.4f} → {proof['loss_kept']:.4f} nats with the experts kept"))
     elif "loss_dense" in proof:
         fields.append(("loss", f"{proof['loss_dense']:.4f} → {proof['loss_mixture']:.4f} nats"))
