@@ -4,6 +4,7 @@ Everything is made from seeds, without a network, and session-scoped: treat what
 """
 
 import contextlib
+import copy
 import io
 import json
 import random
@@ -32,6 +33,7 @@ from moetool.representations.layout import BASE_CHANNELS, LayerLayout
 
 VOCABULARY = 288
 END = "<|end|>"
+NEVER = "\u0100"  # how byte-level tokenizers write byte 0
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -114,6 +116,15 @@ def tiny_tokenizer(tiny_text: Path) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator([tiny_text.read_text(encoding="utf-8")], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+
+
+@pytest.fixture(scope="session")
+def masking_tokenizer(tiny_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The same for an encoder: one token that no text has hides others, `END` marks beginning and end."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.add_special_tokens({"mask_token": NEVER, "cls_token": END, "sep_token": END})
+    assert len(tokenizer) == VOCABULARY
+    return tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,9 @@
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
+
+from moetool.integrations.model_class import model_class
 
 COMMON: dict[str, Any] = {
     "vocab_size": 288,
@@ -74,14 +76,20 @@ DENSE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": ("falcon", {"ffn_hidden_size": 64, "new_decoder_architecture": False, "bias": False}),
 }
 
+# Those that only moefy takes.
+MOEFY_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "opt": ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}),
+    "bert": ("bert", {"intermediate_size": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+}
+
 
 def build_dense(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """A model at the scales of a trained one: norms and biases, too, are not what they are initialised to."""
-    model_type, own = DENSE_FAMILIES[family]
+    model_type, own = {**DENSE_FAMILIES, **MOEFY_FAMILIES}[family]
     config = AutoConfig.for_model(model_type, **{**COMMON, **own, **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config).eval()
+        model = model_class({"model_type": model_type}).from_config(config).eval()
         offset = 0.0 if model_type.startswith("gemma") else 1.0
         with torch.no_grad():
             for name, parameter in model.named_parameters():

@@ -68,7 +68,7 @@ def test_what_moetool_upcycled_is_refused() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"model_type": "bert"},
+        {"model_type": "roberta"},
         {"model_type": "nomic", "architectures": ["NomicForMaskedLM"]},
         {"model_type": "gte", "architectures": ["GteForSequenceClassification"]},
     ],
@@ -80,7 +80,7 @@ def test_encoders_are_refused(config: dict[str, Any]) -> None:
 
 def test_an_unknown_family_gets_a_hint() -> None:
     told = refusal({"model_type": "lama"})
-    assert "Unknown dense model family 'lama'. Known families: falcon, gemma" in told
+    assert "Unknown dense model family 'lama'. Known families: bert, falcon, gemma" in told
     assert told.endswith("Did you mean 'llama'?")
     assert "Did you mean" not in refusal({"model_type": "zzz"})
     assert "'None'" in refusal({})

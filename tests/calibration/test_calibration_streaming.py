@@ -151,7 +151,7 @@ def meta(modules: Any) -> set[str]:
 
 def test_one_layer_at_a_time(tiny_mixtral: Path) -> None:
     model = stream(tiny_mixtral)
-    layers: nn.ModuleList = model.decoder.layers
+    layers: nn.ModuleList = model.layers
     assert meta(layers) == {"meta"}
     for index in (0, 2, 1):
         with model.layer(index) as layer:
@@ -167,7 +167,7 @@ def test_a_layer_is_emptied_when_its_work_fails(tiny_mixtral: Path) -> None:
     model = stream(tiny_mixtral)
     with pytest.raises(ZeroDivisionError), model.layer(1):
         raise ZeroDivisionError
-    assert meta(model.decoder.layers) == {"meta"}
+    assert meta(model.layers) == {"meta"}
 
 
 def test_a_layer_can_be_loaded_again(tiny_mixtral: Path, windows: Tensor, tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 import moetool  # noqa: F401  (makes transformers load its checkpoints)
+from moetool.integrations.model_class import model_class
 from moetool.integrations.quiet import quiet
 
 WEIGHTS = "model.safetensors"
@@ -71,13 +71,14 @@ def copy_of(source: Path, target: Path) -> Path:
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The model, as a user of transformers gets it."""
     with quiet():
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+        return model_class(config_of(path)).from_pretrained(path, dtype=dtype).eval()
 
 
 def load_whole(path: Path) -> Any:
     """The same in fp32, with every weight of the files in its place, and no weight that is not in the files."""
     with quiet():
-        model, told = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+        kind = model_class(config_of(path))
+        model, told = kind.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
     assert not {kind: told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if told[kind]}
     return model.eval()
 
@@ -115,7 +116,7 @@ def ffn_inputs(model: Any, ffn: str) -> Iterator[dict[int, list[Tensor]]]:
 @torch.inference_mode()
 def logits(path: Path, tokens: Tensor) -> Tensor:
     """fp32 logits `[batch, length, vocabulary]` of a checkpoint that transformers loads."""
-    return load(path)(input_ids=tokens, use_cache=False).logits
+    return load(path)(input_ids=tokens).logits
 
 
 def python(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -49,7 +49,9 @@ def compress(run_cli: RunCli, calibration: Options, tmp_path_factory: pytest.Tem
 
 
 @pytest.fixture(scope="session")
-def dense(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def dense(
+    save_model: Callable[..., Path], masking_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
     """`dense("llama", seed=0, dtype=torch.float32, **config)`: a saved model of a dense family, with tokenizer files,
     made once per session for the same arguments. Read-only: copy it to change it."""
     made: dict[str, Path] = {}
@@ -59,6 +61,8 @@ def dense(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
         if key not in made:
             model = build_dense(family, seed, dtype, **overrides)
             made[key] = save_model(model, tmp_path_factory.mktemp("dense") / f"{family}-{seed}")
+            if family == "bert":
+                masking_tokenizer.save_pretrained(made[key])
         return made[key]
 
     return make
@@ -73,6 +77,22 @@ def upcycle(run_cli: RunCli, tmp_path_factory: pytest.TempPathFactory) -> Compre
         if (source, *options) not in made:
             output = tmp_path_factory.mktemp("upcycled") / "model"
             result = run_cli("upcycle", source, output, *options, "--json")
+            assert result.code == 0, result.stderr
+            made[source, *options] = Compressed(output, result.json, result.stderr)
+        return made[source, *options]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def moefy(run_cli: RunCli, calibration: Options, tmp_path_factory: pytest.TempPathFactory) -> Compress:
+    """`moefy(source, *options)`: the result of `moetool moefy`, made once per session for the same arguments."""
+    made: dict[Options, Compressed] = {}
+
+    def make(source: Path, *options: object) -> Compressed:
+        if (source, *options) not in made:
+            output = tmp_path_factory.mktemp("moefied") / "model"
+            result = run_cli("moefy", source, output, *calibration, *options, "--json")
             assert result.code == 0, result.stderr
             made[source, *options] = Compressed(output, result.json, result.stderr)
         return made[source, *options]

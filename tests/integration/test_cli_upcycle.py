@@ -329,7 +329,7 @@ def test_a_wrong_conversion_is_refused(
     last = result.stderr.splitlines()[-1]
     assert last.startswith("error: ")
     if by == by:  # NaNs are not even written
-        assert f"{target} does not compute what this model computes" in last
+        assert "it does not compute what this model computes" in last
         assert "1e-05" in last
         # The weights that lie there are no better for being asked again.
         assert run_cli(*arguments, "--resume").code == 5
