@@ -50,10 +50,10 @@ class Conversion(Stage[OptionsT, DenseSource]):
 
     def __init__(self, source: DenseSource, options: OptionsT) -> None:
         super().__init__(source, options)
-        architecture = source.dense.architecture
+        architecture, model_type = source.dense.architecture, source.checkpoint.config["model_type"]
         if not self.takes_any_network and architecture.is_encoder:
             raise InvalidInputError(
-                f"This model ({architecture.name}) only encodes. Upcycling needs a decoder: a causal language model. "
+                f"This model ({model_type}) only encodes. Upcycling needs a decoder: a causal language model. "
                 "moefy takes encoders."
             )
         if not self.takes_any_network and architecture.spread is not None:

@@ -52,8 +52,6 @@ class RoutedConversion(Conversion[OptionsT]):
         """Experts per layer that a router tells apart."""
         if self.options.experts is None:
             raise UsageError("--experts is required.")
-        if self.options.top_k > self.options.experts:
-            raise UsageError(f"--top-k {self.options.top_k}: there are only {self.options.experts} experts.")
         return int(self.options.experts)
 
     @cached_property
@@ -66,6 +64,8 @@ class RoutedConversion(Conversion[OptionsT]):
         return bool(self.options.center_router)
 
     def planned(self) -> Converted:
+        if self.options.top_k > self.copies:
+            raise UsageError(f"--top-k {self.options.top_k}: there are only {self.copies} experts.")
         if self.options.center_router and self.options.calibration is None:
             raise UsageError("--center-router needs a calibration text: --calibration FILE.")
         return self.with_router(self.random_rows)
