@@ -33,6 +33,13 @@ class Selector:
     best: float
     accuracy: float
 
+    def left_out(self, inputs: Tensor, chosen: int) -> Tensor:
+        """Which experts tokens `[tokens, hidden]` do without, all but the `chosen` highest scores: `[tokens, experts]`
+        bool."""
+        predicted = (F.normalize(inputs.float(), dim=-1) @ self.first.T).tanh() @ self.second.T
+        index = predicted.topk(chosen, dim=-1).indices
+        return torch.ones_like(predicted, dtype=torch.bool).scatter_(1, index, False)
+
 
 def needed_tokens(experts: int) -> int:
     """The fewest tokens that a selector is trained on."""

@@ -54,6 +54,10 @@ class MoefyOptions(ConversionOptions):
     baseline: Literal["none", "snip"] = Field(
         "none", description="Instead of experts keep the single neurons that matter most to the loss (SNIP)."
     )
+    representative: Literal["unselected", "mean"] = Field(
+        "unselected", description="What neurons count with that are left out: their mean over the tokens that do "
+        "without them, at this --keep, or over all tokens as published."
+    )  # fmt: skip
     epochs: int = Field(30, ge=1, description="Passes of a selector's training.")
     selector_tokens: int = Field(32768, ge=1, description="Most tokens that a selector is trained on.")
     calibration: str | None = Field(
@@ -223,6 +227,8 @@ class Moefy(Conversion[MoefyOptions]):
                 statistics.sampled_inputs(), scores, rows, chosen, seed=options.seed, layer=index, epochs=options.epochs
             )
             tensors |= {"first": selector.first.cpu(), "second": selector.second.cpu()}
+            if self.keeps_means and options.representative == "unselected":
+                tensors["centre"] = _mean_where_left_out(statistics, order, selector, chosen, mean)
             told |= _told(selector)
         elif self._selector == "fixed":
             ranking = torch.arange(options.experts)
@@ -264,6 +270,26 @@ def _file(job: Job[DenseSource], layer: int) -> Path:
 
 def _read_plan(file: Path) -> LayerPlan:
     return LayerPlan(**load_file(file))
+
+
+def _mean_where_left_out(
+    statistics: NeuronStatistics, order: Tensor, selector: Selector, chosen: int, mean: Tensor
+) -> Tensor:
+    """Mean activations `[intermediate]` over the sampled tokens whose selector leaves a neuron out; of neurons that are
+    never left out, `mean`.
+
+    Of all constants these lose least, and the network's mean output stays what it was.
+    """
+    experts = len(selector.first)
+    total, times = torch.zeros(len(order), dtype=torch.float64), torch.zeros(experts, dtype=torch.float64)
+    inputs = statistics.sampled_inputs().split(CHUNK)
+    for rows, unordered in zip(inputs, statistics.sampled_activations(), strict=True):
+        left_out = selector.left_out(rows, chosen)
+        activations = unordered[:, order.to(statistics.device)].float().unflatten(-1, (experts, -1))
+        total += (activations * left_out[..., None]).sum(0, dtype=torch.float64).flatten().cpu()
+        times += left_out.sum(0).double().cpu()
+    every = times.repeat_interleave(len(order) // experts)
+    return torch.where(every > 0, total / every.clamp_min(1), mean.double()).float()
 
 
 def _count_small(activations: Tensor) -> int:

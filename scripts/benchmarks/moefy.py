@@ -5,7 +5,8 @@
 MODEL is dense, a decoder or an encoder (pseudo-perplexity). Nothing is trained but the selectors. `random` and `SNIP`
 keep the representative values of what they leave out, as in Table 3 of G-MoEfication; the oracle knows every expert's
 true contribution and is no faster than the dense model. A seed decides clusters, calibration windows, selectors and
-what is random.
+what is random. moetool's default is G-MoEfication but for the representative values, which are means over the tokens
+that leave a neuron out (at 50 % here), not over all; the oracle's are over all.
 """
 
 import argparse
@@ -29,7 +30,8 @@ from moetool.pipeline.moefying import MoefyOptions
 
 KEEP = (0.35, 0.5, 0.75, 0.85)
 METHODS: dict[str, tuple[str, dict[str, str]]] = {
-    "G-MoEfication": ("g-moefication", {}),
+    "moetool's default": ("g-moefication", {}),
+    "G-MoEfication": ("g-moefication", {"representative": "mean"}),
     "MoEfication": ("moefication", {}),
     "random + representative values": ("g-moefication", {"selector": "random"}),
     "SNIP + representative values": ("g-moefication", {"baseline": "snip"}),
@@ -68,6 +70,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--windows", type=int, default=100)
+    parser.add_argument("--only", help="One row.")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -84,6 +87,8 @@ def main() -> None:
     print("\n".join(lines), flush=True)
     with tempfile.TemporaryDirectory() as directory:
         for name, (stage, choice) in METHODS.items():
+            if options.only not in (None, name):
+                continue
             found: dict[float, list[float]] = {keep: [] for keep in KEEP}
             captured = []
             for seed in range(options.seeds):
