@@ -24,7 +24,7 @@ from transformers import (
 
 from moetool.calibration.masking import SHARE
 
-VOCABULARY, HIDDEN, LAYERS, HEADS, LENGTH, BATCH = 4096, 256, 4, 8, 128, 32
+VOCABULARY, HIDDEN, LAYERS, HEADS, BATCH = 4096, 256, 4, 8, 32
 
 
 def tokenizer_for(text: str, *, encoder: bool) -> PreTrainedTokenizerFast:
@@ -83,11 +83,12 @@ def main() -> None:
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     torch.manual_seed(options.seed)
     model = build(options.kind)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.5e-3, total_steps=options.steps, pct_start=0.1)
+    length, rate = (64, 5e-4) if encoder else (128, 1.5e-3)  # norms after each block bear no more
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=options.steps, pct_start=0.1)
     for step in range(options.steps):
-        starts = torch.randint(0, len(ids) - LENGTH, (BATCH,))
-        rows = torch.stack([ids[start : start + LENGTH] for start in starts])
+        starts = torch.randint(0, len(ids) - length, (BATCH,))
+        rows = torch.stack([ids[start : start + length] for start in starts])
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = _loss(model, rows, tokenizer)
         optimizer.zero_grad()
