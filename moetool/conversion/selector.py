@@ -51,6 +51,25 @@ def expert_scores(activations: Tensor, centre: Tensor, experts: int) -> Tensor:
     return (activations - centre).square().unflatten(-1, (experts, -1)).sum(-1)
 
 
+def side_by_side(scores: Tensor, chosen: int) -> Tensor:
+    """An order `[experts]` int64 in which experts that are chosen together are neighbours, by how much their choices
+    correlate (average linkage): a token's experts are then fewer runs of weights.
+
+    `scores` are `[tokens, experts]`, of which the `chosen` highest count.
+    """
+    from scipy.cluster.hierarchy import leaves_list, linkage
+    from scipy.spatial.distance import squareform
+
+    experts = scores.shape[1]
+    is_chosen = torch.zeros(scores.shape, dtype=torch.float64).scatter_(1, scores.topk(chosen).indices.cpu(), 1)
+    spread = is_chosen.std(0)
+    if experts < 3 or bool((spread == 0).any()):
+        return torch.arange(experts)
+    distances = (1 - torch.corrcoef(is_chosen.T)).clamp_min(0).fill_diagonal_(0)
+    tree = linkage(squareform(((distances + distances.T) / 2).numpy()), method="average", optimal_ordering=True)
+    return torch.from_numpy(leaves_list(tree).astype("int64"))
+
+
 def train_selector(
     inputs: Tensor,
     scores: Tensor,

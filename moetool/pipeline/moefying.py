@@ -26,7 +26,7 @@ from moetool.conversion.moefied import (
     clustered_order,
     flops,
 )
-from moetool.conversion.selector import Selector, expert_scores, needed_tokens, train_selector
+from moetool.conversion.selector import Selector, expert_scores, needed_tokens, side_by_side, train_selector
 from moetool.errors import InvalidInputError, UsageError
 from moetool.numerics.seeding import generator
 from moetool.pipeline.calibrated import CalibratedJob
@@ -222,6 +222,12 @@ class Moefy(Conversion[MoefyOptions]):
         }
         chosen = chosen_experts(options.keep, options.experts)
         if self._selector == "mlp":
+            neighbours = side_by_side(scores, chosen)
+            scores = scores[:, neighbours.to(scores.device)]
+            order, mean, centre = (
+                whole.view(options.experts, -1)[neighbours].flatten() for whole in (order, mean, centre)
+            )
+            tensors |= {"order": order, "centre": centre}
             rows = statistics.input_rows()[order.to(statistics.device)].unflatten(0, (options.experts, -1)).mean(1)
             selector = train_selector(
                 statistics.sampled_inputs(), scores, rows, chosen, seed=options.seed, layer=index, epochs=options.epochs

@@ -67,7 +67,7 @@ def trained(method: Method, rate: float, seed: int, options: argparse.Namespace,
         *("--steps", options.steps, "--learning-rate", rate, "--seed", seed, "--save-every", 10**6, *method.tune),
     )
     if method.upcycle is not None:
-        added = run("inspect", output)["parameters"]["total"] - options.parameters
+        added = run("inspect", output)["parameters"]["stored"] - options.parameters
     return {
         "test": perplexity(output, options.test, options.windows),
         "other": perplexity(output, options.other, options.windows),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moetool.conversion.selector import Selector, expert_scores, needed_tokens, train_selector
+from moetool.conversion.selector import Selector, expert_scores, needed_tokens, side_by_side, train_selector
 from moetool.numerics.seeding import generator
 
 TOKENS, HIDDEN, EXPERTS, CHOSEN = 4000, 16, 8, 2
@@ -146,3 +146,20 @@ def test_tokens_that_need_no_expert_do_no_harm(inputs: Tensor, planted: Tensor) 
     selector = trained(inputs, scores, 20)
     assert selector.first.isfinite().all()
     assert selector.captured > 0.9 * selector.best
+
+
+def test_experts_that_are_chosen_together_become_neighbours() -> None:
+    """Pairs (0, 5), (1, 3), (2, 4), of which each token needs one."""
+    pairs = torch.tensor([[0, 5], [1, 3], [2, 4]])
+    scores = 0.1 * torch.rand(600, 6, generator=torch.Generator().manual_seed(0))
+    scores[torch.arange(600)[:, None], pairs[torch.arange(600) % 3]] += 1
+    order = side_by_side(scores, 2)
+    assert sorted(order.tolist()) == list(range(6))
+    places = order.argsort()
+    assert all(abs(int(places[first] - places[second])) == 1 for first, second in pairs.tolist())
+
+
+@pytest.mark.parametrize("chosen", [2, 6])
+def test_experts_without_a_choice_stay_in_their_places(chosen: int) -> None:
+    scores = torch.arange(6.0).expand(50, -1)
+    assert side_by_side(scores, chosen).tolist() == list(range(6))
