@@ -24,7 +24,7 @@ from transformers import (
 
 from moetool.calibration.masking import SHARE
 
-VOCABULARY, HIDDEN, LAYERS, HEADS, BATCH = 4096, 256, 4, 8, 32
+HIDDEN, LAYERS, HEADS, BATCH = 256, 4, 8, 32
 
 
 def tokenizer_for(text: str, *, encoder: bool) -> PreTrainedTokenizerFast:
@@ -33,8 +33,9 @@ def tokenizer_for(text: str, *, encoder: bool) -> PreTrainedTokenizerFast:
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
+    size = _vocabulary(encoder=encoder)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet)
     inner.train_from_iterator(text.splitlines(keepends=True), trainer)
     if not encoder:
         return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|end|>", bos_token="<|end|>")
@@ -50,9 +51,14 @@ def tokenizer_for(text: str, *, encoder: bool) -> PreTrainedTokenizerFast:
     )
 
 
+def _vocabulary(*, encoder: bool) -> int:
+    """Hidden tokens are hard to find for a model this small; less so if they are parts of words."""
+    return 1024 if encoder else 4096
+
+
 def build(kind: str) -> torch.nn.Module:
     """A fresh model."""
-    common = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS}
+    common = {"vocab_size": _vocabulary(encoder=kind == "bert"), "hidden_size": HIDDEN, "num_hidden_layers": LAYERS}
     common |= {"num_attention_heads": HEADS, "max_position_embeddings": 512}
     if kind == "gpt-neox":
         config = GPTNeoXConfig(
@@ -83,7 +89,7 @@ def main() -> None:
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     torch.manual_seed(options.seed)
     model = build(options.kind)
-    length, rate = (64, 5e-4) if encoder else (128, 1.5e-3)  # norms after each block bear no more
+    length, rate = (64, 1e-3) if encoder else (128, 1.5e-3)  # norms after each block bear no more
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=options.steps, pct_start=0.1)
     for step in range(options.steps):
