@@ -24,7 +24,7 @@ from transformers import (
 
 from moetool.calibration.masking import SHARE
 
-HIDDEN, LAYERS, HEADS, BATCH = 256, 4, 8, 32
+HIDDEN, LAYERS, HEADS, TOKENS = 256, 4, 8, 4096
 
 
 def tokenizer_for(text: str, *, encoder: bool) -> PreTrainedTokenizerFast:
@@ -59,6 +59,8 @@ def _vocabulary(*, encoder: bool) -> int:
 def build(kind: str) -> torch.nn.Module:
     """A fresh model."""
     common = {"vocab_size": _vocabulary(encoder=kind == "bert"), "hidden_size": HIDDEN, "num_hidden_layers": LAYERS}
+    if kind == "bert":
+        common["num_hidden_layers"] = LAYERS // 2
     common |= {"num_attention_heads": HEADS, "max_position_embeddings": 512}
     if kind == "gpt-neox":
         config = GPTNeoXConfig(
@@ -89,11 +91,11 @@ def main() -> None:
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     torch.manual_seed(options.seed)
     model = build(options.kind)
-    length, rate = (64, 1e-3) if encoder else (128, 1.5e-3)  # norms after each block bear no more
+    length, rate = (32, 5e-4) if encoder else (128, 1.5e-3)  # norms after each block bear no more
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=options.steps, pct_start=0.1)
     for step in range(options.steps):
-        starts = torch.randint(0, len(ids) - length, (BATCH,))
+        starts = torch.randint(0, len(ids) - length, (TOKENS // length,))
         rows = torch.stack([ids[start : start + length] for start in starts])
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = _loss(model, rows, tokenizer)
@@ -114,7 +116,7 @@ def _loss(model: torch.nn.Module, rows: torch.Tensor, tokenizer: PreTrainedToken
         return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
     frame = [torch.full((len(rows), 1), mark) for mark in (tokenizer.cls_token_id, tokenizer.sep_token_id)]
     whole = torch.cat([frame[0], rows, frame[1]], dim=1)
-    hidden = torch.rand(whole.shape) < SHARE
+    hidden = torch.rand(whole.shape) < 2 * SHARE  # more to learn from per step
     hidden[:, 0] = hidden[:, -1] = False
     logits = model(input_ids=whole.masked_fill(hidden, tokenizer.mask_token_id)).logits
     return F.cross_entropy(logits[hidden].float(), whole[hidden])
