@@ -18,8 +18,7 @@ _MADE = {
     "mixture": "is a mixture of experts already: moetool upcycled it",
     "adapter_experts": "has experts already: adapters, by PESC",
     "interpolated": "has experts already: masks, by SIMoE",
-    "neuron_experts": "is moefied already; `eval --keep` and moetool.modules.neuron_experts.set_keep change how many "
-    "experts are used",
+    "neuron_experts": "is moefied already; `eval --keep` and moetool.set_keep change how many experts are used",
 }
 _ENCODERS = ("MaskedLM", "Encoder", "SequenceClassification", "TokenClassification")
 _ENCODER_TYPES = ("bert", "roberta", "xlm-roberta", "deberta", "deberta-v2", "electra", "distilbert", "modernbert")
