@@ -746,3 +746,17 @@ def test_upcycle_takes_neither_encoders_nor_spread_networks(
         assert words in result.stderr
         assert "moefy takes" in result.stderr
         assert not (tmp_path / "out").exists()
+
+
+def test_routing_is_drawn(run_cli: Any, llama: Path, moefy: Any, tiny_text: Path, tmp_path: Path) -> None:
+    made, other = moefy(llama, *FOUR).path, tmp_path / "other.txt"
+    other.write_text("0123456789 " * 400)
+    arguments = ("routing", made, "--data", f"{tiny_text},{other}", "--windows", 4, "--sequence-length", 32)
+    for picture, start in (("shares.png", b"\x89PNG"), ("shares.svg", b"<?xml")):
+        result = run_cli(*arguments, "--plot", tmp_path / picture, "--json")
+        assert result.code == 0, result.stderr
+        assert (tmp_path / picture).read_bytes().startswith(start)
+    assert [len(text["components"]) for text in result.json["data"]] == [4, 4]
+    refused = run_cli(*arguments, "--plot", tmp_path / "shares.jpeg2")
+    assert refused.code == 2
+    assert ".png, .svg, .pdf" in refused.stderr
