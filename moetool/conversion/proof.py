@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from moetool.calibration.disk_experts import DiskExperts
 from moetool.calibration.streaming import StreamedModel
 from moetool.modules.insertion import Routed
+from moetool.modules.routers import is_router, routed
 
 # What conversions that preserve the model may differ by, in fp32: ‖Δ logits‖ / ‖logits‖.
 TOLERANCE = 1e-5
@@ -71,7 +72,7 @@ class _Watched:
             m.forward for m in layer.modules() if isinstance(m.__dict__.get("forward"), DiskExperts)
         ]
         if self._disk:
-            routers = [module for name, module in layer.named_modules() if type(module).__name__.endswith("TopKRouter")]
+            routers = filter(is_router, layer.modules())
             self._handles += [router.register_forward_hook(self._native) for router in routers]
 
     def _own(self, module: Routed) -> Callable[..., None]:
@@ -83,7 +84,7 @@ class _Watched:
         return hook
 
     def _native(self, _: nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
-        self.probabilities = output[0].float().softmax(-1)
+        self.probabilities = routed(output)[0].float().softmax(-1)
 
     def __enter__(self) -> "_Watched":
         return self

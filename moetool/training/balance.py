@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moetool.modules.insertion import Routed
+from moetool.modules.routers import is_router, routed
 
 Sum = Callable[[Tensor], Tensor]
 
@@ -69,7 +70,7 @@ class Routers:
         for module in model.modules():
             if isinstance(module, Routed):
                 self._found.append((module.gate, False))
-            elif type(module).__name__.endswith("TopKRouter") or type(module).__name__.endswith("TopkRouter"):
+            elif is_router(module):
                 self._found.append((module, True))
         for module, is_native in self._found:
             module.register_forward_hook(self._native if is_native else self._own)
@@ -83,7 +84,7 @@ class Routers:
         return len(self._found)
 
     def _native(self, _: nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
-        self._add(output[0], output[2] if len(output) > 2 else None)
+        self._add(*routed(output))
 
     def _own(self, _: nn.Module, inputs: Any, output: Tensor) -> None:
         self._add(output, None)
