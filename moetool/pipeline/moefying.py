@@ -2,7 +2,7 @@
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -86,6 +86,11 @@ class Moefy(Conversion[MoefyOptions]):
         return "oracle" if self.options.selector == "oracle" else "mlp"
 
     @property
+    def _chosen(self) -> int:
+        """Experts per token."""
+        return chosen_experts(self.options.keep, self.options.experts)
+
+    @property
     def preserves(self) -> bool:
         return True  # with all experts, which is what is proved
 
@@ -140,7 +145,7 @@ class Moefy(Conversion[MoefyOptions]):
         share = flops(dense, len(self._layers), options.keep, options.experts, COUNTED_LENGTH, self._selector)
         return {
             "experts": options.experts,
-            "experts_per_token": chosen_experts(options.keep, options.experts),
+            "experts_per_token": self._chosen,
             "moe_layers": len(self._layers),
             "flops": f"{share:.1%} of dense, reading {COUNTED_LENGTH} tokens",
             "added_as_published": f"{added / dense.parameters:.4f} of dense",
@@ -206,44 +211,58 @@ class Moefy(Conversion[MoefyOptions]):
         """Everything that is to be known of one layer, into its file."""
         options = self.options
         mean = statistics.mean[order].float()
-        centre = mean if self.keeps_means else torch.zeros_like(mean)
-        tensors = {"order": order, "centre": centre}
-        parts, small, small_centred = [], 0, 0
-        for unordered in statistics.sampled_activations():
-            activations = unordered[:, order.to(statistics.device)]
-            parts.append(expert_scores(activations, centre.to(activations), options.experts))
-            small += _count_small(activations)
-            small_centred += _count_small(activations - mean.to(activations))
-        scores = torch.cat(parts)
-        count = len(scores) * len(order)
-        told: dict[str, Any] = {
-            "soft_sparsity": round(small / count, 6),
-            "soft_sparsity_centred": round(small_centred / count, 6),
-        }
-        chosen = chosen_experts(options.keep, options.experts)
+        tensors = {"order": order, "centre": mean if self.keeps_means else torch.zeros_like(mean)}
+        scores, told = self._scores(statistics, tensors, mean)
         if self._selector == "mlp":
-            neighbours = side_by_side(scores, chosen)
-            scores = scores[:, neighbours.to(scores.device)]
-            order, mean, centre = (
-                whole.view(options.experts, -1)[neighbours].flatten() for whole in (order, mean, centre)
-            )
-            tensors |= {"order": order, "centre": centre}
-            rows = statistics.input_rows()[order.to(statistics.device)].unflatten(0, (options.experts, -1)).mean(1)
-            selector = train_selector(
-                statistics.sampled_inputs(), scores, rows, chosen, seed=options.seed, layer=index, epochs=options.epochs
-            )
-            tensors |= {"first": selector.first.cpu(), "second": selector.second.cpu()}
-            if self.keeps_means and options.representative == "unselected":
-                tensors["centre"] = _mean_where_left_out(statistics, order, selector, chosen, mean)
-            told |= _told(selector)
+            told |= self._learn(index, statistics, tensors, mean, scores)
         elif self._selector == "fixed":
             ranking = torch.arange(options.experts)
             if options.baseline != "snip":
                 ranking = torch.randperm(options.experts, generator=generator(options.seed, "ranking", index))
             tensors["ranking"] = ranking
-            told["captured"] = round((scores[:, ranking[:chosen]].sum() / scores.sum()).item(), 6)
+            told["captured"] = round((scores[:, ranking[: self._chosen]].sum() / scores.sum()).item(), 6)
         save_tensors(_file(job, index), tensors)
         write_json(_file(job, index).with_suffix(".json"), told)
+
+    def _scores(
+        self, statistics: NeuronStatistics, tensors: Mapping[str, Tensor], mean: Tensor
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """What every expert contributes to the sampled tokens, `[tokens, experts]`, and how sparse activations are."""
+        order, parts, small, small_centred = tensors["order"].to(statistics.device), [], 0, 0
+        for unordered in statistics.sampled_activations():
+            activations = unordered[:, order]
+            parts.append(expert_scores(activations, tensors["centre"].to(activations), self.options.experts))
+            small += _count_small(activations)
+            small_centred += _count_small(activations - mean.to(activations))
+        scores = torch.cat(parts)
+        count = len(scores) * len(order)
+        return scores, {
+            "soft_sparsity": round(small / count, 6),
+            "soft_sparsity_centred": round(small_centred / count, 6),
+        }
+
+    def _learn(
+        self, index: int, statistics: NeuronStatistics, tensors: dict[str, Tensor], mean: Tensor, scores: Tensor
+    ) -> dict[str, Any]:
+        """Put experts side by side that belong together, train their selector, settle representative values."""
+        options, experts = self.options, self.options.experts
+        neighbours = side_by_side(scores, self._chosen)
+        order, centre, mean = (
+            whole.view(experts, -1)[neighbours].flatten() for whole in (tensors["order"], tensors["centre"], mean)
+        )
+        selector = train_selector(
+            statistics.sampled_inputs(),
+            scores[:, neighbours.to(scores.device)],
+            statistics.input_rows()[order.to(statistics.device)].unflatten(0, (experts, -1)).mean(1),
+            self._chosen,
+            seed=options.seed,
+            layer=index,
+            epochs=options.epochs,
+        )
+        if self.keeps_means and options.representative == "unselected":
+            centre = _mean_where_left_out(statistics, order, selector, self._chosen, mean)
+        tensors |= {"order": order, "centre": centre, "first": selector.first.cpu(), "second": selector.second.cpu()}
+        return _told(selector)
 
     # Evidence.
 
