@@ -156,6 +156,9 @@ def _print_result(result: dict[str, Any]) -> None:
             fields.append(("family", result["target"]))
         fields.append(("parameters", f"{total:,}, of which {active:,} per token"))
     fields += _proof(result.get("proof"))
+    if "soft_sparsity" in result.get("activations", {}):
+        near, centred = (result["activations"][key] for key in ("soft_sparsity", "soft_sparsity_centred"))
+        fields.append(("activations", f"{near:.1%} near zero, {centred:.1%} near their mean"))
     if "captured" in result.get("activations", {}):
         fields.append(("experts", _captured(result["activations"])))
     fields += [("note", note) for note in result.get("notes", [])]
