@@ -10,11 +10,11 @@ from functools import cache
 from typing import Any
 
 from moetool.architectures.base import EXPERT_KEYS, ROLES, Architecture, MoEShape, Role, Unsupported
-from moetool.architectures.own_mixture import OWN_MODULES, is_opaque, mixture_of, own_mixture, own_modules
+from moetool.architectures.own_mixture import mixture_of, own_mixture
+from moetool.architectures.own_modules import is_opaque, own_modules
 from moetool.errors import InvalidInputError
 
 __all__ = [
-    "OWN_MODULES",
     "ROLES",
     "Architecture",
     "MoEShape",

@@ -6,15 +6,9 @@ from typing import Any
 
 from moetool.architectures.base import Architecture, MoEShape, Role
 from moetool.architectures.dense import find_dense_architecture
+from moetool.architectures.own_modules import OWN_MODULES, is_opaque, own_modules
 from moetool.errors import InvalidInputError
 
-# Kinds of modules of moetool's own, by the entry that describes them, and what an error message says of them.
-OWN_MODULES: Mapping[str, str] = {
-    "mixture": "a mixture of feed-forward networks without gates or with biases, as no mixture-of-experts family has",
-    "adapter_experts": "a model whose experts are adapters (PESC), which are no feed-forward networks",
-    "interpolated": "a model whose experts are masks on its own weights (SIMoE)",
-    "neuron_experts": "a moefied model, whose experts are the neurons of its own feed-forward networks",
-}
 FUSED: Mapping[Role, str] = {
     "gate": "experts.gate_up_proj",
     "up": "experts.gate_up_proj",
@@ -48,19 +42,6 @@ def mixture_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return entry.get("mixture") if isinstance(entry, Mapping) else None
 
 
-def own_modules(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """What moetool's modules stand for in a model, by entry of its `quantization_config`; empty for any other."""
-    entry = config.get("quantization_config")
-    if not isinstance(entry, Mapping):
-        return {}
-    return {kind: entry[kind] for kind in OWN_MODULES if isinstance(entry.get(kind), Mapping)}
-
-
-def is_opaque(config: Mapping[str, Any]) -> bool:
-    """Whether a model has modules of moetool's own that are no mixture of gated experts, as all families know it."""
-    return any(kind != "mixture" or not entry.get("fused") for kind, entry in own_modules(config).items())
-
-
 def own_mixture(config: Mapping[str, Any]) -> OwnMixture:
     """The family of a mixture that moetool made of a model's own networks.
 
@@ -70,7 +51,7 @@ def own_mixture(config: Mapping[str, Any]) -> OwnMixture:
     entry = mixture_of(config) or {}
     dense = find_dense_architecture({**config, "quantization_config": None})
     if is_opaque(config):
-        reason = OWN_MODULES[next(iter(own_modules(config)))]
+        reason = OWN_MODULES[next(iter(own_modules(config)))].what
         raise InvalidInputError(
             f"This ({config.get('model_type')}) is {reason}. transformers and moetool's eval, tune, inspect and verify "
             "take it; compression and export to experts do not."

@@ -20,7 +20,6 @@ from moetool.errors import VerificationError
 from moetool.evaluation.pseudo_perplexity import marks, pseudo_losses
 from moetool.integrations.synthesis import Synthesis, apply_synthesis
 from moetool.modules.neuron_experts import set_keep
-from moetool.pipeline.job import pick_compute_dtype, pick_device
 from moetool.pipeline.options import Options, fit_context
 from moetool.pipeline.progress import Progress, Silent, phase
 
@@ -60,14 +59,13 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
 
     Returns:
         `perplexity`, by which `protocol`, `nll` (mean loss per token in nats), `tokens`, `windows`, `sequence_length`,
-        and how a
-        compressed model's experts were made (`synthesized`).
+        and how a compressed model's experts were made (`synthesized`).
 
     Raises:
         InvalidInputError: model, tokenizer or text cannot be used.
         VerificationError: the model's output is not a number.
     """
-    from moetool.evaluation.loading import load_model
+    from moetool.evaluation.loading import load_for
 
     progress = progress or Silent()
     checkpoint = Checkpoint.open(path)
@@ -78,11 +76,7 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
         options.data, tokenizer, sequence_length=options.sequence_length, limit=options.windows
     )
     check_vocabulary(windows, int(checkpoint.config["vocab_size"]))
-    stored = next(iter(checkpoint.tensors.values())).dtype
-    spread = options.device == "map"
-    device = pick_device("auto" if spread else options.device)
-    dtype = pick_compute_dtype(options.compute_dtype, device, stored)
-    model = load_model(checkpoint, dtype, "auto" if spread else device)
+    model = load_for(checkpoint, options.device, options.compute_dtype)
     synthesised = apply_synthesis(model, options.synthesize)
     if options.keep is not None:
         set_keep(model, options.keep)

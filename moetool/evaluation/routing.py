@@ -10,11 +10,10 @@ from torch.nn import functional as F
 from moetool.calibration.data import check_vocabulary, evaluation_windows, load_tokenizer, parse_data
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
-from moetool.evaluation.loading import load_model
+from moetool.evaluation.loading import load_for
 from moetool.modules.insertion import experts_per_token
 from moetool.modules.interpolated import Interpolation, interpolation_of
 from moetool.modules.neuron_experts import NeuronExperts
-from moetool.pipeline.job import pick_compute_dtype, pick_device
 from moetool.pipeline.options import Options, fit_context
 from moetool.pipeline.progress import Progress, Silent, phase
 from moetool.training.balance import Routers
@@ -102,12 +101,7 @@ def routing(path: str, options: RoutingOptions, progress: Progress | None = None
     checkpoint = Checkpoint.open(path)
     options = fit_context(options, checkpoint.config)
     tokenizer = load_tokenizer(checkpoint.path)
-    spread = options.device == "map"
-    device = pick_device("auto" if spread else options.device)
-    stored = next(iter(checkpoint.tensors.values())).dtype
-    model = load_model(
-        checkpoint, pick_compute_dtype(options.compute_dtype, device, stored), "auto" if spread else device
-    )
+    model = load_for(checkpoint, options.device, options.compute_dtype)
     counter, top_k = _Counter(model), experts_per_token(model)
     texts = [spec.source for spec in parse_data(options.data)]
     found = []

@@ -73,6 +73,11 @@ class Conversion(Stage[OptionsT, DenseSource]):
         return self.dense.dtype if self.options.dtype == "auto" else torch.float32
 
     @property
+    def new_dtype(self) -> torch.dtype | None:
+        """The dtype to store everything in; `None` keeps each tensor's own."""
+        return None if self.options.dtype == "auto" else self.stored_dtype
+
+    @property
     def preserves(self) -> bool:
         """Whether the result computes what the dense model computes."""
         return True

@@ -118,7 +118,7 @@ class Moefy(Conversion[MoefyOptions]):
         self._check_text()
         return Moefied(
             dense=self.dense,
-            dtype=None if options.dtype == "auto" else self.stored_dtype,
+            dtype=self.new_dtype,
             seed=options.seed,
             experts=options.experts,
             keep=options.keep,

@@ -83,7 +83,7 @@ class Upcycle(RoutedConversion[UpcycleOptions]):
             experts=self.experts(),
             router=router,
             rest=self.rest(),
-            dtype=None if self.options.dtype == "auto" else self.stored_dtype,
+            dtype=self.new_dtype,
             seed=self.options.seed,
             layouts=self.layouts(),
         )

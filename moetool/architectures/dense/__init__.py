@@ -9,17 +9,11 @@ from typing import Any
 
 from moetool.architectures.base import EXPERT_KEYS
 from moetool.architectures.dense.base import FEATURES, DenseArchitecture
+from moetool.architectures.own_modules import OWN_MODULES
 from moetool.errors import InvalidInputError
 
 __all__ = ["FEATURES", "DenseArchitecture", "dense_architectures", "find_dense_architecture", "is_encoder"]
 
-# What moetool has made of a dense model already, by the entry that says so.
-_MADE = {
-    "mixture": "is a mixture of experts already: moetool upcycled it",
-    "adapter_experts": "has experts already: adapters, by PESC",
-    "interpolated": "has experts already: masks, by SIMoE",
-    "neuron_experts": "is moefied already; `eval --keep` and moetool.set_keep change how many experts are used",
-}
 _ENCODERS = ("MaskedLM", "Encoder", "SequenceClassification", "TokenClassification")
 _ENCODER_TYPES = ("bert", "roberta", "xlm-roberta", "deberta", "deberta-v2", "electra", "distilbert", "modernbert")
 
@@ -50,7 +44,8 @@ def find_dense_architecture(config: Mapping[str, Any]) -> DenseArchitecture:
             "moefying start from a dense model; `export --format dense --expert 0` makes one of it."
         )
     entry = config.get("quantization_config")
-    if isinstance(entry, Mapping) and (made := next((what for kind, what in _MADE.items() if kind in entry), None)):
+    if isinstance(entry, Mapping) and (kind := next((kind for kind in OWN_MODULES if kind in entry), None)):
+        made = OWN_MODULES[kind].made
         raise InvalidInputError(f"This model ({model_type}) {made}. Start from the dense model that it was made of.")
     by_type = {name: family for family in dense_architectures() for name in family.model_types}
     if model_type in by_type:

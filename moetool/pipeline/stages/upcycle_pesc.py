@@ -32,7 +32,7 @@ class Pesc(RoutedConversion[PescOptions]):
         options = self.options
         return WithAdapterExperts(
             dense=self.dense,
-            dtype=None if options.dtype == "auto" else self.stored_dtype,
+            dtype=self.new_dtype,
             seed=options.seed,
             experts=self.copies,
             top_k=options.top_k,

@@ -32,7 +32,7 @@ class Simoe(Conversion[SimoeOptions]):
         options = self.options
         return Interpolated(
             dense=self.dense,
-            dtype=None if options.dtype == "auto" else self.stored_dtype,
+            dtype=self.new_dtype,
             seed=options.seed,
             experts=options.experts,
             router_width=options.router_width,

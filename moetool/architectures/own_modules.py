@@ -1,0 +1,44 @@
+"""Modules of moetool's own that a model may have, by the entries of its `quantization_config` that describe them."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class OwnKind(NamedTuple):
+    """What error messages say of a model with such modules: what it is, and what happened to it."""
+
+    what: str
+    made: str
+
+
+OWN_MODULES: Mapping[str, OwnKind] = {
+    "mixture": OwnKind(
+        "a mixture of feed-forward networks without gates or with biases, as no mixture-of-experts family has",
+        "is a mixture of experts already: moetool upcycled it",
+    ),
+    "adapter_experts": OwnKind(
+        "a model whose experts are adapters (PESC), which are no feed-forward networks",
+        "has experts already: adapters, by PESC",
+    ),
+    "interpolated": OwnKind(
+        "a model whose experts are masks on its own weights (SIMoE)",
+        "has experts already: masks, by SIMoE",
+    ),
+    "neuron_experts": OwnKind(
+        "a moefied model, whose experts are the neurons of its own feed-forward networks",
+        "is moefied already; `eval --keep` and moetool.set_keep change how many experts are used",
+    ),
+}
+
+
+def own_modules(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """What moetool's modules stand for in a model, by entry of its `quantization_config`; empty for any other."""
+    entry = config.get("quantization_config")
+    if not isinstance(entry, Mapping):
+        return {}
+    return {kind: entry[kind] for kind in OWN_MODULES if isinstance(entry.get(kind), Mapping)}
+
+
+def is_opaque(config: Mapping[str, Any]) -> bool:
+    """Whether a model has modules of moetool's own that are no mixture of gated experts, as all families know it."""
+    return any(kind != "mixture" or not entry.get("fused") for kind, entry in own_modules(config).items())
