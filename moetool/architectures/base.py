@@ -3,7 +3,7 @@
 An `Architecture` is data. It holds no code that depends on the family, so that a new family is one new file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -16,6 +16,13 @@ ROLES: tuple[Role, ...] = ("gate", "up", "down")
 # Keys that only a mixture of experts has in its config, whatever the family.
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
+# The two ways in which most families name a gated network's matrices, relative to it.
+GATED: Mapping[Role, str] = {role: f"{role}_proj.weight" for role in ROLES}
+GATED_JOINED: Mapping[Role, str] = {
+    "gate": "gate_up_proj.weight",
+    "up": "gate_up_proj.weight",
+    "down": "down_proj.weight",
+}
 # The two ways in which most families name one expert's matrices, relative to the MoE block.
 PROJECTIONS: Mapping[Role, str] = {
     "gate": "experts.{expert}.gate_proj.weight",
@@ -29,14 +36,55 @@ NUMBERED: Mapping[Role, str] = {
 }
 
 
+def fused_name(roles: Sequence[Role]) -> str:
+    """What transformers calls the tensor of all experts' matrices of those roles: `gate_up_proj`, `down_proj`."""
+    return "_".join(roles) + "_proj"
+
+
+def by_name(names: Mapping[Role, str]) -> dict[str, list[Role]]:
+    """The roles that each tensor holds, one below the other."""
+    found: dict[str, list[Role]] = {}
+    for role, name in names.items():
+        found.setdefault(name, []).append(role)
+    return found
+
+
 @dataclass(frozen=True)
 class MoEShape:
-    """The numbers of one MoE layer: `experts` of `hidden` → `intermediate` → `hidden`, `top_k` of them per token."""
+    """One MoE layer: `experts` of `hidden` → `intermediate` → `hidden`, `top_k` of them per token.
+
+    Attributes:
+        roles: an expert's matrices, in order; without `gate` where experts have none.
+        biases: those that have a bias `[out]` beside them. Every expert keeps its own biases, however its matrices are
+            stored.
+    """
 
     experts: int
     top_k: int
     hidden: int
     intermediate: int
+    roles: tuple[Role, ...] = ROLES
+    biases: tuple[Role, ...] = ()
+
+    @property
+    def entering(self) -> tuple[Role, ...]:
+        """The matrices that meet an expert's input: gate and up, or up alone."""
+        return self.roles[:-1]
+
+    @property
+    def groups(self) -> tuple[tuple[Role, ...], ...]:
+        """Matrices that are stored alike, and lie in one tensor where experts are fused."""
+        return self.entering, ("down",)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Numbers in one expert's matrices."""
+        return len(self.roles) * self.hidden * self.intermediate
+
+    @property
+    def bias_parameters(self) -> int:
+        """Numbers in one expert's biases."""
+        return sum(self.matrix(role)[0] for role in self.biases)
 
     def matrix(self, role: Role) -> tuple[int, int]:
         """Shape `[out, in]` of one expert's matrix of that role, as torch stores it."""
@@ -115,9 +163,9 @@ class Architecture:
         router_options: config keys that change the router's rule, and the values that transformers computes.
         others: beginnings of the names of other tensors in the block, relative to it (shared experts, biases).
         moe_layers_rule: which layers are mixtures.
-        shared_expert: one matrix of the shared expert on disk, relative to the block, with `{role}` filled in; of a
-            family that has one.
-        shared_expert_module: its module path in memory, relative to the layer.
+        returns_tuple: a decoder layer gives a tuple, of which the model takes the first entry.
+        shared_expert_module: path of the shared expert, relative to the layer, of a family that has one.
+        shared_expert: its matrices, relative to it; gate and up may share a tensor, one below the other.
     """
 
     name: str
@@ -135,16 +183,18 @@ class Architecture:
     router_options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     others: tuple[str, ...] = ()
     moe_layers_rule: MoELayers = field(default_factory=MoELayers)
-    shared_expert: str | None = None
+    returns_tuple: bool = False
     shared_expert_module: str = ""
+    shared_expert: Mapping[Role, str] = field(default_factory=lambda: GATED)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", MappingProxyType(dict(self.weights)))
+        object.__setattr__(self, "shared_expert", MappingProxyType(dict(self.shared_expert)))
 
     @property
     def is_fused(self) -> bool:
         """Whether all experts of a layer lie in one tensor on disk."""
-        return "{expert}" not in self.weights["gate"]
+        return "{expert}" not in self.weights["down"]
 
     def layers(self, config: Mapping[str, Any]) -> int:
         """Number of decoder layers."""
@@ -215,10 +265,15 @@ class Architecture:
         return self.block_prefix(layer) + self.weights[role].format(expert=expert)
 
     def shared_expert_names(self, layer: int) -> dict[Role, str]:
-        """Names on disk of the shared expert's matrices; empty for a family without one."""
-        if self.shared_expert is None:
+        """Names of the shared expert's matrices; empty for a family without one."""
+        if not self.shared_expert_module:
             return {}
-        return {role: self.block_prefix(layer) + self.shared_expert.format(role=role) for role in ROLES}
+        prefix = f"{self.layer_prefix(layer)}{self.shared_expert_module}."
+        return {role: prefix + name for role, name in self.shared_expert.items()}
+
+    def bias_name(self, layer: int, role: Role) -> str:
+        """Name on disk of the biases `[experts, out]` beside fused matrices that have some."""
+        return f"{self.block_prefix(layer)}{self.weights[role]}_bias"
 
     def router_name(self, layer: int) -> str:
         """Name on disk of the layer's router weight."""

@@ -12,6 +12,5 @@ ARCHITECTURE = Architecture(
     router_options={"scoring_func": ("softmax",)},
     others=("shared_experts.",),
     moe_layers_rule=MoELayers(first_dense="first_k_dense_replace", every=("moe_layer_freq", 0)),
-    shared_expert="shared_experts.{role}_proj.weight",
     shared_expert_module="mlp.shared_experts",
 )

@@ -17,6 +17,5 @@ ARCHITECTURE = Architecture(
     },
     others=("shared_experts.",),
     moe_layers_rule=MoELayers(first_dense="first_k_dense_replace"),
-    shared_expert="shared_experts.{role}_proj.weight",
     shared_expert_module="mlp.shared_experts",
 )

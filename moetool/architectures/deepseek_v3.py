@@ -12,6 +12,5 @@ ARCHITECTURE = Architecture(
     router_options={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
     others=("shared_experts.", "gate.e_score_correction_bias"),
     moe_layers_rule=MoELayers(first_dense="first_k_dense_replace"),
-    shared_expert="shared_experts.{role}_proj.weight",
     shared_expert_module="mlp.shared_experts",
 )

@@ -11,6 +11,5 @@ ARCHITECTURE = Architecture(
     router_rule="sigmoid, top-k of the best groups by corrected scores, renormalised, times routed_scaling_factor",
     others=("shared_experts.", "gate.e_score_correction_bias"),
     moe_layers_rule=MoELayers(first_dense="first_k_dense_replace"),
-    shared_expert="shared_experts.{role}_proj.weight",
     shared_expert_module="mlp.shared_experts",
 )

@@ -13,4 +13,6 @@ ARCHITECTURE = Architecture(
     experts_key="num_local_experts",
     intermediate_key="intermediate_size",
     router_rule="top-k of the logits, softmax over those k",
+    shared_expert_module="shared_mlp",
+    shared_expert={"gate": "input_linear.weight", "up": "input_linear.weight", "down": "output_linear.weight"},
 )

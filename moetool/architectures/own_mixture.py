@@ -1,21 +1,21 @@
-"""Mixtures that moetool made of a dense family's own gated networks, seen as a mixture-of-experts family."""
+"""Mixtures that moetool made of a dense family's own networks, seen as a mixture-of-experts family."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moetool.architectures.base import Architecture, MoEShape, Role
+from moetool.architectures.base import ROLES, Architecture, MoEShape, Role, fused_name
 from moetool.architectures.dense import find_dense_architecture
 from moetool.architectures.own_modules import OWN_MODULES, is_opaque, own_modules
 from moetool.errors import InvalidInputError
 
-FUSED: Mapping[Role, str] = {
-    "gate": "experts.gate_up_proj",
-    "up": "experts.gate_up_proj",
-    "down": "experts.down_proj",
-}
 ROUTER = "gate.weight"
-SHARED = "shared_expert."
+SHARED = "shared_expert"
+
+
+def fused_names(roles: Sequence[Role]) -> dict[Role, str]:
+    """Names of the experts' matrices, relative to the mixture. Their biases have the same, with `_bias` at the end."""
+    return {role: f"experts.{fused_name(group)}" for group in (roles[:-1], roles[-1:]) for role in group}
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,13 @@ class OwnMixture(Architecture):
         return tuple(int(layer) for layer in self.entry["layers"])
 
     def shape(self, config: Mapping[str, Any]) -> MoEShape:
-        experts, top_k, width = (int(self.entry[key]) for key in ("experts", "top_k", "intermediate"))
-        return MoEShape(experts, top_k, self.number(config, "hidden_size"), width)
+        return mixture_shape(self.entry, self.number(config, "hidden_size"))
+
+
+def mixture_shape(entry: Mapping[str, Any], hidden: int) -> MoEShape:
+    """The shape that an entry `mixture` describes, in a model of that width."""
+    experts, top_k, width = (int(entry[key]) for key in ("experts", "top_k", "intermediate"))
+    return MoEShape(experts, top_k, hidden, width, tuple(entry.get("roles", ROLES)), tuple(entry.get("biases", ())))
 
 
 def mixture_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -46,7 +51,7 @@ def own_mixture(config: Mapping[str, Any]) -> OwnMixture:
     """The family of a mixture that moetool made of a model's own networks.
 
     Raises:
-        InvalidInputError: these have no gate or have biases, so that they are modules of their own class.
+        InvalidInputError: its experts are no feed-forward networks.
     """
     entry = mixture_of(config) or {}
     dense = find_dense_architecture({**config, "quantization_config": None})
@@ -56,6 +61,8 @@ def own_mixture(config: Mapping[str, Any]) -> OwnMixture:
             f"This ({config.get('model_type')}) is {reason}. transformers and moetool's eval, tune, inspect and verify "
             "take it; compression and export to experts do not."
         )
+    weights = fused_names(dense.roles)
+    biases = {f"{weights[role]}_bias" for role in entry.get("biases", ())}
     return OwnMixture(
         name=f"{dense.name} (moetool's mixture)",
         model_types=(),
@@ -65,9 +72,12 @@ def own_mixture(config: Mapping[str, Any]) -> OwnMixture:
         router_rule="softmax over all experts, top-k, renormalised",
         layer=dense.layer,
         block=dense.ffn,
-        weights=FUSED,
+        weights=weights,
         router=ROUTER,
         experts_module=f"{dense.ffn}.experts",
-        others=(SHARED, dense.weights["up"]),
+        returns_tuple=dense.returns_tuple,
+        others=(f"{SHARED}.", *sorted(biases), dense.weights["up"]),
+        shared_expert_module=f"{dense.ffn}.{SHARED}" if entry.get("shared", "none") != "none" else "",
+        shared_expert=dense.weights,
         entry=entry,
     )

@@ -5,7 +5,10 @@ from typing import Any, NamedTuple
 
 
 class OwnKind(NamedTuple):
-    """What error messages say of a model with such modules: what it is, and what happened to it."""
+    """What error messages say of a model with such modules: what it is, and what happened to it.
+
+    A `mixture` is one of whole feed-forward networks, as all families know it.
+    """
 
     what: str
     made: str
@@ -13,7 +16,7 @@ class OwnKind(NamedTuple):
 
 OWN_MODULES: Mapping[str, OwnKind] = {
     "mixture": OwnKind(
-        "a mixture of feed-forward networks without gates or with biases, as no mixture-of-experts family has",
+        "a mixture of the model's own feed-forward networks",
         "is a mixture of experts already: moetool upcycled it",
     ),
     "adapter_experts": OwnKind(
@@ -40,5 +43,5 @@ def own_modules(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def is_opaque(config: Mapping[str, Any]) -> bool:
-    """Whether a model has modules of moetool's own that are no mixture of gated experts, as all families know it."""
-    return any(kind != "mixture" or not entry.get("fused") for kind, entry in own_modules(config).items())
+    """Whether a model has modules of moetool's own that are no mixture of whole feed-forward networks."""
+    return any(kind != "mixture" for kind in own_modules(config))

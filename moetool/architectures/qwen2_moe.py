@@ -11,6 +11,5 @@ ARCHITECTURE = Architecture(
     router_rule="softmax over all experts, top-k, renormalised if norm_topk_prob",
     others=("shared_expert.", "shared_expert_gate."),
     moe_layers_rule=MoELayers(every=("decoder_sparse_step", -1), dense="mlp_only_layers"),
-    shared_expert="shared_expert.{role}_proj.weight",
     shared_expert_module="mlp.shared_expert",
 )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moetool.architectures import ROLES, MoEShape, Role
+from moetool.modules.fused import entering
 from moetool.numerics.gram import Gram
 
 
@@ -35,13 +36,13 @@ class LayerStatistics:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "LayerStatistics":
         """Inverse of `tensors`."""
-        fisher = {role: tensors[f"fisher.{role}"] for role in ROLES}
+        fisher = {role: tensors[f"fisher.{role}"] for role in ROLES if f"fisher.{role}" in tensors}
         return cls(tensors["tokens"], fisher, tensors["channel_energy"])
 
     @classmethod
     def from_usage(cls, usage: "UsageCollector", shape: MoEShape) -> "LayerStatistics":
         """Where only a forward pass was made."""
-        fisher = {role: torch.zeros(shape.experts, shape.matrix(role)[0]) for role in ROLES}
+        fisher = {role: torch.zeros(shape.experts, shape.matrix(role)[0]) for role in shape.roles}
         return cls(usage.tokens, fisher, usage.channel_energy)
 
     @property
@@ -79,14 +80,14 @@ class FisherCollector:
     def __init__(self, experts: nn.Module, shape: MoEShape, scale: Tensor | None = None) -> None:
         """`scale` `[experts]` multiplies each expert's part in the two sums (not in `rows`)."""
         module: Any = experts
-        self._gate_up, self._down, self._shape = module.gate_up_proj, module.down_proj, shape
+        self._gate_up, self._down, self._shape = entering(experts), module.down_proj, shape
         self._scale = [1.0] * shape.experts if scale is None else scale.tolist()
         device = self._down.device
-        self.weighted = {role: torch.zeros(shape.matrix(role), device=device) for role in ROLES}
-        self.total = {role: torch.zeros(shape.matrix(role), device=device) for role in ROLES}
+        self.weighted = {role: torch.zeros(shape.matrix(role), device=device) for role in shape.roles}
+        self.total = {role: torch.zeros(shape.matrix(role), device=device) for role in shape.roles}
         self.rows = {
             role: torch.zeros(shape.experts, shape.matrix(role)[0], dtype=torch.float64, device=device)
-            for role in ROLES
+            for role in shape.roles
         }
 
     def observe(
@@ -96,9 +97,9 @@ class FisherCollector:
         inputs, activation = inputs.detach(), activation.detach()
 
         def gate_up_gradient(gradient: Tensor) -> None:
-            gate, up = gradient.chunk(2, dim=-1)
-            self._add("gate", expert, gate, inputs, counts)
-            self._add("up", expert, up, inputs, counts)
+            roles = self._shape.entering
+            for role, own in zip(roles, gradient.chunk(len(roles), dim=-1), strict=True):
+                self._add(role, expert, own, inputs, counts)
 
         gate_up.register_hook(gate_up_gradient)
         output.register_hook(lambda gradient: self._add("down", expert, gradient, activation, counts))
@@ -122,8 +123,8 @@ class FisherCollector:
     def _weight(self, role: Role, expert: int) -> Tensor:
         if role == "down":
             return self._down[expert].float()
-        half = self._shape.intermediate
-        return self._gate_up[expert][:half].float() if role == "gate" else self._gate_up[expert][half:].float()
+        roles = self._shape.entering
+        return self._gate_up[expert].chunk(len(roles))[roles.index(role)].float()
 
 
 class RegressionCollector:
@@ -135,20 +136,18 @@ class RegressionCollector:
 
     def __init__(self, shape: MoEShape, device: torch.device) -> None:
         like: dict[str, Any] = {"dtype": torch.float64, "device": device}
-        widths = {role: shape.matrix(role)[1] for role in ROLES}
-        self._products = {role: torch.zeros(shape.matrix(role), **like) for role in ROLES}
-        self._diagonals = {role: torch.zeros(shape.experts, widths[role], **like) for role in ROLES}
+        self._shape = shape
+        self._products = {role: torch.zeros(shape.matrix(role), **like) for role in shape.roles}
+        self._diagonals = {role: torch.zeros(shape.experts, shape.matrix(role)[1], **like) for role in shape.roles}
         self._inputs, self._activations = Gram(shape.hidden, device), Gram(shape.intermediate, device)
 
     def observe(
         self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
     ) -> None:
-        gate, up = gate_up.detach().chunk(2, dim=-1)
-        given: dict[Role, tuple[Tensor, Tensor]] = {
-            "gate": (inputs.detach(), gate),
-            "up": (inputs.detach(), up),
-            "down": (activation.detach(), output.detach()),
-        }
+        roles = self._shape.entering
+        given: dict[Role, tuple[Tensor, Tensor]] = {"down": (activation.detach(), output.detach())}
+        for role, own in zip(roles, gate_up.detach().chunk(len(roles), dim=-1), strict=True):
+            given[role] = inputs.detach(), own
         self._inputs.add(inputs)
         self._activations.add(activation)
         for role, (rows, results) in given.items():
@@ -166,7 +165,7 @@ class RegressionCollector:
                 (self._activations if role == "down" else self._inputs).matrix(),
                 self._diagonals[role],
             )
-            for role in ROLES
+            for role in self._shape.roles
         }
 
 

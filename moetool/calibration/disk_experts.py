@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from moetool.architectures import Role
 from moetool.checkpoint.experts import ExpertReader
+from moetool.modules import fused
 
 
 class DiskExperts:
@@ -39,7 +40,10 @@ class DiskExperts:
             self.tokens[expert] += len(tokens)
             self.mass[expert] += weights.double().sum().cpu()
             inputs = hidden_states[tokens]
-            gate_up = torch.cat([F.linear(inputs, self._matrix(expert, role)) for role in ("gate", "up")], dim=-1)
-            output = F.linear(self._native._apply_gate(gate_up), self._matrix(expert, "down"))
+            roles = self._reader.shape.entering
+            gate_up = torch.cat([F.linear(inputs, self._matrix(expert, role)) for role in roles], dim=-1)
+            activation = fused.activation(self._native, expert, gate_up)
+            output = F.linear(activation, self._matrix(expert, "down"))
+            output = fused.add_bias(self._native, "down_proj", expert, output)
             result.index_add_(0, tokens, (output * weights).to(result.dtype))
         return result

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moetool.modules import fused
+
 
 class Collector(Protocol):
     """Gathers statistics of one MoE layer, one expert and batch at a time."""
@@ -27,9 +29,9 @@ class Collector(Protocol):
             expert: its index.
             windows: `[routed]` index within the batch of the window each token belongs to, ascending.
             inputs: `[routed, hidden]`.
-            gate_up: `[routed, 2 · intermediate]` before the activation function.
+            gate_up: `[routed, 2 · intermediate]`, without gates `[routed, intermediate]`: products, without biases.
             activation: `[routed, intermediate]`, the input of the down matrix.
-            output: `[routed, hidden]`, before it is weighted by the router.
+            output: `[routed, hidden]`, its product, before it is weighted by the router.
         """
 
     def observe_sum(self, activations: Tensor) -> None:
@@ -44,6 +46,7 @@ def observed(experts: nn.Module, length: int, collectors: Sequence[Collector]) -
     same activations to the last bit. `length` is the number of tokens per window.
     """
     module: Any = experts
+    first = fused.entering(experts)
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         tokens, top_k = top_k_index.shape
@@ -59,13 +62,14 @@ def observed(experts: nn.Module, length: int, collectors: Sequence[Collector]) -
             pairs, start = order[start:end], end
             rows = pairs // top_k
             inputs = hidden_states[rows]
-            gate_up = F.linear(inputs, module.gate_up_proj[expert])
-            activation = module._apply_gate(gate_up)
+            gate_up = F.linear(inputs, first[expert])
+            activation = fused.activation(module, expert, gate_up)
             output = F.linear(activation, module.down_proj[expert])
             for collector in collectors:
                 collector.observe(expert, rows // length, inputs, gate_up, activation, output)
             if summed is not None:
                 summed.index_add_(0, rows, (activation * weights[pairs]).detach().to(summed.dtype))
+            output = fused.add_bias(module, "down_proj", expert, output)
             result.index_add_(0, rows, (output * weights[pairs]).to(result.dtype))
         for collector in collectors:
             assert summed is not None

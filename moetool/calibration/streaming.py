@@ -24,7 +24,8 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
-from moetool.architectures import ROLES, Architecture
+from moetool.architectures import Architecture
+from moetool.architectures.base import by_name, fused_name
 from moetool.architectures.dense import DenseArchitecture, is_encoder
 from moetool.calibration.disk_experts import DiskExperts
 from moetool.checkpoint.experts import ExpertReader
@@ -208,21 +209,20 @@ class StreamedModel:
         """Read every expert's matrix into transformers' fused tensors."""
         shape = reader.shape
         like = {"dtype": self.dtype, "device": self.device}
-        gate_up = torch.empty(shape.experts, 2 * shape.intermediate, shape.hidden, **like)  # type: ignore[call-overload]
-        down = torch.empty(shape.experts, shape.hidden, shape.intermediate, **like)  # type: ignore[call-overload]
-        for expert in range(shape.experts):
-            gate_up[expert, : shape.intermediate] = reader.dense(index, expert, "gate")
-            gate_up[expert, shape.intermediate :] = reader.dense(index, expert, "up")
-            down[expert] = reader.dense(index, expert, "down")
-        experts.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
-        experts.down_proj = nn.Parameter(down, requires_grad=False)
+        for roles in shape.groups:
+            rows, columns = shape.matrix(roles[0])
+            fused = torch.empty(shape.experts, len(roles) * rows, columns, **like)  # type: ignore[call-overload]
+            for expert in range(shape.experts):
+                for own, role in zip(fused[expert].chunk(len(roles)), roles, strict=True):
+                    own.copy_(reader.dense(index, expert, role))
+            setattr(experts, fused_name(roles), nn.Parameter(fused, requires_grad=False))
 
     def _fill_shared_expert(self, reader: ExpertReader, index: int, shared: nn.Module) -> None:
         """Read a shared expert that is stored on the base into transformers' own module."""
-        for role in ROLES:
-            matrix = reader.dense(index, reader.shape.experts, role).to(self.device, self.dtype)
-            linear: Any = shared.get_submodule(f"{role}_proj")
-            linear.weight = nn.Parameter(matrix, requires_grad=False)
+        for path, roles in by_name(reader.architecture.shared_expert).items():
+            matrices = [reader.dense(index, reader.shape.experts, role) for role in roles]
+            linear: Any = shared.get_submodule(path.removesuffix(".weight"))
+            linear.weight = nn.Parameter(torch.cat(matrices).to(self.device, self.dtype), requires_grad=False)
 
     @contextmanager
     def _layers_replaced(
@@ -230,12 +230,10 @@ class StreamedModel:
     ) -> Iterator[None]:
         """Let `forward` stand in for every decoder layer. An instance attribute wins over the class's method."""
 
-        in_tuple = isinstance(self.architecture, DenseArchitecture) and self.architecture.returns_tuple
-
         def bind(index: int) -> Callable[..., Any]:
             def replaced(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
                 output = forward(index, hidden_states, args, kwargs)
-                return (output,) if in_tuple else output
+                return (output,) if self.architecture.returns_tuple else output
 
             return replaced
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Architecture, MoEShape, Role
+from moetool.architectures.base import by_name
 from moetool.checkpoint.format import check_unquantised, layer_layouts
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec
@@ -14,7 +15,6 @@ from moetool.representations import Representation
 from moetool.representations.dense import Dense
 from moetool.representations.layout import (
     BASE_CHANNELS,
-    GROUPS,
     GUARD,
     LayerLayout,
     base_name,
@@ -61,7 +61,7 @@ class ExpertReader:
     ) -> Iterator[tuple[str, tuple[int, ...], torch.dtype | None]]:
         """Name, shape and dtype (`None`: the experts' own) of every tensor that stores a layer's experts."""
         layout = layout or self.layout(layer)
-        for roles in GROUPS:
+        for roles in self.shape.groups:
             native = layout.weights[roles[0]] is None
             count = self.shape.experts if native else 1
             matrices = {role: self.shape.matrix(role) if native else layout.native_shape(role) for role in roles}
@@ -76,6 +76,12 @@ class ExpertReader:
         for name, stored in layout.own_tensors():
             yield prefix + name, stored.shape, stored.dtype
 
+    def _bias_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for roles in self.shape.groups:
+            if roles[0] in self.shape.biases:
+                rows = sum(self.shape.matrix(role)[0] for role in roles)
+                yield self.architecture.bias_name(layer, roles[0]), (self.shape.experts, rows)
+
     def count(self, layer: int) -> int:
         """Experts of a layer: the routed ones, and the shared one if it is stored on their base."""
         return self.layout(layer).stored_experts
@@ -86,10 +92,13 @@ class ExpertReader:
         Raises:
             InvalidInputError: the family has none, or one of another width than the routed experts.
         """
-        names = self.architecture.shared_expert_names(layer)
+        names = self._shared_expert_tensors(layer)
         if not names:
             raise InvalidInputError(f"{self.architecture.name} has no shared expert that could be stored on the base.")
-        specs = [TensorSpec(name, self.dtype, self.shape.matrix(role)) for role, name in names.items()]
+        specs = []
+        for name, roles in names.items():
+            rows, columns = self.shape.matrix(roles[0])
+            specs.append(TensorSpec(name, self.dtype, (len(roles) * rows, columns)))
         for spec in specs:
             found = self.checkpoint.tensors.get(spec.name)
             if found is not None and found.shape != spec.shape:
@@ -100,6 +109,20 @@ class ExpertReader:
             if found is None and not self.layout(layer).is_extended:
                 raise InvalidInputError(f"Tensor {spec.name} of the shared expert is missing.")
         return specs
+
+    def _shared_expert_tensors(self, layer: int) -> dict[str, list[Role]]:
+        return by_name(self.architecture.shared_expert_names(layer))
+
+    def shared_expert_tensors(self, layer: int, matrix: Callable[[Role], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The shared expert under its native names, `matrix(role)` each."""
+        for name, roles in self._shared_expert_tensors(layer).items():
+            yield name, torch.cat([matrix(role) for role in roles])
+
+    def _read_shared_expert(self, layer: int, role: Role) -> Tensor:
+        name = self.architecture.shared_expert_names(layer)[role]
+        rows = self.shape.matrix(role)[0]
+        start = self._shared_expert_tensors(layer)[name].index(role) * rows
+        return self.checkpoint.read_rows(name, start, start + rows)
 
     def specs(self, layer: int, layout: LayerLayout | None = None) -> list[TensorSpec]:
         """Every tensor that stores a layer's experts (by default as they are), by full name on disk."""
@@ -114,7 +137,8 @@ class ExpertReader:
         blocks = tuple(architecture.block_prefix(layer) for layer in self.moe_layers)
         experts = {name: shape for layer in self.moe_layers for name, shape, _ in self._shapes(layer)}
         routers = dict.fromkeys(map(architecture.router_name, self.moe_layers), (self.shape.experts, self.shape.hidden))
-        expected = experts | routers
+        biases = {name: shape for layer in self.moe_layers for name, shape in self._bias_shapes(layer)}
+        expected = experts | biases | routers
         if missing := [name for name in expected if name not in tensors]:
             raise InvalidInputError(
                 f"Tensor {missing[0]} is missing from {self.checkpoint.path} ({len(missing)} missing in all): "
@@ -144,14 +168,14 @@ class ExpertReader:
     @property
     def dtype(self) -> torch.dtype:
         """Storage dtype of the experts."""
-        return self.checkpoint.tensors[self.architecture.weight_name(self.moe_layers[0], 0, "gate")].dtype
+        return self.checkpoint.tensors[self.architecture.weight_name(self.moe_layers[0], 0, "down")].dtype
 
     def _read_native(self, layer: int, expert: int, role: Role, shape: tuple[int, int]) -> Tensor:
         """The `expert`-th matrix `[out, in]` under native names: an expert's own, or (the 0th) the base."""
         name = self.architecture.weight_name(layer, expert, role)
         if not self.architecture.is_fused:
             return self.checkpoint.read(name)
-        start = shape[0] if role == "up" else 0
+        start = self.shape.roles.index(role) * shape[0] if role != "down" else 0
         return self.checkpoint.read_part(name, expert, start, start + shape[0])
 
     def _decode(
@@ -176,12 +200,17 @@ class ExpertReader:
         """
         weights = self.layout(layer).weights[role]
         if expert == self.shape.experts and not self.layout(layer).is_extended:
-            return self.checkpoint.read(self.architecture.shared_expert_names(layer)[role])
+            return self._read_shared_expert(layer, role)
         if weights is None:
             return self._read_native(layer, expert, role, self.shape.matrix(role))
         if weights[expert] != Dense():
             return None
         return self.checkpoint.read(self.architecture.experts_prefix(layer) + delta_name(expert, role, "matrix"))
+
+    def bias(self, layer: int, expert: int, role: Role) -> Tensor:
+        """The bias `[out]` beside an expert's matrix, of experts that have one there."""
+        rows = self.checkpoint.read_rows(self.architecture.bias_name(layer, role), expert, expert + 1)[0]
+        return rows.chunk(2)[self.shape.roles.index(role)] if "gate" in self.shape.roles and role != "down" else rows
 
     def base(self, layer: int, role: Role) -> Tensor:
         """The base of a layer that has one, `[out, in]` without pruned channels, in its storage dtype if it is dense

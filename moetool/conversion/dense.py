@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moetool.architectures import Role
+from moetool.architectures import MoEShape, Role
 from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
 from moetool.checkpoint.format import check_unquantised
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
+from moetool.representations.mixture import Mixture
 
 
 class DenseModel:
@@ -100,15 +101,16 @@ class DenseModel:
         """Shape `[out, in]` of one matrix."""
         return (self.hidden, self.intermediate) if role == "down" else (self.intermediate, self.hidden)
 
-    def has_bias(self, role: Role) -> bool:
-        """Whether there is a bias beside a matrix."""
-        return self.architecture.bias_name(0, role) in self.checkpoint.tensors
-
     @property
-    def is_fusable(self) -> bool:
-        """Whether its FFNs are gated and free of biases, as the experts of all mixture-of-experts families are."""
-        roles = self.architecture.roles
-        return "gate" in roles and not any(self.has_bias(role) for role in roles)
+    def biases(self) -> tuple[Role, ...]:
+        """The matrices with a bias beside them."""
+        architecture = self.architecture
+        return tuple(role for role in architecture.roles if architecture.bias_name(0, role) in self.checkpoint.tensors)
+
+    def mixture_shape(self, mixture: Mixture) -> MoEShape:
+        """The shape of a mixture of its FFNs, or of pieces of them."""
+        roles, biases = self.architecture.roles, self.biases
+        return MoEShape(mixture.experts, mixture.top_k, self.hidden, mixture.intermediate, roles, biases)
 
     def matrix(self, layer: int, role: Role) -> Tensor:
         """One matrix `[out, in]`, in the dtype it is stored in."""
@@ -127,6 +129,6 @@ class DenseModel:
         if self.architecture.spread is not None:
             roles = self.architecture.roles
             found = {self.architecture.weight_name(layer, role) for role in roles}
-            return found | {self.architecture.bias_name(layer, role) for role in roles if self.has_bias(role)}
+            return found | {self.architecture.bias_name(layer, role) for role in self.biases}
         prefix = self.architecture.ffn_prefix(layer)
         return {name for name in self.checkpoint.tensors if name.startswith(prefix)}

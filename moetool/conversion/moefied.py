@@ -132,7 +132,7 @@ class Moefied(Converted):
             rows, columns = dense.shape(role)
             shape = (len(halves) * rows, columns)
             yield self.joined(f"{name}.weight", shape, [partial(self._matrix, layer, half) for half in halves])
-            if dense.has_bias(role):
+            if role in dense.biases:
                 length = dense.hidden if role == "down" else width * len(halves)
                 yield self.joined(f"{name}.bias", (length,), [partial(self._bias, layer, role)])
 
@@ -155,7 +155,7 @@ class Moefied(Converted):
     def parameters(self) -> dict[str, int]:
         dense = self.dense
         added = len(self.layers) * (self.selector_size + dense.intermediate)
-        neuron = sum(dense.hidden + (role != "down" and dense.has_bias(role)) for role in dense.architecture.roles)
+        neuron = sum(dense.hidden + (role != "down" and role in dense.biases) for role in dense.architecture.roles)
         chosen = chosen_experts(self.keep, self.experts)
         idle = len(self.layers) * (self.experts - chosen) * (dense.intermediate // self.experts) * neuron
         total = dense.parameters + added

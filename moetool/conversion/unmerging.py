@@ -25,7 +25,7 @@ class Unmerging:
 
     Args:
         checkpoint: the mixture.
-        experts: reads its experts; `None` where they are modules of the dense family (moetool's own mixture).
+        experts: reads its experts.
         architecture: the dense family to write.
         native: whether the mixture is of another family, and has its norms.
         tensors: headers of the dense checkpoint that is wanted.
@@ -42,7 +42,7 @@ class Unmerging:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        experts: ExpertReader | None,
+        experts: ExpertReader,
         architecture: DenseArchitecture,
         tensors: Mapping[str, TensorInfo],
         layers: tuple[int, ...],
@@ -103,15 +103,7 @@ class Unmerging:
         roles: list[Role] = [role for role, own in self._dense.weights.items() if own == matrix]
         if not roles:
             raise InvalidInputError(f"{name} is no part of a feed-forward network that moetool knows.")
-        if self._experts is not None:
-            dtype = self._experts.dtype
-        else:
-            dtype = self._checkpoint.info(self._own_name(layer, 0, roles[0], bias)).dtype
-        return dtype, [partial(self._role, layer, role, bias) for role in roles]
-
-    def _own_name(self, layer: int, expert: int, role: Role, bias: bool) -> str:
-        own = self._dense.weights[role]
-        return f"{self._dense.ffn_prefix(layer)}experts.{expert}.{own.removesuffix('weight') + 'bias' if bias else own}"
+        return self._experts.dtype, [partial(self._role, layer, role, bias) for role in roles]
 
     def _role(self, layer: int, role: Role, bias: bool) -> Iterator[Tensor]:
         """One matrix or bias of the chosen expert, put together from its pieces."""
@@ -127,12 +119,9 @@ class Unmerging:
             yield from pieces
 
     def _piece(self, layer: int, expert: int, role: Role, bias: bool) -> Tensor:
-        if self._experts is not None:
-            return self._experts.dense(layer, expert, role).to(self._experts.dtype)
-        matrix = self._checkpoint.read(self._own_name(layer, expert, role, bias))
-        if not bias and role != "down" and self._dense.is_joined:
-            return matrix.chunk(2)[0 if role == "gate" else 1]
-        return matrix
+        if bias:
+            return self._experts.bias(layer, expert, role)
+        return self._experts.dense(layer, expert, role).to(self._experts.dtype)
 
 
 def _in_parts(dtype: torch.dtype, shape: tuple[int, ...], parts: Parts) -> InParts:

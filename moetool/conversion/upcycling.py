@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moetool.architectures import Role
-from moetool.architectures.own_mixture import FUSED, ROUTER, SHARED
+from moetool.architectures import MoEShape, Role
+from moetool.architectures.base import by_name
+from moetool.architectures.own_mixture import ROUTER, SHARED, fused_names
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.format import format_entry
 from moetool.checkpoint.writer import TensorSpec
@@ -78,14 +79,12 @@ class Upcycled(Converted):
     def parameters(self) -> dict[str, int]:
         guards = len(self.mixture.layers) if self.target.architecture is None else 0
         total = sum(math.prod(made.spec.shape) for _, unit in self.units() for made in unit) - guards
-        expert = sum(
-            math.prod(self._shape(role)) + (self._shape(role)[0] if self.dense.has_bias(role) else 0)
-            for role in self.dense.architecture.roles
-        )
-        idle = len(self.mixture.layers) * (self.mixture.experts - self.mixture.top_k) * expert
+        shape, unused = self.shape, self.mixture.experts - self.mixture.top_k
+        idle = len(self.mixture.layers) * unused * (shape.expert_parameters + shape.bias_parameters)
         if self.layouts:
-            differences = sum(layout.added_parameters() for layout in self.layouts.values())
-            idle = round(differences * (1 - self.mixture.top_k / self.mixture.experts))
+            routed = range(self.mixture.experts)
+            own = sum(layout.expert_parameters(expert) for layout in self.layouts.values() for expert in routed)
+            idle = round(own * unused / self.mixture.experts)
         return {"total": total, "active": total - idle, "added": total - self.dense.parameters}
 
     @property
@@ -97,9 +96,28 @@ class Upcycled(Converted):
         """Whether dense layers have gate and up apart although the source has them in one tensor."""
         return self.target.architecture is not None and self.dense.architecture.is_joined
 
+    @property
+    def shape(self) -> MoEShape:
+        """Of every mixture."""
+        return self.dense.mixture_shape(self.mixture)
+
     def _shape(self, role: Role) -> tuple[int, int]:
-        rows, columns = self.dense.hidden, self.mixture.intermediate
-        return (rows, columns) if role == "down" else (columns, rows)
+        return self.shape.matrix(role)
+
+    @property
+    def _names(self) -> Mapping[Role, str]:
+        """The experts' matrices on disk, relative to the block."""
+        family = self.target.architecture
+        return fused_names(self.dense.architecture.roles) if family is None else family.weights
+
+    def _block_prefix(self, layer: int) -> str:
+        family = self.target.architecture
+        return self.dense.architecture.ffn_prefix(layer) if family is None else family.block_prefix(layer)
+
+    @property
+    def _routed_scale(self) -> float:
+        """What down matrices of routed experts are multiplied by, where a family has no word for it."""
+        return 0.5 if self.mixture.shared == "half" and self.target.architecture is not None else 1.0
 
     # What is not a feed-forward network.
 
@@ -162,6 +180,7 @@ class Upcycled(Converted):
                 yield from self._dense_ffn(layer)
             return
         yield from self._differences(layer) if layer in self.layouts else self._experts(layer)
+        yield from self._biases(layer)
         yield self._routing(layer)
         if self.mixture.shared != "none":
             yield from self._shared(layer)
@@ -184,12 +203,8 @@ class Upcycled(Converted):
         return mean([model.bias(layer, role) for model in self._models])
 
     def _experts(self, layer: int) -> Iterator[Made]:
-        mixture, dense, family = self.mixture, self.dense.architecture, self.target.architecture
-        separate: Mapping[Role, str] = {role: f"experts.{{expert}}.{name}" for role, name in dense.weights.items()}
-        own = FUSED if self.dense.is_fusable else separate
-        prefix = dense.ffn_prefix(layer) if family is None else family.block_prefix(layer)
-        scale = 0.5 if mixture.shared == "half" and family is not None else 1.0
-        for template, roles in _by_name(own if family is None else family.weights).items():
+        mixture, scale, prefix = self.mixture, self._routed_scale, self._block_prefix(layer)
+        for template, roles in by_name(self._names).items():
             rows, columns = sum(self._shape(role)[0] for role in roles), self._shape(roles[0])[1]
 
             def parts(*experts: int, roles: list[Role] = roles) -> list[Callable[[], Tensor]]:
@@ -200,19 +215,20 @@ class Upcycled(Converted):
                     yield self.joined(prefix + template.format(expert=expert), (rows, columns), parts(expert))
             else:
                 yield self.joined(prefix + template, (mixture.experts, rows, columns), parts(*range(mixture.experts)))
-        for role in dense.roles:
-            if self.dense.has_bias(role):
-                for expert in range(mixture.experts):
-                    name = prefix + separate[role].format(expert=expert).removesuffix("weight") + "bias"
-                    shape = (self._shape(role)[0],)
-                    yield self.joined(name, shape, [partial(self.experts.bias, layer, expert, role)])
+
+    def _biases(self, layer: int) -> Iterator[Made]:
+        """Every expert's own, however its matrices are stored."""
+        for template, roles in by_name(self._names).items():
+            if roles[0] in self.dense.biases:
+                experts = range(self.mixture.experts)
+                parts = [partial(self.experts.bias, layer, expert, role) for expert in experts for role in roles]
+                shape = (self.mixture.experts, sum(self._shape(role)[0] for role in roles))
+                yield self.joined(f"{self._block_prefix(layer)}{template}_bias", shape, parts)
 
     def _differences(self, layer: int) -> Iterator[Made]:
         """The dense FFN as the base of all experts, and differences that are zero (DeRS, arXiv:2503.01359, §3.3)."""
-        family, dense = self.target.architecture, self.dense.architecture
-        prefix = dense.ffn_prefix(layer) if family is None else family.block_prefix(layer)
-        scale = 0.5 if self.mixture.shared == "half" and family is not None else 1.0
-        for template, roles in _by_name(FUSED if family is None else family.weights).items():
+        scale, prefix = self._routed_scale, self._block_prefix(layer)
+        for template, roles in by_name(self._names).items():
             rows, columns = sum(self._shape(role)[0] for role in roles), self._shape(roles[0])[1]
             shape = (rows, columns) if "{expert}" in template else (1, rows, columns)
             parts = [partial(self._expert, layer, 0, role, scale) for role in roles]
@@ -245,21 +261,24 @@ class Upcycled(Converted):
         scale = 1.0
         if native:
             scale = (2.0 if self.target.shared_gate else 1.0) * (0.5 if self.mixture.shared == "half" else 1.0)
-        prefix = dense.layer_prefix(layer) if native else dense.ffn_prefix(layer) + SHARED
+        prefix = "" if native else f"{dense.ffn_prefix(layer)}{SHARED}."
 
         def part(role: Role) -> Tensor:
             matrix = self._averaged(layer, role)
             return matrix * scale if role == "down" else matrix
 
-        for name, roles in _by_name(self.target.shared if native else dense.weights).items():
+        on_base = layer in self.layouts and self.layouts[layer].is_extended
+        for name, roles in by_name(self._native_shared(layer) or dense.weights).items() if not on_base else ():
             rows, columns = sum(self.dense.shape(role)[0] for role in roles), self.dense.shape(roles[0])[1]
             yield self.joined(prefix + name, (rows, columns), [partial(part, role) for role in roles])
-        for role in dense.roles:
-            if self.dense.has_bias(role):
-                name = prefix + dense.weights[role].removesuffix("weight") + "bias"
-                shape = (self.dense.shape(role)[0],)
-                yield self.joined(name, shape, [partial(self._averaged_bias, layer, role)])
+        for role in self.dense.biases:
+            name = prefix + dense.weights[role].removesuffix("weight") + "bias"
+            yield self.joined(name, (self.dense.shape(role)[0],), [partial(self._averaged_bias, layer, role)])
         yield from self._shared_gate(layer)
+
+    def _native_shared(self, layer: int) -> dict[Role, str]:
+        """The shared expert's matrices, in a family that has one."""
+        return {} if self.target.architecture is None else self.target.architecture.shared_expert_names(layer)
 
     def _idle_rows(self, layer: int, role: Role) -> Tensor:
         stream = generator(self.seed, "idle", layer, role)
@@ -273,19 +292,10 @@ class Upcycled(Converted):
 
     def _idle_shared(self, layer: int) -> Iterator[Made]:
         """A shared expert whose output is zero until it is trained."""
-        prefix = self.dense.architecture.layer_prefix(layer)
-        for role, name in self.target.shared.items():
+        for role, name in self._native_shared(layer).items():
             shape = (self.dense.hidden, IDLE_WIDTH) if role == "down" else (IDLE_WIDTH, self.dense.hidden)
             if role == "down":
-                yield self.filled(prefix + name, shape)
+                yield self.filled(name, shape)
             else:
-                yield self.joined(prefix + name, shape, [partial(self._idle_rows, layer, role)])
+                yield self.joined(name, shape, [partial(self._idle_rows, layer, role)])
         yield from self._shared_gate(layer)
-
-
-def _by_name(names: Mapping[Role, str]) -> dict[str, list[Role]]:
-    """The roles that each tensor holds, one below the other."""
-    found: dict[str, list[Role]] = {}
-    for role, name in names.items():
-        found.setdefault(name, []).append(role)
-    return found

@@ -6,7 +6,7 @@ import psutil
 import torch
 from torch import nn
 
-from moetool.architectures import ROLES
+from moetool.architectures.base import by_name, fused_name
 from moetool.modules.experts import SharedBaseExperts, SharedExpertOnBase
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
@@ -44,22 +44,25 @@ def dense_experts(module: SharedBaseExperts) -> nn.Module:
     """The native experts module of the same family, in the same dtype and on the same device."""
     with torch.device("meta"):
         native: Any = module.native_class(module.config)
-    shape, like = module.layout.shape, module.gate_up_proj
-    gate_up = like.new_empty(shape.experts, 2 * shape.intermediate, shape.hidden)
-    down = like.new_empty(shape.experts, shape.hidden, shape.intermediate)
-    for expert in range(shape.experts):
-        gate_up[expert, : shape.intermediate] = module.dense(expert, "gate")
-        gate_up[expert, shape.intermediate :] = module.dense(expert, "up")
-        down[expert] = module.dense(expert, "down")
-    native.gate_up_proj, native.down_proj = nn.Parameter(gate_up), nn.Parameter(down)
+    shape, like = module.layout.shape, module.down_proj
+    for roles in shape.groups:
+        rows, columns = shape.matrix(roles[0])
+        fused = like.new_empty(shape.experts, len(roles) * rows, columns)
+        for expert in range(shape.experts):
+            for own, role in zip(fused[expert].chunk(len(roles)), roles, strict=True):
+                own.copy_(module.dense(expert, role))
+        setattr(native, fused_name(roles), nn.Parameter(fused))
+        if roles[0] in shape.biases:
+            setattr(native, f"{fused_name(roles)}_bias", getattr(module, f"{fused_name(roles)}_bias"))
     return native.train(module.training)
 
 
 def _dense_shared_expert(module: SharedExpertOnBase) -> nn.Module:
     experts, native = module.experts, module.native
-    for role in ROLES:
-        linear: Any = native.get_submodule(f"{role}_proj")
-        linear.weight = nn.Parameter(experts.dense(experts.num_experts, role).to(experts.gate_up_proj.dtype))
+    for path, roles in by_name(module.names).items():
+        linear: Any = native.get_submodule(path.removesuffix(".weight"))
+        matrices = [experts.dense(experts.num_experts, role).to(experts.down_proj.dtype) for role in roles]
+        linear.weight = nn.Parameter(torch.cat(matrices))
     return native.train(module.training)
 
 
@@ -76,11 +79,11 @@ def apply_synthesis(model: Any, choice: Synthesis) -> bool:
         if forms <= _CHEAP or any(module.layout.dynamic_channels for module in modules):
             return False
         needed = sum(
-            3 * shape.experts * shape.hidden * shape.intermediate * module.gate_up_proj.element_size()
+            shape.experts * shape.expert_parameters * module.down_proj.element_size()
             for module in modules
             for shape in [module.layout.shape]
         )
-        device = modules[0].gate_up_proj.device
+        device = modules[0].down_proj.device
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
         if needed > free / 2:
             return False

@@ -50,7 +50,8 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
             model.set_submodule(path, experts)
             if layout.is_extended:
                 beside = path.removesuffix(architecture.experts_module) + architecture.shared_expert_module
-                model.set_submodule(beside, SharedExpertOnBase(experts, model.get_submodule(beside)))
+                names = architecture.shared_expert
+                model.set_submodule(beside, SharedExpertOnBase(experts, model.get_submodule(beside), names))
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         # transformers does not fail on tensors that are missing from a file; it leaves memory as it found it.

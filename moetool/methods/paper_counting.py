@@ -33,7 +33,7 @@ def paper_rank(ratio: float, pruned: float, shape: MoEShape, moe_layers: int, to
         UsageError: bases and everything that is not an expert are already more.
     """
     matrix = shape.hidden * shape.intermediate
-    experts = 3 * matrix * shape.experts * moe_layers
+    experts = shape.expert_parameters * shape.experts * moe_layers
     kept = 1 - ratio * total / experts - (1 - pruned) / shape.experts
     if kept <= 0:
         highest = (1 - (1 - pruned) / shape.experts) * experts / total

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moetool.architectures.dense import find_dense_architecture
+from moetool.modules.fused import weighted_sum
 from moetool.modules.insertion import Routed, add_guard, path_in
-from moetool.modules.mixture import weighted_sum
 
 
 class Adapters(nn.Module):

@@ -6,6 +6,7 @@ sum of the activations: `Σ_i G_i (B + Δ_i) h_i = B (Σ_i G_i h_i) + Σ_i Δ_i 
 (D²-MoE, Eq. 10). With the base inside every expert the model would be slower than the original.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from moetool.architectures import ROLES, Role
+from moetool.architectures import Role
+from moetool.architectures.base import fused_name
+from moetool.modules.fused import activated, entering
 from moetool.modules.rows import add_rows
 from moetool.representations.base import Weight, empty_parameter
 from moetool.representations.layout import LayerLayout
@@ -22,17 +25,19 @@ from moetool.representations.layout import LayerLayout
 class SharedBaseExperts(nn.Module):
     """Experts of one layer as a shared base and one small difference per expert and matrix.
 
-    Parameters keep their native names: `gate_up_proj` and `down_proj` hold the base (leading dimension 1), a guard if
-    the base is stored in another form, or all experts where that group was left alone. `moetool.{expert}.{role}` holds
-    the differences, `moetool.base.{role}` a base that is not dense.
+    Parameters keep their native names: `gate_up_proj` (`up_proj` without gates) and `down_proj` hold the base (leading
+    dimension 1), a guard if the base is stored in another form, or all experts where that group was left alone; biases
+    are every expert's own. `moetool.{expert}.{role}` holds the differences, `moetool.base.{role}` a base that is not
+    dense.
     """
 
     moetool: nn.ModuleDict
+    down_proj: nn.Parameter
 
     def __init__(self, native: nn.Module, layout: LayerLayout) -> None:
         """Build empty on the device and in the dtype of `native`, the fused experts module it replaces."""
         super().__init__()
-        fused: Tensor = native.gate_up_proj  # type: ignore[assignment]
+        fused = entering(native)
         dtype, device, shape = fused.dtype, fused.device, layout.shape
         self.layout = layout
         self.config: Any = native.config
@@ -43,17 +48,15 @@ class SharedBaseExperts(nn.Module):
             shape.intermediate,
         )
         self.native_class = type(native)
-        self.gate_up_base = layout.weights["gate"] is not None
+        self.gate_up_base = layout.weights["up"] is not None
         self.down_base = layout.weights["down"] is not None
-        rows, columns = layout.native_shape("gate")
-        self.gate_up_proj = empty_parameter(
-            (1, 2 * rows, columns) if self.gate_up_base else tuple(fused.shape), dtype, device
-        )
-        self.down_proj = empty_parameter(
-            (1, *layout.native_shape("down")) if self.down_base else (shape.experts, shape.hidden, shape.intermediate),
-            dtype,
-            device,
-        )
+        for roles, has_base in zip(shape.groups, (self.gate_up_base, self.down_base), strict=True):
+            rows, columns = layout.native_shape(roles[0]) if has_base else shape.matrix(roles[0])
+            count = 1 if has_base else shape.experts
+            setattr(self, fused_name(roles), empty_parameter((count, len(roles) * rows, columns), dtype, device))
+            if roles[0] in shape.biases:
+                bias = empty_parameter((shape.experts, len(roles) * shape.matrix(roles[0])[0]), dtype, device)
+                setattr(self, f"{fused_name(roles)}_bias", bias)
         if layout.is_pruned:
             self.register_buffer("base_channels", torch.zeros(layout.base_channels, dtype=torch.int32, device=device))
         self.moetool = nn.ModuleDict({str(expert): nn.ModuleDict() for expert in range(layout.stored_experts)})
@@ -61,7 +64,7 @@ class SharedBaseExperts(nn.Module):
             str(role): nn.ParameterDict(
                 {name: empty_parameter(stored.shape, stored.dtype or dtype, device) for name, stored in common.items()}
             )
-            for role in ROLES
+            for role in shape.roles
             if (common := layout.shared_tensors(role))
         }
         if shared:
@@ -97,27 +100,43 @@ class SharedBaseExperts(nn.Module):
         return full.index_copy(1, self.base_channels.long(), values)  # type: ignore[operator]
 
     def _base_gate_up(self, hidden: Tensor) -> dict[Role, Tensor]:
-        """Gate and up of the base, once per token: two times `[tokens, intermediate]`."""
+        """Gate and up of the base, once per token: `[tokens, intermediate]` each."""
+        roles = self.layout.shape.entering
         if not self.gate_up_base:
             return {}
-        if self.layout.has_dense_base("gate"):
-            gate, up = F.linear(hidden, self.gate_up_proj[0]).chunk(2, dim=-1)
+        if self.layout.has_dense_base("up"):
+            values: Sequence[Tensor] = F.linear(hidden, entering(self)[0]).chunk(len(roles), dim=-1)
         else:
-            gate, up = self._compact("gate")(hidden), self._compact("up")(hidden)
-        return {"gate": self._spread(gate), "up": self._spread(up)}
+            values = [self._compact(role)(hidden) for role in roles]
+        return {role: self._spread(own) for role, own in zip(roles, values, strict=True)}
 
-    def _activation(self, expert: int, hidden: Tensor, base: dict[Role, Tensor], tokens: Tensor) -> Tensor:
+    def _biases(self, expert: int) -> dict[Role, Tensor]:
+        """Those of a routed expert, `[out]` each."""
+        found: dict[Role, Tensor] = {}
+        for roles in self.layout.shape.groups:
+            if roles[0] in self.layout.shape.biases:
+                fused: Tensor = getattr(self, f"{fused_name(roles)}_bias")
+                found.update(zip(roles, fused[expert].chunk(len(roles)), strict=True))
+        return found
+
+    def _activation(
+        self, expert: int, hidden: Tensor, base: dict[Role, Tensor], tokens: Tensor, biases: Mapping[Role, Tensor]
+    ) -> Tensor:
         """`act(gate x) · up x` of one expert for its tokens: `[routed, intermediate]`."""
+        roles = self.layout.shape.entering
         if not self.gate_up_base:
-            gate, up = F.linear(hidden, self.gate_up_proj[expert]).chunk(2, dim=-1)
+            values = list(F.linear(hidden, entering(self)[expert]).chunk(len(roles), dim=-1))
         else:
-            gate, up = (
+            values = [
                 base[role][tokens] + self.delta(expert, role)(hidden)
                 if self._uses_base(expert, role)
                 else self.delta(expert, role)(hidden)
-                for role in ("gate", "up")
-            )
-        return self.act_fn(gate) * up
+                for role in roles
+            ]
+        return activated(
+            self.act_fn,
+            [own + biases[role] if role in biases else own for role, own in zip(roles, values, strict=True)],
+        )
 
     def _base_down(self, activations: Tensor) -> Tensor:
         """The down base on summed activations `[tokens, intermediate]`, without the batch's weakest channels.
@@ -180,24 +199,35 @@ class SharedBaseExperts(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """One expert on the tokens `rows`: activations times `weights` [routed, 1], and what its own matrix makes of
         them, `[routed, intermediate]` and `[routed, hidden]`."""
-        activation = self._activation(expert, hidden[rows], base, rows)
+        biases = self._biases(expert)
+        activation = self._activation(expert, hidden[rows], base, rows, biases)
         activation = (activation * weights).to(hidden.dtype)
-        if not self.down_base:
-            return activation, F.linear(activation, self.down_proj[expert])
-        return activation, self.delta(expert, "down")(activation)
+        if self.down_base:
+            product = self.delta(expert, "down")(activation)
+        else:
+            product = F.linear(activation, self.down_proj[expert])
+        return activation, product + weights * biases["down"] if "down" in biases else product
 
     def _base(self, role: Role) -> Tensor:
         """The base `[out, in]` without pruned channels."""
         if not self.layout.has_dense_base(role):
             return self._compact(role).dense()
-        return self.down_proj[0] if role == "down" else self.gate_up_proj[0].chunk(2)[("gate", "up").index(role)]
+        return self._native(0, role)
 
-    def shared_expert(self, hidden_states: Tensor) -> Tensor:
-        """The shared expert where it is stored on the base: `[…, hidden]` → the same. It is the last of the experts."""
+    def _native(self, index: int, role: Role) -> Tensor:
+        """The matrix `[out, in]` of a role that stands in the fused tensors."""
+        roles = self.layout.shape.entering
+        return self.down_proj[index] if role == "down" else entering(self)[index].chunk(len(roles))[roles.index(role)]
+
+    def shared_expert(self, hidden_states: Tensor, biases: Mapping[Role, Tensor]) -> Tensor:
+        """The shared expert where it is stored on the base: `[…, hidden]` → the same. It is the last of the experts,
+        and its `biases` are elsewhere."""
         hidden, last = hidden_states.reshape(-1, self.hidden_dim), self.num_experts
         everywhere = torch.arange(len(hidden), device=hidden.device)
-        activation = self._activation(last, hidden, self._base_gate_up(hidden), everywhere).to(hidden.dtype)
+        activation = self._activation(last, hidden, self._base_gate_up(hidden), everywhere, biases).to(hidden.dtype)
         output = self.delta(last, "down")(activation)
+        if "down" in biases:
+            output = output + biases["down"]
         if self._uses_base(last, "down"):
             output = output + self._base_down(activation)
         return output.to(hidden_states.dtype).view_as(hidden_states)
@@ -206,9 +236,7 @@ class SharedBaseExperts(nn.Module):
     def dense(self, expert: int, role: Role) -> Tensor:
         """The matrix `[out, in]` that an expert's stored form stands for, in fp32 (dynamic pruning left out)."""
         if self.layout.weights[role] is None:
-            if role == "down":
-                return self.down_proj[expert].float()
-            return self.gate_up_proj[expert].chunk(2)[("gate", "up").index(role)].float()
+            return self._native(expert, role).float()
         delta = self.delta(expert, role).dense().float()
         if not self._uses_base(expert, role):
             return delta
@@ -224,20 +252,28 @@ class SharedBaseExperts(nn.Module):
         self.load_state_dict(tensors, strict=True, assign=True)
 
     def extra_repr(self) -> str:
-        ranks = {role: [w.spec for w in self.layout.weights[role] or ()] or "native" for role in ROLES}
+        weights = self.layout.weights
+        ranks = {role: [weight.spec for weight in own or ()] or "native" for role, own in weights.items()}
         return f"channels={self.layout.base_channels}/{self.intermediate_dim}, {ranks}"
 
 
 class SharedExpertOnBase(nn.Module):
     """Stands where the family has its shared expert; the routed experts, whose base it shares, compute it.
 
-    Holds no parameters: both modules are kept in a tuple, so that neither is registered a second time.
+    Holds no more than the biases, under their native names: both modules are kept in a tuple, so that neither is
+    registered a second time.
     """
 
-    def __init__(self, experts: SharedBaseExperts, native: nn.Module) -> None:
-        """`native` is the module this one replaces."""
+    def __init__(self, experts: SharedBaseExperts, native: nn.Module, names: Mapping[Role, str]) -> None:
+        """`native` is the module this one replaces; `names` are those of its matrices, by role."""
         super().__init__()
         self._modules_elsewhere = experts, native
+        self.names = dict(names)
+        for role in experts.layout.shape.biases:
+            path = names[role].removesuffix(".weight")
+            holder = nn.Module()
+            holder.bias = native.get_submodule(path).bias
+            self.add_module(path, holder)
 
     @property
     def experts(self) -> SharedBaseExperts:
@@ -251,4 +287,8 @@ class SharedExpertOnBase(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[…, hidden]` → the same."""
-        return self.experts.shared_expert(hidden_states)
+        biases: dict[Role, Tensor] = {
+            role: self.get_parameter(self.names[role].removesuffix("weight") + "bias")
+            for role in self.experts.layout.shape.biases
+        }
+        return self.experts.shared_expert(hidden_states, biases)

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field
 from safetensors import SafetensorError
 from torch import Tensor
 
-from moetool.architectures import ROLES, Role
+from moetool.architectures import Role
 from moetool.calibration.collectors import LayerStatistics
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.writer import is_finite
@@ -74,13 +74,13 @@ def analyse(path: str | Path, options: AnalysisOptions, progress: Progress | Non
     chosen = _chosen(reader, options)
     statistics = _statistics(source)
     layers = []
-    with phase(progress, "Analyse", len(chosen) * len(ROLES) * (reader.shape.experts + 1)):
+    with phase(progress, "Analyse", len(chosen) * len(reader.shape.roles) * (reader.shape.experts + 1)):
         for layer in chosen:
             measured = statistics.get(layer)
             fisher = measured.fisher if measured is not None and measured.has_fisher else None
             roles: dict[str, dict[str, Any]] = {
                 role: _analyse_role(reader, layer, role, None if fisher is None else fisher[role], progress.advance)
-                for role in ROLES
+                for role in reader.shape.roles
             }
             total = None if fisher is None else math.fsum(entry["sensitivity"] for entry in roles.values())
             layers.append({"layer": layer, "sensitivity": total, "token_share": _token_share(measured), **roles})
@@ -105,7 +105,7 @@ def _statistics(source: Source) -> dict[int, LayerStatistics]:
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise InvalidInputError(f"{path} is damaged ({error}). Delete it to do without.") from error
     for layer, measured in statistics.items():
-        fits = all(measured.fisher[role].shape == (shape.experts, shape.matrix(role)[0]) for role in ROLES)
+        fits = all(measured.fisher[role].shape == (shape.experts, shape.matrix(role)[0]) for role in shape.roles)
         if not fits or measured.tokens.shape != (shape.experts,):
             raise InvalidInputError(f"{path} does not fit the experts of layer {layer}. Delete it to do without.")
     return statistics
@@ -210,7 +210,7 @@ def _notes(
     reader: ExpertReader, layers: Sequence[dict[str, Any]], statistics: Mapping[int, LayerStatistics]
 ) -> Iterator[str]:
     """Everything that is missing or was decided, in sentences."""
-    roles = {f"{entry['layer']} {role}": entry[role] for entry in layers for role in ROLES}
+    roles = {f"{entry['layer']} {role}": entry[role] for entry in layers for role in reader.shape.roles}
     layouts = [reader.layout(entry["layer"]) for entry in layers]
     if any(entry["base"] == "mean" for entry in roles.values()):
         yield "Where no base is stored, the plain mean of the experts stands for it."

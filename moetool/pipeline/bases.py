@@ -78,7 +78,7 @@ class LayerBase:
     @property
     def representations(self) -> dict[Role, Representation]:
         """How the base of each role is stored."""
-        return {role: self.compact[role][0] if role in self.compact else Dense() for role in ROLES}
+        return {role: self.compact[role][0] if role in self.compact else Dense() for role in self.matrices}
 
     def save(self, path: Path) -> None:
         """Write atomically."""
@@ -122,7 +122,7 @@ def unweighted_base(
     count = experts.shape.experts + shared_expert
     matrices = {
         role: merge(method, role, [experts.dense(layer, expert, role) for expert in range(count)]).to(experts.dtype)
-        for role in ROLES
+        for role in experts.shape.roles
     }
     return LayerBase(matrices, torch.arange(experts.shape.intermediate), experts.shape.intermediate, None)
 
@@ -146,7 +146,7 @@ def measured_base(calibrated: CalibratedJob, index: int, layer: nn.Module, metho
     statistics = LayerStatistics(usage.tokens, rows, usage.channel_energy)
     sums = {} if regression is None else {role: Regression(*own) for role, own in regression.sums().items()}
     matrices: dict[Role, Tensor] = {}
-    for role in ROLES:
+    for role in reader.shape.roles:
         weights = [reader.dense(index, expert, role).to(device) for expert in range(reader.shape.experts)]
         base = merge(method, role, weights, usage.tokens, (fisher.weighted, fisher.total), sums)
         matrices[role] = to_cpu(base.to(reader.dtype))
@@ -162,7 +162,7 @@ def factored_base(calibrated: CalibratedJob, index: int, layer: nn.Module, base:
     collector = BaseGramCollector(reader.shape, base.full("down").to(device))
     calibrated.sweep.forward(index, layer, [collector], keep=False)
     compact: dict[Role, tuple[Representation, dict[str, Tensor]]] = {}
-    for role in ROLES:
+    for role in reader.shape.roles:
         matrix = base.full(role).to(device)
         rank = base_rank(reader.shape.matrix(role), ratio)
         if role != "down":
@@ -194,7 +194,7 @@ def stored_bases(experts: ExpertReader, layer: int) -> dict[Role, tuple[Represen
 def stored_base(experts: ExpertReader, layer: int, statistics: LayerStatistics | None = None) -> LayerBase:
     """The base of a layer of a moetool checkpoint, for the roles that have one."""
     layout = experts.layout(layer)
-    matrices = {role: experts.base(layer, role) for role in ROLES if layout.weights[role] is not None}
+    matrices = {role: experts.base(layer, role) for role in experts.shape.roles if layout.weights[role] is not None}
     compact = stored_bases(experts, layer)
     return LayerBase(matrices, experts.base_channels(layer), experts.shape.intermediate, statistics, compact)
 

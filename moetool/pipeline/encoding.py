@@ -3,7 +3,7 @@
 Every layer is encoded once, into a file of the work directory, and copied from there when the output is written.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -90,9 +90,9 @@ class SparsityOptions(Options):
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of what is dropped.")
 
 
-def base_representations(bits: str | None, group: int) -> dict[Role, Representation]:
+def base_representations(roles: Sequence[Role], bits: str | None, group: int) -> dict[Role, Representation]:
     """How the base of each role is stored."""
-    return dict.fromkeys(ROLES, Dense() if bits is None else base_form(bits, group))
+    return dict.fromkeys(roles, Dense() if bits is None else base_form(bits, group))
 
 
 def encoded_layouts(source: Source, form: Form) -> dict[int, LayerLayout]:
@@ -108,7 +108,7 @@ def encoded_layouts(source: Source, form: Form) -> dict[int, LayerLayout]:
     for layer in reader.moe_layers:
         old = reader.layout(layer)
         weights: dict[Role, tuple[Representation, ...] | None] = {}
-        for role in ROLES:
+        for role in reader.shape.roles:
             own = old.weights[role]
             if own is None:  # a group that svd-compress found better off without a base
                 weights[role] = None
@@ -129,7 +129,7 @@ def decomposed_layouts(
 
     def layout(layer: int) -> LayerLayout:
         weights: dict[Role, tuple[Representation, ...] | None] = {
-            role: tuple(form(layer, expert, role, Dense()) for expert in range(count)) for role in ROLES
+            role: tuple(form(layer, expert, role, Dense()) for expert in range(count)) for role in shape.roles
         }
         return LayerLayout(shape, weights, shape.intermediate, base=base)
 
@@ -250,7 +250,7 @@ def _encoded(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of every difference, by name relative to the experts, and their errors by role."""
     reader = job.source.experts
-    for role in ROLES:
+    for role in reader.shape.roles:
         if layout.weights[role] is None:
             continue
         full = base.full(role)

@@ -29,7 +29,7 @@ from moetool.pipeline.ranking import (
 )
 from moetool.representations import Representation
 from moetool.representations.dense import Dense
-from moetool.representations.layout import BASE_CHANNELS, GROUPS, LayerLayout, base_name, delta_name, shared_name
+from moetool.representations.layout import BASE_CHANNELS, LayerLayout, base_name, delta_name, shared_name
 from moetool.representations.low_rank import LowRank
 from moetool.representations.shared_factor import SharedU, SharedV
 
@@ -129,7 +129,7 @@ class Factored:
         base = LayerBase.load(self.bases[layer])
         yield from base_tensors(self.reader, layer, layout, base)
         dtype, prefix = self.reader.dtype, self.reader.architecture.experts_prefix(layer)
-        for role in ROLES:
+        for role in self.reader.shape.roles:
             if layout.shared_tensors(role):
                 yield from self._joint_tensors(layer, layout, role, base)
         for expert, role, representation in layout.deltas():
@@ -173,7 +173,7 @@ class Factored:
             layer: dict[str, Any] = {}
             if entry.statistics is not None:
                 layer["tokens"] = entry.statistics.tokens.tolist()
-            errors: dict[str, list[float]] = {role: [] for role in ROLES if layout.weights[role] is not None}
+            errors: dict[str, list[float]] = {role: [] for role, own in layout.weights.items() if own is not None}
             for expert, role, representation in layout.deltas():
                 error = 0.0
                 if isinstance(representation, (LowRank, SharedU, SharedV)):
@@ -193,7 +193,7 @@ def base_tensors(
     def own(role: Role, expert: int) -> Tensor:
         return reader.dense(layer, expert, role).to(reader.dtype)
 
-    for roles in GROUPS:
+    for roles in reader.shape.groups:
         if layout.weights[roles[0]] is None:
             yield from reader.native_tensors(layer, roles, reader.shape.experts, own)
         elif layout.has_dense_base(roles[0]):
@@ -222,7 +222,7 @@ def finish(job: Job, factored: Factored, options: FactorOptions, method: str) ->
 
 def unreached(entry: LayerSpectra) -> list[int]:
     """Experts of a layer that no calibration token reached."""
-    energy = entry.factors.input_energy()[0]
+    energy = entry.factors.input_energy()[ROLES.index("up")]
     return [expert for expert, given in enumerate(energy.tolist()) if given == 0] if bool(energy.any()) else []
 
 
@@ -257,7 +257,7 @@ def factor_plan(
     cost = CalibrationCost(options.samples, options.sequence_length, itemsize)
     layers = source.architecture.layers(checkpoint.config)
     boundaries = layers + 3 if gradients else 2
-    base_bytes = 3 * base_channels * reader.shape.hidden * reader.dtype.itemsize
+    base_bytes = len(reader.shape.roles) * base_channels * reader.shape.hidden * reader.dtype.itemsize
     scratch = FactorFile(Path(), 0, reader.shape, options.share).nbytes + base_bytes
     return Plan(
         stage=stage,

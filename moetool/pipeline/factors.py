@@ -67,7 +67,7 @@ class FactorFile:
         return joint_shape(self._shape.matrix(role), self._shape.experts, self.share)
 
     def _specs(self) -> Iterator[TensorSpec]:
-        for role in ROLES:
+        for role in self._shape.roles:
             matrix = self.matrix(role)
             cap = break_even_rank(matrix)
             for expert in range(self.count):
@@ -158,7 +158,7 @@ def write_factors(
         return (reader.dense(layer, expert, role).float() - full).to(device)
 
     def factored() -> Iterator[Factored]:
-        for role in ROLES:
+        for role in reader.shape.roles:
             full = base.full(role)
             for expert in range(count):
                 delta = difference(role, expert, full)
@@ -166,7 +166,7 @@ def write_factors(
                 yield role, expert, svd.factorize(role, expert, delta, counts.row_scale), counts
 
     def jointly_factored() -> Iterator[Factored]:
-        for role in ROLES:
+        for role in reader.shape.roles:
             full = base.full(role)
             deltas = [difference(role, expert, full) for expert in range(count)]
             counts = sensitivity.jointly(role, deltas[0].shape[1], options.share, whitened=svd.is_whitened_jointly)

@@ -1,34 +1,24 @@
 """A base that is there before a job begins: what `--base` names."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 from torch.nn import functional as F
 
-from moetool.architectures import ROLES, Role
+from moetool.architectures import Role
 from moetool.calibration.collectors import LayerStatistics
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import CONFIG, MANIFEST, Checkpoint
+from moetool.conversion.dense import DenseModel
 from moetool.errors import InvalidInputError, UsageError
 from moetool.methods.choices import UNMEASURED_MERGES, Merge
 from moetool.pipeline.bases import LayerBase, base_path, unweighted_base
 from moetool.representations.bitsandbytes_formats import NF4, Int8
 from moetool.representations.quantised import QuantisedMatrix, group_size
 
-# The FFN of a dense model, by role; the last two of one tensor, one below the other, as Phi-3 has them.
-_FFN_NAMES: tuple[Mapping[Role, str], ...] = (
-    {role: f"model.layers.{{layer}}.mlp.{role}_proj.weight" for role in ROLES},
-    {
-        "gate": "model.layers.{layer}.mlp.gate_up_proj.weight",
-        "up": "model.layers.{layer}.mlp.gate_up_proj.weight",
-        "down": "model.layers.{layer}.mlp.down_proj.weight",
-    },
-)
 # Experts that were upcycled from a dense FFN stay close to it; below this it is hardly theirs.
 _KIN = 0.5
 
@@ -93,46 +83,25 @@ class DenseBase:
     """The FFNs of the dense model that the experts were upcycled from.
 
     Raises:
-        InvalidInputError: it has no FFNs by the known names, or of another shape.
+        InvalidInputError: its family is not known, or its FFNs have another shape or other matrices.
     """
 
     def __init__(self, experts: ExpertReader, source: str) -> None:
-        self._experts, self.checkpoint = experts, Checkpoint.open(source)
-        self.fingerprint = self.checkpoint.fingerprint()
-        first = experts.moe_layers[0]
-        known = [names for names in _FFN_NAMES if names["down"].format(layer=first) in self.checkpoint.tensors]
-        if not known or known[0]["gate"].format(layer=first) not in self.checkpoint.tensors:
-            known = [names for names in known if names["gate"].format(layer=first) in self.checkpoint.tensors]
-        if not known:
+        self._experts = experts
+        self._dense = DenseModel(Checkpoint.open(source))
+        self.fingerprint = self._dense.checkpoint.fingerprint()
+        dense, shape = self._dense, experts.shape
+        found = (dense.layers, dense.hidden, dense.intermediate, dense.architecture.roles)
+        needed = (experts.architecture.layers(experts.checkpoint.config), shape.hidden, shape.intermediate, shape.roles)
+        if found != needed:
             raise InvalidInputError(
-                f"{source} has no tensor {_FFN_NAMES[0]['gate'].format(layer=first)}: --base takes a dense model with "
-                "gated FFNs, the one that the experts were made from."
+                f"{source} has {_described(*found)}; the experts need {_described(*needed)}: it is not the dense model "
+                "they were made from."
             )
-        self._names = known[0]
-        self._is_fused = self._names["gate"] == self._names["up"]
-        for layer in experts.moe_layers:
-            for role in ROLES:
-                name = self._names[role].format(layer=layer)
-                rows, columns = experts.shape.matrix(role)
-                expected = (2 * rows if self._is_fused and role != "down" else rows, columns)
-                found = self.checkpoint.info(name).shape
-                if found != expected:
-                    raise InvalidInputError(
-                        f"{name} of {source} has shape {list(found)}, the experts need {list(expected)}: it is not the "
-                        "dense model they were made from."
-                    )
-
-    def _matrix(self, layer: int, role: Role) -> Tensor:
-        name = self._names[role].format(layer=layer)
-        if not self._is_fused or role == "down":
-            return self.checkpoint.read(name)
-        rows = self._experts.shape.matrix(role)[0]
-        start = rows if role == "up" else 0
-        return self.checkpoint.read_rows(name, start, start + rows)
 
     def layer(self, layer: int) -> LayerBase:
         shape = self._experts.shape
-        matrices = {role: self._matrix(layer, role).to(self._experts.dtype) for role in ROLES}
+        matrices = {role: self._dense.matrix(layer, role).to(self._experts.dtype) for role in shape.roles}
         return LayerBase(matrices, torch.arange(shape.intermediate), shape.intermediate, None)
 
     def statistics(self, layer: int) -> LayerStatistics | None:
@@ -149,11 +118,15 @@ class DenseBase:
                     self._experts.dense(layer, expert, role).float().flatten(),
                     dim=0,
                 ).item()
-                for role in ROLES
+                for role in self._experts.shape.roles
                 for expert in range(self._experts.shape.experts)
             ]
             lowest = min(lowest, sum(cosines) / len(cosines))
         return lowest
+
+
+def _described(layers: int, hidden: int, intermediate: int, roles: tuple[Role, ...]) -> str:
+    return f"{layers} layers with FFNs of {', '.join(roles)}, {hidden} to {intermediate}"
 
 
 def open_base(spec: str, experts: ExpertReader, *, shared_expert: bool = False) -> GivenBase:
@@ -210,7 +183,7 @@ def in_few_bits(base: LayerBase, bits: str | None, group: int) -> LayerBase:
         return base
     form = base_form(bits, group)
     dtype = {role: matrix.dtype for role, matrix in base.matrices.items()}
-    return base.stored_as({role: (form, form.encode(base.full(role), dtype[role])) for role in ROLES})
+    return base.stored_as({role: (form, form.encode(base.full(role), dtype[role])) for role in dtype})
 
 
 def check_base_groups(bits: str | None, group: int, experts: ExpertReader) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from moetool.architectures import ROLES, is_opaque
+from moetool.architectures import is_opaque
 from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import MANIFEST
 from moetool.pipeline.blueprint import open_for_planning
@@ -23,13 +23,14 @@ def parameter_counts(source: Source) -> dict[str, int]:
     reader, tensors = source.experts, source.checkpoint.tensors
     sizes = {name: info.nbytes // info.dtype.itemsize for name, info in tensors.items()}
     other = sum(size for name, size in sizes.items() if name not in reader.names)
-    expert = 3 * reader.shape.hidden * reader.shape.intermediate
-    layers = len(reader.moe_layers)
+    layers, shape = reader.moe_layers, reader.shape
+    total = other + sum(reader.count(layer) for layer in layers) * shape.expert_parameters
+    idle = len(layers) * (shape.experts - shape.top_k) * (shape.expert_parameters + shape.bias_parameters)
     return {
-        "total": other + layers * reader.shape.experts * expert,
-        "active": other + layers * reader.shape.top_k * expert,
+        "total": total,
+        "active": total - idle,
         "stored": sum(sizes.values()),
-        "added": round(sum(reader.layout(layer).added_parameters() for layer in reader.moe_layers)),
+        "added": round(sum(reader.layout(layer).added_parameters() for layer in layers)),
     }
 
 
@@ -52,7 +53,7 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
         if not layout.is_native:
             entry["base_channels"] = layout.base_channels
             entry["dynamic_channels"] = layout.dynamic_channels
-            for role in ROLES:
+            for role in reader.shape.roles:
                 weights = layout.weights[role]
                 entry[role] = "native" if weights is None else [weight.spec for weight in weights]
         if manifest is not None:

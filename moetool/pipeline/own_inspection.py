@@ -97,19 +97,6 @@ def _native(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"layer": layer, "representation": "native"} for layer in entry["layers"]]
 
 
-def _mixture(checkpoint: Checkpoint, dense: DenseArchitecture, entry: Mapping[str, Any]) -> _Found:
-    experts, top_k = int(entry["experts"]), int(entry["top_k"])
-    numbers = _numbers(checkpoint, ".experts.")
-    return _Found(
-        "moetool's mixture",
-        "softmax over all experts, top-k, renormalised",
-        top_k,
-        (1 - top_k / experts) * numbers,
-        numbers * (experts - 1) // experts,
-        _native(entry),
-    )
-
-
 def _adapters(checkpoint: Checkpoint, dense: DenseArchitecture, entry: Mapping[str, Any]) -> _Found:
     experts, top_k = int(entry["experts"]), int(entry["top_k"])
     adapters = _numbers(checkpoint, ".adapters.")
@@ -184,7 +171,6 @@ def _neurons(checkpoint: Checkpoint, dense: DenseArchitecture, entry: Mapping[st
 
 
 _KINDS: dict[str, Callable[[Checkpoint, DenseArchitecture, Mapping[str, Any]], _Found]] = {
-    "mixture": _mixture,
     "adapter_experts": _adapters,
     "interpolated": _interpolated,
     "neuron_experts": _neurons,

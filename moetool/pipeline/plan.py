@@ -133,7 +133,7 @@ class CalibrationCost:
             sum(info.nbytes // info.dtype.itemsize for name, info in tensors.items() if name.startswith(prefix))
             for prefix in prefixes.values()
         )
-        matrices = 3 * shape.hidden * shape.intermediate
+        matrices = shape.expert_parameters
         rest = sum(
             info.nbytes // info.dtype.itemsize
             for name, info in tensors.items()

@@ -22,7 +22,7 @@ from moetool.pipeline.factors import FactorFile
 from moetool.pipeline.sizes import format_bytes
 from moetool.representations import Representation
 from moetool.representations.dense import Dense
-from moetool.representations.layout import DENSE_BASE, GROUPS, LayerLayout
+from moetool.representations.layout import DENSE_BASE, LayerLayout
 from moetool.representations.low_rank import LowRank
 from moetool.representations.shared_factor import SharedU, SharedV
 
@@ -50,7 +50,7 @@ def build_groups(spectra: Sequence[LayerSpectra], shape: MoEShape, dtype: torch.
     """Two groups per layer, in order: gate with up (gate's experts first), and down."""
     groups = []
     for entry in spectra:
-        for roles in GROUPS:
+        for roles in shape.groups:
             curves = [
                 Curve(
                     entry.factors.matrix(role),
@@ -73,7 +73,7 @@ def layouts_from(
     layouts = {}
     for position, entry in enumerate(spectra):
         weights: dict[Role, tuple[Representation, ...] | None] = {}
-        for roles, chosen in zip(GROUPS, ranks[2 * position : 2 * position + 2], strict=True):
+        for roles, chosen in zip(shape.groups, ranks[2 * position : 2 * position + 2], strict=True):
             count = entry.factors.count
             for offset, role in enumerate(roles):
                 own = None if chosen is None else chosen[offset * count : (offset + 1) * count]

@@ -71,9 +71,13 @@ class Upcycle(RoutedConversion[UpcycleOptions]):
     @cached_property
     def target(self) -> Target:
         """The family to write."""
+        return choose_target(self.options.target, self.features)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What the family must be able to express, by the names of `FEATURES`."""
         narrow = self.dense.architecture.norm_offset and self.stored_dtype.itemsize < 4
-        features = (*self.dense.features, *self.mixture.features, *(("narrow_norms",) if narrow else ()))
-        return choose_target(self.options.target, features)
+        return (*self.dense.features, *self.mixture.features, *(("narrow_norms",) if narrow else ()))
 
     def with_router(self, router: Callable[[int], Tensor]) -> Upcycled:
         return Upcycled(

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from moetool.architectures import ROLES, is_opaque
+from moetool.architectures import is_opaque
 from moetool.checkpoint.files import file_sha256
 from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import MANIFEST, Checkpoint
@@ -110,7 +110,7 @@ def _expert_errors(made: Source, original: Source, progress: Progress) -> dict[s
     with phase(progress, "Compare experts", len(made.experts.moe_layers)):
         for layer in made.experts.moe_layers:
             errors[str(layer)] = {}
-            for role in ROLES:
+            for role in made.experts.shape.roles:
                 lost = total = 0.0
                 for expert in range(made.experts.count(layer)):
                     before = original.experts.dense(layer, expert, role).double()

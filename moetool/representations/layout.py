@@ -1,6 +1,7 @@
 """How the experts of one MoE layer are stored: a shared base, and one representation per expert and matrix.
 
 Gate and up form one group, down the other; each group is either left as it was (`None`) or has a base of its own.
+Experts without gates have up alone in the first; biases stay as they are.
 Everything else follows from that: names, shapes, bytes, and the run-time module.
 
 Names are chosen so that nothing can be loaded by mistake. A dense base takes the native name of expert 0 and is the
@@ -8,6 +9,7 @@ only one of its kind, so a reader that does not know moetool finds one expert wh
 A base in any other form lies under names of its own, and a single number, the guard, stops such a reader in its place.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +21,6 @@ from moetool.errors import InvalidInputError
 from moetool.representations import Representation, Stored, parse_representation
 from moetool.representations.dense import Dense
 
-GROUPS: tuple[tuple[Role, ...], ...] = (("gate", "up"), ("down",))
 BASE_CHANNELS = "base_channels"  # indices of the intermediate channels that the stored base still has
 GUARD = (1, 1)  # shape of what stands at the native name of a base that is not dense
 DENSE_BASE: Mapping[Role, Representation] = dict.fromkeys(ROLES, Dense())
@@ -60,13 +61,13 @@ class LayerLayout:
             raise ValueError(f"{self.stored_experts} representations for {self.shape.experts} experts")
         if self.is_extended and any(weights is None for weights in self.weights.values()):
             raise ValueError("a shared expert can only be stored beside bases of all roles")
-        for group in GROUPS:
+        for group in self.shape.groups:
             native = {self.weights[role] is None for role in group}
             if len(native) > 1:
                 raise ValueError("gate and up are stored the same way: both with a base or both without")
             if len({self.base[role] == Dense() for role in group}) > 1:
                 raise ValueError("the bases of gate and up are either both dense or both not")
-        for role in ROLES:
+        for role in self.shape.roles:
             weights = self.weights[role]
             if weights is not None and len(weights) != self.stored_experts:
                 raise ValueError(f"{role}: {len(weights)} representations for {self.shape.experts} experts")
@@ -89,7 +90,7 @@ class LayerLayout:
         extended: bool = False,
     ) -> "LayerLayout":
         """Every matrix of every expert stored in the same way."""
-        weights = dict.fromkeys(ROLES, (representation,) * (shape.experts + extended))
+        weights = dict.fromkeys(shape.roles, (representation,) * (shape.experts + extended))
         return cls(shape, weights, base_channels or shape.intermediate, base=base or DENSE_BASE)
 
     @property
@@ -107,7 +108,7 @@ class LayerLayout:
     @property
     def is_native(self) -> bool:
         """Whether nothing about this layer is moetool's."""
-        return all(self.weights[role] is None for role in ROLES)
+        return all(self.weights[role] is None for role in self.shape.roles)
 
     @property
     def is_pruned(self) -> bool:
@@ -130,13 +131,13 @@ class LayerLayout:
 
     def compact_bases(self) -> Iterator[tuple[Role, Representation]]:
         """Every base that is not dense."""
-        for role in ROLES:
+        for role in self.shape.roles:
             if self.weights[role] is not None and not self.has_dense_base(role):
                 yield role, self.base[role]
 
     def deltas(self) -> Iterator[tuple[int, Role, Representation]]:
         """Every matrix that is not native."""
-        for role in ROLES:
+        for role in self.shape.roles:
             for expert, representation in enumerate(self.weights[role] or ()):
                 yield expert, role, representation
 
@@ -154,7 +155,7 @@ class LayerLayout:
         for role, representation in self.compact_bases():
             for tensor, stored in representation.tensors(self.base_shape(role)).items():
                 yield base_name(role, tensor), stored
-        for role in ROLES:
+        for role in self.shape.roles:
             for tensor, stored in self.shared_tensors(role).items():
                 yield shared_name(role, tensor), stored
         for expert, role, representation in self.deltas():
@@ -164,7 +165,7 @@ class LayerLayout:
     def native_parameters(self) -> int:
         """Numbers under native names: bases or their guards, and experts that were left as they were."""
         total = 0
-        for role in ROLES:
+        for role in self.shape.roles:
             rows, columns = self.shape.matrix(role) if self.weights[role] is None else self.native_shape(role)
             total += rows * columns * (self.shape.experts if self.weights[role] is None else 1)
         return total
@@ -174,17 +175,22 @@ class LayerLayout:
         own = sum(torch.Size(stored.shape).numel() for name, stored in self.own_tensors() if name != BASE_CHANNELS)
         return self.native_parameters() + own
 
+    def expert_parameters(self, expert: int) -> float:
+        """Numbers that one expert has for itself, as the papers count them: differences or matrices, and biases."""
+        total = float(self.shape.bias_parameters)
+        for role in self.shape.roles:
+            rows, columns = matrix = self.shape.matrix(role)
+            weights = self.weights[role]
+            total += rows * columns if weights is None else weights[expert].counted_parameters(matrix)
+        return total
+
     def added_parameters(self) -> float:
         """What this layer has beyond one dense FFN, as the papers count it: all differences, or without a base all
-        experts but one."""
-        total = 0.0
-        for role in ROLES:
-            matrix, weights = self.shape.matrix(role), self.weights[role]
-            if weights is None:
-                total += (self.shape.experts - 1) * matrix[0] * matrix[1]
-            else:
-                total += sum(weight.counted_parameters(matrix) for weight in weights)
-        return total
+        experts but one, and all biases but one expert's."""
+        shape = self.shape
+        native = sum(math.prod(shape.matrix(role)) for role in shape.roles if self.weights[role] is None)
+        own = sum(self.expert_parameters(expert) for expert in range(self.stored_experts))
+        return own - native - shape.bias_parameters
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of this layer's experts on disk, in a model stored in `dtype`."""
@@ -212,7 +218,7 @@ class LayerLayout:
         Raises:
             InvalidInputError: the entry is not one this version writes.
         """
-        unknown = set(config) - {*ROLES, "base_channels", "dynamic_channels", "base"}
+        unknown = set(config) - {*shape.roles, "base_channels", "dynamic_channels", "base"}
         if unknown:
             raise InvalidInputError(f"quantization_config has entries this moetool does not know: {sorted(unknown)}.")
         weights: dict[Role, tuple[Representation, ...] | None] = {}
@@ -221,15 +227,15 @@ class LayerLayout:
                 raise InvalidInputError(
                     f"quantization_config does not fit the model: {name} must be a whole number, not {config[name]!r}."
                 )
-        for role in ROLES:
+        for role in shape.roles:
             specs = config.get(role)
             if not isinstance(specs, (list, type(None))):
                 raise InvalidInputError(f"quantization_config: {role} must be a list or null, not {specs!r}.")
             weights[role] = None if specs is None else tuple(parse_representation(spec) for spec in specs)
         compact = config.get("base", {})
-        if not isinstance(compact, Mapping) or set(compact) - set(ROLES):
+        if not isinstance(compact, Mapping) or set(compact) - set(shape.roles):
             raise InvalidInputError(f"quantization_config: base must be an object by role, not {compact!r}.")
-        base = {role: parse_representation(compact[role]) if role in compact else Dense() for role in ROLES}
+        base = {role: parse_representation(compact[role]) if role in compact else Dense() for role in shape.roles}
         try:
             return cls(
                 shape,
@@ -244,4 +250,4 @@ class LayerLayout:
 
 def native_layout(shape: MoEShape) -> LayerLayout:
     """A layer as its own checkpoint stores it."""
-    return LayerLayout(shape, dict.fromkeys(ROLES), shape.intermediate)
+    return LayerLayout(shape, dict.fromkeys(shape.roles), shape.intermediate)

@@ -6,6 +6,7 @@ from torch import nn
 
 from moetool.errors import UsageError
 from moetool.modules.experts import SharedBaseExperts
+from moetool.modules.fused import entering
 from moetool.modules.insertion import OwnModule, is_guard
 from moetool.modules.interpolated import interpolation_of
 from moetool.training.balance import Routers
@@ -43,7 +44,7 @@ def choose(model: Any, train: Train, *, freeze_shared: bool) -> int:
         _experts_only(model)
     if freeze_shared:
         for module in shared:
-            module.gate_up_proj.requires_grad_(False)
+            entering(module).requires_grad_(False)
             module.down_proj.requires_grad_(False)
     for parameter in model.parameters():
         if is_guard(parameter) or not parameter.is_floating_point():

@@ -8,15 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from moetool.architectures.base import Role
-
-# The two ways in which most families name a gated FFN's matrices, relative to the FFN.
-GATED: Mapping[Role, str] = {role: f"{role}_proj.weight" for role in ("gate", "up", "down")}
-GATED_JOINED: Mapping[Role, str] = {
-    "gate": "gate_up_proj.weight",
-    "up": "gate_up_proj.weight",
-    "down": "down_proj.weight",
-}
+from moetool.architectures.base import GATED, Role
 
 # What a layer may do that a plain Llama does not, as an error message says it.
 FEATURES: Mapping[str, str] = MappingProxyType(
@@ -40,6 +32,7 @@ FEATURES: Mapping[str, str] = MappingProxyType(
         "dense_layers": "dense layers among the mixtures",
         "shared_half": "a shared expert that gives half of the output",
         "shared_med": "a shared expert on top of un-renormalised routing (Med-MoE)",
+        "shared_on_base": "a shared expert that is a difference to what the routed ones differ from",
         "shared_xft": "a shared expert weighted by what routing leaves (XFT)",
     }
 )

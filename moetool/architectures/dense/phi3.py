@@ -1,6 +1,7 @@
 """Phi-3, Phi-3.5 and Phi-4: Llama with joined projections."""
 
-from moetool.architectures.dense.base import GATED_JOINED, DenseArchitecture
+from moetool.architectures.base import GATED_JOINED
+from moetool.architectures.dense.base import DenseArchitecture
 
 DENSE = DenseArchitecture(
     name="Phi-3",

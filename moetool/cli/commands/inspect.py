@@ -67,11 +67,12 @@ def _print(result: dict[str, Any]) -> None:
     if "overlap" in result:
         _print_masks(result)
         return
+    roles = [role for role in ROLES if any(role in layer for layer in result["moe"])]
     rows = [
-        (str(layer["layer"]), *(_weights(layer.get(role, "native")) for role in ("gate", "up", "down")), _base(layer))
+        (str(layer["layer"]), *(_weights(layer.get(role, "native")) for role in roles), _base(layer))
         for layer in result["moe"]
     ]
-    print_table(("layer", "gate", "up", "down", "base channels"), rows)
+    print_table(("layer", *roles, "base channels"), rows)
 
 
 def _print_masks(result: dict[str, Any]) -> None:
@@ -139,7 +140,8 @@ def _base(layer: dict[str, Any]) -> str:
 
 
 def _print_analysis(analysis: dict[str, Any]) -> None:
-    roles = [(str(entry["layer"]), role, entry[role]) for entry in analysis["layers"] for role in ROLES]
+    present = [role for role in ROLES if role in analysis["layers"][0]]
+    roles = [(str(entry["layer"]), role, entry[role]) for entry in analysis["layers"] for role in present]
     print_table(
         ("layer", "role", "experts", "factors V", "factors U"),
         [
@@ -163,13 +165,13 @@ def _print_analysis(analysis: dict[str, Any]) -> None:
         title="Energy retained by the largest singular values, by their share",
     )
     print_table(
-        ("layer", "sensitivity", *ROLES, "tokens per expert"),
+        ("layer", "sensitivity", *present, "tokens per expert"),
         [
             (
                 str(entry["layer"]),
                 *(
                     _scientific(value)
-                    for value in (entry["sensitivity"], *(entry[role]["sensitivity"] for role in ROLES))
+                    for value in (entry["sensitivity"], *(entry[role]["sensitivity"] for role in present))
                 ),
                 _range(entry["token_share"]),
             )

@@ -28,11 +28,9 @@ def build(name: str, arguments: list[str]) -> Any:
             fields.append(("against", f"{against}: everything outside the experts is bit for bit the same"))
         print_fields(fields)
         if "relative_error" in result:
-            rows = [
-                (layer, *(f"{error:.3g}" for error in roles.values()))
-                for layer, roles in result["relative_error"].items()
-            ]
-            print_table(("layer", "gate", "up", "down"), rows, title="‖W' − W‖ / ‖W‖")
+            errors = result["relative_error"]
+            rows = [(layer, *(f"{error:.3g}" for error in roles.values())) for layer, roles in errors.items()]
+            print_table(("layer", *next(iter(errors.values()))), rows, title="‖W' − W‖ / ‖W‖")
         print("ok")
 
     return make_command(name, command, COMMANDS[name][1])

@@ -1,10 +1,10 @@
 """A family that an upcycled model can be written as."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from moetool.architectures import Architecture, Role
+from moetool.architectures import Architecture
 from moetool.conversion.dense import DenseModel
 from moetool.representations.mixture import Mixture
 
@@ -23,7 +23,6 @@ class Target:
         expresses: features, by the names of `FEATURES`, that a source and a mixture may have.
         needs: features that a source must have.
         last_resort_for: features that it expresses, but other engines do not in this family.
-        shared: the shared expert's matrices on disk, relative to the layer; gate and up may share a tensor.
         shared_gate: the weight `[1, hidden]` of the shared expert's own gate, relative to the layer.
         has_idle_shared: a shared expert is there in any case; if none is wanted, one whose output is zero.
         biases: projections that always have a bias `[out]`: zeros where the source has none.
@@ -37,7 +36,6 @@ class Target:
     expresses: frozenset[str]
     needs: frozenset[str] = frozenset()
     last_resort_for: frozenset[str] = frozenset()
-    shared: Mapping[Role, str] = field(default_factory=dict)
     shared_gate: str | None = None
     has_idle_shared: bool = False
     biases: tuple[str, ...] = ()

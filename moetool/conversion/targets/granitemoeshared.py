@@ -18,13 +18,8 @@ TARGET = Target(
     architecture=ARCHITECTURE,
     model_class="GraniteMoeSharedForCausalLM",
     entries=_entries,
-    expresses=granitemoe.EXPRESSES | {"shared_half"},
+    expresses=granitemoe.EXPRESSES | {"shared_half", "shared_on_base"},
     needs=frozenset({"shared_half"}),
     last_resort_for=granitemoe.TARGET.last_resort_for,
     completed_biases=granitemoe.TARGET.completed_biases,
-    shared={
-        "gate": "shared_mlp.input_linear.weight",
-        "up": "shared_mlp.input_linear.weight",
-        "down": "shared_mlp.output_linear.weight",
-    },
 )

@@ -10,7 +10,8 @@ from moetool.representations.mixture import Mixture
 
 
 def _entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
-    return {"quantization_config": own_entry("mixture", {**mixture.to_config(), "fused": dense.is_fusable})}
+    parts = {"roles": list(dense.architecture.roles), "biases": list(dense.biases)}
+    return {"quantization_config": own_entry("mixture", {**mixture.to_config(), **parts})}
 
 
 TARGET = Target(

@@ -55,11 +55,6 @@ TARGET = Target(
     expresses=frozenset(
         {"qkv_bias", "dense_layers", "sliding_window", "mixed_attention", "shared_half", "shared_med", "head_dim"}
     ),
-    shared={
-        "gate": "mlp.shared_expert.gate_proj.weight",
-        "up": "mlp.shared_expert.up_proj.weight",
-        "down": "mlp.shared_expert.down_proj.weight",
-    },
     shared_gate="mlp.shared_expert_gate.weight",
     has_idle_shared=True,
     biases=("q_proj", "k_proj", "v_proj"),

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 from torch import nn
 
-from moetool.architectures import ROLES, Role
+from moetool.architectures import Role
 from moetool.errors import UsageError
 from moetool.methods.choices import BaseCompression, Merge
 from moetool.methods.paper_counting import PaperRank, paper_rank
@@ -68,7 +68,7 @@ class D2MoE(Stage[D2MoEOptions]):
         pruning = plan_pruning(reader.shape.intermediate, options.prune_base, options.pruning)
         bases: dict[Role, Representation] | None = None
         if self._factored_base:
-            ranks = {role: base_rank(reader.shape.matrix(role), options.prune_base) for role in ROLES}
+            ranks = {role: base_rank(reader.shape.matrix(role), options.prune_base) for role in reader.shape.roles}
             bases = {role: LowRank(rank) for role, rank in ranks.items()}
         channels = reader.shape.intermediate - pruning.static
         plan = factor_plan(self.name, source, self._counted, channels, gradients=True, base=bases)

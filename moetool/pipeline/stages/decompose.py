@@ -40,7 +40,7 @@ class Decompose(Stage[DecomposeOptions]):
         layout = LayerLayout.uniform(
             reader.shape,
             Dense(),
-            base=base_representations(options.base_bits, options.group_size),
+            base=base_representations(reader.shape.roles, options.base_bits, options.group_size),
             extended=options.shared_expert,
         )
         return OutputPlan(self.source, dict.fromkeys(reader.moe_layers, layout), options.shard_size)

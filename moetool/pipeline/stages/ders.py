@@ -73,7 +73,7 @@ class _Ders(Stage[DersT]):
     def _layouts(self) -> dict[int, LayerLayout]:
         options, group = self.options, self._base_group()
         check_base_groups(options.base_bits, group, self.source.experts)
-        base = base_representations(options.base_bits, group)
+        base = base_representations(self.source.experts.shape.roles, options.base_bits, group)
         return decomposed_layouts(self.source, base, self._form(), shared_expert=options.shared_expert)
 
     def sources(self) -> Mapping[str, str]:

@@ -12,7 +12,7 @@ from moetool.pipeline.options import RunOptions
 from moetool.pipeline.output import OutputPlan, write_model
 from moetool.pipeline.plan import CalibrationCost, Plan
 from moetool.pipeline.stage import Stage
-from moetool.representations.layout import GROUPS, LayerLayout, native_layout
+from moetool.representations.layout import LayerLayout, native_layout
 
 
 class Export(Stage[RunOptions]):
@@ -55,11 +55,10 @@ class Export(Stage[RunOptions]):
             def dense(role: Role, expert: int) -> Tensor:
                 return reader.dense(layer, expert, role).to(reader.dtype)
 
-            for roles in GROUPS:
+            for roles in reader.shape.groups:
                 yield from reader.native_tensors(layer, roles, reader.shape.experts, dense)
             if reader.layout(layer).is_extended:
-                for role, name in reader.architecture.shared_expert_names(layer).items():
-                    yield name, dense(role, reader.shape.experts)
+                yield from reader.shared_expert_tensors(layer, lambda role: dense(role, reader.shape.experts))
 
         write_model(job, self._output_plan(), tensors, entry=None, statistics={})
         return {}

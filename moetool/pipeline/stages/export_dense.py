@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from moetool.architectures import Architecture, find_architecture, is_opaque
-from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
+from moetool.architectures import Architecture, find_architecture
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.manifest import read_manifest
@@ -31,8 +30,8 @@ class UpcycledSource:
     """A mixture of experts of a known family, or one of moetool's own, and how it came about, if moetool made it."""
 
     checkpoint: Checkpoint
-    architecture: Architecture | DenseArchitecture
-    experts: ExpertReader | None
+    architecture: Architecture
+    experts: ExpertReader
     record: Mapping[str, Any] | None
 
     @classmethod
@@ -40,16 +39,12 @@ class UpcycledSource:
         record = None
         if (checkpoint.path / MANIFEST).exists():
             record = read_manifest(checkpoint.path).statistics.get("upcycled")
-        if record is not None and is_opaque(checkpoint.config):
-            return cls(checkpoint, find_dense_architecture(record["source_config"]), None, record)
         architecture = find_architecture(checkpoint.config)
         return cls(checkpoint, architecture, ExpertReader(checkpoint, architecture), record)
 
     @property
     def dtype(self) -> torch.dtype:
-        if self.experts is not None:
-            return self.experts.dtype
-        return next(info.dtype for name, info in self.checkpoint.tensors.items() if ".experts.0." in name)
+        return self.experts.dtype
 
 
 class ExportDenseOptions(RunOptions):
@@ -92,15 +87,12 @@ class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
         record = source.record or {}
         mixture = record.get("mixture", {})
         granularity = int(record.get("granularity", 1))
-        if source.experts is not None:
-            count, layers = source.experts.shape.experts // granularity, source.experts.moe_layers
-            if source.experts.shape.intermediate * granularity != dense.intermediate:
-                raise InvalidInputError(
-                    f"Experts are {source.experts.shape.intermediate} wide and dense layers {dense.intermediate}: "
-                    "no dense model has both."
-                )
-        else:
-            count, layers = int(mixture["experts"]) // granularity, tuple(mixture["layers"])
+        count = source.experts.shape.experts // granularity
+        if source.experts.shape.intermediate * granularity != dense.intermediate:
+            raise InvalidInputError(
+                f"Experts are {source.experts.shape.intermediate} wide and dense layers {dense.intermediate}: "
+                "no dense model has both."
+            )
         if expert >= count:
             raise UsageError(f"--expert {expert}: there are experts 0 to {count - 1}.")
         native = record.get("target") != "moetool"
@@ -114,7 +106,7 @@ class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
             source.experts,
             dense.architecture,
             dict(sorted(tensors.items())),
-            layers,
+            source.experts.moe_layers,
             expert=expert,
             native=native,
             granularity=granularity,

@@ -37,7 +37,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
         itemsize = pick_compute_dtype(options.compute_dtype, pick_device(options.device), reader.dtype).itemsize
         cost = CalibrationCost(options.samples, options.sequence_length, itemsize)
         layers = self.source.architecture.layers(self.source.checkpoint.config)
-        base = 3 * reader.shape.intermediate * reader.shape.hidden * reader.dtype.itemsize
+        base = reader.shape.expert_parameters * reader.dtype.itemsize
         measured = options.calibration is not None
         return Plan(
             stage=self.name,

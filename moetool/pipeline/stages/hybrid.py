@@ -10,7 +10,7 @@ from pydantic import Field
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from moetool.architectures import ROLES, MoEShape, Role
+from moetool.architectures import MoEShape, Role
 from moetool.calibration.input_grams import InputGramCollector
 from moetool.checkpoint.files import save_tensors
 from moetool.errors import UsageError
@@ -82,8 +82,8 @@ class Hybrid(Stage[HybridOptions]):
         cost = CalibrationCost(options.samples, options.sequence_length, itemsize)
         layers = source.architecture.layers(source.checkpoint.config)
         forms = forms_for(reader.shape, self._average_bits(), options.group_size)
-        candidates = sum(form.nbytes(reader.shape.matrix(role), reader.dtype) for role in ROLES for form in forms[role])
-        base = 3 * reader.shape.hidden * reader.shape.intermediate * reader.dtype.itemsize
+        candidates = sum(form.nbytes(reader.shape.matrix(role), reader.dtype) for role in forms for form in forms[role])
+        base = reader.shape.expert_parameters * reader.dtype.itemsize
         grams = 8 * (reader.shape.experts * reader.shape.hidden**2 + 6 * reader.shape.intermediate**2)
         scratch = len(reader.moe_layers) * (reader.shape.experts * candidates + base)
         return Plan(
@@ -98,13 +98,18 @@ class Hybrid(Stage[HybridOptions]):
                 "moe_layers": len(reader.moe_layers),
                 "experts": reader.shape.experts,
                 "bits_per_number": round(self._average_bits(), 2),
-                "forms_per_matrix": len(forms["gate"]),
+                "forms_per_matrix": len(forms["down"]),
             },
         )
 
     def _layout(self, form: Representation) -> LayerLayout:
-        base = base_representations(self.options.base_bits, self.options.group_size)
-        return LayerLayout.uniform(self.source.experts.shape, form, base=base)
+        return LayerLayout.uniform(self.source.experts.shape, form, base=self._base)
+
+    @property
+    def _base(self) -> dict[Role, Representation]:
+        """How the base of each role is stored."""
+        options = self.options
+        return base_representations(self.source.experts.shape.roles, options.base_bits, options.group_size)
 
     def _planned(self, layouts: Mapping[int, LayerLayout]) -> int:
         return OutputPlan(self.source, layouts, self.options.shard_size).nbytes
@@ -114,7 +119,7 @@ class Hybrid(Stage[HybridOptions]):
         reader = self.source.experts
         smallest = self._planned({layer: self._layout(LowRank(0)) for layer in reader.moe_layers})
         left = original_bytes(self.source) * (1 - self.options.ratio) - smallest
-        numbers = 3 * reader.shape.hidden * reader.shape.intermediate * reader.shape.experts * len(reader.moe_layers)
+        numbers = reader.shape.expert_parameters * reader.shape.experts * len(reader.moe_layers)
         return max(8 * left / numbers, 1e-3)
 
     def run(self, job: Job) -> dict[str, Any]:
@@ -172,7 +177,7 @@ class Hybrid(Stage[HybridOptions]):
         keys = [
             (layer, role, expert)
             for layer in reader.moe_layers
-            for role in ROLES
+            for role in reader.shape.roles
             for expert in range(reader.shape.experts)
         ]
         menus, losses = [], []
@@ -186,16 +191,15 @@ class Hybrid(Stage[HybridOptions]):
         def served(budget: int) -> tuple[dict[int, LayerLayout], list[int]]:
             chosen = choose(menus, budget)
             by_key = dict(zip(keys, chosen, strict=True))
-            base = base_representations(self.options.base_bits, self.options.group_size)
             layouts = {
                 layer: LayerLayout(
                     reader.shape,
                     {
                         role: tuple(forms[role][by_key[layer, role, e]] for e in range(reader.shape.experts))
-                        for role in ROLES
+                        for role in reader.shape.roles
                     },
                     reader.shape.intermediate,
-                    base=base,
+                    base=self._base,
                 )
                 for layer in reader.moe_layers
             }
@@ -212,7 +216,7 @@ class Hybrid(Stage[HybridOptions]):
         picked = dict(zip(keys, chosen, strict=True))
         record: dict[str, Any] = {}
         for (layer, role, _), dish, loss in zip(keys, chosen, losses, strict=True):
-            entry = record.setdefault(str(layer), {"loss": dict.fromkeys(ROLES, 0.0)})
+            entry = record.setdefault(str(layer), {"loss": dict.fromkeys(reader.shape.roles, 0.0)})
             entry["loss"][role] = float(f"{entry['loss'][role] + loss[dish]:.4g}")
         return layouts, picked, record
 
@@ -226,7 +230,7 @@ def forms_for(shape: MoEShape, bits: float, group: int) -> dict[Role, list[Repre
     """The forms that every difference of a role is offered in, if each of its numbers can have `bits` on average."""
     near = [b for b in (1, 2, 3, 4, 8) if bits / _REACH <= b <= bits * _REACH] or [1 if bits < 1 else 8]
     forms: dict[Role, list[Representation]] = {}
-    for role in ROLES:
+    for role in shape.roles:
         matrix = shape.matrix(role)
         own: list[Representation] = [LowRank(0), *(Quantised(b, group) for b in near)]
         if bits <= _LOW_RANK_BITS:
@@ -257,7 +261,7 @@ def cook(
     reader = source.experts
     sensitivity = LayerSensitivity(choice, base.statistics, grams.energy())
     made: dict[str, Tensor] = {}
-    for role in ROLES:
+    for role in reader.shape.roles:
         full, matrix = base.full(role), reader.shape.matrix(role)
         for expert in range(reader.shape.experts):
             delta = (reader.dense(layer, expert, role).float() - full).to(job.device)

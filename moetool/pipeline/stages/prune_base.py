@@ -8,7 +8,6 @@ from pydantic import Field
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from moetool.architectures import ROLES
 from moetool.calibration.collectors import LayerStatistics, UsageCollector
 from moetool.checkpoint.files import save_tensors
 from moetool.errors import InvalidInputError, UsageError
@@ -89,7 +88,9 @@ class PruneBase(Stage[PruneBaseOptions]):
         statistics = read_statistics(self.source.checkpoint.path) or self._measure(job)
 
         def tensors(layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
-            matrices = {role: reader.base(layer, role) for role in ROLES if layout.weights[role] is not None}
+            matrices = {
+                role: reader.base(layer, role) for role in reader.shape.roles if layout.weights[role] is not None
+            }
             if "down" not in matrices:
                 # Channels are scored by what the down base makes of them; where down has none, by the experts' mean.
                 down = [reader.dense(layer, expert, "down").float() for expert in range(reader.shape.experts)]

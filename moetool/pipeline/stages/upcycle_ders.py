@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from moetool.architectures import ROLES, MoEShape, Role
+from moetool.architectures import Role
 from moetool.conversion.experts import Copies, Experts
-from moetool.errors import InvalidInputError
+from moetool.errors import UsageError
 from moetool.pipeline.options import RunOptions
 from moetool.pipeline.upcycling import Upcycle, UpcycleOptions
 from moetool.representations import Representation
@@ -18,8 +18,18 @@ from moetool.representations.low_rank import LowRank
 from moetool.representations.sparse import Sparse
 
 
+class DersOptions(UpcycleOptions):
+    """What is a difference."""
+
+    shared_expert: bool = Field(
+        False, description="Make the shared expert of --shared a difference to the same FFN, too."
+    )
+
+
 class _Ders(Upcycle):
     """Every expert is `base + difference`, the base the dense FFN, the difference zero to begin with."""
+
+    options: DersOptions
 
     def experts(self) -> Experts:
         return Copies(self.dense)
@@ -28,29 +38,31 @@ class _Ders(Upcycle):
     def form(self, layer: int, expert: int, role: Role) -> Representation:
         """How one difference is stored."""
 
+    @property
+    def features(self) -> tuple[str, ...]:
+        return (*super().features, *(("shared_on_base",) if self.options.shared_expert else ()))
+
     def layouts(self) -> Mapping[int, LayerLayout]:
         return self._layouts
 
     @cached_property
     def _layouts(self) -> dict[int, LayerLayout]:
-        if not self.dense.is_fusable:
-            raise InvalidInputError(
-                f"--method {self.name} needs feed-forward networks with gates and without biases; those of "
-                f"{self.dense.architecture.name} are not. --method vanilla takes them."
-            )
-        mixture = self.mixture
-        shape = MoEShape(mixture.experts, mixture.top_k, self.dense.hidden, mixture.intermediate)
+        mixture, extended = self.mixture, self.options.shared_expert
+        if extended and mixture.shared == "none":
+            raise UsageError("--shared-expert: there is none without --shared half, xft or med.")
+        shape = self.dense.mixture_shape(mixture)
+        count = range(shape.experts + extended)
         return {
             layer: LayerLayout(
                 shape,
-                {role: tuple(self.form(layer, expert, role) for expert in range(mixture.experts)) for role in ROLES},
-                mixture.intermediate,
+                {role: tuple(self.form(layer, expert, role) for expert in count) for role in shape.roles},
+                shape.intermediate,
             )
             for layer in mixture.layers
         }
 
 
-class DersLowRankOptions(UpcycleOptions):
+class DersLowRankOptions(DersOptions):
     """How many numbers a difference has."""
 
     rank: int = Field(1, ge=1, description="Rank of every difference.")
@@ -68,7 +80,7 @@ class DersLowRank(_Ders):
         return LowRank(self.options.rank)
 
 
-class DersSparseOptions(UpcycleOptions):
+class DersSparseOptions(DersOptions):
     """How many numbers a difference has."""
 
     drop: float = Field(0.9999, ge=0, lt=1, description="Share of every difference's elements that stay zero.")

@@ -1,0 +1,80 @@
+"""Experts of one layer in fused tensors: those of transformers 5, and ours, which may lack gates and have biases."""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moetool.architectures.base import MoEShape, fused_name
+
+
+def entering(experts: nn.Module) -> Tensor:
+    """What meets the experts' input: `gate_up_proj [experts, 2·intermediate, hidden]`, or without gates `up_proj
+    [experts, intermediate, hidden]`."""
+    name = "gate_up_proj" if hasattr(experts, "gate_up_proj") else "up_proj"
+    return getattr(experts, name)
+
+
+def activated(act_fn: Callable[[Tensor], Tensor], values: Sequence[Tensor]) -> Tensor:
+    """`act(gate) · up`, or without a gate `act(up)`."""
+    first, *rest = values
+    return act_fn(first) * rest[0] if rest else act_fn(first)
+
+
+def add_bias(experts: nn.Module, name: str, expert: int, output: Tensor) -> Tensor:
+    """An expert's output `[tokens, out]` by the fused tensor `name`, with the bias beside it if there is one."""
+    bias = getattr(experts, f"{name}_bias", None)
+    return output if bias is None else output + bias[expert]
+
+
+def activation(experts: Any, expert: int, values: Tensor) -> Tensor:
+    """What an expert's down matrix is given `[tokens, intermediate]`, from the products of its input with the fused
+    tensor before it, without bias."""
+    name = "gate_up_proj" if hasattr(experts, "gate_up_proj") else "up_proj"
+    return experts._apply_gate(add_bias(experts, name, expert, values))
+
+
+def weighted_sum(run: Callable[[int, Tensor], Tensor], hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Each expert on the tokens that chose it, weighted and summed: `[tokens, hidden]`."""
+    result = torch.zeros_like(hidden)
+    for expert in chosen.unique().tolist():
+        tokens, slot = torch.where(chosen == expert)
+        output = run(expert, hidden[tokens]) * weights[tokens, slot, None]
+        result.index_add_(0, tokens, output.to(result.dtype))
+    return result
+
+
+class FusedExperts(nn.Module):
+    """Experts named and laid out as transformers has them: `gate_up_proj` or `up_proj`, `down_proj [experts, hidden,
+    intermediate]`, and `…_bias [experts, out]` beside those that have biases."""
+
+    down_proj: nn.Parameter
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        """`config` has the `shape` and `act_fn`; parameters are left as they come."""
+        super().__init__()
+        shape: MoEShape = config.shape
+        self.config = config
+        self.act_fn: Any = config.act_fn
+        self.num_experts, self.hidden_dim, self.intermediate_dim = shape.experts, shape.hidden, shape.intermediate
+        for roles in shape.groups:
+            name, (rows, columns) = fused_name(roles), shape.matrix(roles[0])
+            rows *= len(roles)
+            setattr(self, name, nn.Parameter(torch.empty(shape.experts, rows, columns)))
+            if roles[0] in shape.biases:
+                setattr(self, f"{name}_bias", nn.Parameter(torch.empty(shape.experts, rows)))
+
+    def _apply_gate(self, values: Tensor) -> Tensor:
+        return activated(self.act_fn, values.chunk(len(self.config.shape.entering), dim=-1))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`."""
+
+        def run(expert: int, rows: Tensor) -> Tensor:
+            given = activation(self, expert, F.linear(rows, entering(self)[expert]))
+            return add_bias(self, "down_proj", expert, F.linear(given, self.down_proj[expert]))
+
+        return weighted_sum(run, hidden_states, top_k_index, top_k_weights)
