@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from dense_families import build_dense
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from moetool.architectures.base import fused_name
+from moetool.architectures.dense import DenseArchitecture
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import CheckpointWriter
 from moetool.conversion.adapter_experts import WithAdapterExperts
@@ -73,6 +75,18 @@ def upcycled(
         dtype=dtype,
         seed=0,
     )
+
+
+def fill_expert(experts: nn.Module, index: int, ffn: nn.Module, architecture: DenseArchitecture) -> None:
+    """Give one of fused experts the weights and biases of a dense network."""
+    with torch.no_grad():
+        for group in (architecture.roles[:-1], architecture.roles[-1:]):
+            paths = dict.fromkeys(architecture.weights[role] for role in group)  # gate and up may share a tensor
+            experts.get_parameter(fused_name(group))[index] = torch.cat([ffn.get_parameter(path) for path in paths])
+            biases = [path.removesuffix("weight") + "bias" for path in paths]
+            if all(name in dict(ffn.named_parameters()) for name in biases):
+                own = torch.cat([ffn.get_parameter(name) for name in biases])
+                experts.get_parameter(f"{fused_name(group)}_bias")[index] = own
 
 
 def with_adapters(dense: DenseModel, **options: Any) -> WithAdapterExperts:

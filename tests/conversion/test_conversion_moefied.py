@@ -131,7 +131,7 @@ def test_every_family_is_its_own_weights_in_another_order(opened: Any, tmp_path:
             weight, bias = network._neurons(role)
             weight, bias = weight[back], None if bias is None else bias[back]
         assert weight.equal(dense.matrix(2, role))
-        assert (bias is not None) is dense.has_bias(role)
+        assert (bias is not None) is (role in dense.biases)
         if bias is not None:
             whole = dense.bias(2, role)
             half = whole.chunk(2)[role == "up"] if dense.architecture.is_joined and role != "down" else whole
@@ -162,7 +162,7 @@ def test_parameters_are_those_of_the_loaded_model(
         assert neurons == 3 * dense.intermediate // 4
         for role in dense.architecture.roles:
             idle += neurons * dense.hidden
-            idle += neurons if role != "down" and dense.has_bias(role) else 0
+            idle += neurons if role != "down" and role in dense.biases else 0
     assert counts["active"] == counts["total"] - idle
 
 

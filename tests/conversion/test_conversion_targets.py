@@ -154,5 +154,6 @@ def test_our_own_module_keeps_the_config(tmp_path: Path) -> None:
         "intermediate": 64,
         "layers": [0, 2],
         "shared": "xft",
-        "fused": False,
+        "roles": ["up", "down"],
+        "biases": ["up", "down"],
     }

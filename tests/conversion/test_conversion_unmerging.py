@@ -24,9 +24,8 @@ from moetool.errors import InvalidInputError
 def unmerging(made: Path, model: Upcycled, **options: Any) -> Unmerging:
     checkpoint = Checkpoint.open(made)
     own = model.target.architecture is None
-    separate = own and not model.dense.is_fusable
     options["native"] = not own
-    experts = None if separate else ExpertReader(checkpoint, find_architecture(checkpoint.config))
+    experts = ExpertReader(checkpoint, find_architecture(checkpoint.config))
     options.setdefault("expert", 0)
     if model.mixture.shared == "half" and not own:
         options["down_scale"] = 0.5

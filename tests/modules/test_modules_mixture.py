@@ -12,12 +12,12 @@ from dense_families import build_dense
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel
-from upcycled import load, logits, open_dense, prompt, relative_error, save_dense, upcycled, write_upcycled
+from upcycled import fill_expert, load, logits, open_dense, prompt, relative_error, save_dense, upcycled, write_upcycled
 
 from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
 from moetool.conversion.experts import PartlyRedrawn
 from moetool.integrations.quiet import quiet
-from moetool.modules.mixture import GatedExperts, MixtureOfFFNs
+from moetool.modules.mixture import MixtureOfFFNs
 
 HIDDEN, EXPERTS, TOP_K = 32, 5, 2
 FAMILIES = ["llama", "llama-mlp-bias", "phi3", "gpt_neox", "gpt_bigcode", "falcon"]
@@ -34,18 +34,30 @@ def mixture_of(family: str, shared: str, *, alike: bool) -> tuple[MixtureOfFFNs,
     """A mixture in fp64 with a random router, its experts copies of the dense network or not, and that network."""
     ffn, architecture = dense_ffn(family)
     width = width_of(ffn, architecture)
-    described = {"experts": EXPERTS, "top_k": TOP_K, "intermediate": width, "shared": shared}
-    mixture = MixtureOfFFNs(ffn, architecture, HIDDEN, described)
+    described = {
+        "experts": EXPERTS,
+        "top_k": TOP_K,
+        "intermediate": width,
+        "shared": shared,
+        **parts(ffn, architecture),
+    }
+    mixture = MixtureOfFFNs(ffn, architecture, HIDDEN, described).eval()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         mixture.gate.weight.copy_(torch.randn(EXPERTS, HIDDEN, generator=draw) / HIDDEN**0.5)
-        for expert in mixture.experts:
-            expert.load_state_dict(ffn.state_dict())
-            for parameter in [] if alike else expert.parameters():
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw))
+        for index in range(EXPERTS):
+            fill_expert(mixture.experts, index, ffn, architecture)
+        for parameter in [] if alike else mixture.experts.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw))
         if shared != "none":
             mixture.shared_expert.load_state_dict(ffn.state_dict())
     return mixture, ffn
+
+
+def parts(ffn: nn.Module, architecture: DenseArchitecture) -> dict[str, list[str]]:
+    names = {name for name, _ in ffn.named_parameters()}
+    biased = [role for role, name in architecture.weights.items() if name.removesuffix("weight") + "bias" in names]
+    return {"roles": list(architecture.roles), "biases": biased}
 
 
 def width_of(ffn: nn.Module, architecture: DenseArchitecture) -> int:
@@ -92,7 +104,7 @@ def test_different_experts_token_by_token(family: str, shared: str) -> None:
                 "xft": torch.softmax(top, 0) * top[0],
             }[shared]
             beside = {"none": 0.0, "half": 0.5, "med": 1.0, "xft": 1 - top[0]}[shared]
-            routed = sum(w * mixture.experts[e](row[None])[0] for w, e in zip(weights, best, strict=True))
+            routed = mixture.experts(row[None], torch.tensor([best]), weights[None])[0]
             expected.append(routed + beside * ffn(row[None])[0])
         torch.testing.assert_close(mixture(rows), torch.stack(expected), rtol=1e-5, atol=1e-6)
         assert not torch.allclose(mixture(rows), ffn(rows), rtol=1e-3)
@@ -132,15 +144,16 @@ def test_half_precision_routes_in_fp32(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_may_be_narrower_and_the_guard_is_one_number(family: str) -> None:
     ffn, architecture = dense_ffn(family)
-    described = {"experts": 3, "top_k": 1, "intermediate": 16, "shared": "half"}
+    described = {"experts": 3, "top_k": 1, "intermediate": 16, "shared": "half", **parts(ffn, architecture)}
     mixture = MixtureOfFFNs(ffn, architecture, HIDDEN, described)
     whole = {name: tuple(parameter.shape) for name, parameter in ffn.named_parameters()}
-    width = width_of(ffn, architecture)
-    narrow = {name: tuple(16 * n // width if n in (width, 2 * width) else n for n in s) for name, s in whole.items()}
     found = {name: tuple(parameter.shape) for name, parameter in mixture.named_parameters()}
-    expected = {f"experts.{expert}.{name}": shape for expert in range(3) for name, shape in narrow.items()}
+    first = "gate_up_proj" if "gate" in architecture.roles else "up_proj"
+    rows = 16 * (len(architecture.roles) - 1)
+    expected = {f"experts.{first}": (3, rows, HIDDEN), "experts.down_proj": (3, HIDDEN, 16), "gate.weight": (3, HIDDEN)}
+    if described["biases"]:
+        expected |= {f"experts.{first}_bias": (3, rows), "experts.down_proj_bias": (3, HIDDEN)}
     expected |= {f"shared_expert.{name}": shape for name, shape in whole.items()}
-    expected["gate.weight"] = (3, HIDDEN)
     assert dict(mixture.named_buffers())[architecture.weights["up"]].shape == (1, 1)
     assert found == expected
     assert all(parameter.requires_grad for parameter in mixture.parameters())
@@ -203,10 +216,7 @@ def test_loading_inserts_mixtures_with_the_weights_of_the_file(family: str, save
     stored = load_file(saved[family] / "model.safetensors")
     state = model.state_dict()
     assert all(state[name].equal(tensor) for name, tensor in stored.items())
-    if isinstance(ffns[0].experts, GatedExperts):
-        downs = ffns[0].experts.down_proj
-    else:
-        downs = [expert.get_parameter(architecture.weights["down"]) for expert in ffns[0].experts]
+    downs = ffns[0].experts.down_proj
     assert not downs[0].equal(downs[1])
 
 
@@ -238,7 +248,7 @@ def test_it_generates(saved: dict[str, Path]) -> None:
 def test_a_training_step_changes_router_and_experts(saved: dict[str, Path]) -> None:
     model = load(saved["phi"]).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    names = ("gate.weight", "experts.0.fc1.weight", "experts.3.fc2.bias", "shared_expert.fc1.weight")
+    names = ("gate.weight", "experts.up_proj", "experts.down_proj_bias", "shared_expert.fc1.weight")
     before = {name: model.model.layers[2].mlp.get_parameter(name).detach().clone() for name in names}
     first = model(input_ids=prompt(), labels=prompt()).loss
     first.backward()
@@ -262,7 +272,7 @@ def test_another_dtype(saved: dict[str, Path]) -> None:
     assert relative_error(logits(model), logits(load(saved["llama-mlp-bias"]))) < 0.1
 
 
-@pytest.mark.parametrize("name", ["gate.weight", "experts.3.fc2.bias", "shared_expert.fc1.weight"])
+@pytest.mark.parametrize("name", ["gate.weight", "experts.down_proj_bias", "shared_expert.fc1.weight"])
 def test_a_missing_tensor_is_named(name: str, saved: dict[str, Path], tmp_path: Path) -> None:
     stored = load_file(saved["phi"] / "model.safetensors")
     del stored[f"model.layers.2.mlp.{name}"]
