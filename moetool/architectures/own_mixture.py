@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moetool.architectures.base import ROLES, Architecture, MoEShape, Role, fused_name
+from moetool.architectures.base import Architecture, MoEShape, Role, fused_name
 from moetool.architectures.dense import find_dense_architecture
 from moetool.architectures.own_modules import OWN_MODULES, is_opaque, own_modules
 from moetool.errors import InvalidInputError
@@ -32,13 +32,16 @@ class OwnMixture(Architecture):
         return tuple(int(layer) for layer in self.entry["layers"])
 
     def shape(self, config: Mapping[str, Any]) -> MoEShape:
-        return mixture_shape(self.entry, self.number(config, "hidden_size"))
+        return mixture_shape(self.entry)
+
+    def layers(self, config: Mapping[str, Any]) -> int:
+        return int(self.entry["of"])
 
 
-def mixture_shape(entry: Mapping[str, Any], hidden: int) -> MoEShape:
-    """The shape that an entry `mixture` describes, in a model of that width."""
-    experts, top_k, width = (int(entry[key]) for key in ("experts", "top_k", "intermediate"))
-    return MoEShape(experts, top_k, hidden, width, tuple(entry.get("roles", ROLES)), tuple(entry.get("biases", ())))
+def mixture_shape(entry: Mapping[str, Any]) -> MoEShape:
+    """The shape that an entry `mixture` describes."""
+    experts, top_k, hidden, width = (int(entry[key]) for key in ("experts", "top_k", "hidden", "intermediate"))
+    return MoEShape(experts, top_k, hidden, width, tuple(entry["roles"]), tuple(entry["biases"]))
 
 
 def mixture_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -63,6 +63,8 @@ def _dense_shared_expert(module: SharedExpertOnBase) -> nn.Module:
         linear: Any = native.get_submodule(path.removesuffix(".weight"))
         matrices = [experts.dense(experts.num_experts, role).to(experts.down_proj.dtype) for role in roles]
         linear.weight = nn.Parameter(torch.cat(matrices))
+        if roles[0] in experts.layout.shape.biases:
+            linear.bias = module.bias(roles[0])
     return native.train(module.training)
 
 

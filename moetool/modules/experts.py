@@ -287,8 +287,9 @@ class SharedExpertOnBase(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[…, hidden]` → the same."""
-        biases: dict[Role, Tensor] = {
-            role: self.get_parameter(self.names[role].removesuffix("weight") + "bias")
-            for role in self.experts.layout.shape.biases
-        }
+        biases: dict[Role, Tensor] = {role: self.bias(role) for role in self.experts.layout.shape.biases}
         return self.experts.shared_expert(hidden_states, biases)
+
+    def bias(self, role: Role) -> nn.Parameter:
+        """The shared expert's own, beside one of its matrices."""
+        return self.get_parameter(self.names[role].removesuffix("weight") + "bias")

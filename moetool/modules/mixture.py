@@ -29,12 +29,10 @@ class MixtureOfFFNs(Routed):
     arXiv:2404.10237).
     """
 
-    def __init__(
-        self, ffn: nn.Module, architecture: DenseArchitecture, hidden: int, described: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, ffn: nn.Module, architecture: DenseArchitecture, described: Mapping[str, Any]) -> None:
         """Build empty on the device and in the dtype of `ffn`, the dense network of the layer."""
         super().__init__()
-        shape = mixture_shape(described, hidden)
+        shape = mixture_shape(described)
         self.num_experts, self.top_k = shape.experts, shape.top_k
         self.shared: str = described["shared"]
         self.dropout = dropout_of(ffn)
@@ -42,7 +40,7 @@ class MixtureOfFFNs(Routed):
         with torch.device(like.device):
             config = SimpleNamespace(shape=shape, act_fn=activation_of(ffn))
             self.experts: nn.Module = FusedExperts(config).to(like.dtype)
-        self.gate = nn.Linear(hidden, self.num_experts, bias=False, device=like.device, dtype=like.dtype)
+        self.gate = nn.Linear(shape.hidden, shape.experts, bias=False, device=like.device, dtype=like.dtype)
         if self.shared != "none":
             self.shared_expert = copy.deepcopy(ffn)
         add_guard(self, architecture.weights["up"].removesuffix(".weight"), like)
@@ -74,5 +72,5 @@ def insert(model: Any, config: Mapping[str, Any], described: Mapping[str, Any]) 
     architecture = find_dense_architecture({**config, "quantization_config": None})
     for layer in described["layers"]:
         path = path_in(model, architecture.ffn_prefix(int(layer)).removesuffix("."))
-        mixture = MixtureOfFFNs(model.get_submodule(path), architecture, model.config.hidden_size, described)
+        mixture = MixtureOfFFNs(model.get_submodule(path), architecture, described)
         model.set_submodule(path, mixture)

@@ -154,6 +154,8 @@ def test_our_own_module_keeps_the_config(tmp_path: Path) -> None:
         "intermediate": 64,
         "layers": [0, 2],
         "shared": "xft",
+        "of": 3,
+        "hidden": 32,
         "roles": ["up", "down"],
         "biases": ["up", "down"],
     }

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def mixture_of(family: str, shared: str, *, alike: bool) -> tuple[MixtureOfFFNs,
         "shared": shared,
         **parts(ffn, architecture),
     }
-    mixture = MixtureOfFFNs(ffn, architecture, HIDDEN, described).eval()
+    mixture = MixtureOfFFNs(ffn, architecture, described).eval()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         mixture.gate.weight.copy_(torch.randn(EXPERTS, HIDDEN, generator=draw) / HIDDEN**0.5)
@@ -54,10 +55,10 @@ def mixture_of(family: str, shared: str, *, alike: bool) -> tuple[MixtureOfFFNs,
     return mixture, ffn
 
 
-def parts(ffn: nn.Module, architecture: DenseArchitecture) -> dict[str, list[str]]:
+def parts(ffn: nn.Module, architecture: DenseArchitecture) -> dict[str, Any]:
     names = {name for name, _ in ffn.named_parameters()}
     biased = [role for role, name in architecture.weights.items() if name.removesuffix("weight") + "bias" in names]
-    return {"roles": list(architecture.roles), "biases": biased}
+    return {"hidden": HIDDEN, "roles": list(architecture.roles), "biases": biased}
 
 
 def width_of(ffn: nn.Module, architecture: DenseArchitecture) -> int:
@@ -145,7 +146,7 @@ def test_half_precision_routes_in_fp32(dtype: torch.dtype) -> None:
 def test_experts_may_be_narrower_and_the_guard_is_one_number(family: str) -> None:
     ffn, architecture = dense_ffn(family)
     described = {"experts": 3, "top_k": 1, "intermediate": 16, "shared": "half", **parts(ffn, architecture)}
-    mixture = MixtureOfFFNs(ffn, architecture, HIDDEN, described)
+    mixture = MixtureOfFFNs(ffn, architecture, described)
     whole = {name: tuple(parameter.shape) for name, parameter in ffn.named_parameters()}
     found = {name: tuple(parameter.shape) for name, parameter in mixture.named_parameters()}
     first = "gate_up_proj" if "gate" in architecture.roles else "up_proj"

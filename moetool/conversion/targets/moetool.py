@@ -10,8 +10,8 @@ from moetool.representations.mixture import Mixture
 
 
 def _entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
-    parts = {"roles": list(dense.architecture.roles), "biases": list(dense.biases)}
-    return {"quantization_config": own_entry("mixture", {**mixture.to_config(), **parts})}
+    network = {"hidden": dense.hidden, "roles": list(dense.architecture.roles), "biases": list(dense.biases)}
+    return {"quantization_config": own_entry("mixture", {**mixture.to_config(), "of": mixture.of, **network})}
 
 
 TARGET = Target(
