@@ -32,20 +32,25 @@ def calibration(tiny_text: Path) -> Options:
     return "--calibration", tiny_text, "--samples", 16, "--sequence-length", 32
 
 
-@pytest.fixture(scope="session")
-def compress(run_cli: RunCli, calibration: Options, tmp_path_factory: pytest.TempPathFactory) -> Compress:
-    """`compress(source, *options)`: the result of `moetool compress`, made once per session for the same arguments."""
+def _made_once(run_cli: RunCli, tmp_path_factory: pytest.TempPathFactory, command: str, *always: object) -> Compress:
+    """`make(source, *options)`: the result of a command, made once for the same arguments."""
     made: dict[Options, Compressed] = {}
 
     def make(source: Path, *options: object) -> Compressed:
         if (source, *options) not in made:
-            output = tmp_path_factory.mktemp("compressed") / "model"
-            result = run_cli("compress", source, output, *calibration, *options, "--json")
+            output = tmp_path_factory.mktemp(command) / "model"
+            result = run_cli(command, source, output, *always, *options, "--json")
             assert result.code == 0, result.stderr
             made[source, *options] = Compressed(output, result.json, result.stderr)
         return made[source, *options]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def compress(run_cli: RunCli, calibration: Options, tmp_path_factory: pytest.TempPathFactory) -> Compress:
+    """`compress(source, *options)`: the result of `moetool compress`, made once per session for the same arguments."""
+    return _made_once(run_cli, tmp_path_factory, "compress", *calibration)
 
 
 @pytest.fixture(scope="session")
@@ -71,33 +76,13 @@ def dense(
 @pytest.fixture(scope="session")
 def upcycle(run_cli: RunCli, tmp_path_factory: pytest.TempPathFactory) -> Compress:
     """`upcycle(source, *options)`: the result of `moetool upcycle`, made once per session for the same arguments."""
-    made: dict[Options, Compressed] = {}
-
-    def make(source: Path, *options: object) -> Compressed:
-        if (source, *options) not in made:
-            output = tmp_path_factory.mktemp("upcycled") / "model"
-            result = run_cli("upcycle", source, output, *options, "--json")
-            assert result.code == 0, result.stderr
-            made[source, *options] = Compressed(output, result.json, result.stderr)
-        return made[source, *options]
-
-    return make
+    return _made_once(run_cli, tmp_path_factory, "upcycle")
 
 
 @pytest.fixture(scope="session")
 def moefy(run_cli: RunCli, calibration: Options, tmp_path_factory: pytest.TempPathFactory) -> Compress:
     """`moefy(source, *options)`: the result of `moetool moefy`, made once per session for the same arguments."""
-    made: dict[Options, Compressed] = {}
-
-    def make(source: Path, *options: object) -> Compressed:
-        if (source, *options) not in made:
-            output = tmp_path_factory.mktemp("moefied") / "model"
-            result = run_cli("moefy", source, output, *calibration, *options, "--json")
-            assert result.code == 0, result.stderr
-            made[source, *options] = Compressed(output, result.json, result.stderr)
-        return made[source, *options]
-
-    return make
+    return _made_once(run_cli, tmp_path_factory, "moefy", *calibration)
 
 
 @pytest.fixture(scope="session")
