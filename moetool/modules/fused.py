@@ -72,9 +72,11 @@ class FusedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`."""
+        # Unbound once: the gradient of every index into a fused tensor is as large as the tensor.
+        first, down = entering(self).unbind(), self.down_proj.unbind()
 
         def run(expert: int, rows: Tensor) -> Tensor:
-            given = activation(self, expert, F.linear(rows, entering(self)[expert]))
-            return add_bias(self, "down_proj", expert, F.linear(given, self.down_proj[expert]))
+            given = activation(self, expert, F.linear(rows, first[expert]))
+            return add_bias(self, "down_proj", expert, F.linear(given, down[expert]))
 
         return weighted_sum(run, hidden_states, top_k_index, top_k_weights)
