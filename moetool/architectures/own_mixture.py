@@ -39,9 +39,12 @@ class OwnMixture(Architecture):
 
 
 def mixture_shape(entry: Mapping[str, Any]) -> MoEShape:
-    """The shape that an entry `mixture` describes."""
-    experts, top_k, hidden, width = (int(entry[key]) for key in ("experts", "top_k", "hidden", "intermediate"))
-    return MoEShape(experts, top_k, hidden, width, tuple(entry["roles"]), tuple(entry["biases"]))
+    """The shape that an entry `mixture` describes. Raises `InvalidInputError` if it is not one this version writes."""
+    try:
+        experts, top_k, hidden, width = (int(entry[key]) for key in ("experts", "top_k", "hidden", "intermediate"))
+        return MoEShape(experts, top_k, hidden, width, tuple(entry["roles"]), tuple(entry["biases"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidInputError(f"quantization_config: mixture cannot be read: {error!r}.") from error
 
 
 def mixture_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -65,7 +68,7 @@ def own_mixture(config: Mapping[str, Any]) -> OwnMixture:
             "take it; compression and export to experts do not."
         )
     weights = fused_names(dense.roles)
-    biases = {f"{weights[role]}_bias" for role in entry.get("biases", ())}
+    biases = {f"{weights[role]}_bias" for role in mixture_shape(entry).biases}
     return OwnMixture(
         name=f"{dense.name} (moetool's mixture)",
         model_types=(),
