@@ -114,11 +114,6 @@ class Tune(Stage[TuneOptions, AnySource]):
         from moetool.training.examples import load_examples
 
         options = self.options
-        if (tool := shards_model()) is not None:
-            raise UsageError(
-                f"tune trains data-parallel; it has not been tried with {tool}, and would write a part of the weights. "
-                "Launch it without, with --gradient-checkpointing, or with --lora-rank and --quantize-base nf4."
-            )
         examples = load_examples(options.data, self._tokenizer, options.sequence_length)
         held_out = (
             load_examples(options.eval_data, self._tokenizer, options.sequence_length) if options.eval_data else None
@@ -140,7 +135,7 @@ class Tune(Stage[TuneOptions, AnySource]):
             job.finish("data")
         elif (job.work / "examples").read_text() != examples.digest():
             raise UsageError("The data has changed since this run began. Start again with --overwrite.")
-        told = train(job, model, options, examples.items, held_out.items if held_out else None)
+        told, weights = train(job, model, options, examples.items, held_out.items if held_out else None)
         if not is_first_process():
             return {}
         if told.get("mask_sparsity") == 1:
@@ -148,6 +143,10 @@ class Tune(Stage[TuneOptions, AnySource]):
                 "All masks have closed: the result would be the model that it was made from. More --steps, or a lower "
                 "--mask-learning-rate or --multiplier-rate, leave experts open."
             )
+        if weights is not None:
+            model = self._load(self.source.checkpoint.path)
+            self._prepare(job, model)
+            model.load_state_dict(weights, assign=True)
         self._write(job, model)
         return {
             "examples": len(examples.items),
