@@ -14,7 +14,7 @@ from moetool.integrations.quiet import quiet
 from moetool.modules.insertion import experts_per_token
 from moetool.modules.interpolated import interpolation_of
 from moetool.pipeline.job import Job
-from moetool.pipeline.processes import processes, shards_model
+from moetool.pipeline.processes import processes, sharding
 from moetool.pipeline.progress import phase
 from moetool.pipeline.tuning_options import TuneOptions
 from moetool.training.balance import Routers
@@ -72,7 +72,7 @@ def train(
                 constraint=constraint,
             )
             trainer.remove_callback(PrinterCallback)
-            if (tool := shards_model()) and not trainer.is_sharded:
+            if (tool := sharding()) and not trainer.is_sharded:
                 job.progress.log(f"accelerate does not use {tool} here: every process holds the whole model.")
             if done < steps:
                 trainer.train(resume_from_checkpoint=str(last) if last else None)

@@ -116,13 +116,14 @@ class MixtureTrainer(Trainer):  # type: ignore[misc]
     def _prepare_for_training(self, *arguments: Any) -> Any:
         model, batches = super()._prepare_for_training(*arguments)
         if isinstance(model, FSDPModule):
-            model.set_reduce_scatter_unused_params(True)  # an expert may be given no token by some process
+            model.set_reduce_scatter_unused_params(True)  # some process may give an expert no token
         return model, batches
 
     @torch.no_grad()
     def evaluate(self, eval_dataset: Any = None, *_: Any, **__: Any) -> dict[str, float]:
         """Mean next-token loss over all answer tokens of a data set, however it is cut into batches and processes."""
-        model = self.model_wrapped.eval()
+        model = self.model_wrapped
+        model.eval()
         total = torch.zeros(2, dtype=torch.float64)
         for batch in self.get_eval_dataloader(eval_dataset):
             given, labels, _real = self._split(self._prepare_inputs(batch))
