@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import ONE_THREAD, contents, load, logits, relative_error, tensors_of
+from checkpoints import ONE_THREAD, contents, load, load_whole, logits, relative_error, tensors_of
 from torch import Tensor
 
 SHORT = ("--sequence-length", 64, "--batch-size", 2, "--learning-rate", 1e-3, "--log-every", 1)
@@ -185,55 +185,50 @@ def two_processes(tmp_path: Path) -> Any:
     return run
 
 
+def _told(done: subprocess.CompletedProcess[str]) -> Any:
+    """What `--json` says, after what DeepSpeed says."""
+    return json.loads(done.stdout[done.stdout.index("{\n") :])
+
+
 @pytest.mark.parametrize(
-    ("environment", "method"),
+    "environment",
     [
-        pytest.param({}, "vanilla", id="replicated"),
-        pytest.param(FSDP, "vanilla", id="FSDP"),
-        pytest.param(FSDP, "pesc --dropout 0", id="FSDP, few parameters"),
-        pytest.param(
-            ZERO,
-            "vanilla",
-            id="ZeRO",
-            marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed"),
-        ),
+        pytest.param({}, id="replicated"),
+        pytest.param(FSDP, id="FSDP"),
+        pytest.param(ZERO, id="ZeRO", marks=pytest.mark.skipif(not find_spec("deepspeed"), reason="no deepspeed here")),
     ],
 )
 def test_two_processes_learn_what_one_learns(
     run_cli: Any,
     two_processes: Any,
-    dense: Any,
-    upcycle: Any,
+    mixture: Path,
     tiny_text: Path,
     data: Path,
     tmp_path: Path,
     environment: dict[str, str],
-    method: str,
 ) -> None:
-    """Half the batch each, of all weights or of a part: the same steps, to rounding."""
-    source = upcycle(dense("llama"), "--experts", 4, "--method", *method.split()).path
+    """Half the batch each, with all weights or a part of them: the same steps, to rounding."""
     options = ("--data", data, "--eval-data", tiny_text, "--sequence-length", 64, "--steps", 4, "--learning-rate", 1e-3)
-    one = run_cli("tune", source, tmp_path / "one", *options, "--batch-size", 4, "--balance", 0.1, "--json").json
-    arguments = ("tune", source, tmp_path / "two", *options, "--batch-size", 2, "--balance", 0.1, "--json")
+    one = run_cli("tune", mixture, tmp_path / "one", *options, "--batch-size", 4, "--balance", 0.1, "--json").json
+    arguments = ("tune", mixture, tmp_path / "two", *options, "--batch-size", 2, "--balance", 0.1, "--json")
     done = two_processes(environment, *arguments)
     assert done.returncode == 0, done.stderr
     assert "every process holds the whole model" not in done.stderr
-    two = json.loads(done.stdout)
+    two = _told(done)
     assert two["eval_loss"] == pytest.approx(one["eval_loss"], abs=1e-4)
     assert two["steps"] == one["steps"] == 4
     assert two["trained_parameters"] == one["trained_parameters"]
     first, second = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "two")
-    before = tensors_of(source)
+    before = tensors_of(mixture)
     for name, tensor in first.items():
         moved = (tensor - before[name]).norm()
-        assert (tensor - second[name]).norm() <= 0.02 * moved, name
-    assert (tmp_path / "two" / "config.json").read_text() == (source / "config.json").read_text()
+        assert (tensor - second[name]).norm() < 0.02 * moved, name
 
 
 def test_a_sharded_model_goes_on_where_it_was_killed(
     run_cli: Any, two_processes: Any, dense: Any, upcycle: Any, tiny_text: Path, data: Path, tmp_path: Path
 ) -> None:
-    """In between, and after the last step; few tokens, so that experts are left without, in one process or in both."""
+    """Between two steps, and after the last; so few tokens that experts are left without, in one process or in both."""
     source = upcycle(dense("llama"), "--experts", 16, "--method", "ders-lowrank", "--rank", 2).path
     options = ("--data", data, "--eval-data", tiny_text, "--sequence-length", 64, "--no-packing", "--freeze-shared")
     options = (*options, "--steps", 4, "--save-every", 2, "--learning-rate", 1e-3, "--json")
@@ -244,11 +239,11 @@ def test_a_sharded_model_goes_on_where_it_was_killed(
     assert {path.name for path in (tmp_path / "two" / ".moetool" / "trainer").iterdir()} == {"checkpoint-4"}
     done = two_processes(FSDP, *arguments, "--resume")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["eval_loss"] == pytest.approx(one["eval_loss"], abs=1e-4)
+    assert _told(done)["eval_loss"] == pytest.approx(one["eval_loss"], abs=1e-4)
     before, after = tensors_of(source), tensors_of(tmp_path / "two")
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert all(".moetool." in name or name.endswith("gate.weight") for name in changed)
-    assert load(tmp_path / "two") is not None
+    load_whole(tmp_path / "two")
 
 
 @pytest.mark.parametrize(
