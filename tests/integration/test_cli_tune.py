@@ -226,11 +226,11 @@ def test_two_processes_learn_what_one_learns(
 
 
 def test_a_sharded_model_goes_on_where_it_was_killed(
-    run_cli: Any, two_processes: Any, dense: Any, upcycle: Any, tiny_text: Path, data: Path, tmp_path: Path
+    run_cli: Any, two_processes: Any, dense: Any, upcycle: Any, data: Path, tmp_path: Path
 ) -> None:
     """Between two steps, and after the last; so few tokens that experts are left without, in one process or in both."""
     source = upcycle(dense("llama"), "--experts", 16, "--method", "ders-lowrank", "--rank", 2).path
-    options = ("--data", data, "--eval-data", tiny_text, "--sequence-length", 64, "--no-packing", "--freeze-shared")
+    options = ("--data", data, "--eval-data", data, "--sequence-length", 64, "--no-packing", "--freeze-shared")
     options = (*options, "--steps", 4, "--save-every", 2, "--learning-rate", 1e-3, "--json")
     one = run_cli("tune", source, tmp_path / "one", *options, "--batch-size", 2).json
     arguments = ("tune", source, tmp_path / "two", *options, "--batch-size", 1)
