@@ -8,10 +8,24 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def shards_model() -> str | None:
-    """The tool by which a launcher wants every process to hold a part of the model only, if it does."""
-    tools = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
-    return next((tool for name, tool in tools.items() if os.environ.get(name, "").lower() in ("1", "true")), None)
+def sharding() -> str | None:
+    """By what a launcher wants every process to hold only a part of a training, if it does: `FSDP 2`, `ZeRO 3` …"""
+    if _is_set("ACCELERATE_USE_FSDP"):
+        return f"FSDP {os.environ.get('FSDP_VERSION', '1')}"
+    return f"ZeRO {_zero_stage()}" if _is_set("ACCELERATE_USE_DEEPSPEED") else None
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "").lower() in ("1", "true")
+
+
+def _zero_stage() -> str:
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if file == "none":
+        return os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+    return str(HfDeepSpeedConfig(file).get_value("zero_optimization.stage", 0))
 
 
 def is_first_process() -> bool:

@@ -3,9 +3,10 @@
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import TrainingArguments, get_scheduler
 from transformers.trainer_callback import PrinterCallback
 
@@ -13,7 +14,7 @@ from moetool.integrations.quiet import quiet
 from moetool.modules.insertion import experts_per_token
 from moetool.modules.interpolated import interpolation_of
 from moetool.pipeline.job import Job
-from moetool.pipeline.processes import processes
+from moetool.pipeline.processes import processes, sharding
 from moetool.pipeline.progress import phase
 from moetool.pipeline.tuning_options import TuneOptions
 from moetool.training.balance import Routers
@@ -22,10 +23,18 @@ from moetool.training.masks import WAY, MaskConstraint, parameter_groups
 from moetool.training.trainer import MixtureTrainer, Told, keeps_apart, last_checkpoint, recompute_activations
 
 
+class Trained(NamedTuple):
+    """What came of a training: what is worth telling, and the weights by their names in memory where the model that was
+    given has them in parts (of the first process; others get none)."""
+
+    told: dict[str, Any]
+    weights: dict[str, Tensor] | None
+
+
 def train(
     job: Job[Any], model: Any, options: TuneOptions, examples: Sequence[Example], held_out: Sequence[Example] | None
-) -> dict[str, Any]:
-    """Train what requires gradients, or go on where an interrupted run stopped; returns what is worth telling.
+) -> Trained:
+    """Train what requires gradients, or go on where an interrupted run stopped.
 
     Raises:
         VerificationError: the loss is not a number.
@@ -63,10 +72,12 @@ def train(
                 constraint=constraint,
             )
             trainer.remove_callback(PrinterCallback)
+            if (tool := sharding()) and not trainer.is_sharded:
+                job.progress.log(f"accelerate does not use {tool} here: every process holds the whole model.")
             if done < steps:
                 trainer.train(resume_from_checkpoint=str(last) if last else None)
             elif last is not None:  # stopped after the last step; the Trainer would go one further
-                trainer._load_from_checkpoint(str(last))
+                trainer.restore(last, steps)
         job.interrupt.check()
         found: dict[str, Any] = {"steps": steps, "training_seconds": round(time.monotonic() - began, 2)}
         if held_out:
@@ -74,7 +85,7 @@ def train(
             found |= {"eval_loss": round(loss, 6), "eval_perplexity": round(math.exp(min(loss, 700)), 4)}
         if constraint is not None:
             found |= constraint.told()
-    return found
+    return Trained(found, trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_sharded else None)
 
 
 def _constraint(model: Any, options: TuneOptions, steps: int) -> MaskConstraint | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils.data import Sampler
 from transformers import Trainer, TrainerCallback
@@ -48,6 +49,7 @@ class MixtureTrainer(Trainer):  # type: ignore[misc]
         if constraint is not None:
             self.add_callback(constraint)
         self.model_accepts_loss_kwargs = True
+        self.is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         self._told: dict[str, list[float]] = {}
 
     def compute_loss(
@@ -93,7 +95,7 @@ class MixtureTrainer(Trainer):  # type: ignore[misc]
         """
         directory = Path(output_dir or self.args.output_dir)
         directory.mkdir(parents=True, exist_ok=True)
-        if not self.args.should_save:
+        if self.is_sharded or not self.args.should_save:  # parts of a model are written and found again beside this
             return
         model = self.accelerator.unwrap_model(self.model)
         changed = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -104,10 +106,24 @@ class MixtureTrainer(Trainer):  # type: ignore[misc]
         save_file(tensors, directory / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
         torch.save(self.args, directory / "training_args.bin")
 
+    def restore(self, checkpoint: Path, steps: int) -> None:
+        """Put the weights of a training's last checkpoint, that of step `steps`, in their place."""
+        if self.is_sharded:
+            self._prepare_for_training(steps, None, str(checkpoint))
+        else:
+            self._load_from_checkpoint(str(checkpoint))
+
+    def _prepare_for_training(self, *arguments: Any) -> Any:
+        model, batches = super()._prepare_for_training(*arguments)
+        if isinstance(model, FSDPModule):
+            model.set_reduce_scatter_unused_params(True)  # some process may give an expert no token
+        return model, batches
+
     @torch.no_grad()
     def evaluate(self, eval_dataset: Any = None, *_: Any, **__: Any) -> dict[str, float]:
         """Mean next-token loss over all answer tokens of a data set, however it is cut into batches and processes."""
-        model = self.model_wrapped.eval()
+        model = self.model_wrapped
+        model.eval()
         total = torch.zeros(2, dtype=torch.float64)
         for batch in self.get_eval_dataloader(eval_dataset):
             given, labels, _real = self._split(self._prepare_inputs(batch))

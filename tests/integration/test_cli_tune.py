@@ -1,16 +1,17 @@
 """`moetool tune`, run as a user runs it."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import contents, load, logits, relative_error, tensors_of
+from checkpoints import ONE_THREAD, contents, load, load_whole, logits, relative_error, tensors_of
 from torch import Tensor
 
 SHORT = ("--sequence-length", 64, "--batch-size", 2, "--learning-rate", 1e-3, "--log-every", 1)
@@ -165,27 +166,115 @@ def test_a_loss_that_is_not_a_number(run_cli: Any, mixture: Path, data: Path, tm
     assert list((output / ".moetool" / "trainer").glob("checkpoint-*"))
 
 
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "DS_ACCELERATOR": "cpu"}
+
+
+@pytest.fixture
+def two_processes(tmp_path: Path) -> Any:
+    """`two_processes(environment, *arguments)`: a command under torchrun."""
+
+    def run(environment: Mapping[str, str], *arguments: object) -> subprocess.CompletedProcess[str]:
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+        script = Path(__file__).with_name("sharding_driver.py")
+        return subprocess.run(
+            [sys.executable, *launcher, str(script), *map(str, arguments)],
+            capture_output=True, text=True, check=False, cwd=tmp_path, env={**ONE_THREAD, **environment},
+        )  # fmt: skip
+
+    return run
+
+
+def _told(done: subprocess.CompletedProcess[str]) -> Any:
+    """What `--json` says, after what DeepSpeed says."""
+    return json.loads(done.stdout[done.stdout.index("{\n") :])
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        pytest.param({}, id="replicated"),
+        pytest.param(FSDP, id="FSDP"),
+        pytest.param(ZERO, id="ZeRO", marks=pytest.mark.skipif(not find_spec("deepspeed"), reason="no deepspeed here")),
+    ],
+)
 def test_two_processes_learn_what_one_learns(
-    run_cli: Any, mixture: Path, tiny_text: Path, data: Path, tmp_path: Path
+    run_cli: Any,
+    two_processes: Any,
+    mixture: Path,
+    tiny_text: Path,
+    data: Path,
+    tmp_path: Path,
+    environment: dict[str, str],
 ) -> None:
-    """Half the batch each: the same steps, to rounding."""
+    """Half the batch each, with all weights or a part of them: the same steps, to rounding."""
     options = ("--data", data, "--eval-data", tiny_text, "--sequence-length", 64, "--steps", 4, "--learning-rate", 1e-3)
     one = run_cli("tune", mixture, tmp_path / "one", *options, "--batch-size", 4, "--balance", 0.1, "--json").json
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "moetool"]
     arguments = ("tune", mixture, tmp_path / "two", *options, "--batch-size", 2, "--balance", 0.1, "--json")
-    done = subprocess.run(
-        [*launcher, *map(str, arguments)],
-        capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = two_processes(environment, *arguments)
     assert done.returncode == 0, done.stderr
-    two = json.loads(done.stdout)
+    assert "every process holds the whole model" not in done.stderr
+    two = _told(done)
     assert two["eval_loss"] == pytest.approx(one["eval_loss"], abs=1e-4)
     assert two["steps"] == one["steps"] == 4
+    assert two["trained_parameters"] == one["trained_parameters"]
     first, second = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "two")
     before = tensors_of(mixture)
     for name, tensor in first.items():
         moved = (tensor - before[name]).norm()
         assert (tensor - second[name]).norm() < 0.02 * moved, name
+
+
+def test_a_sharded_model_goes_on_where_it_was_killed(
+    run_cli: Any, two_processes: Any, dense: Any, upcycle: Any, data: Path, tmp_path: Path
+) -> None:
+    """Between two steps, and after the last; so few tokens that experts are left without, in one process or in both."""
+    source = upcycle(dense("llama"), "--experts", 16, "--method", "ders-lowrank", "--rank", 2).path
+    options = ("--data", data, "--eval-data", data, "--sequence-length", 64, "--no-packing", "--freeze-shared")
+    options = (*options, "--steps", 4, "--save-every", 2, "--learning-rate", 1e-3, "--json")
+    one = run_cli("tune", source, tmp_path / "one", *options, "--batch-size", 2).json
+    arguments = ("tune", source, tmp_path / "two", *options, "--batch-size", 1)
+    assert two_processes({**FSDP, "KILLED_AT": "checkpoint-4"}, *arguments).returncode != 0
+    assert two_processes({**FSDP, "KILLED_AT": ".safetensors"}, *arguments, "--resume").returncode != 0
+    assert {path.name for path in (tmp_path / "two" / ".moetool" / "trainer").iterdir()} == {"checkpoint-4"}
+    done = two_processes(FSDP, *arguments, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert _told(done)["eval_loss"] == pytest.approx(one["eval_loss"], abs=1e-4)
+    before, after = tensors_of(source), tensors_of(tmp_path / "two")
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert all(".moetool." in name or name.endswith("gate.weight") for name in changed)
+    load_whole(tmp_path / "two")
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "words"),
+    [
+        ({**FSDP, "FSDP_VERSION": "1"}, (), ["FSDP 1", "fsdp_version: 2"]),
+        ({**ZERO, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, (), ["ZeRO 3", "FSDP 2"]),
+        (ZERO, ("--bf16",), ["--bf16", "ZeRO 2"]),
+        (FSDP, ("--quantize-base", "nf4"), ["--quantize-base", "FSDP 2"]),
+        (FSDP, ("--method", "simoe"), ["SIMoE", "FSDP 2"]),
+    ],
+)
+def test_what_cannot_be_sharded(
+    run_cli: Any,
+    dense: Any,
+    upcycle: Any,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    environment: dict[str, str],
+    options: tuple[str, ...],
+    words: list[str],
+) -> None:
+    is_method = "--method" in options
+    source = upcycle(dense("llama"), "--experts", 4, *(options if is_method else ())).path
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    result = run_cli("tune", source, tmp_path / "out", "--data", data, *(() if is_method else options))
+    assert result.code == 2, result.stderr
+    assert all(word in result.stderr for word in words), result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_other_commands_run_in_one_process(run_cli: Any, dense: Any, monkeypatch: Any, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from moetool.pipeline.job import Job
 from moetool.pipeline.options import RunOptions
 from moetool.pipeline.output import ShardPlan, write_checkpoint
 from moetool.pipeline.plan import Plan
-from moetool.pipeline.processes import is_first_process, shards_model
+from moetool.pipeline.processes import is_first_process, sharding
 from moetool.pipeline.stage import Stage
 from moetool.pipeline.tuning_options import TuneOptions
 
@@ -67,6 +67,8 @@ class Tune(Stage[TuneOptions, AnySource]):
     def plan(self) -> Plan:
         if self.options.freeze_shared and self.options.train == "all":
             raise UsageError("--freeze-shared leaves the base alone, --train all does not: give one of them.")
+        if (tool := sharding()) is not None:
+            self._check_sharding(tool)
         checkpoint = self.source.checkpoint
         numbers = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
         options, config = self.options, checkpoint.config
@@ -83,10 +85,27 @@ class Tune(Stage[TuneOptions, AnySource]):
             stage=self.name,
             input_bytes=checkpoint.weight_bytes,
             output_bytes=checkpoint.weight_bytes,
-            scratch_bytes=2 * 12 * trained,  # a checkpoint, and the one that replaces it
+            scratch_bytes=2 * (8 * trained + 4 * (numbers if sharding() else trained)),  # a checkpoint, and the next
             memory_bytes=600_000_000 + 4 * numbers + 12 * trained + logits + 4 * tokens * width * kept,
             details={"parameters": numbers, "tokens_per_step": tokens * options.accumulation},
         )
+
+    def _check_sharding(self, tool: str) -> None:
+        """Raise `UsageError` for what does not work where processes share one copy of the weights or of their state."""
+        from torch.distributed.fsdp import FSDPModule
+
+        if tool == "FSDP 1":
+            raise UsageError("tune has not been tried with FSDP 1: set fsdp_version: 2 (FSDP_VERSION=2).")
+        if tool == "FSDP 2" and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise UsageError("This version of torch waits for ever for experts without tokens: FSDP needs torch 2.13.")
+        if tool == "ZeRO 3":
+            raise UsageError("ZeRO 3 fails in the backward pass of moetool's experts: use ZeRO 2, or FSDP 2.")
+        if self.options.quantize_base != "none":
+            raise UsageError(f"--quantize-base has not been tried with {tool}: leave one of them out.")
+        if tool.startswith("ZeRO") and self.options.bf16:
+            raise UsageError(f"--bf16: {tool} would hand out weights rounded to bfloat16: use FSDP 2.")
+        if "interpolated" in own_modules(self.source.checkpoint.config):
+            raise UsageError(f"SIMoE's masks are constrained as a whole, and {tool} has them in parts: train without.")
 
     def _may_train(self, name: str) -> bool:
         """Whether a tensor is among those that change, as far as its name tells."""
@@ -114,11 +133,6 @@ class Tune(Stage[TuneOptions, AnySource]):
         from moetool.training.examples import load_examples
 
         options = self.options
-        if (tool := shards_model()) is not None:
-            raise UsageError(
-                f"tune trains data-parallel; it has not been tried with {tool}, and would write a part of the weights. "
-                "Launch it without, with --gradient-checkpointing, or with --lora-rank and --quantize-base nf4."
-            )
         examples = load_examples(options.data, self._tokenizer, options.sequence_length)
         held_out = (
             load_examples(options.eval_data, self._tokenizer, options.sequence_length) if options.eval_data else None
@@ -140,7 +154,7 @@ class Tune(Stage[TuneOptions, AnySource]):
             job.finish("data")
         elif (job.work / "examples").read_text() != examples.digest():
             raise UsageError("The data has changed since this run began. Start again with --overwrite.")
-        told = train(job, model, options, examples.items, held_out.items if held_out else None)
+        told, weights = train(job, model, options, examples.items, held_out.items if held_out else None)
         if not is_first_process():
             return {}
         if told.get("mask_sparsity") == 1:
@@ -148,6 +162,10 @@ class Tune(Stage[TuneOptions, AnySource]):
                 "All masks have closed: the result would be the model that it was made from. More --steps, or a lower "
                 "--mask-learning-rate or --multiplier-rate, leave experts open."
             )
+        if weights is not None:
+            model = self._load(self.source.checkpoint.path)
+            self._prepare(job, model)
+            model.load_state_dict(weights, assign=True)
         self._write(job, model)
         return {
             "examples": len(examples.items),
