@@ -88,7 +88,10 @@ class DenseBase:
 
     def __init__(self, experts: ExpertReader, source: str) -> None:
         self._experts = experts
-        self._dense = DenseModel(Checkpoint.open(source))
+        try:
+            self._dense = DenseModel(Checkpoint.open(source))
+        except InvalidInputError as error:
+            raise InvalidInputError(f"--base takes the dense model that the experts were made from. {error}") from error
         self.fingerprint = self._dense.checkpoint.fingerprint()
         dense, shape = self._dense, experts.shape
         found = (dense.layers, dense.hidden, dense.intermediate, dense.architecture.roles)

@@ -382,12 +382,12 @@ def test_bad_bases(run_cli: Any, tiny_mixtral: Path, dense: Path, small: Path, t
     save_file({**tensors, name: tensors[name][:-1].contiguous()}, narrow / WEIGHTS, {"format": "pt"})
     result = run_cli("decompose", tiny_mixtral, tmp_path / "out", "--base", narrow)
     assert result.code == 3
-    assert f"{name} of" in result.stderr
+    assert name in result.stderr
     assert "[47, 32]" in result.stderr
     shutil.rmtree(narrow)
     result = run_cli("decompose", tiny_mixtral, tmp_path / "out", "--base", tiny_mixtral)
     assert result.code == 3
-    assert "the one that the experts were made from" in result.stderr
+    assert "takes the dense model that the experts were made from" in result.stderr
     result = run_cli("decompose", small, tmp_path / "out", "--base", dense)
     assert result.code == 2
     assert "already decomposed" in result.stderr

@@ -252,9 +252,9 @@ def added(run_cli: Any, directory: Path, config: dict[str, Any], layers: int, op
     """Parameters that four experts add, and how many of these a universal FFN beside them has."""
     arguments = ("--experts", 4, "--target", "moetool", *options.split())
     told = plan(run_cli, directory, config, *arguments)
-    matrices = 2 if config is PHI_2 else 3
-    universal = layers * matrices * config["hidden_size"] * config["intermediate_size"] if "--shared" in options else 0
-    return told["added_parameters"], universal
+    hidden, width = config["hidden_size"], config["intermediate_size"]
+    network = 2 * hidden * width + hidden + width if config is PHI_2 else 3 * hidden * width
+    return told["added_parameters"], layers * network if "--shared" in options else 0
 
 
 def is_published(parameters: float, published: str) -> bool:
