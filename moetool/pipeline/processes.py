@@ -1,11 +1,13 @@
-"""Which of several processes this is, by what `accelerate launch` and `torchrun` tell it."""
+"""Which of several processes this is, by what `torchrun`, `accelerate launch` and `mpirun` tell it."""
 
 import os
+
+_MPI = ("PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 
 
 def processes() -> int:
     """How many work on the job."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _told("WORLD_SIZE", *(f"{kind}SIZE" for kind in _MPI), otherwise=1)
 
 
 def sharding() -> str | None:
@@ -30,4 +32,8 @@ def _zero_stage() -> str:
 
 def is_first_process() -> bool:
     """Whether this is the one that reads options, writes results and talks."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return _told("RANK", *(f"{kind}RANK" for kind in _MPI), otherwise=0) == 0
+
+
+def _told(*names: str, otherwise: int) -> int:
+    return int(next((os.environ[name] for name in names if name in os.environ), otherwise))
