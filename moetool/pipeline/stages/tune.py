@@ -112,6 +112,7 @@ class Tune(Stage[TuneOptions, AnySource]):
     def run(self, job: Job[AnySource]) -> dict[str, Any]:
         from moetool.pipeline.tuning import train
         from moetool.training.examples import load_examples
+        from moetool.training.masks import all_closed
 
         options = self.options
         if (tool := shards_model()) is not None:
@@ -143,7 +144,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         told = train(job, model, options, examples.items, held_out.items if held_out else None)
         if not is_first_process():
             return {}
-        if told.get("mask_sparsity") == 1:
+        if "mask_sparsity" in told and all_closed(model):
             raise VerificationError(
                 "All masks have closed: the result would be the model that it was made from. More --steps, or a lower "
                 "--mask-learning-rate or --multiplier-rate, leave experts open."
