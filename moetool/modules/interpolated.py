@@ -22,7 +22,7 @@ from moetool.architectures.dense import find_dense_architecture
 from moetool.modules.insertion import OwnModule, path_in
 from moetool.numerics.hard_concrete import median_gate, open_probability, sampled_gate
 
-# Calls that go on with a prompt's cache before its weights are folded, since that costs what these would have saved.
+# Calls that go on with a prompt's cache before its weights are folded: folding costs about what as many calls save by it.
 FOLDING = 4
 
 
@@ -217,6 +217,7 @@ class InterpolatedLinear(OwnModule):
 
     is_efficient: ClassVar[bool] = True
     columns: Tensor
+    fixed_gates: Tensor
 
     def __init__(self, linear: nn.Linear, interpolation: Interpolation, channels: int | None) -> None:
         """Build around `linear`; `channels` is how many stay after training, `None` while masks are trained."""
@@ -259,7 +260,7 @@ class InterpolatedLinear(OwnModule):
     def gates(self, *, sampled: bool = False) -> Tensor:
         """Masks `[experts, channels]`."""
         if not self.trains_masks:
-            return self.fixed_gates  # type: ignore[return-value]
+            return self.fixed_gates
         return sampled_gate(self.log_phi) if sampled else median_gate(self.log_phi)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -276,11 +277,7 @@ class InterpolatedLinear(OwnModule):
 
     def versions(self) -> tuple[int, ...]:
         """Numbers that change with the weights or masks."""
-        tensors: tuple[Tensor, ...] = (
-            self.linear.weight,
-            *self.parameters(recurse=False),
-            *self.buffers(recurse=False),
-        )
+        tensors = (self.linear.weight, self.delta, self.log_phi if self.trains_masks else self.fixed_gates)
         return tuple(int(tensor._version) for tensor in tensors if not tensor.is_inference())
 
     @torch.no_grad()
