@@ -12,7 +12,7 @@ masks are trained `{site}.log_phi [experts, in]`, afterwards `{site}.columns [ch
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from moetool.architectures.dense import find_dense_architecture
 from moetool.modules.insertion import OwnModule, path_in
 from moetool.numerics.hard_concrete import median_gate, open_probability, sampled_gate
 
+# Calls that go on with a prompt's cache before its weights are folded, which costs about what as many calls save by it.
+FOLDING = 4
+
 
 class Interpolation(OwnModule):
     """The router of a model, and the α of the examples that are running.
@@ -30,6 +33,11 @@ class Interpolation(OwnModule):
     in `generate`, everything there is, and the cache remembers its α; of any other call, which scores a text, its first
     token alone, since α must not depend on what is to be predicted. (`generate` without a cache is such calls.)
 
+    Where all rows have one α, as those of one prompt do, beams included, calls that go on with a cache soon take the
+    weights `W + W_δ diag(Σ_i α_i z_i)`, folded once per prompt: a token then costs what it costs the dense model. They
+    lie beside W and W_δ, which the next prompt needs, so that memory grows by the dense model's linear layers until
+    another prompt begins, training does, or a weight changes.
+
     Attributes:
         prompt_ends: `[batch, length]` bool, the last prompt token of every example of the next call, rows of which may
             hold several, each beginning at position 0; used once.
@@ -37,6 +45,7 @@ class Interpolation(OwnModule):
         trains_masks: whether masks are still parameters.
         sparsity: τ, the share of mask elements that is to be zero.
         samples: draw gates while training instead of taking their medians.
+        folds: fold weights; `False` saves their memory.
         multiplier: λ of the sparsity constraint, kept with the training's checkpoints.
     """
 
@@ -51,12 +60,14 @@ class Interpolation(OwnModule):
         self.trains_masks, self.sparsity = trains_masks, sparsity
         if trains_masks:
             self.register_buffer("multiplier", torch.zeros(1, dtype=torch.float32, device=like.device))
-        self.experts, self.samples = experts, False
+        self.experts, self.samples, self.folds = experts, False, True
         self.prompt_ends: Tensor | None = None
         self.alpha: Tensor | None = None
         self.index: Tensor | None = None  # [batch, length], the example of every token, where a row holds several
         self._mixtures: dict[int, Tensor] = {}
+        self._folded: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # with the versions of what they were made of
         self._is_frozen = self._is_held = False
+        self._calls = 0  # that went on with one α
 
     def choose(self, hidden: Tensor) -> Tensor:
         """α `[examples, experts]` from the final hidden states `[examples, hidden]` of prompts' last tokens."""
@@ -66,8 +77,34 @@ class Interpolation(OwnModule):
     def set_alpha(self, alpha: Tensor, index: Tensor | None = None) -> None:
         """Use these from now on."""
         if alpha is not self.alpha:
-            self._mixtures.clear()
-        self.alpha, self.index = alpha, index
+            self._forget()
+        self.alpha, self.index, self._calls = alpha, index, 0
+
+    def _go_on(self, alpha: Tensor) -> None:
+        """Use the α of a cache, and count the calls that did so in a row while all examples had one, to within the
+        rounding of equal rows of a batch."""
+        calls = self._calls + 1 if alpha is self.alpha and bool((alpha - alpha[:1]).abs().max() < 1e-6) else 0
+        self.set_alpha(alpha)
+        self._calls = calls
+
+    def train(self, mode: bool = True) -> Self:
+        self._forget()
+        return super().train(mode)
+
+    def _forget(self) -> None:
+        self._mixtures.clear()
+        self._folded.clear()
+
+    def folded_weight(self, site: "InterpolatedLinear") -> Tensor | None:
+        """`W + W_δ diag(Σ_i α_i z_i)` `[out, in]` of a linear layer, where it pays to have it."""
+        pays = self.folds and self._calls >= FOLDING and not site.linear.weight.is_meta  # which is offloaded
+        if not pays or self._is_frozen or self.training or torch.is_grad_enabled():
+            return None
+        assert self.alpha is not None
+        versions = site.versions()
+        if self._folded.get(id(site), (None,))[0] != versions:
+            self._folded[id(site)] = versions, site.folded(self.alpha[0])
+        return self._folded[id(site)][1]
 
     def mixture(self, site: "InterpolatedLinear", like: Tensor) -> Tensor | None:
         """`Σ_i α_i z_i` of a linear layer for its inputs `[batch, length, in]`, to be multiplied with them."""
@@ -105,7 +142,7 @@ class Interpolation(OwnModule):
         if cache is not None and int(cache.get_seq_length()) > 0:
             if not hasattr(cache, "moetool_alpha"):
                 raise RuntimeError("This cache was not begun by this model: its prompt's mixture is not known.")
-            self.set_alpha(cache.moetool_alpha)
+            self._go_on(cache.moetool_alpha)
             return
         given = {"input_ids": arguments[0]} if arguments and arguments[0] is not None else {}
         given |= {
@@ -180,6 +217,7 @@ class InterpolatedLinear(OwnModule):
 
     is_efficient: ClassVar[bool] = True
     columns: Tensor
+    fixed_gates: Tensor
 
     def __init__(self, linear: nn.Linear, interpolation: Interpolation, channels: int | None) -> None:
         """Build around `linear`; `channels` is how many stay after training, `None` while masks are trained."""
@@ -222,17 +260,25 @@ class InterpolatedLinear(OwnModule):
     def gates(self, *, sampled: bool = False) -> Tensor:
         """Masks `[experts, channels]`."""
         if not self.trains_masks:
-            return self.fixed_gates  # type: ignore[return-value]
+            return self.fixed_gates
         return sampled_gate(self.log_phi) if sampled else median_gate(self.log_phi)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """`[batch, length, in]` → `[batch, length, out]`."""
+        interpolation = self._interpolation[0]
+        if (weight := interpolation.folded_weight(self)) is not None:
+            return F.linear(inputs, weight, self.bias)
         outputs = self.linear(inputs)
-        mixture = self._interpolation[0].mixture(self, inputs)
+        mixture = interpolation.mixture(self, inputs)
         if mixture is None:
             return outputs
         chosen = inputs if self.trains_masks else inputs.index_select(-1, self.columns.long())
         return outputs + F.linear(chosen * mixture, self.delta)
+
+    def versions(self) -> tuple[int, ...]:
+        """Numbers that change with the weights or masks."""
+        tensors = (self.linear.weight, self.delta, self.log_phi if self.trains_masks else self.fixed_gates)
+        return tuple(int(tensor._version) for tensor in tensors if not tensor.is_inference())
 
     @torch.no_grad()
     def prune(self) -> None:
@@ -246,12 +292,11 @@ class InterpolatedLinear(OwnModule):
 
     @torch.no_grad()
     def folded(self, alpha: Tensor) -> Tensor:
-        """The dense weight `[out, in]` for one α `[experts]`, in fp32: the mixture folded in."""
-        weight = self.linear.weight.float().clone()
-        difference = self.delta.float() * (alpha.float() @ self.gates().float())
+        """The dense weight `[out, in]` for one α `[experts]`: the mixture folded in."""
+        weight, mixture = self.linear.weight, _mixed(alpha, self.gates()).to(self.delta.dtype)
         if self.trains_masks:
-            return weight + difference
-        return weight.index_add_(1, self.columns.long(), difference)
+            return weight.addcmul(self.delta, mixture)
+        return weight.index_add(1, self.columns.long(), self.delta * mixture)  # int32 is 15 times slower
 
 
 def sites(model: nn.Module) -> dict[str, InterpolatedLinear]:

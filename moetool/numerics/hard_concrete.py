@@ -12,6 +12,8 @@ from torch import Tensor
 GAMMA, ZETA, BETA = -0.1, 1.1, 2 / 3
 # P(gate ≠ 0) = sigmoid(log φ + SHIFT).
 SHIFT = -BETA * math.log(-GAMMA / ZETA)
+# The least log φ whose median gate is surely open, by 1e-6.
+EDGE = 1e-5 - SHIFT
 
 
 def median_gate(log_phi: Tensor) -> Tensor:

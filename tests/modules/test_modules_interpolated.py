@@ -16,6 +16,7 @@ from upcycled import interpolated, load, logits, open_dense, prompt, relative_er
 from moetool.checkpoint.format import own_entry
 from moetool.integrations.quiet import quiet
 from moetool.modules.interpolated import (
+    FOLDING,
     InterpolatedLinear,
     closed_share,
     hold_mixtures,
@@ -99,7 +100,7 @@ def folded(dense: Any, model: Any, alpha: Tensor) -> Any:
     """The dense model with the weights that one α `[experts]` makes."""
     dense = copy.deepcopy(dense)
     for name, site in sites(model).items():
-        dense.get_submodule(name).weight = nn.Parameter(site.folded(alpha).to(site.linear.weight.dtype))
+        dense.get_submodule(name).weight = nn.Parameter(site.folded(alpha))
     return dense
 
 
@@ -345,6 +346,109 @@ def test_a_left_padded_batch_generates_what_each_prompt_alone_does(family: str, 
             tokens[None], attention_mask=torch.ones(1, len(tokens), dtype=torch.long), num_beams=beams, **GENERATE
         )
         assert together[row, 9:].equal(alone[0, len(tokens) :])
+
+
+def decode(model: Any, tokens: Tensor, steps: int = FOLDING + 2) -> tuple[Tensor, Any]:
+    """Logits `[batch, steps, vocabulary]` of the same tokens one by one after a prompt, and the cache."""
+    with torch.no_grad():
+        cache = model(input_ids=tokens, use_cache=True).past_key_values
+        found = [
+            model(input_ids=torch.full((len(tokens), 1), 9 + step), past_key_values=cache).logits
+            for step in range(steps)
+        ]
+    return torch.cat(found, 1), cache
+
+
+def folded_by(model: Any) -> int:
+    """How many weights are folded."""
+    router = interpolation_of(model)
+    assert router is not None
+    return len(router._folded)
+
+
+@pytest.mark.parametrize("pruned", [False, True])
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
+def test_weights_that_are_folded_decode_the_same(family: str, pruned: bool, trained: MakeModel) -> None:
+    model, tokens = trained(family, pruned=pruned), prompt(1, 7).expand(2, -1)
+    router = interpolation_of(model)
+    assert router is not None
+    found, _ = decode(model, tokens)
+    assert folded_by(model) == len(sites(model))
+    router.folds = False
+    expected, _ = decode(model, tokens)
+    assert folded_by(model) == 0
+    assert relative_error(found, expected) < 1e-5
+    assert not found.equal(expected)
+
+
+def test_weights_are_folded_only_where_it_pays_and_is_right(trained: MakeModel) -> None:
+    model, one, two = trained(), prompt(1, 7), prompt(2, 7)
+    decode(model, two)
+    assert folded_by(model) == 0  # two prompts, two mixtures
+    decode(model, one, FOLDING - 1)
+    assert folded_by(model) == 0
+    (_, first), (_, second) = decode(model, one), decode(model, two[1:])
+    assert folded_by(model) == len(sites(model))
+    with torch.no_grad():
+        for cache in (first, second) * FOLDING:
+            model(input_ids=one[:, :1], past_key_values=cache)
+            assert folded_by(model) == 0
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
+def test_beams_and_samples_of_one_prompt_share_folded_weights(options: dict[str, Any], trained: MakeModel) -> None:
+    model, tokens, found = trained(), prompt(1, 7), []
+    router = interpolation_of(model)
+    assert router is not None
+    for folds in (True, False):
+        router.folds = folds
+        torch.manual_seed(5)
+        given = {**GENERATE, "max_new_tokens": FOLDING + 8, **options}
+        found.append(model.generate(tokens, attention_mask=torch.ones_like(tokens), **given))
+        assert bool(folded_by(model)) is folds
+    assert found[0].equal(found[1])
+
+
+def test_folded_weights_go_with_their_prompt_and_are_no_part_of_the_model(trained: MakeModel) -> None:
+    model, tokens = trained(), prompt(1, 7)
+    before = model.state_dict()
+    _, cache = decode(model, tokens)
+    assert folded_by(model) == len(sites(model))
+    assert model.state_dict().keys() == before.keys()
+    model.train()
+    assert folded_by(model) == 0
+    model.eval()
+    decode(model, tokens)
+    with torch.no_grad():
+        model(input_ids=tokens, use_cache=True)
+    assert folded_by(model) == 0
+    _, cache = decode(model, tokens)
+    with torch.enable_grad():
+        assert model(input_ids=tokens[:, :1], past_key_values=cache).logits.requires_grad
+
+
+def test_weights_that_change_are_folded_anew(trained: MakeModel) -> None:
+    model, tokens = trained(), prompt(1, 7)
+    _, cache = decode(model, tokens)
+    router = interpolation_of(model)
+    assert router is not None
+    with torch.no_grad():
+        for site in sites(model).values():
+            site.delta.mul_(2)
+        again = copy.deepcopy(cache)
+        found = model(input_ids=tokens[:, :1], past_key_values=cache).logits
+        router.folds = False
+        again.moetool_alpha = cache.moetool_alpha
+        assert relative_error(found, model(input_ids=tokens[:, :1], past_key_values=again).logits) < 1e-5
+
+
+@torch.inference_mode()
+def test_weights_of_inference_mode_are_folded(trained: MakeModel) -> None:
+    model = trained()
+    found, _ = decode(model, prompt(1, 7))
+    assert folded_by(model) == len(sites(model))
+    interpolation_of(model).folds = False  # type: ignore[union-attr]
+    assert relative_error(found, decode(model, prompt(1, 7))[0]) < 1e-5
 
 
 @pytest.mark.parametrize("options", [{"cache_implementation": "static"}, {"num_return_sequences": 2, "num_beams": 2}])

@@ -1,5 +1,6 @@
 """The constraint under which masks are found."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,9 @@ from upcycled import interpolated, load, open_dense, save_dense, write_upcycled
 
 from moetool.errors import UsageError
 from moetool.modules.interpolated import closed_share, interpolation_of, open_share, overlap_penalty, sites
-from moetool.numerics.hard_concrete import SHIFT, log_phi_for
+from moetool.numerics.hard_concrete import EDGE, SHIFT, log_phi_for, median_gate
 from moetool.training.choice import choose
-from moetool.training.masks import WAY, MaskConstraint, parameter_groups
+from moetool.training.masks import WAY, MaskConstraint, all_closed, parameter_groups, project
 
 TARGET = 0.5
 
@@ -98,11 +99,12 @@ def test_descent_alone_reaches_the_target(model: Any) -> None:
     assert constraint.told()["mask_sparsity"] >= TARGET
 
 
-def test_masks_stop_where_the_constraint_holds(model: Any) -> None:
-    """The momentum of an optimizer would go on closing them."""
-    constraint = MaskConstraint(model, TARGET, rate=1.0, overlap=0.0)
+@pytest.mark.parametrize("rate", [0.02, 9.0])
+def test_training_ends_with_the_constraint_met_with_equality(rate: float, model: Any) -> None:
+    """However many gates a step closes, by the penalty or, later, by the optimizer's momentum and the overlap."""
+    constraint = MaskConstraint(model, TARGET, rate=1.0, overlap=5e-6)
     choose(model, "auto", freeze_shared=False)
-    optimizer = torch.optim.AdamW(parameter_groups(model, 0.02, 0.0), lr=1e-3)
+    optimizer = torch.optim.AdamW(parameter_groups(model, rate, 0.0), lr=1e-3)
     none, found = SimpleNamespace(), []
     for _ in range(200):
         optimizer.zero_grad()
@@ -110,8 +112,50 @@ def test_masks_stop_where_the_constraint_holds(model: Any) -> None:
         optimizer.step()
         constraint.on_step_end(none, none, none, optimizer=optimizer)
         found.append(closed_share(model))
-    assert TARGET <= found[-1] < TARGET + 0.2
-    assert found[-1] - next(share for share in found if share >= TARGET) < 0.01
+    total = sum(site.log_phi.numel() for site in sites(model).values())
+    assert found[-1] == math.ceil(TARGET * total) / total
+    assert max(found) == found[-1]
+    assert constraint.told()["multiplier"] == 0
+
+
+@pytest.mark.parametrize("target", [0.0, 0.3, 0.5, 0.7, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.29, 0.71, 1.0])
+def test_the_projection_leaves_no_gate_too_many_closed(share: float, target: float, model: Any) -> None:
+    """Those that it opens are the largest of the closed; all others stay as they are."""
+    with torch.no_grad():
+        draw = torch.Generator().manual_seed(6)
+        for site in sites(model).values():
+            far = torch.rand(site.log_phi.shape, generator=draw) + 0.01
+            is_closed = torch.rand(site.log_phi.shape, generator=draw) < share
+            site.log_phi.copy_(torch.where(is_closed, -far, far) - SHIFT)
+    before = torch.cat([site.log_phi.detach().flatten() for site in sites(model).values()])
+    closed, needed = int((median_gate(before) == 0).sum()), math.ceil(target * len(before))
+    missing = project(model, target)
+    after = torch.cat([site.log_phi.detach().flatten() for site in sites(model).values()])
+    assert missing == pytest.approx(max(0, needed - closed) / len(before))
+    assert int((median_gate(after) == 0).sum()) == min(closed, needed)
+    moved = after != before
+    assert (after[moved] == EDGE).all()
+    stay = (median_gate(after) == 0) & ~moved
+    if moved.any() and stay.any():
+        assert before[moved].min() >= before[stay].max()
+    assert project(model, target) == missing
+
+
+def test_a_gate_on_the_edge_still_learns(model: Any) -> None:
+    close(model, 1.0)
+    assert all_closed(model)
+    project(model, TARGET)
+    assert all_closed(model)
+    site = next(iter(sites(model).values()))
+    gates = site.gates()
+    assert gates.max() < 1e-5
+    gates.sum().backward()
+    assert site.log_phi.grad is not None
+    assert ((site.log_phi.grad > 0) == (gates > 0)).all()
+    with torch.no_grad():
+        site.log_phi[0, 0] = 0
+    assert not all_closed(model)
 
 
 def test_the_multiplier_is_part_of_the_model(model: Any, path: Path) -> None:

@@ -131,6 +131,7 @@ class Tune(Stage[TuneOptions, AnySource]):
     def run(self, job: Job[AnySource]) -> dict[str, Any]:
         from moetool.pipeline.tuning import train
         from moetool.training.examples import load_examples
+        from moetool.training.masks import all_closed
 
         options = self.options
         examples = load_examples(options.data, self._tokenizer, options.sequence_length)
@@ -157,7 +158,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         told, weights = train(job, model, options, examples.items, held_out.items if held_out else None)
         if not is_first_process():
             return {}
-        if told.get("mask_sparsity") == 1:
+        if "mask_sparsity" in told and all_closed(model):
             raise VerificationError(
                 "All masks have closed: the result would be the model that it was made from. More --steps, or a lower "
                 "--mask-learning-rate or --multiplier-rate, leave experts open."
