@@ -31,7 +31,7 @@ from moetool.calibration.disk_experts import DiskExperts
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
-from moetool.integrations.model_class import model_class
+from moetool.integrations.loading import model_class
 from moetool.integrations.quiet import quiet
 from moetool.modules.insertion import insert_modules
 from moetool.modules.interpolated import hold_mixtures

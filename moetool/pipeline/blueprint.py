@@ -76,7 +76,7 @@ def _names_on_disk(
     from transformers import AutoConfig
     from transformers.core_model_loading import revert_weight_conversion
 
-    from moetool.integrations.model_class import model_class
+    from moetool.integrations.loading import model_class
 
     raw = copy.deepcopy(dict(config))
     raw.pop("quantization_config", None)

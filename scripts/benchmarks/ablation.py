@@ -22,8 +22,8 @@ from _common import Kept, excess, made_by
 
 from moetool.calibration.data import evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
-from moetool.evaluation.loading import load_model
 from moetool.evaluation.perplexity import window_loss
+from moetool.integrations.loading import load_model
 from moetool.pipeline.execute import run_stage
 from moetool.pipeline.stages import stages
 

@@ -21,9 +21,9 @@ import torch
 from moetool.architectures.dense import is_encoder
 from moetool.calibration.data import evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
-from moetool.evaluation.loading import load_model
 from moetool.evaluation.perplexity import window_loss
 from moetool.evaluation.pseudo_perplexity import pseudo_losses
+from moetool.integrations.loading import load_model
 from moetool.modules.neuron_experts import set_keep
 from moetool.pipeline.execute import run_stage
 from moetool.pipeline.moefying import MoefyOptions

@@ -16,7 +16,7 @@ from moetool.calibration.streaming import StreamedModel
 from moetool.calibration.sweep import Sweep
 from moetool.conversion.dense import DenseModel
 from moetool.errors import InvalidInputError
-from moetool.integrations.model_class import model_class
+from moetool.integrations.loading import model_class
 from moetool.integrations.quiet import quiet
 
 FAMILIES = ["llama", "llama-mlp-bias", "phi3", "gpt_neox", "falcon", "gpt_bigcode", "opt", "bert"]

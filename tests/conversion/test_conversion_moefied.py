@@ -24,7 +24,7 @@ from moetool.conversion.moefied import (
     flops,
 )
 from moetool.errors import UsageError
-from moetool.integrations.model_class import model_class
+from moetool.integrations.loading import model_class
 from moetool.integrations.quiet import quiet
 from moetool.modules.insertion import is_guard
 from moetool.modules.neuron_experts import NeuronExperts

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import moetool  # noqa: F401  (makes transformers load its checkpoints)
-from moetool.integrations.model_class import model_class
+from moetool.integrations.loading import model_class
 from moetool.integrations.quiet import quiet
 
 WEIGHTS = "model.safetensors"

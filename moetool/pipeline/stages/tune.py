@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from moetool.pipeline.plan import Plan
 from moetool.pipeline.processes import is_first_process, sharding
 from moetool.pipeline.stage import Stage
 from moetool.pipeline.tuning_options import TuneOptions
+
+if TYPE_CHECKING:
+    from moetool.training.examples import Examples
 
 # What the names of experts and their routers hold.
 _EXPERTS = (".experts.", ".adapters.", ".delta", ".log_phi", ".interpolation.")
@@ -129,25 +132,12 @@ class Tune(Stage[TuneOptions, AnySource]):
         return load_tokenizer(self.source.checkpoint.path)
 
     def run(self, job: Job[AnySource]) -> dict[str, Any]:
+        from moetool.integrations.loading import load_model
         from moetool.pipeline.tuning import train
-        from moetool.training.examples import load_examples
         from moetool.training.masks import all_closed
 
-        options = self.options
-        examples = load_examples(options.data, self._tokenizer, options.sequence_length)
-        held_out = (
-            load_examples(options.eval_data, self._tokenizer, options.sequence_length) if options.eval_data else None
-        )
-        for example in (*examples.items, *(held_out.items if held_out else ())):
-            check_vocabulary(torch.tensor(example.ids), int(self.source.checkpoint.config["vocab_size"]))
-        job.progress.log(f"{len(examples.items)} examples with {examples.answer_tokens} tokens to learn.")
-        if examples.truncated:
-            job.progress.log(
-                f"{examples.truncated} are longer than {options.sequence_length} tokens and lost their end."
-            )
-        if examples.silent:
-            job.progress.log(f"{examples.silent} have nothing to learn and were left out.")
-        model = self._load(self.source.checkpoint.path)
+        examples, held_out = self._examples(job)
+        model = load_model(self.source.checkpoint, torch.float32)
         trained = self._prepare(job, model)
         if job.unit("data"):  # from here on there may be a checkpoint to go on with
             if is_first_process():
@@ -155,7 +145,7 @@ class Tune(Stage[TuneOptions, AnySource]):
             job.finish("data")
         elif (job.work / "examples").read_text() != examples.digest():
             raise UsageError("The data has changed since this run began. Start again with --overwrite.")
-        told, weights = train(job, model, options, examples.items, held_out.items if held_out else None)
+        told, weights = train(job, model, self.options, examples.items, held_out.items if held_out else None)
         if not is_first_process():
             return {}
         if "mask_sparsity" in told and all_closed(model):
@@ -164,7 +154,7 @@ class Tune(Stage[TuneOptions, AnySource]):
                 "--mask-learning-rate or --multiplier-rate, leave experts open."
             )
         if weights is not None:
-            model = self._load(self.source.checkpoint.path)
+            model = load_model(self.source.checkpoint, torch.float32)
             self._prepare(job, model)
             model.load_state_dict(weights, assign=True)
         self._write(job, model)
@@ -177,16 +167,27 @@ class Tune(Stage[TuneOptions, AnySource]):
             **told,
         }
 
-    def _load(self, path: Path) -> Any:
-        from transformers import AutoModelForCausalLM
+    def _examples(self, job: Job[AnySource]) -> "tuple[Examples, Examples | None]":
+        """What is learnt, and what is held out to be evaluated on; says what was left out."""
+        from moetool.training.examples import load_examples
 
-        from moetool.integrations.quiet import quiet
-
-        try:
-            with quiet():
-                return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise InvalidInputError(f"transformers cannot load {path}: {' '.join(str(error).split())[:300]}") from error
+        options, vocabulary = self.options, int(self.source.checkpoint.config["vocab_size"])
+        texts = [
+            load_examples(text, self._tokenizer, options.sequence_length) if text else None
+            for text in (options.data, options.eval_data)
+        ]
+        for example in (example for text in texts if text for example in text.items):
+            check_vocabulary(torch.tensor(example.ids), vocabulary)
+        examples, held_out = texts
+        assert examples is not None
+        job.progress.log(f"{len(examples.items)} examples with {examples.answer_tokens} tokens to learn.")
+        if examples.truncated:
+            job.progress.log(
+                f"{examples.truncated} are longer than {options.sequence_length} tokens and lost their end."
+            )
+        if examples.silent:
+            job.progress.log(f"{examples.silent} have nothing to learn and were left out.")
+        return examples, held_out
 
     def _prepare(self, job: Job[AnySource], model: Any) -> int:
         """Let everything that is to be trained require gradients; returns how many numbers that is."""
