@@ -85,6 +85,11 @@ def train(
             found |= {"eval_loss": round(loss, 6), "eval_perplexity": round(math.exp(min(loss, 700)), 4)}
         if constraint is not None:
             found |= constraint.told()
+            if found["multiplier"]:
+                job.progress.log(
+                    f"Masks closed {found['mask_sparsity']:.1%} of their elements, not the {constraint.target:.1%} "
+                    "asked for: more --steps, or a higher --multiplier-rate, would."
+                )
     return Trained(found, trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_sharded else None)
 
 

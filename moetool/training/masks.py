@@ -22,18 +22,18 @@ class MaskConstraint(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, model: nn.Module, target: float, rate: float, overlap: float) -> None:
         """`rate` is λ's, per step and missing share of zeros; `overlap` weighs what experts have in common."""
-        self._model, self._target, self._rate, self._overlap = model, target, rate, overlap
+        self._model, self.target, self._rate, self._overlap = model, target, rate, overlap
         interpolation = interpolation_of(model)
         assert interpolation is not None
         self._interpolation = interpolation
 
     def loss(self) -> Tensor:
         """What is added to the loss of a step."""
-        missing = self._target - 1 + open_share(self._model)
+        missing = self.target - 1 + open_share(self._model)
         return self._interpolation.multiplier[0] * missing + self._overlap * overlap_penalty(self._model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        multiplier, missing = self._interpolation.multiplier, project(self._model, self._target)
+        multiplier, missing = self._interpolation.multiplier, project(self._model, self.target)
         if missing == 0:
             if multiplier > 0 and optimizer is not None:
                 self._stop_masks(optimizer)
