@@ -34,7 +34,7 @@ from moetool.errors import InvalidInputError
 from moetool.integrations.loading import model_class
 from moetool.integrations.quiet import quiet
 from moetool.modules.insertion import insert_modules
-from moetool.modules.interpolated import hold_mixtures
+from moetool.modules.interpolation import hold_mixtures
 
 REST = -1  # the block of everything that is not a decoder layer
 

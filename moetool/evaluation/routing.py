@@ -12,7 +12,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
 from moetool.evaluation.loading import load_for
 from moetool.modules.insertion import experts_per_token
-from moetool.modules.interpolated import Interpolation, interpolation_of
+from moetool.modules.interpolation import Interpolation, interpolation_of
 from moetool.modules.neuron_experts import NeuronExperts
 from moetool.pipeline.options import Options, fit_context
 from moetool.pipeline.progress import Progress, Silent, phase

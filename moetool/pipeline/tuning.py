@@ -12,7 +12,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from moetool.integrations.quiet import quiet
 from moetool.modules.insertion import experts_per_token
-from moetool.modules.interpolated import interpolation_of
+from moetool.modules.interpolation import interpolation_of
 from moetool.pipeline.job import Job
 from moetool.pipeline.processes import processes, sharding
 from moetool.pipeline.progress import phase

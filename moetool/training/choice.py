@@ -8,7 +8,7 @@ from moetool.errors import UsageError
 from moetool.modules.experts import SharedBaseExperts
 from moetool.modules.fused import entering
 from moetool.modules.insertion import OwnModule, is_guard
-from moetool.modules.interpolated import interpolation_of
+from moetool.modules.interpolation import interpolation_of
 from moetool.training.balance import Routers
 
 Train = Literal["auto", "all", "experts", "none"]

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from moetool.modules.interpolated import closed_share, interpolation_of, open_share, overlap_penalty, sites
+from moetool.modules.interpolated import closed_share, open_share, overlap_penalty, sites
+from moetool.modules.interpolation import interpolation_of
 from moetool.numerics.hard_concrete import EDGE, median_gate
 
 # From where log φ starts to where the median gate is zero: the way that a mask element has to go to close.

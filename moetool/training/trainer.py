@@ -18,7 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from moetool.errors import VerificationError
-from moetool.modules.interpolated import Interpolation
+from moetool.modules.interpolation import Interpolation
 from moetool.numerics.seeding import generator
 from moetool.training.balance import Routers
 from moetool.training.examples import IGNORED

@@ -26,7 +26,8 @@ import torch
 from _common import made_by
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from moetool.modules.interpolated import insert, interpolation_of, sites
+from moetool.modules.interpolated import insert, sites
+from moetool.modules.interpolation import interpolation_of
 from moetool.numerics.hard_concrete import SHIFT
 
 PROMPT, EXPERTS, OPEN = 16, 8, 0.125

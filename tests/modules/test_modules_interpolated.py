@@ -15,16 +15,8 @@ from upcycled import interpolated, load, logits, open_dense, prompt, relative_er
 
 from moetool.checkpoint.format import own_entry
 from moetool.integrations.quiet import quiet
-from moetool.modules.interpolated import (
-    FOLDING,
-    InterpolatedLinear,
-    closed_share,
-    hold_mixtures,
-    interpolation_of,
-    open_share,
-    overlap_penalty,
-    sites,
-)
+from moetool.modules.interpolated import InterpolatedLinear, closed_share, open_share, overlap_penalty, sites
+from moetool.modules.interpolation import FOLDING, hold_mixtures, interpolation_of
 from moetool.numerics.hard_concrete import SHIFT, median_gate
 from moetool.training.examples import IGNORED, Example, collate
 from moetool.training.trainer import recompute_activations

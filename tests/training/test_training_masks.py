@@ -11,7 +11,8 @@ from torch import nn
 from upcycled import interpolated, load, open_dense, save_dense, write_upcycled
 
 from moetool.errors import UsageError
-from moetool.modules.interpolated import closed_share, interpolation_of, open_share, overlap_penalty, sites
+from moetool.modules.interpolated import closed_share, open_share, overlap_penalty, sites
+from moetool.modules.interpolation import interpolation_of
 from moetool.numerics.hard_concrete import EDGE, SHIFT, log_phi_for, median_gate
 from moetool.training.choice import choose
 from moetool.training.masks import WAY, MaskConstraint, all_closed, parameter_groups, project

@@ -191,7 +191,7 @@ class Tune(Stage[TuneOptions, AnySource]):
 
     def _prepare(self, job: Job[AnySource], model: Any) -> int:
         """Let everything that is to be trained require gradients; returns how many numbers that is."""
-        from moetool.modules.interpolated import interpolation_of
+        from moetool.modules.interpolation import interpolation_of
         from moetool.training.choice import Train, choose, has_experts, trained_parameters
         from moetool.training.lora import add_lora, frozen_linears, quantise_linears
 
@@ -215,7 +215,8 @@ class Tune(Stage[TuneOptions, AnySource]):
 
     def _finish(self, model: Any) -> dict[str, Any]:
         """Bring a trained model into the form in which it is written; returns its `config.json`."""
-        from moetool.modules.interpolated import interpolation_of, sites
+        from moetool.modules.interpolated import sites
+        from moetool.modules.interpolation import interpolation_of
         from moetool.training.lora import merge_lora
 
         source = self.source.checkpoint
