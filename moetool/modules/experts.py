@@ -105,7 +105,7 @@ class SharedBaseExperts(nn.Module):
         if not self.gate_up_base:
             return {}
         if self.layout.has_dense_base("up"):
-            values: Sequence[Tensor] = F.linear(hidden, entering(self)[0]).chunk(len(roles), dim=-1)
+            values: Sequence[Tensor] = F.linear(hidden, self._fused(0, "up")).chunk(len(roles), dim=-1)
         else:
             values = [self._compact(role)(hidden) for role in roles]
         return {role: self._spread(own) for role, own in zip(roles, values, strict=True)}
@@ -125,7 +125,7 @@ class SharedBaseExperts(nn.Module):
         """`act(gate x) · up x` of one expert for its tokens: `[routed, intermediate]`."""
         roles = self.layout.shape.entering
         if not self.gate_up_base:
-            values = list(F.linear(hidden, entering(self)[expert]).chunk(len(roles), dim=-1))
+            values = list(F.linear(hidden, self._fused(expert, "up")).chunk(len(roles), dim=-1))
         else:
             values = [
                 base[role][tokens] + self.delta(expert, role)(hidden)
@@ -205,7 +205,7 @@ class SharedBaseExperts(nn.Module):
         if self.down_base:
             product = self.delta(expert, "down")(activation)
         else:
-            product = F.linear(activation, self.down_proj[expert])
+            product = F.linear(activation, self._fused(expert, "down"))
         return activation, product + weights * biases["down"] if "down" in biases else product
 
     def _base(self, role: Role) -> Tensor:
@@ -216,8 +216,20 @@ class SharedBaseExperts(nn.Module):
 
     def _native(self, index: int, role: Role) -> Tensor:
         """The matrix `[out, in]` of a role that stands in the fused tensors."""
-        roles = self.layout.shape.entering
-        return self.down_proj[index] if role == "down" else entering(self)[index].chunk(len(roles))[roles.index(role)]
+        roles, fused = self.layout.shape.entering, self._fused(index, role)
+        return fused if role == "down" else fused.chunk(len(roles))[roles.index(role)]
+
+    def _fused(self, index: int, role: Role) -> Tensor:
+        """A part of a fused tensor, with the matrices of a role's group one below the other."""
+        fused = self.down_proj if role == "down" else entering(self)
+        return fused if fused.dim() == 2 else fused[index]
+
+    def flatten_bases(self) -> None:
+        """Let bases be matrices, without the leading dimension of 1: sharding cuts tensors by their first."""
+        for roles, has_base in zip(self.layout.shape.groups, (self.gate_up_base, self.down_base), strict=True):
+            if has_base:
+                base = getattr(self, name := fused_name(roles))
+                setattr(self, name, nn.Parameter(base.detach()[0], requires_grad=base.requires_grad))
 
     def shared_expert(self, hidden_states: Tensor, biases: Mapping[Role, Tensor]) -> Tensor:
         """The shared expert where it is stored on the base: `[…, hidden]` → the same. It is the last of the experts,

@@ -11,6 +11,7 @@ from transformers import TrainingArguments, get_scheduler
 from transformers.trainer_callback import PrinterCallback
 
 from moetool.integrations.quiet import quiet
+from moetool.modules.experts import SharedBaseExperts
 from moetool.modules.insertion import experts_per_token
 from moetool.modules.interpolation import interpolation_of
 from moetool.pipeline.job import Job
@@ -40,6 +41,10 @@ def train(
         VerificationError: the loss is not a number.
     """
     work = job.work / "trainer"
+    if sharding() == "FSDP 2":
+        for module in model.modules():
+            if isinstance(module, SharedBaseExperts):
+                module.flatten_bases()
     packs = options.packing and keeps_apart(model)
     if options.packing and not packs:
         job.progress.log("In this family examples that share a row would see each other: each gets its own.")

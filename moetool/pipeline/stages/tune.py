@@ -156,7 +156,8 @@ class Tune(Stage[TuneOptions, AnySource]):
         if weights is not None:
             model = load_model(self.source.checkpoint, torch.float32)
             self._prepare(job, model)
-            model.load_state_dict(weights, assign=True)
+            shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+            model.load_state_dict({name: weights[name].view(shapes[name]) for name in weights}, assign=True)
         self._write(job, model)
         return {
             "examples": len(examples.items),
