@@ -1,6 +1,7 @@
 """Training examples: token ids, and which of them the model is to learn to say."""
 
 import hashlib
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,15 @@ IGNORED = -100  # the label of a token that is only read
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids, and the same with `IGNORED` where nothing is learnt."""
+    """Token ids, and the same with `IGNORED` where nothing is learnt, 4 bytes each."""
 
-    ids: tuple[int, ...]
-    labels: tuple[int, ...]
+    ids: Sequence[int]
+    labels: Sequence[int]
+
+    def __post_init__(self) -> None:
+        same = self.labels is self.ids
+        object.__setattr__(self, "ids", array("i", self.ids))
+        object.__setattr__(self, "labels", self.ids if same else array("i", self.labels))
 
     @property
     def prompt_end(self) -> int:
@@ -54,7 +60,7 @@ class Examples:
         """SHA-256 of all of it, in hexadecimal: a resumed run must go on with what it began with."""
         found = hashlib.sha256()
         for item in self.items:
-            found.update(repr((item.ids, item.labels)).encode())
+            found.update(len(item.ids).to_bytes(8, "little") + bytes(item.ids) + bytes(item.labels))
         return found.hexdigest()
 
 
@@ -107,10 +113,10 @@ def _windows(stream: Iterable[Sequence[int]], length: int) -> Iterator[Example]:
     for chunk in stream:
         held.extend(chunk)
         while len(held) >= length:
-            window, held = tuple(held[:length]), held[length:]
+            window, held = held[:length], held[length:]
             yield Example(window, window)
     if len(held) > 1:
-        yield Example(tuple(held), tuple(held))
+        yield Example(held, held)
 
 
 def _example(record: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase", where: str) -> Example:
@@ -122,9 +128,9 @@ def _example(record: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase", wh
     if record.get("prompt") is not None and record.get("completion") is not None:
         prompt = _ids(tokenizer, record["prompt"], special=True)
         answer = [*_ids(tokenizer, record["completion"]), *end]
-        return Example((*prompt, *answer), (*[IGNORED] * len(prompt), *answer))
+        return Example(prompt + answer, [IGNORED] * len(prompt) + answer)
     if record.get("text") is not None:
-        ids = (*_ids(tokenizer, record["text"], special=True), *end)
+        ids = _ids(tokenizer, record["text"], special=True) + end
         return Example(ids, ids)
     there = ", ".join(record) or "nothing"
     raise InvalidInputError(f"{where} has none of messages, prompt and completion, text; it has {there}.")
@@ -161,9 +167,9 @@ def _chat(messages: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedTokenizer
             closing = text.find(end_of_turn, position, position + len(end_of_turn) + 8) if end_of_turn else -1
             answers.append((start, position if closing < 0 else closing + len(end_of_turn)))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids = list(encoded["input_ids"])
+    ids = encoded["input_ids"]
     learnt = [any(start <= first < stop for start, stop in answers) for first, _ in encoded["offset_mapping"]]
-    return Example(tuple(ids), tuple(token if own else IGNORED for token, own in zip(ids, learnt, strict=True)))
+    return Example(ids, [token if own else IGNORED for token, own in zip(ids, learnt, strict=True)])
 
 
 def pack(examples: Sequence[Example], length: int) -> list[list[Example]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from moetool.architectures import own_modules
 from moetool.architectures.dense import is_encoder
 from moetool.calibration.data import check_vocabulary, load_tokenizer, parse_data
-from moetool.checkpoint.files import patch_config
+from moetool.checkpoint.files import patch_config, size_of
 from moetool.checkpoint.format import check_unquantised, moetool_entry, own_entry
 from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import MANIFEST, Checkpoint
@@ -84,12 +84,13 @@ class Tune(Stage[TuneOptions, AnySource]):
         layers = int(config.get("num_hidden_layers", 1))
         width = int(config.get("hidden_size", 0))
         kept = 2 * layers + 60 if options.gradient_checkpointing else 40 * layers
+        examples = 2 * sum(size_of(path) for path in self.reads())  # 8 bytes per token, of some 4 bytes of text
         return Plan(
             stage=self.name,
             input_bytes=checkpoint.weight_bytes,
             output_bytes=checkpoint.weight_bytes,
             scratch_bytes=2 * (8 * trained + 4 * (numbers if sharding() else trained)),  # a checkpoint, and the next
-            memory_bytes=600_000_000 + 4 * numbers + 12 * trained + logits + 4 * tokens * width * kept,
+            memory_bytes=600_000_000 + 4 * numbers + 12 * trained + logits + 4 * tokens * width * kept + examples,
             details={"parameters": numbers, "tokens_per_step": tokens * options.accumulation},
         )
 
