@@ -44,7 +44,10 @@ def mixture_shape(entry: Mapping[str, Any]) -> MoEShape:
         experts, top_k, hidden, width = (int(entry[key]) for key in ("experts", "top_k", "hidden", "intermediate"))
         return MoEShape(experts, top_k, hidden, width, tuple(entry["roles"]), tuple(entry["biases"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidInputError(f"quantization_config: mixture cannot be read: {error!r}.") from error
+        raise InvalidInputError(
+            f"quantization_config: mixture cannot be read: {error!r}. Another moetool has written it: upcycle "
+            "the dense model again."
+        ) from error
 
 
 def mixture_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from moetool.numerics.factorize import factorize, truncate
 from moetool.representations import Representation
+from moetool.representations.low_rank import LowRank
 from moetool.representations.low_rank_sparse import LowRankSparse
 from moetool.representations.quantised import Quantised
 from moetool.representations.quantised_low_rank import QuantisedLowRank
@@ -34,6 +35,8 @@ def encode(
     Raises:
         ValueError: the form does not fit the matrix.
     """
+    if representation == LowRank(0):  # the base alone
+        return {}
     if isinstance(representation, Quantised):
         return representation.encode(delta, dtype, gram=gram)
     if isinstance(representation, Sparse):

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from moetool.architectures import Role
 from moetool.architectures.base import fused_name
 from moetool.modules.fused import activated, entering
+from moetool.modules.neurons import dropout_of
 from moetool.modules.rows import add_rows
 from moetool.representations.base import Weight, empty_parameter
 from moetool.representations.layout import LayerLayout
@@ -300,7 +301,8 @@ class SharedExpertOnBase(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[…, hidden]` → the same."""
         biases: dict[Role, Tensor] = {role: self.bias(role) for role in self.experts.layout.shape.biases}
-        return self.experts.shared_expert(hidden_states, biases)
+        output = self.experts.shared_expert(hidden_states, biases)
+        return F.dropout(output, dropout_of(self.native), self.training)
 
     def bias(self, role: Role) -> nn.Parameter:
         """The shared expert's own, beside one of its matrices."""

@@ -34,6 +34,7 @@ class InterpolatedLinear(OwnModule):
         """Build around `linear`; `channels` is how many stay after training, `None` while masks are trained."""
         super().__init__()
         self.linear = linear
+        self._kind = type(linear)
         self._interpolation = (interpolation,)  # in a tuple, so that it is not registered here
         like, experts = linear.weight, interpolation.experts
         self.register_buffer("weight", like.new_zeros(1, 1))  # a guard
@@ -85,6 +86,12 @@ class InterpolatedLinear(OwnModule):
             return outputs
         chosen = inputs if self.trains_masks else inputs.index_select(-1, self.columns.long())
         return outputs + F.linear(chosen * mixture, self.delta)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `W x` is all that the layer computes, and W is there: nothing has adapted, quantised or offloaded it
+        since."""
+        return type(self.linear) is self._kind and not self.linear.weight.is_meta
 
     def versions(self) -> tuple[int, ...]:
         """Numbers that change with the weights or masks."""

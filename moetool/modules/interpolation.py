@@ -88,8 +88,9 @@ class Interpolation(OwnModule):
 
     def folded_weight(self, site: "InterpolatedLinear") -> Tensor | None:
         """`W + W_δ diag(Σ_i α_i z_i)` `[out, in]` of a linear layer, where it pays to have it."""
-        pays = self.folds and self._calls >= FOLDING and not site.linear.weight.is_meta  # which is offloaded
-        if not pays or self._is_frozen or self.training or torch.is_grad_enabled():
+        if not self.folds or self._calls < FOLDING or self._is_frozen or self.training or torch.is_grad_enabled():
+            return None
+        if not site.is_plain:
             return None
         assert self.alpha is not None
         versions = site.versions()

@@ -140,7 +140,9 @@ def quantised(bits: int, group: int) -> Form:
     """Full differences as codes; the factors of low-rank ones, too."""
 
     def form(layer: int, expert: int, role: Role, old: Representation) -> Representation:
-        return QuantisedLowRank(old.rank, bits, group) if isinstance(old, LowRank) else Quantised(bits, group)
+        if isinstance(old, LowRank):
+            return QuantisedLowRank(old.rank, bits, group) if old.rank else old
+        return Quantised(bits, group)
 
     return form
 

@@ -12,8 +12,8 @@ from moetool.architectures import mixture_of
 from moetool.calibration.collectors import LayerStatistics
 from moetool.checkpoint.files import copy_sidecars, file_sha256, patch_config, save_tensors, write_json
 from moetool.checkpoint.format import format_entry, moetool_entry
-from moetool.checkpoint.manifest import Manifest, write_manifest
-from moetool.checkpoint.reader import CONFIG, Checkpoint
+from moetool.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from moetool.checkpoint.reader import CONFIG, MANIFEST, Checkpoint
 from moetool.checkpoint.writer import CheckpointWriter, InParts, TensorSpec
 from moetool.pipeline.job import Job, Source
 from moetool.pipeline.memory import return_heap
@@ -142,9 +142,19 @@ def write_model(
         config = patch_config(checkpoint.config, remove=["quantization_config"])
     else:
         config = patch_config(checkpoint.config, quantization_config=dict(entry))
+    job.record.update(origin(checkpoint))
     write_checkpoint(
         job, plan, tensors, config=config, statistics=statistics, manifest_layers=manifest_layers, seed=seed
     )
+
+
+def origin(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the manifest says of how a mixture was upcycled, if moetool did that: as long as it is one, it can be
+    un-merged."""
+    if not (checkpoint.path / MANIFEST).exists():
+        return {}
+    told = read_manifest(checkpoint.path).statistics
+    return {"upcycled": told["upcycled"]} if "upcycled" in told else {}
 
 
 def write_checkpoint(

@@ -2,12 +2,23 @@
 
 import os
 
+from moetool.errors import UsageError
+
 _MPI = ("PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 
 
 def processes() -> int:
     """How many work on the job."""
     return _told("WORLD_SIZE", *(f"{kind}SIZE" for kind in _MPI), otherwise=1)
+
+
+def check_processes(known: int) -> None:
+    """Raise `UsageError` unless accelerate knows of as many: each would train by itself and write to the same place."""
+    if known != processes():
+        raise UsageError(
+            f"{processes()} processes were started, and accelerate knows of {known}: start them with torchrun or "
+            "accelerate launch."
+        )
 
 
 def sharding() -> str | None:

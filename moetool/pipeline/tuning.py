@@ -15,7 +15,7 @@ from moetool.modules.experts import SharedBaseExperts
 from moetool.modules.insertion import experts_per_token
 from moetool.modules.interpolation import interpolation_of
 from moetool.pipeline.job import Job
-from moetool.pipeline.processes import processes, sharding
+from moetool.pipeline.processes import check_processes, processes, sharding
 from moetool.pipeline.progress import phase
 from moetool.pipeline.tuning_options import TuneOptions
 from moetool.training.balance import Routers
@@ -76,6 +76,7 @@ def train(
                 interpolation=interpolation_of(model),
                 constraint=constraint,
             )
+            check_processes(trainer.accelerator.num_processes)
             trainer.remove_callback(PrinterCallback)
             if (tool := sharding()) and not trainer.is_sharded:
                 job.progress.log(f"accelerate does not use {tool} here: every process holds the whole model.")
@@ -95,7 +96,11 @@ def train(
                     f"Masks closed {found['mask_sparsity']:.1%} of their elements, not the {constraint.target:.1%} "
                     "asked for: more --steps, or a higher --multiplier-rate, would."
                 )
-    return Trained(found, trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_sharded else None)
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_sharded else None
+    if torch.distributed.is_initialized():  # the first process writes alone, and others may end before it
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    return Trained(found, weights)
 
 
 def _constraint(model: Any, options: TuneOptions, steps: int) -> MaskConstraint | None:

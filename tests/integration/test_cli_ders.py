@@ -198,6 +198,13 @@ def test_bits_on_top_of_ranks(
     again = run_cli("quantize-delta", tmp_path / "out", tmp_path / "no", "--bits", 4, *GROUP)
     assert again.code == 3
     assert "already stored as 'quantised-low-rank:8:8:16'" in again.stderr
+    trimmed = compress(tiny_mixtral, "--rank", 8, "--trim", 1).path  # one expert is the base alone
+    assert run_cli("quantize-delta", trimmed, tmp_path / "fewer", "--bits", 8, *GROUP).code == 0
+    layer = config_of(tmp_path / "fewer")["quantization_config"]["layers"]["0"]
+    assert sorted(layer["up"])[0] == "low-rank:0"
+    assert run_cli("verify", tmp_path / "fewer").code == 0
+    error = (logits(tmp_path / "fewer", tokens) - (whole := logits(trimmed, tokens))).norm() / whole.norm()
+    assert error < 0.05
     sparse = run_cli("sparsify-delta", low_rank, tmp_path / "no", "--drop", 0.5)
     assert sparse.code == 3
     assert "are low-rank: there is nothing to drop" in sparse.stderr

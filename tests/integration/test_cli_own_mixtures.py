@@ -106,6 +106,18 @@ def test_the_dense_model_as_base(run_cli: Any, dense: Any, mixture: Any, tmp_pat
     assert "FFNs of gate, up, down" in refused.stderr
 
 
+@pytest.mark.parametrize(("family", "options"), [("llama", ("--shared", "half")), ("phi", ("--shared", "half"))])
+def test_the_dense_model_is_the_base_whatever_experts_are_scaled_by(
+    run_cli: Any, dense: Any, upcycle: Any, tmp_path: Path, family: str, options: Any
+) -> None:
+    """Half of the output, in Granite-MoE, is half of every down matrix."""
+    made = upcycle(dense(family), "--experts", 4, *options).path
+    arguments = ("--method", "ders-quantize", "--bits", 2, "--group-size", 16, "--base", dense(family))
+    assert run_cli("compress", made, tmp_path / "small", *arguments).code == 0
+    errors = run_cli("verify", tmp_path / "small", "--against", made, "--json").json["relative_error"]
+    assert all(error == 0 for roles in errors.values() for error in roles.values())
+
+
 # -- differences to the dense model
 
 

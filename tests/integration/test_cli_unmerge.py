@@ -154,19 +154,24 @@ def test_a_redrawn_expert(dense: Any, upcycle: Any, unmerge: Any, tokens: Tensor
                 assert not found[dense_name].equal(before[dense_name])
 
 
+@pytest.mark.parametrize(
+    ("family", "options"), [("llama", ()), ("llama", ("--shared", "half")), ("phi", ()), ("phi", ("--shared", "xft"))]
+)
 def test_a_mixture_that_was_compressed_since(
-    run_cli: Any, dense: Any, upcycle: Any, unmerge: Any, tmp_path: Path
+    run_cli: Any, dense: Any, upcycle: Any, unmerge: Any, tmp_path: Path, family: str, options: Any
 ) -> None:
     """Equal experts have no differences, so that what is compressed away is nothing."""
-    source = dense("llama")
-    options = ("--method", "ders-quantize", "--bits", 2, "--group-size", 16)
-    assert run_cli("compress", upcycle(source, *FOUR).path, tmp_path / "small", *options).code == 0
+    source = dense(family)
+    small = ("--method", "ders-quantize", "--bits", 2, "--group-size", 16)
+    assert run_cli("compress", upcycle(source, *FOUR, *options).path, tmp_path / "small", *small).code == 0
     result = run_cli("export", tmp_path / "small", tmp_path / "whole", "--format", "dense-experts")
     assert result.code == 0, result.stderr
-    before, after = tensors_of(source), tensors_of(unmerge(tmp_path / "whole"))
-    assert after.keys() == before.keys()
-    for name, tensor in before.items():
-        torch.testing.assert_close(after[name], tensor, rtol=1e-6, atol=0)
+    before = tensors_of(source)
+    for compressed in ("small", "whole"):
+        after = tensors_of(unmerge(tmp_path / compressed))
+        assert after.keys() == before.keys()
+        for name, tensor in before.items():
+            torch.testing.assert_close(after[name], tensor, rtol=1e-6, atol=0)
 
 
 # -- mixtures that moetool did not make

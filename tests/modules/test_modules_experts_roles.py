@@ -125,3 +125,14 @@ def test_a_shared_expert_on_the_base_has_its_own_biases(kind: Any) -> None:
     own: dict[Role, Tensor] = {role: native.get_parameter(f"my_{role}.bias") for role in biases}
     row = draw(1, HIDDEN, seed=60)
     torch.testing.assert_close(shared(row)[0], expected(module, E, row[0], own), rtol=1e-6, atol=1e-6)
+
+
+def test_a_shared_expert_on_the_base_keeps_its_dropout() -> None:
+    module = built(KINDS[0], FORMS["low-rank"], extended=True)
+    native = nn.Module()
+    native.residual_dropout = 0.5  # type: ignore[assignment]
+    shared, rows = SharedExpertOnBase(module, native, {}), draw(200, HIDDEN, seed=60)
+    dropped = shared.train()(rows) == 0
+    assert 0.45 < dropped.double().mean() < 0.55
+    assert not (shared.eval()(rows) == 0).any()
+    torch.testing.assert_close(shared.train()(rows).mean(), shared.eval()(rows).mean(), rtol=0.3, atol=0.3)

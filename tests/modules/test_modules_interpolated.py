@@ -387,6 +387,27 @@ def test_weights_are_folded_only_where_it_pays_and_is_right(trained: MakeModel) 
             assert folded_by(model) == 0
 
 
+class Adapted(nn.Linear):
+    """A linear layer with something added, as peft adds it."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) + 0.1 * inputs.sum(-1, keepdim=True)
+
+
+def test_linear_layers_that_compute_something_else_are_not_folded(trained: MakeModel) -> None:
+    model, tokens = trained(), prompt(1, 7)
+    plain, _ = decode(model, tokens)
+    for site in sites(model).values():
+        site.linear.__class__ = Adapted
+    found, _ = decode(model, tokens)
+    assert folded_by(model) == 0
+    router = interpolation_of(model)
+    assert router is not None
+    router.folds = False
+    assert found.equal(decode(model, tokens)[0])
+    assert all(relative_error(found[:, step], plain[:, step]) > 0.01 for step in range(FOLDING + 2))
+
+
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
 def test_beams_and_samples_of_one_prompt_share_folded_weights(options: dict[str, Any], trained: MakeModel) -> None:
     model, tokens, found = trained(), prompt(1, 7), []

@@ -2,7 +2,8 @@
 
 import pytest
 
-from moetool.pipeline.processes import is_first_process, processes, sharding
+from moetool.errors import UsageError
+from moetool.pipeline.processes import check_processes, is_first_process, processes, sharding
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,14 @@ def test_who_is_who(monkeypatch: pytest.MonkeyPatch, told: dict[str, str], count
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     assert (processes(), is_first_process()) == (count, first)
+
+
+def test_processes_that_accelerate_does_not_know_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As mpirun starts them where there are cards."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_processes(2)
+    with pytest.raises(UsageError, match="2 processes were started, and accelerate knows of 1"):
+        check_processes(1)
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,14 @@ from pydantic import Field
 from moetool.architectures import Architecture, find_architecture
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.files import patch_config
-from moetool.checkpoint.manifest import read_manifest
-from moetool.checkpoint.reader import MANIFEST, Checkpoint
+from moetool.checkpoint.reader import Checkpoint
 from moetool.conversion.dense import DenseModel
 from moetool.conversion.unmerging import Unmerging, dense_config
 from moetool.errors import InvalidInputError, UsageError
 from moetool.pipeline.blueprint import imagine
 from moetool.pipeline.job import Job
 from moetool.pipeline.options import RunOptions
-from moetool.pipeline.output import ShardPlan, write_checkpoint
+from moetool.pipeline.output import ShardPlan, origin, write_checkpoint
 from moetool.pipeline.plan import Plan
 from moetool.pipeline.stage import Stage
 
@@ -36,9 +35,7 @@ class UpcycledSource:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "UpcycledSource":
-        record = None
-        if (checkpoint.path / MANIFEST).exists():
-            record = read_manifest(checkpoint.path).statistics.get("upcycled")
+        record = origin(checkpoint).get("upcycled")
         architecture = find_architecture(checkpoint.config)
         return cls(checkpoint, architecture, ExpertReader(checkpoint, architecture), record)
 

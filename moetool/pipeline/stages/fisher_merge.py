@@ -39,10 +39,14 @@ class FisherMerge(Stage[FisherMergeOptions]):
         layers = self.source.architecture.layers(self.source.checkpoint.config)
         base = reader.shape.expert_parameters * reader.dtype.itemsize
         measured = options.calibration is not None
+        shape = reader.shape
+        channels = 8 * shape.intermediate + 1024  # which are kept, and the header
+        rows = sum(shape.matrix(role)[0] for role in shape.roles)
+        statistics = shape.experts * (4 * rows + 8) + 8 * shape.intermediate if measured else 0
         return Plan(
             stage=self.name,
             input_bytes=self.source.checkpoint.weight_bytes,
-            output_bytes=len(reader.moe_layers) * base,
+            output_bytes=len(reader.moe_layers) * (base + channels + statistics),
             scratch_bytes=(layers + 3) * cost.boundary_bytes(reader.shape.hidden) if measured else 0,
             memory_bytes=cost.memory_bytes(reader, gradients=measured, factors=False),
             details={"layers": layers, "moe_layers": len(reader.moe_layers), "experts": reader.shape.experts},

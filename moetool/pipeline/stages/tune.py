@@ -15,14 +15,13 @@ from moetool.architectures.dense import is_encoder
 from moetool.calibration.data import check_vocabulary, load_tokenizer, parse_data
 from moetool.checkpoint.files import patch_config, size_of
 from moetool.checkpoint.format import check_unquantised, moetool_entry, own_entry
-from moetool.checkpoint.manifest import read_manifest
-from moetool.checkpoint.reader import MANIFEST, Checkpoint
+from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.pipeline.blueprint import layer_of
 from moetool.pipeline.job import Job
 from moetool.pipeline.options import RunOptions
-from moetool.pipeline.output import ShardPlan, write_checkpoint
+from moetool.pipeline.output import ShardPlan, origin, write_checkpoint
 from moetool.pipeline.plan import Plan
 from moetool.pipeline.processes import is_first_process, sharding
 from moetool.pipeline.stage import Stage
@@ -256,9 +255,7 @@ class Tune(Stage[TuneOptions, AnySource]):
             for spec in units[order[unit]]:
                 yield spec.name, tensors[spec.name].to(spec.dtype)
 
-        if (source.path / MANIFEST).exists():
-            before = read_manifest(source.path).statistics
-            job.record.update({key: before[key] for key in ("upcycled",) if key in before})
+        job.record.update(origin(source))
         plan = ShardPlan(((index, units[unit]) for index, unit in enumerate(order)), self.options.shard_size)
         write_checkpoint(job, plan, made, config=config, seed=self.options.seed)
 
