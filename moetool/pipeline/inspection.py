@@ -10,6 +10,7 @@ from moetool.pipeline.blueprint import open_for_planning
 from moetool.pipeline.job import Source
 from moetool.pipeline.output import original_bytes
 from moetool.pipeline.own_inspection import inspect_own
+from moetool.representations.layout import GUARD
 
 
 def parameter_counts(source: Source) -> dict[str, int]:
@@ -22,7 +23,8 @@ def parameter_counts(source: Source) -> dict[str, int]:
     """
     reader, tensors = source.experts, source.checkpoint.tensors
     sizes = {name: info.nbytes // info.dtype.itemsize for name, info in tensors.items()}
-    other = sum(size for name, size in sizes.items() if name not in reader.names)
+    guards = sum(info.shape == GUARD for name, info in tensors.items() if name not in reader.names)
+    other = sum(size for name, size in sizes.items() if name not in reader.names) - guards
     layers, shape = reader.moe_layers, reader.shape
     total = other + sum(reader.count(layer) for layer in layers) * shape.expert_parameters
     idle = len(layers) * (shape.experts - shape.top_k) * (shape.expert_parameters + shape.bias_parameters)
