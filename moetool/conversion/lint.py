@@ -25,6 +25,10 @@ def lint(target: Target, dense: DenseModel, mixture: Mixture, config: Mapping[st
         if condition:
             notes.append(text)
 
+    note(
+        "quantization_config" in config,
+        "only transformers, after `import moetool`, runs experts that are differences; `moetool export` writes them in full",
+    )
     note(name == "flex_olmo", "llama.cpp does not know flex_olmo; older vLLM ignores norm_topk_prob for it")
     note(
         name == "qwen2_moe" and mixture.shared != "med",
