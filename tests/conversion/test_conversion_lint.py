@@ -31,7 +31,11 @@ def notes(
 
 # What fires, what does not, and a word of the warning.
 RULES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"of": ("mixtral",), "config": {"quantization_config": {}}}, {"of": ("mixtral",)}, "`moetool export` writes them"),
+    (
+        {"of": ("mixtral",), "config": {"quantization_config": {}}},
+        {"of": ("mixtral",)},
+        "`moetool export` writes them whole",
+    ),
     ({"of": ("flex_olmo",)}, {"of": ("mixtral",)}, "does not know flex_olmo"),
     ({"of": ("qwen2_moe",)}, {"of": ("qwen2_moe",), "shared": "med"}, "never renormalises"),
     ({"of": ("qwen2_moe",), "shared": "half"}, {"of": ("qwen3_moe",)}, "never renormalises"),
