@@ -27,7 +27,7 @@ def lint(target: Target, dense: DenseModel, mixture: Mixture, config: Mapping[st
 
     note(
         "quantization_config" in config,
-        "only transformers, after `import moetool`, runs experts that are differences; `moetool export` writes them whole",
+        "only transformers, after `import moetool`, runs differences; `moetool export` writes experts in full",
     )
     note(name == "flex_olmo", "llama.cpp does not know flex_olmo; older vLLM ignores norm_topk_prob for it")
     note(

@@ -34,7 +34,7 @@ RULES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"of": ("mixtral",), "config": {"quantization_config": {}}},
         {"of": ("mixtral",)},
-        "`moetool export` writes them whole",
+        "runs differences",
     ),
     ({"of": ("flex_olmo",)}, {"of": ("mixtral",)}, "does not know flex_olmo"),
     ({"of": ("qwen2_moe",)}, {"of": ("qwen2_moe",), "shared": "med"}, "never renormalises"),
