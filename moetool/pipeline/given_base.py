@@ -1,6 +1,5 @@
 """A base that is there before a job begins: what `--base` names."""
 
-from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +16,7 @@ from moetool.conversion.dense import DenseModel
 from moetool.errors import InvalidInputError, UsageError
 from moetool.methods.choices import UNMEASURED_MERGES, Merge
 from moetool.pipeline.bases import LayerBase, base_path, unweighted_base
+from moetool.pipeline.output import down_scale
 from moetool.representations.bitsandbytes_formats import NF4, Int8
 from moetool.representations.quantised import QuantisedMatrix, group_size
 
@@ -103,19 +103,10 @@ class DenseBase:
                 "they were made from."
             )
 
-    @cached_property
-    def _down_scale(self) -> float:
-        """What the down matrices of experts were multiplied by: ½ beside a shared expert that gives half of the output,
-        in families that have no word for it; 1 otherwise."""
-        first, experts = self._experts.moe_layers[0], self._experts
-        dense = self._dense.matrix(first, "down").double()
-        own = torch.stack([experts.dense(first, expert, "down").double() for expert in range(experts.shape.experts)])
-        return 0.5 if float((own.mean(0) * dense).sum()) < 0.75 * float(dense.square().sum()) else 1.0
-
     def layer(self, layer: int) -> LayerBase:
         shape = self._experts.shape
         matrices = {role: self._dense.matrix(layer, role).to(self._experts.dtype) for role in shape.roles}
-        matrices["down"] *= self._down_scale
+        matrices["down"] *= down_scale(self._experts.checkpoint)
         return LayerBase(matrices, torch.arange(shape.intermediate), shape.intermediate, None)
 
     def statistics(self, layer: int) -> LayerStatistics | None:

@@ -219,6 +219,13 @@ def write_checkpoint(
     writer.finish()
 
 
+def down_scale(checkpoint: Checkpoint) -> float:
+    """What upcycling multiplied the down matrices of experts by: ½ beside a shared expert that gives half of the
+    output, in a family that has no word for it."""
+    told = origin(checkpoint).get("upcycled", {})
+    return 0.5 if told.get("target") != "moetool" and told.get("mixture", {}).get("shared") == "half" else 1.0
+
+
 def entry_for(layouts: Mapping[int, LayerLayout], source: Source, **more: Any) -> dict[str, Any] | None:
     """The `quantization_config` for these layouts on top of what the source had; `None` if every layer is native."""
     merged = {**source.experts.layouts, **layouts}

@@ -19,7 +19,7 @@ from moetool.errors import InvalidInputError, UsageError
 from moetool.pipeline.blueprint import imagine
 from moetool.pipeline.job import Job
 from moetool.pipeline.options import RunOptions
-from moetool.pipeline.output import ShardPlan, origin, write_checkpoint
+from moetool.pipeline.output import ShardPlan, down_scale, origin, write_checkpoint
 from moetool.pipeline.plan import Plan
 from moetool.pipeline.stage import Stage
 
@@ -82,7 +82,6 @@ class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
     def _unmerging(self) -> Unmerging:
         source, dense, expert = self.source, self._dense, self.options.expert
         record = source.record or {}
-        mixture = record.get("mixture", {})
         granularity = int(record.get("granularity", 1))
         count = source.experts.shape.experts // granularity
         if source.experts.shape.intermediate * granularity != dense.intermediate:
@@ -93,7 +92,6 @@ class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
         if expert >= count:
             raise UsageError(f"--expert {expert}: there are experts 0 to {count - 1}.")
         native = record.get("target") != "moetool"
-        native_half = native and mixture.get("shared") == "half"
         tensors = dict(dense.checkpoint.tensors)
         if "lm_head.weight" in source.checkpoint.tensors:
             tensors.setdefault("lm_head.weight", source.checkpoint.tensors["lm_head.weight"])
@@ -107,7 +105,7 @@ class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
             expert=expert,
             native=native,
             granularity=granularity,
-            down_scale=0.5 if native_half else 1.0,
+            down_scale=down_scale(source.checkpoint),
             dtype=original if original != source.dtype else None,
         )
 
