@@ -9,7 +9,7 @@ squares solution, which the upper Cholesky factor of G^-1 holds row by row.
 import torch
 from torch import Tensor
 
-from moetool.numerics.quantisation import dequantise, levels, nearest
+from moetool.numerics.quantisation import dequantise, levels, nearest, nearest_levels
 
 _DAMPING = 0.01  # of every input's own energy: relative to the mean it would drown ordinary inputs beside outliers
 _SILENT = 1e-6  # share of the mean energy that inputs without any are given
@@ -43,20 +43,24 @@ def feed_back(matrix: Tensor, scales: Tensor, bits: int, gram: Tensor) -> Tensor
     factor = torch.linalg.cholesky(inverse, upper=True).float()  # [in, in]
     group = columns // scales.shape[1]
     grid, stored = levels(bits, torch.float32, matrix.device), scales.float()
-    each = stored.repeat_interleave(group, dim=1)[:, order].T.contiguous()  # [in, out]
-    open_ = matrix.detach().float()[:, order]
-    codes = torch.empty(rows, columns, dtype=torch.uint8, device=matrix.device)
+    # [in, out] from here on: one input of all outputs lies side by side.
+    each = stored.repeat_interleave(group, dim=1).T[order]
+    open_ = matrix.detach().float().T[order]
+    codes = torch.empty(columns, rows, dtype=torch.uint8, device=matrix.device)
+    diagonal = factor.diagonal().tolist()
     for first in range(0, columns, _BLOCK):
         last = min(first + _BLOCK, columns)
-        errors = torch.empty(rows, last - first, device=matrix.device)
+        errors = torch.empty(last - first, rows, device=matrix.device)
+        divisors = torch.where(each[first:last] > 0, each[first:last], 1)
         for column in range(first, last):
-            scale = each[column]
-            codes[:, column] = nearest(open_[:, column].contiguous(), scale, bits)
-            error = open_[:, column] - grid[codes[:, column].int()] * scale
-            errors[:, column - first] = error / factor[column, column]
-            open_[:, column + 1 : last] -= errors[:, column - first, None] * factor[column, column + 1 : last]
-        open_[:, last:] -= errors @ factor[first:last, last:]
-    codes = torch.empty_like(codes).index_copy_(1, order, codes)
+            values, error = open_[column], errors[column - first]
+            chosen = nearest_levels(values / divisors[column - first], bits)
+            codes[column] = chosen
+            torch.addcmul(values, grid.index_select(0, chosen), each[column], value=-1, out=error)
+            error /= diagonal[column]
+            open_[column + 1 : last].addr_(factor[column, column + 1 : last], error, alpha=-1)
+        open_[last:] -= factor[first:last, last:].T @ errors
+    codes = torch.empty_like(codes).index_copy_(0, order, codes).T.contiguous()
     plain = nearest(matrix.detach().float().view(rows, -1, group), stored.unsqueeze(2), bits).view(rows, columns)
     better = _output_error(matrix, codes, scales, bits, wide) <= _output_error(matrix, plain, scales, bits, wide)
     return torch.where(better[:, None], codes, plain)

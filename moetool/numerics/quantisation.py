@@ -114,13 +114,24 @@ def dequantise(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype) -> 
 
 def nearest(values: Tensor, scales: Tensor, bits: int) -> Tensor:
     """Codes of the levels nearest to values / scales; any code where the scale is zero. uint8."""
-    ratio = values / torch.where(scales > 0, scales, 1)
+    return nearest_levels(values / torch.where(scales > 0, scales, 1), bits).to(torch.uint8)
+
+
+def nearest_levels(ratio: Tensor, bits: int) -> Tensor:
+    """Codes of the levels nearest to every `ratio`, which is overwritten. int32."""
     if bits == 1:
-        return (ratio >= 0).to(torch.uint8)
+        return (ratio >= 0).int()
     if bits == 8:
-        return (ratio.round_().clamp_(-127, 127) + 127).to(torch.uint8)
-    grid = levels(bits, torch.float32, values.device)
-    return torch.bucketize(ratio.contiguous(), (grid[1:] + grid[:-1]) / 2, out_int32=True).to(torch.uint8)
+        return ratio.round_().clamp_(-127, 127).int() + 127
+    return torch.bucketize(ratio.contiguous(), _boundaries(bits, ratio.device), out_int32=True)
+
+
+@cache
+def _boundaries(bits: int, device: torch.device) -> Tensor:
+    """Between which two levels a number changes sides: [2^bits - 1]."""
+    grid = levels(bits, torch.float32, device)
+    with torch.inference_mode(False):
+        return (grid[1:] + grid[:-1]) / 2
 
 
 def _search(unit: Tensor, weights: Tensor, bits: int) -> Tensor:
