@@ -76,6 +76,10 @@ class MoEShape:
         """Matrices that are stored alike, and lie in one tensor where experts are fused."""
         return self.entering, ("down",)
 
+    def group(self, role: Role) -> tuple[Role, ...]:
+        """The matrices among which one is."""
+        return next(roles for roles in self.groups if role in roles)
+
     @property
     def expert_parameters(self) -> int:
         """Numbers in one expert's matrices."""

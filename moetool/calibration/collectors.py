@@ -121,10 +121,9 @@ class FisherCollector:
         self.weighted[role].addcmul_(squared, weight)
 
     def _weight(self, role: Role, expert: int) -> Tensor:
-        if role == "down":
-            return self._down[expert].float()
-        roles = self._shape.entering
-        return self._gate_up[expert].chunk(len(roles))[roles.index(role)].float()
+        group = self._shape.group(role)
+        fused = self._down if role == "down" else self._gate_up
+        return fused[expert].chunk(len(group))[group.index(role)].float()
 
 
 class RegressionCollector:

@@ -10,6 +10,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from moetool.architectures import Architecture
-from moetool.architectures.base import by_name, fused_name
+from moetool.architectures.base import by_name
 from moetool.architectures.dense import DenseArchitecture, is_encoder
 from moetool.calibration.disk_experts import DiskExperts
 from moetool.checkpoint.experts import ExpertReader
@@ -33,6 +34,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
 from moetool.integrations.loading import model_class
 from moetool.integrations.quiet import quiet
+from moetool.modules.fused import fused_tensors
 from moetool.modules.insertion import insert_modules
 from moetool.modules.interpolation import hold_mixtures
 
@@ -207,15 +209,9 @@ class StreamedModel:
 
     def _fill_experts(self, reader: ExpertReader, index: int, experts: nn.Module) -> None:
         """Read every expert's matrix into transformers' fused tensors."""
-        shape = reader.shape
-        like = {"dtype": self.dtype, "device": self.device}
-        for roles in shape.groups:
-            rows, columns = shape.matrix(roles[0])
-            fused = torch.empty(shape.experts, len(roles) * rows, columns, **like)  # type: ignore[call-overload]
-            for expert in range(shape.experts):
-                for own, role in zip(fused[expert].chunk(len(roles)), roles, strict=True):
-                    own.copy_(reader.dense(index, expert, role))
-            setattr(experts, fused_name(roles), nn.Parameter(fused, requires_grad=False))
+        matrix = partial(reader.dense, index)
+        for name, fused in fused_tensors(reader.shape, matrix, self.dtype, self.device):
+            setattr(experts, name, nn.Parameter(fused, requires_grad=False))
 
     def _fill_shared_expert(self, reader: ExpertReader, index: int, shared: nn.Module) -> None:
         """Read a shared expert that is stored on the base into transformers' own module."""

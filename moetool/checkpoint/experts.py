@@ -175,7 +175,7 @@ class ExpertReader:
         name = self.architecture.weight_name(layer, expert, role)
         if not self.architecture.is_fused:
             return self.checkpoint.read(name)
-        start = self.shape.roles.index(role) * shape[0] if role != "down" else 0
+        start = self.shape.group(role).index(role) * shape[0]
         return self.checkpoint.read_part(name, expert, start, start + shape[0])
 
     def _decode(
@@ -209,8 +209,9 @@ class ExpertReader:
 
     def bias(self, layer: int, expert: int, role: Role) -> Tensor:
         """The bias `[out]` beside an expert's matrix, of experts that have one there."""
-        rows = self.checkpoint.read_rows(self.architecture.bias_name(layer, role), expert, expert + 1)[0]
-        return rows.chunk(2)[self.shape.roles.index(role)] if "gate" in self.shape.roles and role != "down" else rows
+        group = self.shape.group(role)
+        fused = self.checkpoint.read_rows(self.architecture.bias_name(layer, role), expert, expert + 1)[0]
+        return fused.chunk(len(group))[group.index(role)]
 
     def base(self, layer: int, role: Role) -> Tensor:
         """The base of a layer that has one, `[out, in]` without pruned channels, in its storage dtype if it is dense

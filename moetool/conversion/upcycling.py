@@ -24,7 +24,7 @@ from moetool.conversion.targets.qwen2_moe import IDLE_WIDTH
 from moetool.errors import InvalidInputError
 from moetool.numerics.seeding import generator, uniform
 from moetool.representations.layout import LayerLayout, delta_name
-from moetool.representations.mixture import Mixture
+from moetool.representations.mixture import Mixture, routed_scale
 
 # Of a shared expert's gate, whose sigmoid is to be one half. Exact zeros make NaNs in a popular GGUF runtime; these are
 # representable in every dtype, fp16 among them, and far too small to matter.
@@ -116,8 +116,7 @@ class Upcycled(Converted):
 
     @property
     def _routed_scale(self) -> float:
-        """What down matrices of routed experts are multiplied by, where a family has no word for it."""
-        return 0.5 if self.mixture.shared == "half" and self.target.architecture is not None else 1.0
+        return routed_scale(self.mixture.shared, native=self.target.architecture is not None)
 
     # What is not a feed-forward network.
 

@@ -6,8 +6,9 @@ import psutil
 import torch
 from torch import nn
 
-from moetool.architectures.base import by_name, fused_name
+from moetool.architectures.base import by_name
 from moetool.modules.experts import SharedBaseExperts, SharedExpertOnBase
+from moetool.modules.fused import fused_tensors
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
 from moetool.representations.shared_factor import SharedU, SharedV
@@ -45,15 +46,10 @@ def dense_experts(module: SharedBaseExperts) -> nn.Module:
     with torch.device("meta"):
         native: Any = module.native_class(module.config)
     shape, like = module.layout.shape, module.down_proj
-    for roles in shape.groups:
-        rows, columns = shape.matrix(roles[0])
-        fused = like.new_empty(shape.experts, len(roles) * rows, columns)
-        for expert in range(shape.experts):
-            for own, role in zip(fused[expert].chunk(len(roles)), roles, strict=True):
-                own.copy_(module.dense(expert, role))
-        setattr(native, fused_name(roles), nn.Parameter(fused))
-        if roles[0] in shape.biases:
-            setattr(native, f"{fused_name(roles)}_bias", getattr(module, f"{fused_name(roles)}_bias"))
+    for name, fused in fused_tensors(shape, module.dense, like.dtype, like.device):
+        setattr(native, name, nn.Parameter(fused))
+        if hasattr(module, f"{name}_bias"):
+            setattr(native, f"{name}_bias", getattr(module, f"{name}_bias"))
     return native.train(module.training)
 
 

@@ -217,8 +217,8 @@ class SharedBaseExperts(nn.Module):
 
     def _native(self, index: int, role: Role) -> Tensor:
         """The matrix `[out, in]` of a role that stands in the fused tensors."""
-        roles, fused = self.layout.shape.entering, self._fused(index, role)
-        return fused if role == "down" else fused.chunk(len(roles))[roles.index(role)]
+        group = self.layout.shape.group(role)
+        return self._fused(index, role).chunk(len(group))[group.index(role)]
 
     def _fused(self, index: int, role: Role) -> Tensor:
         """A part of a fused tensor, with the matrices of a role's group one below the other."""

@@ -1,6 +1,6 @@
 """Experts of one layer in fused tensors: those of transformers 5, and ours, which may lack gates and have biases."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,14 +8,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moetool.architectures.base import MoEShape, fused_name
+from moetool.architectures.base import MoEShape, Role, fused_name
 
 
 def entering(experts: nn.Module) -> Tensor:
     """What meets the experts' input: `gate_up_proj [experts, 2·intermediate, hidden]`, or without gates `up_proj
     [experts, intermediate, hidden]`."""
-    name = "gate_up_proj" if hasattr(experts, "gate_up_proj") else "up_proj"
-    return getattr(experts, name)
+    return getattr(experts, _entering_name(experts))
+
+
+def _entering_name(experts: nn.Module) -> str:
+    return "gate_up_proj" if hasattr(experts, "gate_up_proj") else "up_proj"
+
+
+def fused_tensors(
+    shape: MoEShape, matrix: Callable[[int, Role], Tensor], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """All experts of a layer by the names of their fused tensors, from `matrix(expert, role)` `[out, in]`, one of which
+    is in memory beside them."""
+    for roles in shape.groups:
+        rows, columns = shape.matrix(roles[0])
+        fused = torch.empty(shape.experts, len(roles) * rows, columns, dtype=dtype, device=device)
+        for expert in range(shape.experts):
+            for own, role in zip(fused[expert].chunk(len(roles)), roles, strict=True):
+                own.copy_(matrix(expert, role))
+        yield fused_name(roles), fused
 
 
 def activated(act_fn: Callable[[Tensor], Tensor], values: Sequence[Tensor]) -> Tensor:
@@ -33,8 +50,7 @@ def add_bias(experts: nn.Module, name: str, expert: int, output: Tensor) -> Tens
 def activation(experts: Any, expert: int, values: Tensor) -> Tensor:
     """What an expert's down matrix is given `[tokens, intermediate]`, from the products of its input with the fused
     tensor before it, without bias."""
-    name = "gate_up_proj" if hasattr(experts, "gate_up_proj") else "up_proj"
-    return experts._apply_gate(add_bias(experts, name, expert, values))
+    return experts._apply_gate(add_bias(experts, _entering_name(experts), expert, values))
 
 
 def weighted_sum(run: Callable[[int, Tensor], Tensor], hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from moetool.pipeline.job import Job, Source
 from moetool.pipeline.memory import return_heap
 from moetool.pipeline.progress import phase
 from moetool.representations.layout import LayerLayout
+from moetool.representations.mixture import routed_scale
 
 STATISTICS = Path("moetool") / "statistics.safetensors"
 
@@ -220,10 +221,9 @@ def write_checkpoint(
 
 
 def down_scale(checkpoint: Checkpoint) -> float:
-    """What upcycling multiplied the down matrices of experts by: ½ beside a shared expert that gives half of the
-    output, in a family that has no word for it."""
+    """What upcycling multiplied the down matrices of experts by."""
     told = origin(checkpoint).get("upcycled", {})
-    return 0.5 if told.get("target") != "moetool" and told.get("mixture", {}).get("shared") == "half" else 1.0
+    return routed_scale(told.get("mixture", {}).get("shared", "none"), native=told.get("target") != "moetool")
 
 
 def entry_for(layouts: Mapping[int, LayerLayout], source: Source, **more: Any) -> dict[str, Any] | None:

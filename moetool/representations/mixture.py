@@ -6,6 +6,12 @@ from typing import Any, Literal
 Shared = Literal["none", "half", "xft", "med"]
 
 
+def routed_scale(shared: str, *, native: bool) -> float:
+    """What the down matrices of routed experts are multiplied by: ½ beside a shared expert that gives half of the
+    output, in a family of transformers, which has no word for it."""
+    return 0.5 if native and shared == "half" else 1.0
+
+
 @dataclass(frozen=True)
 class Mixture:
     """The shape of a mixture of experts to be made.

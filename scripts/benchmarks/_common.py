@@ -1,9 +1,9 @@
-"""What the benchmarks of quality share."""
+"""What the benchmarks share."""
 
 import json
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,14 @@ class Kept:
             with self._file.open("a") as file:
                 file.write(json.dumps(self._results[key]) + "\n")
         return self._results[key]
+
+
+def publish(lines: Sequence[str], file: Path | None) -> None:
+    """Print a table, and write it to a file if there is one."""
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if file:
+        file.write_text(text)
 
 
 def excess(perplexity: float, original: float) -> float:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import made_by
+from _common import made_by, publish
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moetool.modules.interpolated import insert, sites
@@ -106,10 +106,7 @@ def main() -> None:
         "|---|---|---|---|---|---|",
         *(row(sizes, dtype, tokens, repeats) for dtype in (torch.float32, torch.bfloat16) for tokens in (16, 64, 256)),
     ]
-    table = "\n".join(lines) + "\n"
-    print(table)
-    if options.output:
-        options.output.write_text(table)
+    publish(lines, options.output)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 import torch
+from _common import publish
 from torch import Tensor
 
 from moetool.numerics.gram import Gram
@@ -106,10 +107,7 @@ def main() -> None:
                 f"(rounds {min(rounds):.2f} to {max(rounds):.2f}) | {error:.1e} "
                 f"| {floor:+.4f} | {wanted} | {'PASS' if good else 'FAIL'} |"
             )
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if options.output:
-        options.output.write_text(text)
+    publish(lines, options.output)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from unittest.mock import patch
 import numpy as np
 import scipy
 import torch
+from _common import publish
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
@@ -189,10 +190,7 @@ def main() -> None:
             whole(14336, 256, 128, 20, compare=False),
             whole(14336, 8192, 128, 20, compare=False),
         ]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if options.output:
-        options.output.write_text(text)
+    publish(lines, options.output)
 
 
 if __name__ == "__main__":

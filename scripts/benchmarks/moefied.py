@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _common import publish
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -142,10 +143,7 @@ def main() -> None:
         "|---|---|---|---|---|---|---|---|---|---|",
         *(row for device in devices for row in rows_of(device, sizes, repeats)),
     ]
-    table = "\n".join(lines) + "\n"
-    print(table)
-    if options.output:
-        options.output.write_text(table)
+    publish(lines, options.output)
 
 
 if __name__ == "__main__":

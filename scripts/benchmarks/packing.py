@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from _common import publish
 from torch import Tensor
 
 from moetool.numerics import sampling
@@ -131,10 +132,7 @@ def main() -> None:
         sizes[f"quantised:{bits}:128"] = (Quantised(bits, 128).nbytes(shape, bf16), n * bits // 8 + 2 * n // 128)
     for name, (ours, theory) in sizes.items():
         lines.append(f"| {name} | {ours:,} | {theory:,} | {'PASS' if ours == theory else 'FAIL'} |")
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if options.output:
-        options.output.write_text(text)
+    publish(lines, options.output)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from moetool.checkpoint.files import save_tensors
 from moetool.errors import InvalidInputError, UsageError
 from moetool.methods.choices import Pruning
 from moetool.methods.pruning import PruningPlan, plan_pruning
-from moetool.pipeline.bases import LayerBase
+from moetool.pipeline.bases import stored_base
 from moetool.pipeline.calibrated import CalibratedJob
 from moetool.pipeline.factored import base_tensors
 from moetool.pipeline.job import Job, pick_compute_dtype, pick_device, refuse_shared_expert
@@ -88,17 +88,12 @@ class PruneBase(Stage[PruneBaseOptions]):
         statistics = read_statistics(self.source.checkpoint.path) or self._measure(job)
 
         def tensors(layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
-            matrices = {
-                role: reader.base(layer, role) for role in reader.shape.roles if layout.weights[role] is not None
-            }
-            if "down" not in matrices:
+            base = stored_base(reader, layer, statistics[layer])
+            if "down" not in base.matrices:
                 # Channels are scored by what the down base makes of them; where down has none, by the experts' mean.
                 down = [reader.dense(layer, expert, "down").float() for expert in range(reader.shape.experts)]
-                matrices["down"] = torch.stack(down).mean(0)
-            base = LayerBase(
-                matrices, torch.arange(reader.shape.intermediate), reader.shape.intermediate, statistics[layer]
-            ).pruned(pruning)
-            yield from base_tensors(reader, layer, layout, base)
+                base.matrices["down"] = torch.stack(down).mean(0)
+            yield from base_tensors(reader, layer, layout, base.pruned(pruning))
             prefix = reader.architecture.experts_prefix(layer)
             for name, _ in layout.own_tensors():
                 if name != BASE_CHANNELS:
