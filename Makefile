@@ -8,7 +8,7 @@ demo: .venv/ready
 	$(BIN)/moetool demo
 
 test: .venv/ready
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
 check: .venv/ready
 	$(BIN)/ruff check .
