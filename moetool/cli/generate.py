@@ -7,7 +7,6 @@ import signal
 import sys
 import types
 from collections.abc import Callable, Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -16,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from moetool.cli.presets import presets
 from moetool.errors import InvalidInputError, MoetoolError, UsageError
 from moetool.pipeline.sizes import format_bytes, parse_bytes
 
@@ -127,15 +127,6 @@ def _explain(model: type[BaseModel], problem: Any) -> str:
     if problem["type"] == "missing":
         return f"{flag} is required"
     return f"{flag} {problem['input']}: {message}"
-
-
-def presets() -> dict[str, str]:
-    """Every variant of the recipes that come with moetool, by name, as `read_recipe` takes it."""
-    found = {}
-    for file in sorted((files("moetool") / "recipes").iterdir(), key=lambda entry: entry.name):
-        if file.name.endswith(".yaml"):
-            found.update({name: f"{file}:{name}" for name in yaml.safe_load(file.read_text()).get("variants") or {}})
-    return found
 
 
 def preset_recipe(preset: str | None, recipe: str | None) -> str | None:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,8 @@ import pytest
 import yaml
 from checkpoints import contents, weights
 from dense_families import build_dense
+
+from moetool.cli.presets import files
 
 
 @pytest.fixture
@@ -74,14 +75,7 @@ def test_recipes_of_other_commands(run_cli, tiny_mixtral, tmp_path):
     assert weights(tmp_path / "one") == weights(tmp_path / "two")
 
 
-def packaged() -> list[Any]:
-    """The recipes that come with the package."""
-    return sorted(
-        (entry for entry in (files("moetool") / "recipes").iterdir() if entry.name.endswith(".yaml")), key=str
-    )
-
-
-@pytest.mark.parametrize("path", packaged(), ids=lambda path: Path(path.name).stem)
+@pytest.mark.parametrize("path", files(), ids=lambda path: path.stem)
 def test_packaged_recipes_are_valid(run_cli, tiny_mixtral, save_model, tiny_text, tmp_path, path):
     """Every variant of every recipe names options that exist, with values they can have."""
     content = yaml.safe_load(path.read_text())

@@ -1,19 +1,18 @@
 """`moetool list`."""
 
-from importlib.resources import files
 from typing import Annotated, Any, Literal
 
 import typer
-import yaml
 
 from moetool.architectures import architectures
 from moetool.architectures.dense import FEATURES, dense_architectures
+from moetool.cli import presets
 from moetool.cli.app import COMMANDS
 from moetool.cli.commands.stage import CHOICES
 from moetool.cli.display import print_json, print_table
 from moetool.cli.generate import make_command
 
-What = Literal["methods", "architectures", "dense-architectures", "targets", "recipes", "representations"]
+What = Literal["methods", "architectures", "dense-architectures", "targets", "presets", "recipes", "representations"]
 
 
 def build(name: str, arguments: list[str]) -> Any:
@@ -28,7 +27,8 @@ def build(name: str, arguments: list[str]) -> Any:
             "architectures": _architectures,
             "dense-architectures": _dense_architectures,
             "targets": _targets,
-            "recipes": _recipes,
+            "presets": _presets,
+            "recipes": _presets,  # their name before
             "representations": _representations,
         }[what]()
         if json:
@@ -83,12 +83,9 @@ def _targets() -> list[dict[str, str]]:
     ]
 
 
-def _recipes() -> list[dict[str, str]]:
+def _presets() -> list[dict[str, str]]:
     rows = []
-    for file in sorted((files("moetool") / "recipes").iterdir(), key=lambda entry: entry.name):
-        if not file.name.endswith(".yaml"):
-            continue
-        recipe = yaml.safe_load(file.read_text())
+    for file, recipe in presets.files().items():
         command = " --method ".join(recipe[key] for key in ("command", "method") if key in recipe)
         for preset, options in recipe.get("variants", {}).items():
             settings = ", ".join(f"{name} {value}" for name, value in options.items())
