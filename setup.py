@@ -1,4 +1,4 @@
-"""Everything about the package is in pyproject.toml, but that the presets of `configs/` lie in it as `moetool/presets`."""
+"""All but one thing is in pyproject.toml: wheels have the presets of `configs/` as `moetool/presets`."""
 
 from pathlib import Path
 

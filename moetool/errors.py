@@ -4,6 +4,9 @@ An error message says what was wrong, with the numbers, and what to do about it.
 `MoetoolError` is a bug and exits with 1.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class MoetoolError(Exception):
     """Base of every error moetool raises on purpose."""
@@ -39,3 +42,10 @@ class InterruptedRunError(MoetoolError):
     """Stopped on request; the same command with `--resume` goes on where it stopped."""
 
     exit_code = 75
+
+
+def did_you_mean(said: str, known: Iterable[str]) -> str:
+    """` Did you mean X?` for the name that comes nearest to what was said, to end a message with, or nothing."""
+    names = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(said.lower(), names, n=1)
+    return f" Did you mean {names[close[0]]}?" if close else ""

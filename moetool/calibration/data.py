@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moetool.checkpoint.source import first_line, looks_local
-from moetool.errors import InvalidInputError, UsageError
+from moetool.errors import InvalidInputError, UsageError, did_you_mean
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and not only for --help
     from transformers import PreTrainedTokenizerBase
@@ -317,7 +317,8 @@ def _documents(rows: Iterable[Mapping[str, Any]], source: str, column: str | Non
         if not columns or any(name not in row for name in columns):
             wanted = f"no column {column!r}" if column else "none of text, content, prompt and completion, messages"
             there = ", ".join(map(repr, row)) or "no columns"
-            raise InvalidInputError(f"{source} has {wanted}; it has {there}. Name one: {source}:::COLUMN.")
+            hint = did_you_mean(column, row) if column else ""
+            raise InvalidInputError(f"{source} has {wanted}; it has {there}. Name one: {source}:::COLUMN.{hint}")
         texts = [_as_text(row[name], f"{source}, record {number}, {name!r}") for name in columns]
         if any(text is not None for text in texts):
             yield "".join(text or "" for text in texts)

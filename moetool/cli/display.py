@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 HEARTBEAT_SECONDS = 30.0
+SCHEMA_VERSION = 1  # of what `--json` prints: one more when a field goes or changes its meaning, not when one is added
 
 
 class Display:
@@ -64,8 +65,8 @@ class Display:
 
 
 def print_json(result: dict[str, Any]) -> None:
-    """One JSON object on stdout."""
-    print(json.dumps(result, indent=2))
+    """One JSON object on stdout, with the version of its fields (docs/json.md)."""
+    print(json.dumps({"schema_version": SCHEMA_VERSION, **result}, indent=2))
 
 
 def print_fields(fields: Iterable[tuple[str, str]]) -> None:

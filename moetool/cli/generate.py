@@ -1,8 +1,8 @@
 """Commands from pydantic models: one option per field, help from its description, so the two cannot drift apart."""
 
-import difflib
 import functools
 import inspect
+import re
 import signal
 import sys
 import types
@@ -14,19 +14,57 @@ import typer
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
 
 from moetool.cli.presets import presets
-from moetool.errors import InvalidInputError, MoetoolError, UsageError
+from moetool.errors import InvalidInputError, MoetoolError, UsageError, did_you_mean
 from moetool.pipeline.sizes import format_bytes, parse_bytes
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
-def make_command(name: str, function: Callable[..., None], summary: str) -> Any:
-    """A single command whose errors end with moetool's exit codes."""
+class HintingCommand(TyperCommand):
+    """A command that says which option or choice was probably meant."""
+
+    elsewhere: Mapping[str, str] = {}  # Option → where it exists, for options that this command does not have.
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        # By what they carry, not by class: some versions of typer have click's errors, others have their own.
+        except Exception as raised:
+            error: Any = raised
+            if hasattr(error, "option_name") and hasattr(error, "possibilities"):
+                option, there = error.option_name, self.elsewhere.get(error.option_name)
+                known = [name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)]
+                hint = f" It exists with {there}." if there else did_you_mean(option, known)
+                error.possibilities, error.message = None, f"No such option: {option}.{hint}"
+            elif wrong := re.search(r"'([^']*)' is not one of (.*)", getattr(error, "message", "")):
+                error.message = wrong[0] + did_you_mean(wrong[1], _quoted(wrong[2]))
+            raise
+
+
+def _quoted(choices: str) -> list[str]:
+    """The choices of `'a', 'b' or 'c'`."""
+    return re.findall("'([^']*)'", choices)
+
+
+def make_command(
+    name: str, function: Callable[..., None], summary: str, elsewhere: Mapping[str, str] | None = None
+) -> Any:
+    """A single command whose errors end with moetool's exit codes.
+
+    Args:
+        name: of the command.
+        function: what it does.
+        summary: one line for `--help`.
+        elsewhere: options that other forms of the command have, and with what.
+    """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(name=name, help=summary)(guarded(function))
-    return typer.main.get_command(app)
+    app.command(name=name, help=summary, cls=HintingCommand)(guarded(function))
+    command = typer.main.get_command(app)
+    command.elsewhere = elsewhere or {}  # type: ignore[attr-defined]
+    return command
 
 
 def guarded(function: Callable[..., None]) -> Callable[..., None]:
@@ -122,7 +160,10 @@ def _explain(model: type[BaseModel], problem: Any) -> str:
         place = name + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"][1:])
         return f"{place}: {'no such entry' if problem['type'] == 'extra_forbidden' else message}"
     if problem["type"] == "extra_forbidden":
-        return f"no such option '{name}'; there are {', '.join(model.model_fields)}"
+        known = model.model_fields
+        return f"no such option '{name}'; there are {', '.join(known)}.{did_you_mean(name, known)}"
+    if problem["type"] == "literal_error":
+        message += "." + did_you_mean(str(problem["input"]), _quoted(problem["ctx"]["expected"]))
     flag = "--" + name.replace("_", "-")
     if problem["type"] == "missing":
         return f"{flag} is required"
@@ -141,9 +182,8 @@ def preset_recipe(preset: str | None, recipe: str | None) -> str | None:
         raise UsageError("--preset and --recipe both say where options come from: give one of them.")
     known = presets()
     if preset not in known:
-        close = difflib.get_close_matches(preset, known, n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
-        raise UsageError(f"No preset '{preset}'; there are {', '.join(known)}.{hint}")
+        hint = did_you_mean(preset, known) or f" There are {', '.join(known)}."
+        raise UsageError(f"No preset '{preset}' (`moetool list presets` shows all).{hint}")
     return known[preset]
 
 
@@ -188,5 +228,6 @@ def read_recipe(reference: str | None, command: str, method: str | None = None) 
     if not isinstance(variants, dict) or not all(isinstance(options, dict) for options in variants.values()):
         raise InvalidInputError(f"The variants of {file} are not a mapping from names to options.")
     if variant and variant not in variants:
-        raise InvalidInputError(f"{file} has no variant '{variant}'; there are {', '.join(variants) or 'none'}.")
+        there = f"there are {', '.join(variants) or 'none'}.{did_you_mean(variant, variants)}"
+        raise InvalidInputError(f"{file} has no variant '{variant}'; {there}")
     return {**recipe["options"], **(variants[variant] if variant else {})}

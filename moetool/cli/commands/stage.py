@@ -17,7 +17,7 @@ from moetool.cli.generate import (
     recipe_method,
     with_options,
 )
-from moetool.errors import MoetoolError, UsageError
+from moetool.errors import MoetoolError, UsageError, did_you_mean
 from moetool.pipeline.processes import is_first_process
 from moetool.pipeline.sizes import format_bytes, format_change
 
@@ -41,7 +41,8 @@ def build(name: str, arguments: list[str]) -> Any:
         choice, default = CHOICES[name]
         chosen = _method(arguments, f"--{choice}", methods, default)
         if chosen not in methods:
-            print(f"error: --{choice} {chosen}: there is {', '.join(methods)}.", file=sys.stderr)
+            hint = did_you_mean(chosen, methods)
+            print(f"error: --{choice} {chosen}: there is {', '.join(methods)}.{hint}", file=sys.stderr)
             raise typer.Exit(UsageError.exit_code)
         option = typer.Option(help=f"One of: {', '.join(methods)}.")
         more.append(
@@ -82,7 +83,12 @@ def build(name: str, arguments: list[str]) -> Any:
         else:
             _print_result(result)
 
-    return make_command(name, with_options(command, stage.options_type, *more), COMMANDS[name][1])
+    elsewhere: dict[str, list[str]] = {}
+    for method in methods:
+        for field in stages()[method].options_type.model_fields:
+            elsewhere.setdefault("--" + field.replace("_", "-"), []).append(method)
+    places = {option: f"--{CHOICES[name][0]} {' or '.join(those)}" for option, those in elsewhere.items()}
+    return make_command(name, with_options(command, stage.options_type, *more), COMMANDS[name][1], places)
 
 
 def _method(arguments: list[str], option: str, known: list[str], default: str) -> str:

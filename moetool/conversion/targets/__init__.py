@@ -6,7 +6,7 @@ from functools import cache
 
 from moetool.architectures.dense import FEATURES
 from moetool.conversion.targets.base import Target
-from moetool.errors import InvalidInputError, UsageError
+from moetool.errors import InvalidInputError, UsageError, did_you_mean
 
 __all__ = ["Target", "choose_target", "targets"]
 
@@ -35,7 +35,7 @@ def choose_target(name: str, features: tuple[str, ...]) -> Target:
         able = [target for target in known.values() if not target.missing(features)]
         return next((target for target in able if not target.last_resort_for & set(features)), able[0])
     if name not in known:
-        raise UsageError(f"--target {name}: there is auto, {', '.join(known)}.")
+        raise UsageError(f"--target {name}: there is auto, {', '.join(known)}.{did_you_mean(name, known)}")
     target = known[name]
     if missing := target.missing(features):
         lacking = [FEATURES[feature] for feature in missing if feature not in target.needs]

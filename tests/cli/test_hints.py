@@ -1,0 +1,61 @@
+"""`Did you mean …`: for whatever is named on the command line or in a preset, and nothing where nothing is near."""
+
+import pytest
+
+from moetool.errors import did_you_mean
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("comprss", "a", "b"), "Did you mean compress?"),
+        (("compress", "a", "b", "--ratoi", "0.4"), "No such option: --ratoi. Did you mean --ratio?"),
+        (("tune", "a", "b", "--no-resme"), "Did you mean --resume?"),
+        (("compress", "a", "b", "--merge", "fishr"), "Did you mean fisher?"),
+        (("list", "methds"), "Did you mean methods?"),
+        (("upcycle", "a", "b", "--method", "vanila"), "Did you mean vanilla?"),
+        (("compress", "a", "b", "--preset", "d2moe-4"), "Did you mean d2moe-40?"),
+        (("upcycle", "a", "b", "--rank", "3"), "No such option: --rank. It exists with --method ders-lowrank."),
+        (("export", "a", "b", "--expert", "3"), "It exists with --format dense."),
+    ],
+)
+def test_a_name_that_is_nearly_right(run_cli, arguments, hint):
+    result = run_cli(*arguments)
+    assert (result.code, result.stdout) == (2, "")
+    assert hint in result.stderr
+
+
+def test_a_target_that_is_nearly_right(run_cli, tiny_mixtral, tiny_text, tmp_path):
+    from moetool.conversion.targets import choose_target
+    from moetool.errors import UsageError
+
+    with pytest.raises(UsageError, match=r"Did you mean qwen2_moe\?"):
+        choose_target("qwen2-moe", ())
+    table = tmp_path / "text.jsonl"
+    table.write_text('{"Body": "words of a text"}\n')
+    result = run_cli("eval", tiny_mixtral, "--data", f"{table}:::bdy")
+    assert result.code == 3
+    assert "Did you mean Body?" in result.stderr
+
+
+def test_a_preset_file_with_slips(run_cli, tiny_mixtral, tmp_path):
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("command: compress\nmethod: d2moe\noptions: {ratoi: 0.4, merge: fishr}\nvariants: {small: {}}\n")
+    result = run_cli("compress", tiny_mixtral, tmp_path / "out", "--recipe", preset)
+    assert result.code == 2
+    assert "Did you mean ratio?" in result.stderr
+    assert "Did you mean fisher?" in result.stderr
+    result = run_cli("compress", tiny_mixtral, tmp_path / "out", "--recipe", f"{preset}:smal")
+    assert "Did you mean small?" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [("xyzzy",), ("inspect", "a", "--xyzzy"), ("list", "xyzzy")])
+def test_nothing_is_made_up(run_cli, arguments):
+    result = run_cli(*arguments)
+    assert result.code == 2
+    assert "xyzzy" in result.stderr
+    assert "Did you mean" not in result.stderr
+
+
+def test_case_does_not_matter():
+    assert did_you_mean("MIXTRAL", ["mixtral"]) == " Did you mean mixtral?"
