@@ -2,7 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check bench clean
+# Benchmarks that need no model, in the small; `make bench BENCH="gram kmeans" ARGS=` runs those two in their full size.
+BENCH ?= factorize folding gram kmeans moefied packing
+ARGS ?= --quick
+
+.PHONY: demo test check bench docs clean
 
 demo: .venv/ready
 	$(BIN)/moetool demo
@@ -14,6 +18,14 @@ check: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy moetool
+
+bench: .venv/ready
+	@for name in $(BENCH); do echo "== $$name $(ARGS)"; $(BIN)/python scripts/benchmarks/$$name.py $(ARGS) || exit; done
+
+# What is generated in docs/: the tables of options, and the picture from committed results.
+docs: .venv/ready
+	$(BIN)/python scripts/docs/options.py
+	$(BIN)/python scripts/docs/chart.py
 
 # torch comes first and alone, pinned to the tested build, so that nothing else decides which one is taken.
 .venv/ready: pyproject.toml constraints.txt

@@ -1,6 +1,7 @@
 """`moetool demo`."""
 
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,9 +49,25 @@ def build(name: str, arguments: list[str]) -> Any:
             numbers=False,
         )
         print(f"All of it in {time.monotonic() - began:.0f} s. The models are in {output}; try:")
-        print(f"  moetool inspect {output}/hybrid-75")
+        for line in try_next(f"inspect {output}/hybrid-75"):
+            print(f"  {line}")
 
     return make_command(name, command, COMMANDS[name][1])
+
+
+def try_next(arguments: str) -> list[str]:
+    """Shell lines that run `moetool ARGUMENTS` from here, and if the shell does not know it, that make it known."""
+    if shutil.which("moetool"):
+        return [f"moetool {arguments}"]
+    program = Path(sys.argv[0])
+    if program.name != "moetool":  # python -m moetool
+        return [f"{sys.executable} -m moetool {arguments}"]
+    here = program.absolute()
+    shown = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
+    activate = shown.parent / "activate"
+    if not activate.is_file():
+        return [f"{shown} {arguments}"]
+    return [f"source {activate}    # puts moetool on the path; without it, say {shown}", f"moetool {arguments}"]
 
 
 def run(output: Path, steps: int, seed: int, display: Display) -> list[dict[str, Any]]:
