@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("inspect", "What a checkpoint holds: layers, experts, ranks, parameters, bytes."),
     "verify": ("verify", "Check a checkpoint's files, and its tensors against the source it was made from."),
     "demo": ("demo", "Train a small model, upcycle it, compress it, evaluate it: two minutes, offline."),
-    "list": ("listing", "Known methods, architectures, targets and recipes."),
+    "list": ("listing", "Known methods, architectures, targets, presets and representations."),
 }
 
 

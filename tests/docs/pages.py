@@ -1,0 +1,145 @@
+"""The pages of the documentation: their blocks, and what is put in the place of what a test cannot have."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+
+# What a page calls a model or a text, and the fixture that stands for it.
+MODELS = {
+    "mistralai/Mixtral-8x7B-v0.1": "documented_moe",
+    "mistralai/Mistral-7B-v0.1": "documented_dense",
+    "meta-llama/Llama-3.1-8B": "documented_dense",
+    "meta-llama/Llama-3.2-3B": "documented_dense",
+    "demo/dense": "documented_dense",
+    "MODEL": "documented_moe",
+    "THE_DENSE_MODEL": "documented_dense",
+}
+# Files that a page takes for granted, by the fixture whose content they have.
+FILES = {
+    "my-text.txt": "documented_text",
+    "held-out.txt": "held_out_text",
+    "TEXT.txt": "documented_text",
+    "demo/train.txt": "documented_text",
+    "demo/held-out.txt": "held_out_text",
+    "my-text.jsonl": "instructions",
+    "instructions.jsonl": "instructions",
+    "held-out.jsonl": "instructions",
+}
+# What a page takes from another: what is made first, in the words of the page that makes it.
+EARLIER = {
+    "docs/evaluate.md": ["docs/compress.md"],
+    "docs/export.md": ["docs/compress.md", "docs/upcycle.md"],
+    "docs/jobs.md": ["docs/upcycle.md"],
+    "docs/tune.md": ["docs/upcycle.md"],
+}
+# Commands that no test runs, and why.
+NOT_RUN = {
+    "make": "sets up an environment, with a network",
+    "source": "activates that environment",
+    "pip": "installs, with a network",
+    ".venv/bin/python": "runs other tests",
+    "python": "a benchmark: hours on a model of one's own; its options are checked by test_scripts_exist",
+    "sbatch": "needs Slurm",
+    "torchrun": "starts processes; tests/integration/test_cli_tune.py does",
+    "accelerate": "needs a card for every process",
+}
+SHELL = ("console", "bash")
+# Options after the shown ones, by what a command is: fewer and shorter windows, groups that divide a tiny matrix.
+SMALLER = {
+    "calibration": "--samples 4 --sequence-length 32",
+    "moefy": "--samples 16 --sequence-length 64 --experts 4",
+    "tune": "--sequence-length 32 --steps 2",
+    "evaluation": "--sequence-length 32 --windows 4",
+    "groups": "--group-size 32",
+}
+
+# What no page shows, for fields that nothing else prints.
+RUN_FOR_JSON = [
+    ["upcycle", "demo/dense", "x", "--method", "simoe", "--dry-run"],
+    ["prune-base", "SPLIT", "x", "--ratio", "0.2", "--dry-run"],
+    ["inspect", "config-alone"],
+    ["inspect", "OUT_2"],
+    ["compress", "config-alone", "x", "--ratio", "0.4", "--calibration", "TEXT.txt", "--dry-run"],
+]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its lines, and the number of the first in its file."""
+
+    language: str
+    lines: tuple[str, ...]
+    line: int
+
+
+def blocks(page: str) -> list[Block]:
+    """Every fenced block of a page, in order."""
+    found, language, kept, first = [], None, [], 0
+    for number, line in enumerate((ROOT / page).read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.startswith("```"):
+            kept.append(line)
+        elif language is None:
+            language, kept, first = line.removeprefix("```"), [], number + 1
+        else:
+            found.append(Block(language, tuple(kept), first))
+            language = None
+    assert language is None, f"{page}: a block that begins before line {first} does not end"
+    return found
+
+
+def shell_words(page: str) -> list[list[str]]:
+    """The words of every command that a page shows."""
+    return [words for block in blocks(page) if block.language in SHELL for words in commands(block)]
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """The words of every command: lines after `$` of a console block, all lines of a shell block."""
+    for line in block.lines:
+        if block.language == "console":
+            if not line.startswith("$ "):
+                continue
+            line = line.removeprefix("$ ")
+        if words := shlex.split(line, comments=True):
+            yield words
+
+
+def smaller(arguments: list[str]) -> list[str]:
+    """The same command in the small."""
+    name, more = arguments[0], []
+    presets = "--preset" in arguments
+    if name == "moefy":
+        more.append(SMALLER["moefy"])
+    elif name == "tune":
+        more.append(SMALLER["tune"])
+    elif name in ("eval", "routing"):
+        more.append(SMALLER["evaluation"])
+    elif "--calibration" in arguments or name in ("compress", "upcycle"):
+        more.append(SMALLER["calibration"])
+    if presets and name in ("compress", "upcycle") and "--calibration" not in arguments:
+        more.append("--calibration TEXT.txt")
+    if "hybrid" in arguments or name == "quantize-delta":
+        more.append(SMALLER["groups"])
+    if name == "decompose" and "--base-bits" in arguments:
+        more.append(SMALLER["groups"])
+    return [*arguments, *" ".join(more).split()]
+
+
+def sections(page: str) -> dict[str, list[list[str]]]:
+    """The rows of the table under every heading of a page, by heading, without backquotes."""
+    found: dict[str, list[list[str]]] = {}
+    heading = ""
+    for line in (ROOT / page).read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            heading = line.removeprefix("## ").replace("`", "")
+            found[heading] = []
+        elif heading and line.startswith("| `"):
+            found[heading].append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+    return found
+
+
+RUNNING = [page for page in PAGES if any(block.language in (*SHELL, "python") for block in blocks(page))]

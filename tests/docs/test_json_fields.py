@@ -1,0 +1,74 @@
+"""docs/json.md has every field that commands print with `--json`, and none that they do not."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pages import RUN_FOR_JSON, RUNNING, sections
+
+from moetool.cli.app import COMMANDS
+
+OWN = {"eval", "routing", "inspect", "verify", "list", "demo"}
+
+
+def printed(value: Any, path: str = "") -> Iterator[str]:
+    """Every path to something that is neither an object nor a list of objects."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            name = "{layer}" if key.isdigit() else key
+            yield from printed(inner, f"{path}.{name}" if path else name)
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for inner in value:
+            yield from printed(inner, f"{path}[]")
+    else:
+        yield path
+
+
+def documented(section: str) -> dict[str, bool]:
+    """The fields of a section, and whether every result has them."""
+    return {
+        name: not only
+        for fields, _, only in sections("docs/json.md")[section]
+        for name in re.findall("`([^`]+)`", fields)
+    }
+
+
+def covers(field: str, path: str) -> bool:
+    """Whether a documented field is a printed one, or the object it is in."""
+    return path == field or path.startswith((f"{field}.", f"{field}[]"))
+
+
+@pytest.fixture(scope="module")
+def results(reader: Any, run_cli: Any) -> dict[str, list[dict[str, Any]]]:
+    """Results by section: of all that the pages show, and of what they do not show."""
+    shown = [(entry.arguments, entry.result) for page in RUNNING for entry in reader.read(page)]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for arguments, result in [*shown, *((words, reader.run(words)) for words in RUN_FOR_JSON)]:
+        command = arguments[0]
+        plain = "--dry-run" if "--dry-run" in arguments else "Commands that write a checkpoint"
+        found.setdefault(command if command in OWN else plain, []).append(result)
+    return found
+
+
+SECTIONS = ["--dry-run", "Commands that write a checkpoint", "eval", "routing", "inspect", "verify", "list"]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_fields_are_those_that_are_printed(results, section):
+    fields = documented(section) | documented("Every result")
+    paths = [set(printed(result)) for result in results[section]]
+    unknown = {path for found in paths for path in found if not any(covers(field, path) for field in fields)}
+    assert unknown == set(), "printed, but not in docs/json.md"
+    never = {field for field in fields if not any(covers(field, path) for found in paths for path in found)}
+    assert never == set(), "in docs/json.md, but never printed"
+    for field, always in fields.items():
+        if always:
+            assert all(any(covers(field, path) for path in found) for found in paths), f"{field} is not always there"
+
+
+def test_every_command_has_a_section():
+    tables = sections("docs/json.md")
+    assert set(COMMANDS) >= OWN
+    assert {*SECTIONS, "demo", "Every result"} == set(tables)
+    assert all(tables.values())
