@@ -90,7 +90,7 @@ def test_refusals_give_the_reason_and_what_is_possible(name: str, features: tupl
 
 
 def test_a_target_that_does_not_exist() -> None:
-    with pytest.raises(UsageError, match=r"--target mixtrel: there is auto, mixtral, granitemoe, .*, moetool\.$"):
+    with pytest.raises(UsageError, match=r": there is auto, mixtral, .*, moetool\. Did you mean mixtral\?$"):
         choose_target("mixtrel", ())
 
 
