@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 from moetool.architectures import find_architecture
@@ -116,6 +116,19 @@ def tiny_tokenizer(tiny_text: Path) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator([tiny_text.read_text(encoding="utf-8")], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+
+
+@pytest.fixture(scope="session")
+def bos_tokenizer(tiny_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The same with a BOS token that no text has, which begins every text, as Gemma's does."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.add_special_tokens({"bos_token": NEVER})
+    assert len(tokenizer) == VOCABULARY
+    template = processors.TemplateProcessing(
+        single=f"{NEVER} $A", pair=f"{NEVER} $A $B", special_tokens=[(NEVER, tokenizer.bos_token_id)]
+    )
+    tokenizer.backend_tokenizer.post_processor = template
+    return tokenizer
 
 
 @pytest.fixture(scope="session")

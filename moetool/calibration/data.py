@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from moetool.calibration.opening import Bos, opening_of
 from moetool.checkpoint.source import first_line, looks_local
 from moetool.errors import InvalidInputError, UsageError, did_you_mean
 
@@ -135,7 +136,7 @@ def token_stream(
 
 
 def sample_windows(
-    data: str, tokenizer: "PreTrainedTokenizerBase", *, samples: int, sequence_length: int, seed: int
+    data: str, tokenizer: "PreTrainedTokenizerBase", *, samples: int, sequence_length: int, seed: int, bos: Bos = "auto"
 ) -> Tensor:
     """Windows drawn at random from one or several sources: int64 `[samples, sequence_length]`.
 
@@ -144,13 +145,23 @@ def sample_windows(
     16 times as many windows as are due, and at least a million tokens. A source with too few windows gives all of
     them, so that fewer than `samples` may come back; the caller sees it from the shape.
 
+    Args:
+        data: one source, or several with their weights.
+        tokenizer: a transformers tokenizer.
+        samples: windows.
+        sequence_length: tokens in a window, those that it begins with among them.
+        seed: of the drawing.
+        bos: what a window begins with, see `opening_of`.
+
     Raises:
         UsageError: numbers out of range, or DATA that cannot be parsed.
         InvalidInputError: a source cannot be read, or is shorter than one window.
     """
     if samples < 1:
         raise UsageError(f"{samples} samples: give at least 1.")
-    _check_length(sequence_length)
+    opening = opening_of(tokenizer, bos)
+    _check_length(sequence_length, opening)
+    sequence_length -= len(opening)
     specs = parse_data(data)
     generator = torch.Generator().manual_seed(seed)
     drawn = []
@@ -158,35 +169,43 @@ def sample_windows(
         if due == 0:
             continue
         limit = max(RESERVOIR_FACTOR * due * sequence_length, RESERVOIR_TOKENS)
-        tokens = _read_tokens(spec, tokenizer, sequence_length, limit, SAMPLING_CHARS)
+        tokens = _read_tokens(spec, tokenizer, sequence_length, limit, SAMPLING_CHARS, len(opening))
         count = len(tokens) // sequence_length
         # With windows to spare the phase may cost one; without, it only moves what the last one leaves over.
         room = sequence_length if count > due else len(tokens) - count * sequence_length + 1
         phase = int(torch.randint(room, (), generator=generator))
         windows = _cut(tokens[phase:], sequence_length)
         drawn.append(windows[torch.randperm(len(windows), generator=generator)[:due]])
-    return torch.cat(drawn)
+    return _opened(torch.cat(drawn), opening)
 
 
 def evaluation_windows(
-    data: str, tokenizer: "PreTrainedTokenizerBase", *, sequence_length: int, limit: int | None = None
+    data: str | DataSpec,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    sequence_length: int,
+    limit: int | None = None,
+    bos: Bos = "auto",
 ) -> Tensor:
     """Consecutive windows over all of the text, the rest dropped: int64 `[windows, sequence_length]`.
 
     Args:
         data: one source, or several: then the windows of one follow those of another, and none spans two.
         tokenizer: a transformers tokenizer.
-        sequence_length: tokens in a window.
+        sequence_length: tokens in a window, those that it begins with among them.
         limit: the most windows to return; no more is read than they take.
+        bos: what a window begins with, see `opening_of`.
 
     Raises:
         UsageError: numbers out of range, DATA that cannot be parsed, or weights, which mean nothing here.
         InvalidInputError: a source cannot be read, or is shorter than one window.
     """
-    _check_length(sequence_length)
+    opening = opening_of(tokenizer, bos)
+    _check_length(sequence_length, opening)
+    sequence_length -= len(opening)
     if limit is not None and limit < 1:
         raise UsageError(f"A limit of {limit} windows: give at least 1.")
-    specs = parse_data(data)
+    specs = (data,) if isinstance(data, DataSpec) else parse_data(data)
     if any(spec.weight != 1 for spec in specs):
         raise UsageError("Evaluation takes every window of the data: leave out the @weights.")
     found: list[Tensor] = []
@@ -195,8 +214,9 @@ def evaluation_windows(
         if left == 0:
             break
         most = None if left is None else left * sequence_length
-        found.append(_cut(_read_tokens(spec, tokenizer, sequence_length, most, WHOLE_TEXT_CHARS), sequence_length))
-    return torch.cat(found)
+        tokens = _read_tokens(spec, tokenizer, sequence_length, most, WHOLE_TEXT_CHARS, len(opening))
+        found.append(_cut(tokens, sequence_length))
+    return _opened(torch.cat(found), opening)
 
 
 def check_vocabulary(windows: Tensor, vocab_size: int) -> None:
@@ -373,9 +393,15 @@ def _cut_point(text: str, most: int) -> int:
 
 
 def _read_tokens(
-    spec: DataSpec, tokenizer: "PreTrainedTokenizerBase", sequence_length: int, most: int | None, chunk_chars: int
+    spec: DataSpec,
+    tokenizer: "PreTrainedTokenizerBase",
+    sequence_length: int,
+    most: int | None,
+    chunk_chars: int,
+    opening: int,
 ) -> Tensor:
-    """The first `most` tokens of a source, int64 `[tokens]`, at least one window of them."""
+    """The first `most` tokens of a source, int64 `[tokens]`, at least `sequence_length`, which with as many as a window
+    begins with make one."""
     parts: list[Tensor] = []
     count = 0
     for ids in token_stream(tokenizer, iter_text(spec), chunk_chars):
@@ -388,7 +414,7 @@ def _read_tokens(
     if count < sequence_length:
         raise InvalidInputError(
             f"{spec.source} has {count} tokens; one window needs {sequence_length}. "
-            f"Give more text, or --sequence-length {count} or less."
+            f"Give more text, or --sequence-length {count + opening} or less."
         )
     return torch.cat(parts)[:most]
 
@@ -398,9 +424,17 @@ def _cut(tokens: Tensor, sequence_length: int) -> Tensor:
     return tokens[: count * sequence_length].view(count, sequence_length)
 
 
-def _check_length(sequence_length: int) -> None:
-    if sequence_length < 2:
-        raise UsageError(f"A sequence length of {sequence_length}: give at least 2, one token to predict another.")
+def _opened(windows: Tensor, opening: Sequence[int]) -> Tensor:
+    """The same windows `[windows, length]`, each after `opening`."""
+    return torch.cat([torch.tensor(opening, dtype=torch.int64).expand(len(windows), -1), windows], dim=1)
+
+
+def _check_length(sequence_length: int, opening: Sequence[int]) -> None:
+    least = max(2, len(opening) + 1)
+    if sequence_length < least:
+        raise UsageError(
+            f"A sequence length of {sequence_length}: give at least {least}, one token to predict another."
+        )
 
 
 def _shares(samples: int, weights: Sequence[float]) -> list[int]:

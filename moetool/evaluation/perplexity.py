@@ -1,8 +1,10 @@
 """Perplexity of a model that transformers loads.
 
 Protocol: the text is tokenised as one stream without special tokens and cut into consecutive windows, the rest dropped;
-perplexity is exp of the mean next-token loss over the length − 1 predictions of every window. Of an encoder it is the
-pseudo-perplexity, for which every token of a window is hidden once.
+perplexity is exp of the mean next-token loss over the length − 1 predictions of every window. Where the tokenizer begins
+every text with a BOS token, so does every window: that token is one of its own, and the next is predicted from it, so
+that there are as many predictions (`--bos never` leaves it out, as most published numbers of Llama do). Of an encoder it
+is the pseudo-perplexity, for which every token of a window is hidden once.
 """
 
 import math
@@ -15,6 +17,7 @@ from torch.nn import functional as F
 
 from moetool.architectures.dense import is_encoder
 from moetool.calibration.data import check_vocabulary, evaluation_windows, load_tokenizer
+from moetool.calibration.opening import BOS_HELP, Bos, opening_text
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import VerificationError
 from moetool.evaluation.pseudo_perplexity import marks, pseudo_losses
@@ -30,6 +33,7 @@ class EvaluationOptions(Options):
     data: str = Field(description="Text: a file, folder or hub data set, as for --calibration.")
     sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
     windows: int | None = Field(None, ge=1, description="Only the first so many windows.")
+    bos: Bos = Field("auto", description=BOS_HELP)
     batch_tokens: int = Field(2048, ge=1, description="Tokens per batch.")
     device: str = Field("auto", description="cpu, cuda, … or `map` to spread a large model over what there is.")
     synthesize: Synthesis = Field(
@@ -59,7 +63,8 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
 
     Returns:
         `perplexity`, by which `protocol`, `nll` (mean loss per token in nats), `tokens`, `windows`, `sequence_length`,
-        and how a compressed model's experts were made (`synthesized`).
+        with what every window begins (`begin`, `None` for the text itself), and how a compressed model's experts were
+        made (`synthesized`).
 
     Raises:
         InvalidInputError: model, tokenizer or text cannot be used.
@@ -72,8 +77,9 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
     tokenizer = load_tokenizer(checkpoint.path)
     encoder = is_encoder(checkpoint.config)
     options = fit_context(options, checkpoint.config, sum(map(len, marks(tokenizer))) if encoder else 0)
+    bos: Bos = "never" if encoder else options.bos
     windows = evaluation_windows(
-        options.data, tokenizer, sequence_length=options.sequence_length, limit=options.windows
+        options.data, tokenizer, sequence_length=options.sequence_length, limit=options.windows, bos=bos
     )
     check_vocabulary(windows, int(checkpoint.config["vocab_size"]))
     model = load_for(checkpoint, options.device, options.compute_dtype)
@@ -101,6 +107,7 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
         "windows": len(windows),
         "tokens": windows.numel(),
         "sequence_length": options.sequence_length,
+        "begin": opening_text(tokenizer, bos),
         "protocol": "pseudo-perplexity" if encoder else "perplexity",
         "synthesized": "load" if synthesised else "on-the-fly",
     }

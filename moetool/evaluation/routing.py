@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moetool.calibration.data import check_vocabulary, evaluation_windows, load_tokenizer, parse_data
+from moetool.calibration.opening import BOS_HELP, Bos, opening_text
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
 from moetool.evaluation.loading import load_for
@@ -25,6 +26,7 @@ class RoutingOptions(Options):
     data: str = Field(description="Texts to tell apart: files, folders or hub data sets, with commas.")
     sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
     windows: int | None = Field(64, ge=1, description="Only the first so many windows of each.")
+    bos: Bos = Field("auto", description=BOS_HELP)
     device: str = Field("auto", description="cpu, cuda, … or `map` to spread a large model over what there is.")
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="For running the model (auto: float32 on CPU, else as stored)."
@@ -88,9 +90,9 @@ def routing(path: str, options: RoutingOptions, progress: Progress | None = None
     """Shares of all choices that each expert gets on each text, layer by layer.
 
     Returns:
-        `data`, per text its `tokens`, its `shares` `[layers][experts]`, which sum to 1 in each layer (of SIMoE the mean
-        α, one for all layers, each window a prompt), and the first two principal `components` of each window's shares,
-        over all texts; and for several texts `distances` between their shares
+        `begin`, with what every window begins (`None` for the text itself); `data`, per text its `tokens`, its `shares`
+        `[layers][experts]`, which sum to 1 in each layer (of SIMoE the mean α, one for all layers, each window a
+        prompt), and the first two principal `components` of each window's shares, over all texts; and for several texts `distances` between their shares
         (mean over the layers of half the L1 norm) and the `linkage` of their average-linkage dendrogram, as scipy
         writes it.
 
@@ -103,10 +105,13 @@ def routing(path: str, options: RoutingOptions, progress: Progress | None = None
     tokenizer = load_tokenizer(checkpoint.path)
     model = load_for(checkpoint, options.device, options.compute_dtype)
     counter, top_k = _Counter(model), experts_per_token(model)
-    texts = [spec.source for spec in parse_data(options.data)]
+    specs = parse_data(options.data)
+    texts = [spec.source for spec in specs]
     found = []
-    for text in texts:
-        windows = evaluation_windows(text, tokenizer, sequence_length=options.sequence_length, limit=options.windows)
+    for spec, text in zip(specs, texts, strict=True):
+        windows = evaluation_windows(
+            spec, tokenizer, sequence_length=options.sequence_length, limit=options.windows, bos=options.bos
+        )
         check_vocabulary(windows, int(checkpoint.config["vocab_size"]))
         counts = []
         with phase(progress, text, len(windows)):
@@ -118,6 +123,7 @@ def routing(path: str, options: RoutingOptions, progress: Progress | None = None
     components = _components(torch.cat([_shares(counts).flatten(1) for counts in found]))
     result: dict[str, Any] = {
         "model": path,
+        "begin": opening_text(tokenizer, options.bos),
         "data": [
             {
                 "name": text,

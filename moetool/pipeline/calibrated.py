@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from moetool.architectures.dense import is_encoder
 from moetool.calibration.data import check_vocabulary, load_tokenizer, sample_windows
 from moetool.calibration.masking import masked_windows
+from moetool.calibration.opening import Bos, opening_text
 from moetool.calibration.sweep import Sweep
 from moetool.errors import UsageError
 from moetool.pipeline.job import Input, Job
@@ -34,9 +36,14 @@ def calibration_windows(source: Input, options: TextOptions) -> Tensor:
         samples=options.samples,
         sequence_length=options.sequence_length,
         seed=options.seed,
+        bos=_bos(source, options),
     )
     check_vocabulary(windows, int(source.checkpoint.config["vocab_size"]))
     return windows
+
+
+def _bos(source: Input, options: TextOptions) -> Bos:
+    return "never" if is_encoder(source.checkpoint.config) else options.bos
 
 
 class CalibratedJob:
@@ -53,12 +60,16 @@ class CalibratedJob:
                 f"not {options.samples}: using them all."
             )
         _require_same_windows(job.work / "windows", windows)
-        job.record["calibration"] = {"windows": len(windows), "tokens": windows.numel()}
+        tokenizer = load_tokenizer(job.source.checkpoint.path)
+        begin = opening_text(tokenizer, _bos(job.source, options))
+        if begin is not None:
+            job.progress.log(f"Every window begins with {begin}.")
+        job.record["calibration"] = {"windows": len(windows), "tokens": windows.numel(), "begin": begin}
         model = StreamedModel(job.source.checkpoint, job.source.architecture, job.compute_dtype, job.device)
         self.model = model
         sampled = isinstance(options, CalibrationOptions) and options.labels == "sampled"
         seed = options.seed if sampled else None
-        masked = masked_windows(windows, load_tokenizer(job.source.checkpoint.path), options.seed) if encoder else None
+        masked = masked_windows(windows, tokenizer, options.seed) if encoder else None
         self.sweep = Sweep(model, windows, job.work, job.progress.advance, seed, masked)
 
     @property

@@ -85,6 +85,8 @@ def run_stage(
             if workspace.is_resumed:
                 progress.log(f"Going on with the run in {directory}.")
             told = stage.run(job)
+            if "calibration" in job.record:
+                result["calibration"] = job.record["calibration"]
             if stage.writes_model and is_first_process():
                 result.update(stage.verify(directory))
             workspace.close()

@@ -5,6 +5,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from moetool.calibration.opening import BOS_HELP, Bos
 from moetool.errors import UsageError
 from moetool.pipeline.sizes import ByteSize
 
@@ -25,6 +26,7 @@ class TextOptions(Options):
     )
     samples: int = Field(128, ge=1, description="Windows of calibration text.")
     sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
+    bos: Bos = Field("auto", description=BOS_HELP)
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of everything random.")
 
 

@@ -146,7 +146,7 @@ def _arguments(output: str, options: TuneOptions, steps: int, *, on_cpu: bool, e
         eval_steps=options.eval_every,
         logging_strategy="steps",
         logging_steps=options.log_every,
-        report_to=options.report_to,
+        report_to=options.report_to.split(","),
         disable_tqdm=True,
         remove_unused_columns=False,
         label_names=["labels"],

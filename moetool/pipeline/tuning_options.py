@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from moetool.calibration.opening import BOS_HELP, Bos
 from moetool.pipeline.options import RunOptions
 
 
@@ -16,6 +17,7 @@ class TuneOptions(RunOptions):
     )
     eval_data: str | None = Field(None, description="The same, to measure the loss on while training.")
     sequence_length: int = Field(1024, ge=2, description="Tokens per row; longer examples are cut.")
+    bos: Bos = Field("auto", description=f"{BOS_HELP} Chat templates say so themselves.")
     packing: bool = Field(True, description="Several short examples in one row, none of which sees another.")
     epochs: float = Field(1.0, gt=0, description="Passes over the data, unless --steps says how long.")
     steps: int | None = Field(None, ge=1, description="Optimizer steps.")
@@ -55,5 +57,5 @@ class TuneOptions(RunOptions):
     eval_every: int | None = Field(None, ge=1, description="Steps between evaluations [default: at the end].")
     save_every: int = Field(100, ge=1, description="Steps between checkpoints that --resume goes on from.")
     log_every: int = Field(10, ge=1, description="Steps between lines of log.")
-    report_to: str = Field("none", description="wandb, tensorboard … as transformers knows them.")
+    report_to: str = Field("none", description="wandb, tensorboard … as transformers knows them; several with commas.")
     seed: int = Field(0, ge=0, lt=2**63, description="Order of the data.")

@@ -1,6 +1,7 @@
 """Training examples: token ids, and which of them the model is to learn to say."""
 
 import hashlib
+import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 from moetool.calibration.data import DataSpec, iter_text, parse_data, records, token_stream
+from moetool.calibration.opening import Bos, opening_of
 from moetool.checkpoint.source import first_line
 from moetool.errors import InvalidInputError
+from moetool.training.chat import Conversations, Spoken, tokens_of, without_nones
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,11 +48,13 @@ class Examples:
         items: the examples.
         truncated: how many were longer than the context and lost their end.
         silent: how many had nothing to learn, or lost it with their end, and were left out.
+        ends_added: whether answers of conversations were given an end that the chat template does not write.
     """
 
     items: list[Example] = field(default_factory=list)
     truncated: int = 0
     silent: int = 0
+    ends_added: bool = False
 
     @property
     def answer_tokens(self) -> int:
@@ -64,21 +69,22 @@ class Examples:
         return found.hexdigest()
 
 
-def load_examples(data: str, tokenizer: "PreTrainedTokenizerBase", length: int) -> Examples:
+def load_examples(data: str, tokenizer: "PreTrainedTokenizerBase", length: int, bos: Bos = "auto") -> Examples:
     """Every example of DATA, cut to `length` tokens.
 
-    A record has `messages` (the tokenizer's chat template, loss on what the assistant says), or `prompt` and
-    `completion` (loss on the completion and the end of the text), or `text` (loss on all of it). A `.txt` file is one
-    stream, cut into windows of `length`.
+    A record has `messages` (the tokenizer's chat template, loss on what the assistant says; see `Conversations`), or
+    `prompt` and `completion`, as messages or as text (loss on the completion and the end of the text), or `text` (loss
+    on all of it). A `.txt` file is one stream, cut into windows of `length`. The template says how conversations begin,
+    and `bos` how all others do, see `opening_of`.
 
     Raises:
         UsageError: DATA cannot be parsed.
         InvalidInputError: a source cannot be read, has none of these columns, or needs a chat template that is not
-            there; or there is nothing to learn in any of it.
+            there, or another; or there is nothing to learn in any of it.
     """
-    found = Examples()
+    found, talks, opening = Examples(), Conversations(tokenizer), opening_of(tokenizer, bos)
     for spec in parse_data(data):
-        for example in _examples(spec, tokenizer, length):
+        for example in _examples(spec, tokenizer, length, talks, opening):
             if len(example.ids) > length:
                 found.truncated += 1
                 example = Example(example.ids[:length], example.labels[:length])
@@ -91,84 +97,78 @@ def load_examples(data: str, tokenizer: "PreTrainedTokenizerBase", length: int) 
             f"{data} has nothing to learn: of {found.silent} examples, {found.truncated} of them cut at {length} "
             "tokens, none has a token of an answer."
         )
+    found.ends_added = talks.adds_end
     return found
 
 
-def _examples(spec: DataSpec, tokenizer: "PreTrainedTokenizerBase", length: int) -> Iterator[Example]:
+def _examples(
+    spec: DataSpec, tokenizer: "PreTrainedTokenizerBase", length: int, talks: Conversations, opening: Sequence[int]
+) -> Iterator[Example]:
     if spec.source.endswith(".txt") or spec.column is not None:
-        yield from _windows(token_stream(tokenizer, iter_text(spec)), length)
+        yield from _windows(token_stream(tokenizer, iter_text(spec)), length, opening)
         return
     for number, record in enumerate(records(spec), start=1):
-        where = f"{spec.source}, record {number}"
         try:
-            yield _example(record, tokenizer, where)
-        except InvalidInputError:
-            raise
+            yield from _of_record(record, tokenizer, talks, opening)
         except Exception as error:  # a chat template may raise whatever it likes, and records hold whatever they hold
-            raise InvalidInputError(f"{where} cannot be used: {first_line(error)}.") from error
+            message = f"{spec.source}, record {number} cannot be used: {first_line(error).removesuffix('.')}."
+            raise InvalidInputError(message) from error
 
 
-def _windows(stream: Iterable[Sequence[int]], length: int) -> Iterator[Example]:
-    held: list[int] = []
+def _windows(stream: Iterable[Sequence[int]], length: int, opening: Sequence[int]) -> Iterator[Example]:
+    """Consecutive windows of `length` tokens, each of which begins with `opening`."""
+    held = list(opening)
     for chunk in stream:
         held.extend(chunk)
         while len(held) >= length:
-            window, held = held[:length], held[length:]
+            window, held = held[:length], [*opening, *held[length:]]
             yield Example(window, window)
-    if len(held) > 1:
+    if len(held) > max(1, len(opening)):
         yield Example(held, held)
 
 
-def _example(record: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase", where: str) -> Example:
+def _of_record(
+    record: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase", talks: Conversations, opening: Sequence[int]
+) -> Iterator[Example]:
+    prompt, completion = record.get("prompt"), record.get("completion")
     if record.get("messages") is not None:
-        return _chat(record["messages"], tokenizer, where)
+        yield from _of_conversation(record, record["messages"], 0, tokenizer, talks)
+    elif isinstance(prompt, list) and isinstance(completion, list):
+        yield from _of_conversation(record, [*prompt, *completion], len(prompt), tokenizer, talks)
+    elif prompt is not None and completion is not None:
+        span = (len(prompt), len(prompt) + len(completion))
+        yield _with_ends(tokenizer, Spoken(prompt + completion, (span,)), opening)
+    elif record.get("text") is not None:
+        yield _with_ends(tokenizer, Spoken(record["text"], ((0, len(record["text"])),)), opening)
+    else:
+        there = ", ".join(record) or "nothing"
+        raise InvalidInputError(f"it has none of messages, prompt and completion, text; it has {there}")
+
+
+def _with_ends(tokenizer: "PreTrainedTokenizerBase", spoken: Spoken, opening: Sequence[int]) -> Example:
+    """A text after what the tokenizer begins with, and before the end token, which is learnt."""
+    ids, learnt = tokens_of(tokenizer, spoken)
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    if isinstance(record.get("prompt"), list) and isinstance(record.get("completion"), list):
-        return _chat([*record["prompt"], *record["completion"]], tokenizer, where)
-    if record.get("prompt") is not None and record.get("completion") is not None:
-        prompt = _ids(tokenizer, record["prompt"], special=True)
-        answer = [*_ids(tokenizer, record["completion"]), *end]
-        return Example(prompt + answer, [IGNORED] * len(prompt) + answer)
-    if record.get("text") is not None:
-        ids = _ids(tokenizer, record["text"], special=True) + end
-        return Example(ids, ids)
-    there = ", ".join(record) or "nothing"
-    raise InvalidInputError(f"{where} has none of messages, prompt and completion, text; it has {there}.")
+    return example_of([*opening, *ids, *end], [*[False] * len(opening), *learnt, *[True] * len(end)])
 
 
-def _ids(tokenizer: "PreTrainedTokenizerBase", text: str, *, special: bool = False) -> list[int]:
-    ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-    # The end of the text is for the end of the answer.
-    return ids[:-1] if special and ids and ids[-1] == tokenizer.eos_token_id else list(ids)
+def _of_conversation(
+    record: Mapping[str, Any],
+    messages: Sequence[Any],
+    first: int,
+    tokenizer: "PreTrainedTokenizerBase",
+    talks: Conversations,
+) -> Iterator[Example]:
+    if not isinstance(messages, list) or not messages:
+        raise InvalidInputError("a conversation is a list of messages, each with a role and content")
+    tools = record.get("tools")
+    tools = without_nones(json.loads(tools) if isinstance(tools, str) else tools)
+    for spoken in talks.spoken(messages, first, tools or None):
+        yield example_of(*tokens_of(tokenizer, spoken))
 
 
-def _chat(messages: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedTokenizerBase", where: str) -> Example:
-    """A conversation in the template's words; what the assistant says, and what ends its turn, is learnt.
-
-    The conversation is written once, as a whole (templates write a turn differently when others follow), and every
-    message is looked for where it must be.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        raise InvalidInputError(
-            f"{where} is a conversation, and the tokenizer has no chat template. Take an instruction-tuned model's "
-            "tokenizer, or give prompt and completion."
-        )
-    text: str = tokenizer.apply_chat_template(list(messages), tokenize=False)
-    end_of_turn = str(tokenizer.eos_token or "")
-    answers: list[tuple[int, int]] = []
-    position = 0
-    for message in messages:
-        said = str(message.get("content") or "").strip()
-        start = text.find(said, position)
-        if start < 0:
-            raise InvalidInputError(f"{where}: the chat template does not write a message as it is: {said[:60]!r}.")
-        position = start + len(said)
-        if message.get("role") == "assistant" and said:
-            closing = text.find(end_of_turn, position, position + len(end_of_turn) + 8) if end_of_turn else -1
-            answers.append((start, position if closing < 0 else closing + len(end_of_turn)))
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids = encoded["input_ids"]
-    learnt = [any(start <= first < stop for start, stop in answers) for first, _ in encoded["offset_mapping"]]
+def example_of(ids: Sequence[int], learnt: Sequence[bool]) -> Example:
+    """Token ids, and which of them are learnt."""
     return Example(ids, [token if own else IGNORED for token, own in zip(ids, learnt, strict=True)])
 
 

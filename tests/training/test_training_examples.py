@@ -52,19 +52,29 @@ def test_only_what_the_assistant_says_is_learnt(tokenizer: Any, tmp_path: Path) 
     assert all(label in (token, IGNORED) for token, label in zip(example.ids, example.labels, strict=True))
 
 
-def test_templates_that_write_earlier_turns_differently(tokenizer: Any, tmp_path: Path) -> None:
-    """As Qwen3's does, and as ChatML does with answers that begin with a line break."""
-    tokenizer.chat_template = (
-        "{% for message in messages %}<{{ message.role }}>\n{% if loop.last and message.role == 'assistant' %}"
-        "<think></think>{% endif %}{{ message.content }}{{ eos_token }}\n{% endfor %}"
-    )
+def test_only_the_completion_of_a_conversation_is_learnt(tokenizer: Any, tmp_path: Path) -> None:
     turns = [("user", "yes"), ("assistant", "yes"), ("user", "assistant"), ("assistant", "\nno")]
     messages = [{"role": role, "content": content} for role, content in turns]
-    (example,) = load_examples(jsonl(tmp_path / "a.jsonl", {"messages": messages}), tokenizer, 128).items
-    assert learnt(example, tokenizer) == "yes<|end|>no<|end|>"
     pair = {"prompt": messages[:3], "completion": messages[3:]}
-    (same,) = load_examples(jsonl(tmp_path / "b.jsonl", pair), tokenizer, 128).items
-    assert same == example
+    (example,) = load_examples(jsonl(tmp_path / "a.jsonl", pair), tokenizer, 128).items
+    assert learnt(example, tokenizer) == "\nno<|end|>"
+    assert tokenizer.decode(list(example.ids)) == tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def test_the_tokenizer_says_how_rows_begin(bos_tokenizer: Any, tiny_text: Path, tmp_path: Path) -> None:
+    """All but conversations, whose template does."""
+    first = bos_tokenizer.bos_token_id
+    rows = load_examples(str(tiny_text), bos_tokenizer, 64).items
+    assert {row.ids[0] for row in rows} == {first}
+    assert {len(row.ids) for row in rows[:-1]} == {64}
+    whole = bos_tokenizer(tiny_text.read_text(), add_special_tokens=False, verbose=False)["input_ids"]
+    assert [token for row in rows for token in row.ids[1:]] == whole
+    data = jsonl(tmp_path / "a.jsonl", {"prompt": "two", "completion": " four"}, {"text": "all of it"})
+    for bos, begins in (("auto", True), ("always", True), ("never", False)):
+        pair, text = load_examples(data, bos_tokenizer, 64, bos).items  # type: ignore[arg-type]
+        assert [item.ids.count(first) for item in (pair, text)] == [begins, begins]
+        assert [item.ids[0] == first for item in (pair, text)] == [begins, begins]
+        assert learnt(pair, bos_tokenizer) == " four<|end|>"
 
 
 def test_completions_and_texts(tokenizer: Any, tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ def build(name: str, arguments: list[str]) -> Any:
             print_json(result)
             return
         tokens = f"{result['windows']:,} windows of {result['sequence_length']} tokens"
+        if result["begin"]:
+            tokens += f", each after {result['begin']}"
         print_fields(
             [
                 ("model", model),

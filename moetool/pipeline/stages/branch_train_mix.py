@@ -257,6 +257,7 @@ class BranchTrainMix(Upcycle):
                     samples=options.samples,
                     sequence_length=options.sequence_length,
                     seed=options.seed,
+                    bos=options.bos,
                 )
                 wanted.append(list(windows))
             else:

@@ -13,9 +13,11 @@ from torch import Tensor
 from moetool.architectures import own_modules
 from moetool.architectures.dense import is_encoder
 from moetool.calibration.data import check_vocabulary, load_tokenizer, parse_data
+from moetool.calibration.opening import opening_text
 from moetool.checkpoint.files import patch_config, size_of
 from moetool.checkpoint.format import check_unquantised, moetool_entry, own_entry
 from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.source import first_line
 from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.pipeline.blueprint import layer_of
@@ -67,6 +69,7 @@ class Tune(Stage[TuneOptions, AnySource]):
     is_parallel: ClassVar[bool] = True
 
     def plan(self) -> Plan:
+        _check_trackers(self.options.report_to)
         if self.options.freeze_shared and self.options.train == "all":
             raise UsageError("--freeze-shared leaves the base alone, --train all does not: give one of them.")
         if (tool := sharding()) is not None:
@@ -124,7 +127,12 @@ class Tune(Stage[TuneOptions, AnySource]):
         return (self.options.lora_rank or 0) * sum(sum(shape) for shape in shapes if len(shape) == 2)
 
     def reads(self) -> list[Path]:
-        specs = [spec for text in (self.options.data, self.options.eval_data) if text for spec in parse_data(text)]
+        specs = [
+            spec
+            for text in (self.options.data, self.options.eval_data)
+            if text is not None
+            for spec in parse_data(text)
+        ]
         return [path for spec in specs if (path := Path(spec.source).expanduser()).exists()]
 
     @cached_property
@@ -164,6 +172,7 @@ class Tune(Stage[TuneOptions, AnySource]):
             "truncated": examples.truncated,
             "left_out": examples.silent,
             "answer_tokens": examples.answer_tokens,
+            "begin": opening_text(self._tokenizer, self.options.bos),
             "trained_parameters": trained,
             **told,
         }
@@ -174,7 +183,7 @@ class Tune(Stage[TuneOptions, AnySource]):
 
         options, vocabulary = self.options, int(self.source.checkpoint.config["vocab_size"])
         texts = [
-            load_examples(text, self._tokenizer, options.sequence_length) if text else None
+            None if text is None else load_examples(text, self._tokenizer, options.sequence_length, options.bos)
             for text in (options.data, options.eval_data)
         ]
         for example in (example for text in texts if text for example in text.items):
@@ -182,10 +191,15 @@ class Tune(Stage[TuneOptions, AnySource]):
         examples, held_out = texts
         assert examples is not None
         job.progress.log(f"{len(examples.items)} examples with {examples.answer_tokens} tokens to learn.")
+        if begin := opening_text(self._tokenizer, options.bos):
+            job.progress.log(f"All but conversations begin with {begin}.")
         if examples.truncated:
             job.progress.log(
                 f"{examples.truncated} are longer than {options.sequence_length} tokens and lost their end."
             )
+        if examples.ends_added:
+            end = self._tokenizer.eos_token
+            job.progress.log(f"The chat template writes nothing that ends an answer: each was given {end}.")
         if examples.silent:
             job.progress.log(f"{examples.silent} have nothing to learn and were left out.")
         return examples, held_out
@@ -267,3 +281,19 @@ class Tune(Stage[TuneOptions, AnySource]):
         if lost:
             raise InvalidInputError(f"{output} lacks {len(lost)} tensors of {source.path}, the first {lost[0]}.")
         return {"bytes_before": source.weight_bytes, "bytes_after": made.weight_bytes}
+
+
+def _check_trackers(names: str) -> None:
+    """Raise `UsageError` for a tracker that transformers does not know, or that is not installed."""
+    if names in ("none", "all"):
+        return
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    for name in names.split(","):
+        if name not in INTEGRATION_TO_CALLBACK:
+            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise UsageError(f"--report-to {names}: there is no {name!r}. Give none, all, or some of {known}.")
+        try:
+            INTEGRATION_TO_CALLBACK[name]()  # which asks for its package
+        except Exception as error:  # each in its own way
+            raise UsageError(f"--report-to {names}: {first_line(error)}") from error

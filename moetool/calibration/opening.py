@@ -1,0 +1,40 @@
+"""What a text begins with, before its first word."""
+
+from typing import TYPE_CHECKING, Literal
+
+from moetool.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Bos = Literal["auto", "always", "never"]
+BOS_HELP = "Begin every window with the tokenizer's BOS token (auto: with what the tokenizer begins every text with)."
+
+
+def opening_of(tokenizer: "PreTrainedTokenizerBase", bos: Bos = "auto") -> list[int]:
+    """The tokens that a window begins with.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        bos: `auto` for those that the tokenizer itself puts before every text (those of Llama, Mistral and Gemma put
+            their BOS token there, without which Gemma does not work; GPT-2's, Qwen's and others nothing), `always` for
+            its BOS token, `never` for none.
+
+    Raises:
+        UsageError: it is to be the BOS token, and there is none.
+    """
+    if bos == "never":
+        return []
+    if bos == "always":
+        if tokenizer.bos_token_id is None:
+            raise UsageError("--bos always: this tokenizer has no BOS token.")
+        return [int(tokenizer.bos_token_id)]
+    plain, marked = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
+    places = (place for place in range(len(marked)) if marked[place : place + len(plain)] == plain)
+    return marked[: next(places, 0)] if plain else []
+
+
+def opening_text(tokenizer: "PreTrainedTokenizerBase", bos: Bos) -> str | None:
+    """The same as text, for people; `None` for nothing."""
+    ids = opening_of(tokenizer, bos)
+    return str(tokenizer.decode(ids, skip_special_tokens=False)) if ids else None
