@@ -8,6 +8,7 @@ import contextlib
 import glob
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,7 @@ class DataSpec:
         Raises:
             UsageError: it is empty, has too many parts, a weight that is not positive, or a `config` or `split` for
                 something local.
+            InvalidInputError: no file system takes such a name.
         """
         name, weight = text.strip(), 1.0
         head, at, tail = name.rpartition("@")
@@ -75,6 +77,7 @@ class DataSpec:
         lengths = (n for n in range(len(pieces), 0, -1) if _exists(":".join(pieces[:n])))
         length = next(lengths, 1)
         source, parts = ":".join(pieces[:length]), [piece or None for piece in pieces[length:]]
+        _check_name(source)
         if not source or len(parts) > 3:
             raise UsageError(f"Cannot read the data {text!r}: expected PATH or NAME[:config[:split[:column]]].")
         config, split, column = (*parts, None, None, None)[:3]
@@ -102,8 +105,7 @@ def iter_text(spec: DataSpec) -> Iterator[str]:
     """
     path = Path(spec.source).expanduser()
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-        files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+        files = data_files(path)
         if not files:
             raise InvalidInputError(f"The folder {path} has no {', '.join(SUFFIXES)} files.")
         yield from _separated(_file_text(file, spec.column) for file in files)
@@ -261,6 +263,35 @@ def _exists(name: str) -> bool:
         return False
 
 
+def _check_name(name: str) -> None:
+    try:
+        Path(name).expanduser().exists()
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else first_line(error)
+        shown = name if len(name) <= 80 else f"{name[:76]} …"
+        raise InvalidInputError(f"Cannot read the data {shown!r}: {reason}.") from error
+
+
+def data_files(path: Path) -> list[Path]:
+    """A file, or those of a folder that hold text or records, in order, without hidden ones.
+
+    Raises:
+        InvalidInputError: a folder cannot be read.
+    """
+    if not path.is_dir():
+        return [path]
+
+    def refuse(error: OSError) -> None:
+        raise InvalidInputError(f"Cannot read the folder {error.filename}: {error.strerror}.") from error
+
+    found: list[Path] = []
+    for directory, folders, names in os.walk(path, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files = (Path(directory, name) for name in names if not name.startswith("."))
+        found += [file for file in files if file.suffix in SUFFIXES and file.is_file()]
+    return sorted(found)
+
+
 def _separated(texts: Iterable[Iterable[str]]) -> Iterator[str]:
     for i, text in enumerate(texts):
         if i:
@@ -296,7 +327,7 @@ def records(spec: DataSpec) -> Iterator[Mapping[str, Any]]:
     """
     path = Path(spec.source).expanduser()
     if path.exists():
-        files = sorted(file for file in path.rglob("*") if file.suffix in _BUILDERS) if path.is_dir() else [path]
+        files = [file for file in data_files(path) if path.is_file() or file.suffix in _BUILDERS]
         if not files or any(file.suffix not in _BUILDERS for file in files):
             raise InvalidInputError(
                 f"{path} holds no records: give a {' or '.join(_BUILDERS)} file, or a folder of them."

@@ -35,6 +35,6 @@ def opening_of(tokenizer: "PreTrainedTokenizerBase", bos: Bos = "auto") -> list[
 
 
 def opening_text(tokenizer: "PreTrainedTokenizerBase", bos: Bos) -> str | None:
-    """The same as text, for people; `None` for nothing."""
+    """The names of these tokens, for people; `None` for nothing."""
     ids = opening_of(tokenizer, bos)
-    return str(tokenizer.decode(ids, skip_special_tokens=False)) if ids else None
+    return "".join(tokenizer.convert_ids_to_tokens(ids)) or None

@@ -1,10 +1,10 @@
 """Perplexity of a model that transformers loads.
 
 Protocol: the text is tokenised as one stream without special tokens and cut into consecutive windows, the rest dropped;
-perplexity is exp of the mean next-token loss over the length − 1 predictions of every window. Where the tokenizer begins
-every text with a BOS token, so does every window: that token is one of its own, and the next is predicted from it, so
-that there are as many predictions (`--bos never` leaves it out, as most published numbers of Llama do). Of an encoder it
-is the pseudo-perplexity, for which every token of a window is hidden once.
+perplexity is exp of the mean next-token loss over the length − 1 predictions of every window. Where the tokenizer
+begins every text with a BOS token, so does every window: that token is one of its own, and the next is predicted from
+it, so that there are as many predictions (`--bos never` leaves it out, as most published numbers of Llama do). Of an
+encoder it is the pseudo-perplexity, for which every token of a window is hidden once.
 """
 
 import math

@@ -92,9 +92,9 @@ def routing(path: str, options: RoutingOptions, progress: Progress | None = None
     Returns:
         `begin`, with what every window begins (`None` for the text itself); `data`, per text its `tokens`, its `shares`
         `[layers][experts]`, which sum to 1 in each layer (of SIMoE the mean α, one for all layers, each window a
-        prompt), and the first two principal `components` of each window's shares, over all texts; and for several texts `distances` between their shares
-        (mean over the layers of half the L1 norm) and the `linkage` of their average-linkage dendrogram, as scipy
-        writes it.
+        prompt), and the first two principal `components` of each window's shares, over all texts; and for several texts
+        `distances` between their shares (mean over the layers of half the L1 norm) and the `linkage` of their
+        average-linkage dendrogram, as scipy writes it.
 
     Raises:
         InvalidInputError: model or text cannot be used, or the model has no experts.

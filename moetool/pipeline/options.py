@@ -11,9 +11,9 @@ from moetool.pipeline.sizes import ByteSize
 
 
 class Options(BaseModel):
-    """Base of every set of options: frozen, and strict about names."""
+    """Base of every set of options: frozen, strict about names, and with finite numbers only."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class TextOptions(Options):

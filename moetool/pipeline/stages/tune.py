@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,12 +13,11 @@ from torch import Tensor
 
 from moetool.architectures import own_modules
 from moetool.architectures.dense import is_encoder
-from moetool.calibration.data import check_vocabulary, load_tokenizer, parse_data
+from moetool.calibration.data import check_vocabulary, data_files, load_tokenizer, parse_data
 from moetool.calibration.opening import opening_text
-from moetool.checkpoint.files import patch_config, size_of
+from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.format import check_unquantised, moetool_entry, own_entry
 from moetool.checkpoint.reader import Checkpoint
-from moetool.checkpoint.source import first_line
 from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.pipeline.blueprint import layer_of
@@ -86,7 +86,8 @@ class Tune(Stage[TuneOptions, AnySource]):
         layers = int(config.get("num_hidden_layers", 1))
         width = int(config.get("hidden_size", 0))
         kept = 2 * layers + 60 if options.gradient_checkpointing else 40 * layers
-        examples = 2 * sum(size_of(path) for path in self.reads())  # 8 bytes per token, of some 4 bytes of text
+        texts = [file for path in self.reads() for file in data_files(path)]
+        examples = 2 * sum(file.stat().st_size for file in texts)  # 8 bytes per token, of some 4 bytes of text
         return Plan(
             stage=self.name,
             input_bytes=checkpoint.weight_bytes,
@@ -287,13 +288,16 @@ def _check_trackers(names: str) -> None:
     """Raise `UsageError` for a tracker that transformers does not know, or that is not installed."""
     if names in ("none", "all"):
         return
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+    from transformers.integrations.integration_utils import (
+        INTEGRATION_TO_CALLBACK,
+        get_available_reporting_integrations,
+    )
 
+    installed = {*get_available_reporting_integrations(), *(["flyte"] if find_spec("flytekit") else [])}
     for name in names.split(","):
         if name not in INTEGRATION_TO_CALLBACK:
             known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
             raise UsageError(f"--report-to {names}: there is no {name!r}. Give none, all, or some of {known}.")
-        try:
-            INTEGRATION_TO_CALLBACK[name]()  # which asks for its package
-        except Exception as error:  # each in its own way
-            raise UsageError(f"--report-to {names}: {first_line(error)}") from error
+        if name not in installed:
+            there = ", ".join(sorted(installed)) or "none"
+            raise UsageError(f"--report-to {names}: {name} is not installed here; of those that are known, {there} is.")
