@@ -1,6 +1,7 @@
 """Text to windows: what is read, what is tokenised, what is drawn, and what is refused."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -432,6 +433,24 @@ def test_numbers_out_of_range(tmp_path: Path, numbers: PreTrainedTokenizerBase) 
         evaluation_windows(name, numbers, sequence_length=1)
     with pytest.raises(UsageError, match="limit of 0"):
         evaluation_windows(name, numbers, sequence_length=8, limit=0)
+
+
+def test_names_that_no_file_system_takes_and_folders_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("x" * 5000, "~nobody-of-that-name/x.txt"):
+        with pytest.raises(InvalidInputError, match="Cannot read the data"):
+            DataSpec.parse(name)
+    write(tmp_path / "x.txt", "some text")
+    write(tmp_path / ".x.txt", "hidden")
+    assert "".join(iter_text(DataSpec(str(tmp_path)))) == "some text"
+
+    def denied(path: object) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(InvalidInputError, match=r"Cannot read the folder .*: Permission denied\."):
+        list(iter_text(DataSpec(str(tmp_path))))
 
 
 def test_check_vocabulary() -> None:

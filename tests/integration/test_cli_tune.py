@@ -141,6 +141,13 @@ def test_packing_changes_no_token(tuned: Any, mixture: Path, data: Path) -> None
         (("--data", "PAIRS", "--freeze-shared", "--train", "all"), 2, ["--freeze-shared", "--train all"]),
         (("--data", "PAIRS", "--sequence-length", 4096), 2, ["4096", "128"]),
         (("--data", "PAIRS", "--memory", "1MB"), 4, ["memory"]),
+        (("--data", ""), 2, ["Cannot read the data ''"]),
+        (("--data", "PAIRS", "--eval-data", " "), 2, ["Cannot read the data ' '"]),
+        (("--data", "x" * 5000), 3, ["File name too long"]),
+        (("--data", "PAIRS", "--report-to", "nonsense"), 2, ["there is no 'nonsense'", "tensorboard"]),
+        (("--data", "PAIRS", "--report-to", "flyte"), 2, ["flyte is not installed"]),
+        (("--data", "PAIRS", "--epochs", "inf"), 2, ["--epochs", "finite"]),
+        (("--data", "PAIRS", "--bos", "always"), 2, ["no BOS token"]),
         ((), 2, ["--data is required"]),
     ],
 )
