@@ -237,6 +237,10 @@ class GramCollector:
     def observe_sum(self, activations: Tensor) -> None:
         pass
 
+    def tokens(self) -> Tensor:
+        """`[experts]` int64: how many tokens each expert was given."""
+        return torch.tensor([gram.count for gram in self.inputs])
+
     def sample(self) -> Tensor:
         """`[rows, intermediate]`: every n-th activation of the layer, whichever expert it went to."""
         return torch.cat(self._sample)

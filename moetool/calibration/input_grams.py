@@ -41,9 +41,9 @@ class InputGramCollector:
         given = torch.stack([gram.matrix().diagonal().sum() for gram in self._inputs]).cpu()
         return torch.stack([given, given, self._channels.sum(1).cpu()])
 
-    def count(self, expert: int) -> int:
-        """Tokens an expert was given."""
-        return self._inputs[expert].count
+    def tokens(self) -> Tensor:
+        """`[experts]` int64: how many tokens each expert was given."""
+        return torch.tensor([gram.count for gram in self._inputs])
 
     def gram(self, expert: int, role: Role) -> Tensor:
         """`[in, in]` fp64 for one matrix, shrunk towards the layer's mean where an expert saw few tokens.
@@ -67,7 +67,7 @@ class InputGramCollector:
         whole = self._down[0].matrix()
         total = self._channels.sum(0)
         prior = 0.25 * len(whole)
-        count, tokens = self.count(expert), sum(gram.count for gram in self._inputs)
+        count, tokens = self._inputs[expert].count, sum(gram.count for gram in self._inputs)
         mean = total / max(1, tokens)
         own = (self._channels[expert] + prior * mean) / (count + prior)
         scale = (own / mean.clamp_min(torch.finfo(torch.float64).tiny)).sqrt()

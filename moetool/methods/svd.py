@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from moetool.architectures import Role
+from moetool.architectures import ROLES, Role
 from moetool.calibration.collectors import GramCollector
 from moetool.methods.choices import Share, Svd
 from moetool.numerics.congruence import congruence
@@ -18,7 +18,9 @@ class LayerSvd:
     """Factorises every difference of one layer in the norm of its own calibration inputs.
 
     The Gram matrix of a rarely used expert says little about the tokens it will meet; it is shrunk towards the mean of
-    the layer. An expert that no token reached has none at all and gets the plain SVD.
+    the layer. An expert that no token reached has none at all; it gets the layer's mean, as if it had been given one
+    average token. Spectra are squared output, summed over the tokens of an expert, so that they can be compared; only
+    those of `vanilla`, which does not look at inputs, are not.
     """
 
     def __init__(self, method: Svd, grams: GramCollector | None) -> None:
@@ -32,13 +34,9 @@ class LayerSvd:
             self._mean_down = None if grams.wide_down else _mean_gram(grams.down)
             self._sample = grams.sample() if grams.wide_down else None
 
-    def is_whitened(self, expert: int) -> bool:
-        """Whether an expert's spectra account for its inputs."""
-        return self._method != "vanilla" and self._grams is not None and self._grams.inputs[expert].count > 0
-
     @property
-    def is_whitened_jointly(self) -> bool:
-        """Whether spectra of all experts together account for their inputs."""
+    def is_whitened(self) -> bool:
+        """Whether spectra account for inputs."""
         return self._method != "vanilla" and self._grams is not None
 
     def factorize(
@@ -51,12 +49,10 @@ class LayerSvd:
         grams = self._grams
         scale = torch.ones(len(delta), device=delta.device) if row_scale is None else row_scale.to(delta.device)
         scaled = scale[:, None] * delta
-        if grams is None or not self.is_whitened(expert):
+        if grams is None or self._method == "vanilla":
             return factorize(scaled, rank=rank)
         if self._method == "activation-aware":
-            magnitude = grams.magnitude["activation" if role == "down" else "input"][expert]
-            channels = (magnitude / grams.inputs[expert].count) ** _ASVD_ALPHA
-            return factorize(scaled, gram=torch.diag(channels.square()).to(delta.device), rank=rank)
+            return factorize(scaled, gram=torch.diag(self._channel_energy(role, expert)).to(delta.device), rank=rank)
         own = grams.down[expert] if role == "down" else grams.inputs[expert]
         if self._sample is None or role != "down":
             mean = self._mean_down if role == "down" else self._mean_input
@@ -66,6 +62,18 @@ class LayerSvd:
         gram = _shrunk(own.matrix(), own.count, lost.T @ lost / len(lost), delta.shape[1])
         both = scale.double()
         return factorize(scaled, output_gram=both[:, None] * gram * both, rank=rank)
+
+    def _channel_energy(self, role: Role, expert: int) -> Tensor:
+        """`[in]`: the energy of an expert's inputs, shared out among the channels by ASVD's scales."""
+        assert self._grams is not None
+        magnitudes, tokens = self._grams.magnitude["activation" if role == "down" else "input"], self._grams.tokens()
+        energies = self._grams.energy[ROLES.index(role)]
+        if tokens[expert]:
+            magnitude, energy = magnitudes[expert], energies[expert]
+        else:
+            magnitude, energy = magnitudes.sum(0), energies.sum() / tokens.sum()
+        squares = magnitude ** (2 * _ASVD_ALPHA)
+        return energy * squares / squares.sum()
 
     def factorize_jointly(
         self, role: Role, deltas: list[Tensor], share: Share, row_scales: list[Tensor | None], rank: int | None = None

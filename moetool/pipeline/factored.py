@@ -214,7 +214,7 @@ def finish(job: Job, factored: Factored, options: FactorOptions, method: str) ->
     if missed:
         job.progress.log(
             f"No calibration token reached {len(missed)} experts ({', '.join(missed[:4])}"
-            f"{', …' if len(missed) > 4 else ''}): plain SVD for these. More --samples may reach them."
+            f"{', …' if len(missed) > 4 else ''}): they count as one average token. More --samples may reach them."
         )
     record = factored.write(factored.layouts(options), options.seed, method)
     return {"ratio": options.ratio, "unreached_experts": missed, "layers": record}

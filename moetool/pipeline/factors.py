@@ -151,8 +151,9 @@ def write_factors(
     """Factorise every difference of a layer, one at a time, and leave the result in the work directory."""
     count = reader.shape.experts
     energy = grams.energy if grams is not None else torch.zeros(len(ROLES), count, dtype=torch.float64)
+    tokens = grams.tokens() if grams is not None else torch.zeros(count, dtype=torch.int64)
     svd = LayerSvd(options.svd, grams)
-    sensitivity = LayerSensitivity(options.sensitivity, base.statistics, energy)
+    sensitivity = LayerSensitivity(options.sensitivity, base.statistics, energy, tokens)
 
     def difference(role: Role, expert: int, full: Tensor) -> Tensor:
         return (reader.dense(layer, expert, role).float() - full).to(device)
@@ -162,14 +163,14 @@ def write_factors(
             full = base.full(role)
             for expert in range(count):
                 delta = difference(role, expert, full)
-                counts = sensitivity.of(role, expert, delta.shape[1], whitened=svd.is_whitened(expert))
+                counts = sensitivity.of(role, expert, delta.shape[1], whitened=svd.is_whitened)
                 yield role, expert, svd.factorize(role, expert, delta, counts.row_scale), counts
 
     def jointly_factored() -> Iterator[Factored]:
         for role in reader.shape.roles:
             full = base.full(role)
             deltas = [difference(role, expert, full) for expert in range(count)]
-            counts = sensitivity.jointly(role, deltas[0].shape[1], options.share, whitened=svd.is_whitened_jointly)
+            counts = sensitivity.jointly(role, deltas[0].shape[1], options.share, whitened=svd.is_whitened)
             scale = counts.row_scale
             if scale is None:
                 scales: list[Tensor | None] = [None] * count

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moetool.architectures import ROLES
+from moetool.architectures import ROLES, Role
 from moetool.calibration.collectors import LayerStatistics
-from moetool.methods.choices import Sensitivity
-from moetool.methods.sensitivity import LayerSensitivity
+from moetool.methods.choices import Sensitivity, Share
+from moetool.methods.sensitivity import LayerSensitivity, MatrixSensitivity
 
 E, OUT, IN = 3, 4, 10
 PRIOR = 32  # tokens
@@ -25,7 +25,15 @@ ENERGY = torch.tensor([[60.0, 20, 0]] * 2 + [[600.0, 200, 0]], dtype=torch.float
 
 
 def made(choice: Sensitivity, measured: LayerStatistics | None = None, energy: Tensor = ENERGY) -> LayerSensitivity:
-    return LayerSensitivity(choice, measured or statistics(TOKENS), energy)
+    own = measured or statistics(TOKENS)
+    return LayerSensitivity(choice, own, energy, own.tokens)
+
+
+def loss(found: MatrixSensitivity, error: Tensor, gram: Tensor | None) -> float:
+    """What an error `[out, in]` costs: by its spectrum in the norm of the inputs behind `gram`, or in the plain one."""
+    scaled = error if found.row_scale is None else found.row_scale.double()[:, None] * error
+    norm = scaled if gram is None else scaled @ torch.linalg.cholesky(gram)
+    return found.weight * float(norm.square().sum())
 
 
 def channels(expert: int, energy: list[float], rows: Tensor) -> Tensor:
@@ -45,12 +53,12 @@ def test_by_channel() -> None:
         torch.testing.assert_close(found.row_scale.double().square(), expected, rtol=1e-6, atol=0)
 
 
-def test_by_matrix_is_the_sum_of_the_channels() -> None:
+def test_by_matrix_is_the_mean_of_the_channels() -> None:
     rows = statistics(TOKENS).fisher["up"]
     for expert in (0, 1):
         found = made("matrix").of("up", expert, IN, whitened=True)
         assert found.row_scale is None
-        assert found.weight == pytest.approx(float(channels(expert, [60.0, 20, 0], rows).sum()), rel=1e-12)
+        assert found.weight == pytest.approx(float(channels(expert, [60.0, 20, 0], rows).mean()), rel=1e-12)
 
 
 def test_a_silent_channel_keeps_a_thousandth_of_the_mean() -> None:
@@ -63,37 +71,81 @@ def test_a_silent_channel_keeps_a_thousandth_of_the_mean() -> None:
     assert float(square[0]) == pytest.approx(4 * mean, rel=1e-6)
 
 
-def test_a_plain_spectrum_is_scaled_by_the_energy_of_the_inputs() -> None:
-    """Then errors are predicted as if the inputs were white: `‖E‖² · (energy of the inputs) / in`."""
-    rows = statistics(TOKENS).fisher["up"]
-    assert made("none").of("up", 0, IN, whitened=False).weight == 60 / IN
-    assert made("none").of("up", 0, IN, whitened=True).weight == 1.0
-    for choice in ("channel", "matrix"):
-        found = made(choice).of("up", 0, IN, whitened=False)
-        assert found.row_scale is None
-        assert found.weight == pytest.approx(60 / IN * float(channels(0, [60.0, 20, 0], rows).sum()), rel=1e-12)
+@pytest.mark.parametrize("expert", [0, 1, 2])
+@pytest.mark.parametrize("choice", ["channel", "matrix", "none"])
+def test_white_inputs_cost_the_same_with_and_without_whitening(choice: Sensitivity, expert: int) -> None:
+    """On inputs whose channels carry alike, the Gram matrix is the identity times energy / inputs. Where no token came,
+    it is that of one average token."""
+    found = made(choice)
+    error = torch.randn(OUT, IN, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gram = (ENERGY[1, expert] or ENERGY[1].sum() / sum(TOKENS)) / IN * torch.eye(IN, dtype=torch.float64)
+    plain = loss(found.of("up", expert, IN, whitened=False), error, None)
+    assert plain == pytest.approx(loss(found.of("up", expert, IN, whitened=True), error, gram), rel=1e-6)
+
+
+@pytest.mark.parametrize("role", ["up", "down"])
+@pytest.mark.parametrize("whitened", [True, False])
+def test_an_error_in_all_channels_costs_the_same_by_channel_and_by_matrix(role: Role, whitened: bool) -> None:
+    """And as much as without sensitivities, but for one factor, if all channels of all matrices matter alike."""
+    error = torch.ones(OUT, 1, dtype=torch.float64) * torch.linspace(-1, 2, IN, dtype=torch.float64)
+    gram = torch.eye(IN, dtype=torch.float64) if whitened else None
+    even = statistics(TOKENS, torch.tensor([3.0, 1, 0])[:, None].expand(E, OUT))
+    even.fisher["down"] = even.fisher["down"] * 10  # as their energy is
+    for expert in range(E):
+        for measured in (statistics(TOKENS), even):
+            by_channel, by_matrix, alike = (
+                loss(made(choice, measured).of(role, expert, IN, whitened=whitened), error, gram)
+                for choice in ("channel", "matrix", "none")
+            )
+            assert by_channel == pytest.approx(by_matrix, rel=2e-3)  # but for the floor of silent channels
+        assert by_matrix == pytest.approx(alike / 20, rel=1e-6)
 
 
 @pytest.mark.parametrize("whitened", [True, False])
 @pytest.mark.parametrize("choice", ["channel", "matrix", "none"])
-def test_an_unreached_expert_counts_as_one_average_token(choice: Sensitivity, whitened: bool) -> None:
-    found = made(choice).of("up", 2, IN, whitened=whitened)
-    per_token = 80 / 40
-    layer = 1.0 if choice == "none" else float(statistics(TOKENS).fisher["up"].double().sum()) / 80
-    assert found.row_scale is None
-    assert found.weight == pytest.approx(per_token / IN * layer, rel=1e-12)
+def test_an_unreached_expert_costs_what_one_average_token_does(choice: Sensitivity, whitened: bool) -> None:
+    """Next to it an expert with one token, which is like the layer's others."""
+    energy = torch.tensor([[60.0, 2, 0]] * 3, dtype=torch.float64)
+    rows = torch.tensor([30.0, 1, 0])[:, None] * torch.tensor([1.0, 2, 3, 4])
+    found = made(choice, statistics([30, 1, 0], rows), energy)
+    error = torch.randn(OUT, IN, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gram = 0.2 * torch.eye(IN, dtype=torch.float64) if whitened else None
+    one, none = (loss(found.of("up", expert, IN, whitened=whitened), error, gram) for expert in (1, 2))
+    assert none == pytest.approx(one, rel=1e-6)
+
+
+@pytest.mark.parametrize("share", ["v", "u"])
+@pytest.mark.parametrize("whitened", [True, False])
+def test_jointly_experts_that_are_alike_cost_what_each_does(share: Share, whitened: bool) -> None:
+    energy = torch.full((3, E), 40.0, dtype=torch.float64)
+    measured = statistics([20] * E, torch.tensor([1.0, 2, 3, 4]).expand(E, OUT))
+    for choice in ("channel", "matrix", "none"):
+        found = made(choice, measured, energy)
+        own = found.of("up", 0, IN, whitened=whitened)
+        joint = found.jointly("up", IN, share, whitened=whitened)
+        assert joint.weight == pytest.approx(own.weight, rel=1e-12)
+        assert (joint.row_scale is None) == (own.row_scale is None)
+        if own.row_scale is not None and joint.row_scale is not None:
+            torch.testing.assert_close(joint.row_scale, own.row_scale.repeat(E if share == "v" else 1))
+
+
+def test_a_matrix_whose_gradients_vanish_costs_nothing() -> None:
+    measured = statistics(TOKENS)
+    measured.fisher["down"] = torch.zeros(E, OUT)
+    found = made("channel", measured).of("down", 0, IN, whitened=True)
+    assert (found.row_scale, found.weight) == (None, 0.0)
 
 
 @pytest.mark.parametrize("choice", ["channel", "matrix"])
 def test_without_fisher_all_errors_count_the_same(choice: Sensitivity) -> None:
     flat = statistics(TOKENS, torch.zeros(E, OUT))
     for measured in (flat, None):
-        found = LayerSensitivity(choice, measured, ENERGY).of("up", 0, IN, whitened=True)
+        found = LayerSensitivity(choice, measured, ENERGY, torch.tensor(TOKENS)).of("up", 0, IN, whitened=True)
         assert (found.row_scale, found.weight) == (None, 1.0)
 
 
 def test_nothing_measured_at_all() -> None:
-    found = LayerSensitivity("channel", None, torch.zeros(3, E)).of("up", 0, IN, whitened=False)
+    found = LayerSensitivity("channel", None, torch.zeros(3, E), torch.zeros(E)).of("up", 0, IN, whitened=False)
     assert (found.row_scale, found.weight) == (None, 1.0)
 
 
@@ -124,7 +176,7 @@ def test_it_is_the_cost_of_an_error() -> None:
     rows = (gradient[:, :, None] * x[:, None, :]).square().sum(2).mean(0).float()
     energy = torch.full((3, 1), float(x.square().sum()), dtype=torch.float64)
     measured = LayerStatistics(torch.tensor([windows]), dict.fromkeys(ROLES, rows[None]), torch.ones(IN))
-    found = LayerSensitivity("channel", measured, energy).of("up", 0, IN, whitened=True)
+    found = LayerSensitivity("channel", measured, energy, measured.tokens).of("up", 0, IN, whitened=True)
     assert found.row_scale is not None
     # Spectra are sums over tokens, the Fisher information is a mean over windows: hence the division.
     expected = gradient.square().mean(0) / windows

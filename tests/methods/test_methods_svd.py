@@ -90,7 +90,7 @@ def test_vanilla_does_not_look_at_statistics(layer: Layer, role: Role) -> None:
     delta = layer.delta(role, 0)
     with_grams = LayerSvd("vanilla", layer.grams).factorize(role, 0, delta)
     assert with_grams.spectrum.equal(LayerSvd("vanilla", None).factorize(role, 0, delta).spectrum)
-    assert not LayerSvd("vanilla", layer.grams).is_whitened(0)
+    assert not LayerSvd("vanilla", layer.grams).is_whitened
 
 
 @each_role
@@ -131,24 +131,34 @@ def test_shrinkage_matters_only_for_the_rarely_used(layer: Layer) -> None:
 
 
 @each_role
-@pytest.mark.parametrize("method", ["truncation-aware", "activation-aware"])
-def test_an_unreached_expert_gets_the_plain_svd(layer: Layer, role: Role, method: Svd) -> None:
-    svd = LayerSvd(method, layer.grams)
+def test_an_unreached_expert_gets_the_norm_of_one_average_token(layer: Layer, role: Role) -> None:
     delta = layer.delta(role, 2)
-    assert [svd.is_whitened(expert) for expert in range(3)] == [True, True, False]
-    found, plain = svd.factorize(role, 2, delta), LayerSvd("vanilla", None).factorize(role, 2, delta)
-    assert found.spectrum.equal(plain.spectrum)
-    assert found.basis.equal(plain.basis)
+    everything = torch.cat(layer.given(role)[:2])
+    if role == "down" and layer.grams.wide_down:
+        everything = layer.grams.sample().double()
+    lost = delta.double() @ (everything.T @ everything / len(everything)) @ delta.double().T
+    found = LayerSvd("truncation-aware", layer.grams).factorize(role, 2, delta)
+    expected = torch.linalg.eigvalsh(lost).flip(0)[: min(delta.shape)].clamp_min(0)
+    torch.testing.assert_close(found.spectrum, expected, rtol=1e-5, atol=1e-5 * float(expected[0]))
+
+
+def asvd_gram(given: list[Tensor], expert: int) -> Tensor:
+    """diag(mean |x|), ASVD's choice for α = ½, with the energy of the inputs; of all of them where there are none."""
+    x = given[expert] if len(given[expert]) else torch.cat(given)
+    energy = x.square().sum() / (1 if len(given[expert]) else len(x))
+    means = x.abs().mean(0)
+    return torch.diag(means * energy / means.sum())
 
 
 @each_role
-def test_activation_aware_scales_channels_by_the_root_of_their_mean(layer: Layer, role: Role) -> None:
-    """ASVD: the plain SVD of Δ diag(mean |x|)^½."""
-    delta = layer.delta(role, 1)
-    scale = layer.given(role)[1].abs().mean(0).sqrt()
-    found = LayerSvd("activation-aware", layer.grams).factorize(role, 1, delta)
+@pytest.mark.parametrize("expert", [0, 1, 2])
+def test_activation_aware_scales_channels_by_the_root_of_their_mean(layer: Layer, role: Role, expert: int) -> None:
+    """ASVD: the plain SVD of Δ diag(mean |x|)^½, in units of squared output."""
+    delta = layer.delta(role, expert)
+    found = LayerSvd("activation-aware", layer.grams).factorize(role, expert, delta)
+    scale = asvd_gram(layer.given(role), expert).diagonal().sqrt()
     expected = torch.linalg.svdvals(delta.double() * scale).square()
-    torch.testing.assert_close(found.spectrum, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.spectrum, expected, rtol=1e-6, atol=1e-6 * float(expected[0]))
 
 
 @each_role
@@ -161,7 +171,7 @@ def test_row_scale_whitens_from_the_left(layer: Layer, role: Role, method: Svd) 
     gram = {
         "vanilla": torch.eye(delta.shape[1], dtype=torch.float64),
         "truncation-aware": layer.shrunk(role, 0),
-        "activation-aware": torch.diag(layer.given(role)[0].abs().mean(0)),
+        "activation-aware": asvd_gram(layer.given(role), 0),
     }[method]
     scaled = scale.double()[:, None] * delta
     values = torch.linalg.eigvalsh(scaled @ gram @ scaled.T).flip(0)[: min(delta.shape)]

@@ -259,7 +259,7 @@ def cook(
 ) -> None:
     """Make every form of every difference of a layer, measure what it loses, and leave both in the work directory."""
     reader = source.experts
-    sensitivity = LayerSensitivity(choice, base.statistics, grams.energy())
+    sensitivity = LayerSensitivity(choice, base.statistics, grams.energy(), grams.tokens())
     made: dict[str, Tensor] = {}
     for role in reader.shape.roles:
         full, matrix = base.full(role), reader.shape.matrix(role)
