@@ -3,7 +3,7 @@
 Every layer is encoded once, into a file of the work directory, and copied from there when the output is written.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,11 +12,11 @@ from pydantic import BeforeValidator, Field
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from moetool.architectures import ROLES, Role
+from moetool.architectures import ROLES, MoEShape, Role
 from moetool.calibration.collectors import LayerStatistics
 from moetool.calibration.input_grams import InputGramCollector
 from moetool.checkpoint.files import save_tensors
-from moetool.errors import InvalidInputError
+from moetool.errors import InvalidInputError, UsageError
 from moetool.methods.encoding import encode
 from moetool.pipeline.bases import LayerBase, base_path
 from moetool.pipeline.calibrated import CalibratedJob
@@ -71,7 +71,9 @@ class CodeOptions(Options):
     """How few bits, and how they are chosen."""
 
     bits: Bits = Field(4, description="Bits per number of a difference.")
-    group_size: int = Field(128, ge=1, description="Inputs that share a scale.")
+    group_size: int = Field(
+        128, ge=1, description="Inputs that share a scale, or as many below that as divide a matrix's."
+    )
 
 
 class SparsityOptions(Options):
@@ -90,9 +92,9 @@ class SparsityOptions(Options):
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of what is dropped.")
 
 
-def base_representations(roles: Sequence[Role], bits: str | None, group: int) -> dict[Role, Representation]:
-    """How the base of each role is stored."""
-    return dict.fromkeys(roles, Dense() if bits is None else base_form(bits, group))
+def base_representations(shape: MoEShape, bits: str | None, group: int) -> dict[Role, Representation]:
+    """How the base of each role is stored. Raises `UsageError` if it cannot be cut into groups."""
+    return {role: Dense() if bits is None else base_form(bits, group, shape.matrix(role)) for role in shape.roles}
 
 
 def encoded_layouts(source: Source, form: Form) -> dict[int, LayerLayout]:
@@ -136,15 +138,27 @@ def decomposed_layouts(
     return {layer: layout(layer) for layer in source.experts.moe_layers}
 
 
-def quantised(bits: int, group: int) -> Form:
+def quantised(bits: int, group: int, shape: MoEShape) -> Form:
     """Full differences as codes; the factors of low-rank ones, too."""
 
     def form(layer: int, expert: int, role: Role, old: Representation) -> Representation:
         if isinstance(old, LowRank):
-            return QuantisedLowRank(old.rank, bits, group) if old.rank else old
-        return Quantised(bits, group)
+            return in_groups(QuantisedLowRank(old.rank, bits, group), shape.matrix(role)) if old.rank else old
+        return in_groups(Quantised(bits, group), shape.matrix(role))
 
     return form
+
+
+def in_groups(form: Quantised | QuantisedLowRank, matrix: tuple[int, int]) -> Representation:
+    """A form with the largest groups up to its own that a matrix `[out, in]` can be cut into.
+
+    Raises:
+        UsageError: only groups of one would fit.
+    """
+    try:
+        return form.fitted(matrix)
+    except ValueError as error:
+        raise UsageError(f"--group-size {form.group}: {error}.") from error
 
 
 def sparse(options: SparsityOptions) -> Form:

@@ -18,7 +18,7 @@ from moetool.methods.choices import UNMEASURED_MERGES, Merge
 from moetool.pipeline.bases import LayerBase, base_path, unweighted_base
 from moetool.pipeline.output import down_scale
 from moetool.representations.bitsandbytes_formats import NF4, Int8
-from moetool.representations.quantised import QuantisedMatrix, group_size
+from moetool.representations.quantised import QuantisedMatrix
 
 # Experts that were upcycled from a dense FFN stay close to it; below this it is hardly theirs.
 _KIN = 0.5
@@ -175,33 +175,30 @@ def kinship_warning(base: GivenBase) -> str | None:
     )
 
 
-def base_form(bits: str, group: int) -> QuantisedMatrix | NF4 | Int8:
-    """The form that `--base-bits` names; its own codes have a scale per `group` inputs."""
+def base_form(bits: str, group: int, shape: tuple[int, int]) -> QuantisedMatrix | NF4 | Int8:
+    """The form that `--base-bits` names for a matrix `[out, in]`; its own codes have a scale per `group` inputs, or
+    per as many below that as divide them.
+
+    Raises:
+        UsageError: only groups of one would.
+    """
     if bits == NF4.kind:
         return NF4()
-    return Int8() if bits == Int8.kind else QuantisedMatrix(int(bits), group)
+    if bits == Int8.kind:
+        return Int8()
+    try:
+        return QuantisedMatrix(int(bits), group).fitted(shape)
+    except ValueError as error:
+        raise UsageError(f"--base-bits {bits}: {error}, and nf4 and int8 have no groups.") from error
 
 
 def in_few_bits(base: LayerBase, bits: str | None, group: int) -> LayerBase:
     """The base in the form that `bits` names; as it is if `bits` is `None`."""
     if bits is None:
         return base
-    form = base_form(bits, group)
-    dtype = {role: matrix.dtype for role, matrix in base.matrices.items()}
-    return base.stored_as({role: (form, form.encode(base.full(role), dtype[role])) for role in dtype})
-
-
-def check_base_groups(bits: str | None, group: int, experts: ExpertReader) -> None:
-    """The same for a base in few bits, if its form has groups."""
-    if bits is not None and isinstance(base_form(bits, group), QuantisedMatrix):
-        check_groups(group, experts)
-
-
-def check_groups(group: int, experts: ExpertReader) -> None:
-    """Raise `UsageError` for a group size that does not divide the experts' inputs."""
-    for columns in (experts.shape.hidden, experts.shape.intermediate):
-        try:
-            group_size(group, columns)
-        except ValueError as error:
-            reason = str(error).removesuffix(", or 'row'")
-            raise UsageError(f"--group-size {group}: {reason}.") from error
+    stored = {}
+    for role, matrix in base.matrices.items():
+        rows, columns = matrix.shape
+        form = base_form(bits, group, (rows, columns))
+        stored[role] = form, form.encode(base.full(role), matrix.dtype)
+    return base.stored_as(stored)

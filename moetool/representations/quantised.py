@@ -1,6 +1,6 @@
 """A matrix in few bits: packed codes and one scale per group of inputs (DeRS compression, arXiv:2503.01359, Eq. 5)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
@@ -35,6 +35,14 @@ class Quantised(Representation):
     @property
     def spec(self) -> str:
         return f"{self.kind}:{self.bits}:{self.group or ROW}"
+
+    def fitted(self, shape: tuple[int, int]) -> Self:
+        """The same with the largest groups up to these that divide the inputs of a matrix `[out, in]`.
+
+        Raises:
+            ValueError: only groups of one would.
+        """
+        return replace(self, group=fitting_group(self.group, shape[1]))
 
     @classmethod
     def from_arguments(cls, arguments: list[str]) -> Self:
@@ -141,9 +149,28 @@ def group_size(group: int, columns: int) -> int:
         return columns
     if columns % group == 0:
         return group
-    divisors = [size for size in range(1, columns + 1) if columns % size == 0]
+    divisors = _divisors(columns)
     below = max(size for size in divisors if size <= group)
     nearby = sorted({below, *(size for size in divisors if size > group)})[:2]
     raise ValueError(
         f"groups of {group} do not divide {columns} inputs; {' and '.join(map(str, nearby))} would, or '{ROW}'"
     )
+
+
+def fitting_group(group: int, length: int) -> int:
+    """The largest divisor of `length` that is at most `group`; 0, all of a row, fits always.
+
+    Raises:
+        ValueError: that is 1 where more was asked for: a scale per number takes more than it saves.
+    """
+    if group == 0:
+        return 0
+    largest = max(size for size in _divisors(length) if size <= group)
+    if largest == 1 < min(group, length):
+        above = min(size for size in _divisors(length) if size > group)
+        raise ValueError(f"rows of {length} numbers cannot be cut into equal groups of 2 to {group}; {above} would do")
+    return largest
+
+
+def _divisors(length: int) -> list[int]:
+    return [size for size in range(1, length + 1) if length % size == 0]

@@ -1,6 +1,6 @@
 """A difference to the shared base as a product of two thin matrices, each in few bits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
@@ -14,6 +14,7 @@ from moetool.representations.quantised import (
     Quantised,
     QuantisedWeight,
     check_quantisation,
+    fitting_group,
     parse_quantisation,
 )
 
@@ -23,40 +24,64 @@ class QuantisedLowRank(Representation):
     """`U^T [rank, out]` and `V [rank, in]`, quantised along their long sides. Rank 0 stores nothing.
 
     Groups run along the outputs in U and along the inputs in V, so every direction has scales of its own and how a
-    singular value is split between the two does not matter.
+    singular value is split between the two does not matter. The groups of V may have another size (`input_group`).
     """
 
     rank: int
     bits: int
     group: int
+    input_group: int | None = None
     kind: ClassVar[str] = "quantised-low-rank"
     uses_base: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.rank < 0:
             raise ValueError(f"a rank cannot be {self.rank}")
+        if self.input_group == self.group:
+            object.__setattr__(self, "input_group", None)  # one form has one spec
         check_quantisation(self.bits, self.group)
+        check_quantisation(self.bits, self.v.group)
 
     @property
     def spec(self) -> str:
-        return f"{self.kind}:{self.rank}:{self.bits}:{self.group or ROW}"
+        other = "" if self.input_group is None else f":{self.input_group or ROW}"
+        return f"{self.kind}:{self.rank}:{self.bits}:{self.group or ROW}{other}"
 
     @classmethod
     def from_arguments(cls, arguments: list[str]) -> Self:
-        if len(arguments) != 3 or not arguments[0].isdigit():
-            raise ValueError(f"'{cls.kind}' takes three arguments, its rank, bits and group size (or '{ROW}')")
-        return cls(int(arguments[0]), *parse_quantisation(*arguments[1:]))
+        if len(arguments) not in (3, 4) or not arguments[0].isdigit():
+            raise ValueError(
+                f"'{cls.kind}' takes three arguments, its rank, bits and group size (or '{ROW}'), and a fourth if V's "
+                "groups are of another size"
+            )
+        rank, bits, *groups = arguments
+        parsed = [parse_quantisation(bits, group) for group in groups]
+        return cls(int(rank), parsed[0][0], *(group for _, group in parsed))
+
+    def fitted(self, shape: tuple[int, int]) -> Self:
+        """The same with the largest groups up to these that divide the outputs and the inputs of a matrix `[out, in]`.
+
+        Raises:
+            ValueError: only groups of one would.
+        """
+        rows, columns = shape
+        return replace(self, group=fitting_group(self.u.group, rows), input_group=fitting_group(self.v.group, columns))
 
     @property
-    def _factor(self) -> Quantised:
+    def u(self) -> Quantised:
+        """How U^T is stored."""
         return Quantised(self.bits, self.group)
 
+    @property
+    def v(self) -> Quantised:
+        """How V is stored."""
+        return Quantised(self.bits, self.group if self.input_group is None else self.input_group)
+
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
+        rows, columns = shape
+        factors = {"u": self.u.tensors((self.rank, rows)), "v": self.v.tensors((self.rank, columns))}
         return {
-            f"{factor}.{name}": stored
-            for factor, length in zip(("u", "v"), shape, strict=True)
-            for name, stored in self._factor.tensors((self.rank, length)).items()
-            if self.rank
+            f"{factor}.{name}": stored for factor, own in factors.items() for name, stored in own.items() if self.rank
         }
 
     def counted_parameters(self, shape: tuple[int, int]) -> float:
@@ -93,11 +118,11 @@ class QuantisedLowRank(Representation):
             raise ValueError(f"the basis must be [{rows}, {self.rank}], got {list(basis.shape)}")
         if not self.rank:
             return {}
-        u = self._factor.encode(basis.T.contiguous(), dtype)
-        exact = self._factor.decode(u, (self.rank, rows), dtype).T.double()
+        u = self.u.encode(basis.T.contiguous(), dtype)
+        exact = self.u.decode(u, (self.rank, rows), dtype).T.double()
         scale = 1.0 if row_scale is None else row_scale.double()[:, None]
         v = refit(scale * delta.detach().double(), scale * exact)
-        tensors = {"u": u, "v": self._factor.encode(v, dtype, importance=importance, gram=gram)}
+        tensors = {"u": u, "v": self.v.encode(v, dtype, importance=importance, gram=gram)}
         return {f"{factor}.{name}": tensor for factor, part in tensors.items() for name, tensor in part.items()}
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
@@ -116,9 +141,8 @@ class QuantisedLowRankWeight(Weight):
         super().__init__()
         self.shape, self.rank = shape, representation.rank
         if self.rank:
-            factor = Quantised(representation.bits, representation.group)
-            self.u = QuantisedWeight(factor, (self.rank, shape[0]), dtype, device)
-            self.v = QuantisedWeight(factor, (self.rank, shape[1]), dtype, device)
+            self.u = QuantisedWeight(representation.u, (self.rank, shape[0]), dtype, device)
+            self.v = QuantisedWeight(representation.v, (self.rank, shape[1]), dtype, device)
 
     def forward(self, inputs: Tensor) -> Tensor:
         if not self.rank:

@@ -16,7 +16,12 @@ from moetool.representations.quantised_low_rank import QuantisedLowRank
 CPU = torch.device("cpu")
 SHAPE = (24, 32)
 PLAIN = [Quantised(bits, group) for bits in (8, 4, 3, 2, 1) for group in (8, 0)] + [QuantisedMatrix(4, 16)]
-FACTORED = [QuantisedLowRank(5, 4, 8), QuantisedLowRank(3, 1, 0), QuantisedLowRank(0, 2, 8)]
+FACTORED = [
+    QuantisedLowRank(5, 4, 8),
+    QuantisedLowRank(5, 4, 12, 16),
+    QuantisedLowRank(3, 1, 0),
+    QuantisedLowRank(0, 2, 8),
+]
 
 
 def matrix(shape: tuple[int, int] = SHAPE, seed: int = 0) -> Tensor:
@@ -44,6 +49,10 @@ def test_specs_are_what_config_json_says() -> None:
     assert Quantised(4, 128).spec == "quantised:4:128"
     assert QuantisedMatrix(3, 0).spec == "quantised-weight:3:row"
     assert QuantisedLowRank(16, 4, 64).spec == "quantised-low-rank:16:4:64"
+    assert QuantisedLowRank(16, 4, 64, 96).spec == "quantised-low-rank:16:4:64:96"
+    assert QuantisedLowRank(16, 4, 64, 64) == QuantisedLowRank(16, 4, 64)
+    assert QuantisedLowRank(16, 4, 64, 64).spec == "quantised-low-rank:16:4:64"
+    assert QuantisedLowRank(16, 4, 64, 0).spec == "quantised-low-rank:16:4:64:row"
     assert Quantised(4, 128) != QuantisedMatrix(4, 128)
     assert Quantised.uses_base
     assert QuantisedLowRank.uses_base
@@ -80,6 +89,29 @@ def test_groups_must_divide(group: int, says: str) -> None:
             representation.tensors((768, 768))
         with pytest.raises(ValueError, match="do not divide"):
             representation.build((768, 768), torch.bfloat16, CPU)
+
+
+@pytest.mark.parametrize(
+    ("group", "length", "largest"),
+    [
+        *((128, 192, 96), (128, 576, 96), (128, 97, 97), (128, 128, 128), (128, 14336, 128)),
+        *((20, 32, 16), (7, 768, 6), (1, 97, 1), (0, 97, 0), (128, 1, 1)),
+    ],
+)
+def test_the_largest_group_that_fits(group: int, length: int, largest: int) -> None:
+    assert Quantised(4, group).fitted((5, length)) == Quantised(4, largest)
+    assert QuantisedMatrix(4, group).fitted((5, length)) == QuantisedMatrix(4, largest)
+    assert QuantisedLowRank(3, 4, group).fitted((length, length)) == QuantisedLowRank(3, 4, largest)
+    Quantised(4, largest).tensors((5, length))
+
+
+def test_groups_of_one_are_taken_only_if_asked_for() -> None:
+    with pytest.raises(ValueError, match="rows of 97 numbers cannot be cut into equal groups of 2 to 96; 97 would"):
+        Quantised(4, 96).fitted((5, 97))
+    for shape in ((97, 96), (96, 97)):
+        with pytest.raises(ValueError, match="rows of 97 numbers"):
+            QuantisedLowRank(3, 4, 96).fitted(shape)
+    assert QuantisedLowRank(3, 4, 96).fitted((194, 192)) == QuantisedLowRank(3, 4, 2, 96)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moetool.pipeline.encoding import ExtendedOptions, base_representations
 from moetool.pipeline.factored import base_tensors
-from moetool.pipeline.given_base import GivenBase, check_base_groups, in_few_bits, kinship_warning, open_base
+from moetool.pipeline.given_base import GivenBase, in_few_bits, kinship_warning, open_base
 from moetool.pipeline.job import Job
 from moetool.pipeline.options import RunOptions
 from moetool.pipeline.output import OutputPlan, entry_for, write_model
@@ -21,7 +21,11 @@ from moetool.representations.layout import LayerLayout, delta_name
 class DecomposeOptions(RunOptions, ExtendedOptions):
     """Against which base."""
 
-    group_size: int = Field(128, ge=1, description="Inputs that share a scale in a base of few bits.")
+    group_size: int = Field(
+        128,
+        ge=1,
+        description="Inputs that share a scale in a base of few bits, or as many below that as divide a matrix's.",
+    )
 
 
 class Decompose(Stage[DecomposeOptions]):
@@ -40,7 +44,7 @@ class Decompose(Stage[DecomposeOptions]):
         layout = LayerLayout.uniform(
             reader.shape,
             Dense(),
-            base=base_representations(reader.shape.roles, options.base_bits, options.group_size),
+            base=base_representations(reader.shape, options.base_bits, options.group_size),
             extended=options.shared_expert,
         )
         return OutputPlan(self.source, dict.fromkeys(reader.moe_layers, layout), options.shard_size)
@@ -55,7 +59,6 @@ class Decompose(Stage[DecomposeOptions]):
     def plan(self) -> Plan:
         reader = self.source.experts
         self._base()
-        check_base_groups(self.options.base_bits, self.options.group_size, reader)
         return Plan(
             stage=self.name,
             input_bytes=self.source.checkpoint.weight_bytes,

@@ -20,8 +20,6 @@ from moetool.pipeline.encoding import (
 )
 from moetool.pipeline.given_base import (
     GivenBase,
-    check_base_groups,
-    check_groups,
     in_few_bits,
     kinship_warning,
     open_base,
@@ -71,9 +69,8 @@ class _Ders(Stage[DersT]):
         return open_base(self.options.base, self.source.experts, shared_expert=self.options.shared_expert)
 
     def _layouts(self) -> dict[int, LayerLayout]:
-        options, group = self.options, self._base_group()
-        check_base_groups(options.base_bits, group, self.source.experts)
-        base = base_representations(self.source.experts.shape.roles, options.base_bits, group)
+        options = self.options
+        base = base_representations(self.source.experts.shape, options.base_bits, self._base_group())
         return decomposed_layouts(self.source, base, self._form(), shared_expert=options.shared_expert)
 
     def sources(self) -> Mapping[str, str]:
@@ -103,8 +100,7 @@ class DersQuantize(_Ders[DersQuantizeOptions]):
     options_type: ClassVar[type[RunOptions]] = DersQuantizeOptions
 
     def _form(self) -> Form:
-        check_groups(self.options.group_size, self.source.experts)
-        return quantised(self.options.bits, self.options.group_size)
+        return quantised(self.options.bits, self.options.group_size, self.source.experts.shape)
 
     def _base_group(self) -> int:
         return self.options.group_size

@@ -1,7 +1,7 @@
 """A base in few bits, and every difference in whichever form loses least for its bytes."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,9 +21,9 @@ from moetool.methods.sensitivity import LayerSensitivity, MatrixSensitivity
 from moetool.numerics.factorize import factorize, truncate
 from moetool.pipeline.bases import LayerBase, base_path, measured_base
 from moetool.pipeline.calibrated import CalibratedJob
-from moetool.pipeline.encoding import BaseBits, base_representations
+from moetool.pipeline.encoding import BaseBits, base_representations, in_groups
 from moetool.pipeline.factored import base_tensors
-from moetool.pipeline.given_base import check_groups, in_few_bits
+from moetool.pipeline.given_base import in_few_bits
 from moetool.pipeline.job import Job, Source, pick_compute_dtype, pick_device, to_cpu
 from moetool.pipeline.options import CalibrationOptions, RunOptions
 from moetool.pipeline.output import OutputPlan, entry_for, original_bytes, write_model
@@ -54,7 +54,9 @@ class HybridOptions(RunOptions, CalibrationOptions):
     base_bits: BaseBits = Field(
         "2", description="Bits of the base: 1, 2, 3, 4, 8, nf4 or int8. Differences make up for its errors."
     )
-    group_size: int = Field(128, ge=1, description="Inputs that share a scale.")
+    group_size: int = Field(
+        128, ge=1, description="Inputs that share a scale, or as many below that as divide a matrix's."
+    )
     sensitivity: Sensitivity = Field(
         "channel", description="Weigh errors by what they cost in loss: by output channel, by matrix, or not at all."
     )
@@ -74,7 +76,6 @@ class Hybrid(Stage[HybridOptions]):
             raise UsageError(f"{source.checkpoint.path} is already a moetool checkpoint: start from an ordinary one.")
         if options.calibration is None:
             raise UsageError("--method hybrid measures what every form loses: give --calibration.")
-        check_groups(options.group_size, reader)
         smallest = self._planned({layer: self._layout(LowRank(0)) for layer in reader.moe_layers})
         original = original_bytes(source)
         check_ratio(options.ratio, smallest, original)
@@ -109,7 +110,7 @@ class Hybrid(Stage[HybridOptions]):
     def _base(self) -> dict[Role, Representation]:
         """How the base of each role is stored."""
         options = self.options
-        return base_representations(self.source.experts.shape.roles, options.base_bits, options.group_size)
+        return base_representations(self.source.experts.shape, options.base_bits, options.group_size)
 
     def _planned(self, layouts: Mapping[int, LayerLayout]) -> int:
         return OutputPlan(self.source, layouts, self.options.shard_size).nbytes
@@ -214,11 +215,20 @@ class Hybrid(Stage[HybridOptions]):
                 raise UsageError(f"The experts cannot be made small enough for --ratio {self.options.ratio:g}.")
             layouts, chosen = served(budget)
         picked = dict(zip(keys, chosen, strict=True))
-        record: dict[str, Any] = {}
-        for (layer, role, _), dish, loss in zip(keys, chosen, losses, strict=True):
-            entry = record.setdefault(str(layer), {"loss": dict.fromkeys(reader.shape.roles, 0.0)})
-            entry["loss"][role] = float(f"{entry['loss'][role] + loss[dish]:.4g}")
+        lost = summed((key, loss[dish]) for key, dish, loss in zip(keys, chosen, losses, strict=True))
+        record = {str(layer): {"loss": by_role} for layer, by_role in lost.items()}
         return layouts, picked, record
+
+
+def summed(losses: Iterable[tuple[tuple[int, Role, int], float]]) -> dict[int, dict[Role, float]]:
+    """What all experts lose together, by layer and role, to four digits; given by layer, role and expert."""
+    parts: dict[int, dict[Role, list[float]]] = {}
+    for (layer, role, _), loss in losses:
+        parts.setdefault(layer, {}).setdefault(role, []).append(loss)
+    return {
+        layer: {role: float(f"{math.fsum(own):.4g}") for role, own in by_role.items()}
+        for layer, by_role in parts.items()
+    }
 
 
 def candidates_path(work: Path, layer: int) -> Path:
@@ -232,10 +242,10 @@ def forms_for(shape: MoEShape, bits: float, group: int) -> dict[Role, list[Repre
     forms: dict[Role, list[Representation]] = {}
     for role in shape.roles:
         matrix = shape.matrix(role)
-        own: list[Representation] = [LowRank(0), *(Quantised(b, group) for b in near)]
+        own: list[Representation] = [LowRank(0), *(in_groups(Quantised(b, group), matrix) for b in near)]
         if bits <= _LOW_RANK_BITS:
             ranks = sorted({max(1, math.floor(break_even_rank(matrix) * share)) for share in _LOW_RANK_SHARES})
-            own += [QuantisedLowRank(rank, _LOW_RANK_BITS, group) for rank in ranks]
+            own += [in_groups(QuantisedLowRank(rank, _LOW_RANK_BITS, group), matrix) for rank in ranks]
         if bits * _REACH >= 16 or not near[1:]:
             own.append(Dense())
         forms[role] = own

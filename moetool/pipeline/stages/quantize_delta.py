@@ -11,7 +11,6 @@ from moetool.pipeline.encoding import (
     run_encoding,
     with_text,
 )
-from moetool.pipeline.given_base import check_groups
 from moetool.pipeline.job import Job
 from moetool.pipeline.options import CalibrationOptions, RunOptions
 from moetool.pipeline.output import read_statistics
@@ -32,8 +31,8 @@ class QuantizeDelta(Stage[QuantizeDeltaOptions]):
     options_type: ClassVar[type[RunOptions]] = QuantizeDeltaOptions
 
     def _layouts(self) -> dict[int, LayerLayout]:
-        check_groups(self.options.group_size, self.source.experts)
-        return encoded_layouts(self.source, quantised(self.options.bits, self.options.group_size))
+        form = quantised(self.options.bits, self.options.group_size, self.source.experts.shape)
+        return encoded_layouts(self.source, form)
 
     def plan(self) -> Plan:
         options = self.options
