@@ -97,6 +97,23 @@ class Bench:
 
         return self.kept.get(f"rounded {bits}", make)
 
+    def without_base(self, bits: int) -> dict[str, Any]:
+        """Every expert in our own codes, chosen on the text: its difference to nothing, whose bytes are not counted."""
+        zeros = self.options.work / "zeros"
+        shutil.rmtree(zeros, ignore_errors=True)
+        shutil.copytree(self.options.base, zeros)
+        tensors = load_file(zeros / "model.safetensors")
+        for name, tensor in tensors.items():
+            if ".mlp." in name:
+                tensor.zero_()
+        save_file(tensors, zeros / "model.safetensors", {"format": "pt"})
+        options = ("--method", "ders-quantize", "--base", zeros, "--bits", bits, *self.text)
+        result = self.run(("compress", *options))
+        source = Source.open(self.options.model)
+        experts, checkpoint = source.experts, source.checkpoint
+        base = len(experts.moe_layers) * experts.shape.expert_parameters * experts.dtype.itemsize
+        return {**result, "saved": result["saved"] + base / checkpoint.weight_bytes}
+
     def row(self, name: str, result: dict[str, Any]) -> str:
         loss = excess(result["perplexity"], self.original)
         return f"| {name} | {result['saved']:.2%} | {result['perplexity']:.4f} | {loss:.5f} |"
@@ -170,12 +187,15 @@ def equal_bytes(bench: Bench) -> list[str]:
             "base + 4 bits": lambda: bench.run((*quantize, "--bits", 4, "--base-bits", 8)),
             "base + 4 bits, rounded on text": lambda: bench.run((*quantize, "--bits", 4, "--base-bits", 8, *text)),
             "low-rank 120 in 8 bits": lambda: bench.run(*low_rank(120, 8)),
+            "no base, 4 bits on text": lambda: bench.without_base(4),
             "hybrid": lambda: bench.run(("compress", "--method", "hybrid", "--ratio", 0.62, *text)),
         },
         0.74: {
             "d2moe": lambda: bench.run(("compress", "--ratio", 0.74, *text)),
             "plain 3 bits": lambda: bench.rounded(3),
             "plain 2 bits": lambda: bench.rounded(2),
+            "no base, 3 bits on text": lambda: bench.without_base(3),
+            "no base, 2 bits on text": lambda: bench.without_base(2),
             "4-bit base + 2 bits": lambda: bench.run((*quantize, "--bits", 2, "--base-bits", 4)),
             "4-bit base + 2 bits, groups of 64": lambda: bench.run(
                 (*quantize, "--bits", 2, "--base-bits", 4, "--group-size", 64)
@@ -202,9 +222,12 @@ def equal_bytes(bench: Bench) -> list[str]:
         },
     }
     rows = []
+    chosen = bench.options.rows
     for ratio, block in blocks.items():
-        rows += ["", f"About {ratio:.0%} smaller:", "", *HEADER]
-        rows += [bench.row(name, make()) for name, make in block.items()]
+        named = {name: make for name, make in block.items() if not chosen or any(part in name for part in chosen)}
+        if named:
+            rows += ["", f"About {ratio:.0%} smaller:", "", *HEADER]
+            rows += [bench.row(name, make()) for name, make in named.items()]
     return rows
 
 
@@ -219,6 +242,7 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--windows", type=int, default=200)
     parser.add_argument("--only", nargs="+", choices=TABLES, default=list(TABLES))
+    parser.add_argument("--rows", nargs="+", metavar="PART", help="of equal-bytes, only rows with this in their name")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "moetool-ders")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -230,6 +254,8 @@ def main() -> None:
     print(table)
     if options.output:
         command = "python scripts/benchmarks/ders.py MODEL --base DENSE --calibration VALID --data TEST"
+        command += f" --only {' '.join(options.only)}" if options.only != list(TABLES) else ""
+        command += f" --rows {' '.join(map(repr, options.rows))}" if options.rows else ""
         options.output.write_text(f"{made_by(command)}\n\n{table}\n")
 
 
