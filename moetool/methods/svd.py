@@ -73,7 +73,7 @@ class LayerSvd:
         else:
             magnitude, energy = magnitudes.sum(0), energies.sum() / tokens.sum()
         squares = magnitude ** (2 * _ASVD_ALPHA)
-        return energy * squares / squares.sum()
+        return energy * squares / squares.sum().clamp_min(torch.finfo(torch.float64).tiny)
 
     def factorize_jointly(
         self, role: Role, deltas: list[Tensor], share: Share, row_scales: list[Tensor | None], rank: int | None = None
