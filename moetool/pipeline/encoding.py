@@ -72,7 +72,7 @@ class CodeOptions(Options):
 
     bits: Bits = Field(4, description="Bits per number of a difference.")
     group_size: int = Field(
-        128, ge=1, description="Inputs that share a scale, or as many below that as divide a matrix's."
+        128, ge=1, description="Inputs that share a scale; the largest divisor below if it does not divide a row."
     )
 
 

@@ -24,7 +24,8 @@ class DecomposeOptions(RunOptions, ExtendedOptions):
     group_size: int = Field(
         128,
         ge=1,
-        description="Inputs that share a scale in a base of few bits, or as many below that as divide a matrix's.",
+        description="Inputs that share a scale in a base of few bits; the largest divisor below if it does not divide "
+        "a row.",
     )
 
 

@@ -55,7 +55,7 @@ class HybridOptions(RunOptions, CalibrationOptions):
         "2", description="Bits of the base: 1, 2, 3, 4, 8, nf4 or int8. Differences make up for its errors."
     )
     group_size: int = Field(
-        128, ge=1, description="Inputs that share a scale, or as many below that as divide a matrix's."
+        128, ge=1, description="Inputs that share a scale; the largest divisor below if it does not divide a row."
     )
     sensitivity: Sensitivity = Field(
         "channel", description="Weigh errors by what they cost in loss: by output channel, by matrix, or not at all."
