@@ -27,6 +27,7 @@ class InterpolatedLinear(OwnModule):
     """A frozen linear layer and its part of the shared difference."""
 
     is_efficient: ClassVar[bool] = True
+    kept_wide: ClassVar[tuple[str, ...]] = ("log_phi",)
     columns: Tensor
     fixed_gates: Tensor
 
