@@ -188,10 +188,11 @@ class NeuronExperts(SplitFFN):
     def _cache(self, name: str, tensors: list[Tensor], compute: Callable[[], Any], *more: object) -> Any:
         """What `compute` gives, until one of the tensors is changed or replaced."""
         key = more, [(t.data_ptr(), t.dtype, t.device, t.is_inference() or t._version) for t in tensors]
-        if name not in self._cached or self._cached[name][0] != key:
+        found = self._cached.get(name)  # once: another thread may be here, too
+        if found is None or found[0] != key:
             with torch.inference_mode(False), torch.no_grad():
-                self._cached[name] = key, compute()
-        return self._cached[name][1]
+                found = self._cached[name] = key, compute()
+        return found[1]
 
     def train(self, mode: bool = True) -> Self:
         """See `nn.Module.train`."""

@@ -130,7 +130,7 @@ def test_experts_that_are_offloaded_are_not_made_dense(kind: str, saved: Any) ->
     with quiet():
         model = accelerate.cpu_offload(load(saved(kind)), execution_device=torch.device("cpu"))
     with pytest.raises(
-        UsageError, match="offloaded 3 of the model's expert layers .*Load the model without device_map"
+        UsageError, match=r"offloaded 3 of the model's expert layers .*Load the model without device_map"
     ):
         moetool.synthesise(model)
     assert not apply_synthesis(model, "auto")
