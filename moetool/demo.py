@@ -111,11 +111,13 @@ def tune(source: Path, target: Path, text: Path, steps: int, seed: int, progress
 
     A mixture of experts is trained with its family's load-balancing loss.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
+
+    from moetool.checkpoint.reader import Checkpoint
+    from moetool.integrations.loading import load_model
 
     tokenizer = AutoTokenizer.from_pretrained(source)
-    with quiet():
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model = load_model(Checkpoint.open(source), torch.float32)
     balanced = hasattr(model.config, "output_router_logits")
     if balanced:
         model.config.output_router_logits = True

@@ -108,9 +108,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+def build(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """A model whose experts are one shared matrix plus differences, at the scales of a trained one."""
-    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family]})
+    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config).eval()

@@ -19,6 +19,7 @@ __all__ = [
     "Architecture",
     "MoEShape",
     "Role",
+    "aliases",
     "architectures",
     "find_architecture",
     "is_opaque",
@@ -44,6 +45,12 @@ def architectures() -> tuple[Architecture, ...]:
 def unsupported() -> tuple[Unsupported, ...]:
     """Every family that is known not to fit, by name."""
     return tuple(_defined("UNSUPPORTED"))
+
+
+def aliases(config: Mapping[str, Any]) -> Mapping[str, str]:
+    """Parts of names that some tools write for the family of a `config.json`, and what stands there on the hub."""
+    named = (family for family in architectures() if config.get("model_type") in family.model_types)
+    return next((family.aliases for family in named), {})
 
 
 def find_architecture(config: Mapping[str, Any]) -> Architecture:

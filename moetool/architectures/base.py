@@ -170,6 +170,8 @@ class Architecture:
         returns_tuple: a decoder layer gives a tuple, of which the model takes the first entry.
         shared_expert_module: path of the shared expert, relative to the layer, of a family that has one.
         shared_expert: its matrices, relative to it; gate and up may share a tensor, one below the other.
+        aliases: parts of names that some tools write, and what stands there on the hub. Such a checkpoint is read as if
+            it had the hub's names.
     """
 
     name: str
@@ -190,10 +192,11 @@ class Architecture:
     returns_tuple: bool = False
     shared_expert_module: str = ""
     shared_expert: Mapping[Role, str] = field(default_factory=lambda: GATED)
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "weights", MappingProxyType(dict(self.weights)))
-        object.__setattr__(self, "shared_expert", MappingProxyType(dict(self.shared_expert)))
+        for name in ("weights", "shared_expert", "aliases"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     @property
     def is_fused(self) -> bool:

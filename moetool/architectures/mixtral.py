@@ -11,4 +11,5 @@ ARCHITECTURE = Architecture(
     experts_key="num_local_experts",
     intermediate_key="intermediate_size",
     router_rule="softmax over all experts, top-k, renormalised to sum 1",
+    aliases={".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."},
 )

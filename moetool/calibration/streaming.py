@@ -7,6 +7,7 @@ Layers of a moetool checkpoint are filled with the dense experts they stand for.
 """
 
 import copy
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ from moetool.calibration.disk_experts import DiskExperts
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
-from moetool.integrations.loading import model_class
+from moetool.integrations.loading import model_class, run_experts_of_any_width, surplus
 from moetool.integrations.quiet import quiet
 from moetool.modules.fused import fused_tensors
 from moetool.modules.insertion import insert_modules
@@ -75,6 +76,7 @@ class StreamedModel:
             insert_modules(self.model, checkpoint.config)
             hold_mixtures(self.model)
             self.model.eval().requires_grad_(False)
+        run_experts_of_any_width(self.model)
         self._uncached = {} if is_encoder(checkpoint.config) else {"use_cache": False}
         self.layer_count = int(self.config.num_hidden_layers)
         self.hidden_size = int(self.config.hidden_size)
@@ -101,13 +103,15 @@ class StreamedModel:
         layers = {self.architecture.layer_prefix(layer): layer for layer in range(self.layer_count)}
         blocks: dict[int, list[str]] = defaultdict(list)
         covered = set(getattr(self.model, "all_tied_weights_keys", None) or {})
+        unknown: list[str] = []
         for name in self.checkpoint.tensors:
             if self.experts is not None and name in self.experts.names:
                 continue
             renamed, converter = rename_source_key(name, renamings, converters, self.model.base_model_prefix, state)
             renamed = renamed if renamed in state else name
             if renamed not in state:
-                continue  # passes through to the output untouched
+                unknown.append(name)  # passes through to the output untouched
+                continue
             found, promised = self.checkpoint.tensors[name].shape, tuple(state[renamed].shape)
             if converter is None and found != promised:
                 raise InvalidInputError(
@@ -117,6 +121,13 @@ class StreamedModel:
             self._dtypes[name] = state[renamed].dtype
             block = next((layer for prefix, layer in layers.items() if name.startswith(prefix)), REST)
             blocks[block].append(name)
+        ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        unknown = [name for name in unknown if not any(re.search(pattern, name) for pattern in ignored)]
+        if unknown := surplus(unknown, self.checkpoint.config):
+            raise InvalidInputError(
+                f"{self.checkpoint.path} has tensors that are not in the model that config.json describes: "
+                f"{unknown[0]} ({len(unknown)} in all). Results would be wrong; refusing."
+            )
         in_memory = []
         if self.experts is not None:
             family = self.experts.architecture

@@ -7,13 +7,14 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moetool.architectures import aliases
 from moetool.checkpoint.header import Header, TensorInfo, read_header
 from moetool.checkpoint.source import resolve_source
 from moetool.errors import InvalidInputError
@@ -50,7 +51,7 @@ class Checkpoint:
         source: what the user called it: a directory or a hub id.
         path: its local directory.
         config: `config.json` as it stands there, without the library's defaults.
-        tensors: every tensor of the weight files, sorted by name.
+        tensors: every tensor of the weight files, sorted by name: the hub's, where the files have an alias for it.
         weight_files: the safetensors files, sorted by name.
         weight_bytes: bytes of those files together, headers included.
     """
@@ -106,7 +107,7 @@ class Checkpoint:
                 )
         if not tensors:
             raise InvalidInputError(f"The weight files of {path} hold no tensors.")
-        ordered = dict(sorted(tensors.items()))
+        ordered = dict(sorted(_hub_names(tensors, config).items()))
         return cls(str(source), path, config, ordered, files, weight_bytes, digest.hexdigest())
 
     @property
@@ -235,6 +236,22 @@ def _merge(tensors: dict[str, TensorInfo], header: Header) -> None:
                 "Download or write the checkpoint again."
             )
         tensors[name] = info
+
+
+def _hub_names(tensors: dict[str, TensorInfo], config: dict[str, Any]) -> dict[str, TensorInfo]:
+    """The same tensors under the names that the family's checkpoints have on the hub."""
+    named: dict[str, TensorInfo] = {}
+    for info in tensors.values():
+        name = info.name
+        for alias, own in aliases(config).items():
+            name = name.replace(alias, own)
+        if name in named:
+            raise InvalidInputError(
+                f"{info.name} and {named[name].name} of {info.file.parent} are two names of one tensor, {name}: which "
+                "one counts? Download or write the checkpoint again."
+            )
+        named[name] = info
+    return {name: replace(info, name=name) for name, info in named.items()}
 
 
 def _missing_config(path: Path) -> str:

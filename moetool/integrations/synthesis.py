@@ -1,5 +1,6 @@
 """Experts of a loaded model made dense once and for all, or left to be made from base and differences as they run."""
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import psutil
@@ -7,8 +8,10 @@ import torch
 from torch import nn
 
 from moetool.architectures.base import by_name
+from moetool.errors import UsageError
 from moetool.modules.experts import SharedBaseExperts, SharedExpertOnBase
 from moetool.modules.fused import fused_tensors
+from moetool.modules.offloading import is_offloaded
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
 from moetool.representations.shared_factor import SharedU, SharedV
@@ -25,7 +28,17 @@ def synthesise(model: Any) -> Any:
 
     Faster to run where differences are stored in few bits or few numbers, at the original model's size in memory. What
     it saves from then on is an ordinary checkpoint. Dynamic pruning of bases is left out: it has no dense form.
+
+    Raises:
+        UsageError: some of the experts are offloaded.
     """
+    if offloaded := [name for name, module in _stored(model) if is_offloaded(module)]:
+        raise UsageError(
+            f"synthesise needs the weights in memory, but accelerate has offloaded {len(offloaded)} of the model's "
+            f"expert layers to disk or to another memory, the first {offloaded[0]}. Load the model without device_map, "
+            "or with one that offloads none of its layers; or export the checkpoint (moetool export), which needs "
+            "memory for a few matrices only."
+        )
     modules = list(model.named_modules())
     for name, module in modules:
         if isinstance(module, SharedExpertOnBase):
@@ -39,6 +52,10 @@ def synthesise(model: Any) -> Any:
     elif entry is not None:
         del model.config.quantization_config
     return model
+
+
+def _stored(model: Any) -> Iterator[tuple[str, SharedBaseExperts]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, SharedBaseExperts))
 
 
 def dense_experts(module: SharedBaseExperts) -> nn.Module:
@@ -67,12 +84,15 @@ def _dense_shared_expert(module: SharedExpertOnBase) -> nn.Module:
 def apply_synthesis(model: Any, choice: Synthesis) -> bool:
     """Make the experts dense if that is asked for, or (`auto`) if it pays and they fit; returns whether it was done.
 
-    It pays where differences are not simply low-rank, and they fit if they take at most half of the free memory.
+    It pays where differences are not simply low-rank, and they fit if they take at most half of the free memory; those
+    that are offloaded do not.
     """
-    modules = [module for module in model.modules() if isinstance(module, SharedBaseExperts)]
+    modules = [module for _, module in _stored(model)]
     if choice == "on-the-fly" or not modules:
         return False
     if choice == "auto":
+        if any(is_offloaded(module) for module in modules):
+            return False
         forms = {type(form) for module in modules for _, _, form in module.layout.deltas()}
         if forms <= _CHEAP or any(module.layout.dynamic_channels for module in modules):
             return False

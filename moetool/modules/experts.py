@@ -18,6 +18,7 @@ from moetool.architectures import Role
 from moetool.architectures.base import fused_name
 from moetool.modules.fused import activated, entering
 from moetool.modules.neurons import dropout_of
+from moetool.modules.offloading import below, loaded
 from moetool.modules.rows import add_rows
 from moetool.representations.base import Weight, empty_parameter
 from moetool.representations.layout import LayerLayout
@@ -89,6 +90,17 @@ class SharedBaseExperts(nn.Module):
         """The stored form of a base that is not dense."""
         return self.moetool["base"][role]  # type: ignore[index]
 
+    def _bases(self, role: Role) -> list[nn.Module]:
+        """The modules that store a base that is not dense."""
+        if self.layout.has_dense_base(role):
+            return []
+        compact = self._compact(role)
+        return [compact, *below(compact)]
+
+    def _shared(self) -> list[nn.Module]:
+        """The modules that hold what differences have in common."""
+        return below(self.moetool["shared"]) if "shared" in self.moetool else []
+
     def _uses_base(self, expert: int, role: Role) -> bool:
         weights = self.layout.weights[role]
         return weights is not None and weights[expert].uses_base
@@ -151,7 +163,8 @@ class SharedBaseExperts(nn.Module):
             activations = activations[:, self.base_channels.long()]  # type: ignore[operator]
         if not self.layout.has_dense_base("down") and not self.layout.dynamic_channels:
             return self._compact("down")(activations)
-        base = self._base("down").to(activations.dtype)
+        with loaded(*self._bases("down")):
+            base = self._base("down").to(activations.dtype)
         if self.layout.dynamic_channels:
             scores = base.detach().float().norm(dim=0) * activations.detach().float().norm(dim=0)
             weakest = scores.argsort(stable=True)[: self.layout.dynamic_channels]
@@ -164,6 +177,10 @@ class SharedBaseExperts(nn.Module):
         For the backward nothing is kept of an expert with a base: its activations follow from those of the base, which
         are kept once per token, and its difference, and are computed again, expert by expert.
         """
+        with loaded(*self._shared()):
+            return self._forward(hidden_states, top_k_index, top_k_weights)
+
+    def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         tokens, top_k = top_k_index.shape
         experts, order = top_k_index.reshape(-1).sort(stable=True)
         weights = top_k_weights.reshape(-1, 1)
@@ -235,6 +252,10 @@ class SharedBaseExperts(nn.Module):
     def shared_expert(self, hidden_states: Tensor, biases: Mapping[Role, Tensor]) -> Tensor:
         """The shared expert where it is stored on the base: `[…, hidden]` → the same. It is the last of the experts,
         and its `biases` are elsewhere."""
+        with loaded(self, *self._shared()):
+            return self._shared_expert(hidden_states, biases)
+
+    def _shared_expert(self, hidden_states: Tensor, biases: Mapping[Role, Tensor]) -> Tensor:
         hidden, last = hidden_states.reshape(-1, self.hidden_dim), self.num_experts
         everywhere = torch.arange(len(hidden), device=hidden.device)
         activation = self._activation(last, hidden, self._base_gate_up(hidden), everywhere, biases).to(hidden.dtype)
@@ -300,8 +321,9 @@ class SharedExpertOnBase(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[…, hidden]` → the same."""
-        biases: dict[Role, Tensor] = {role: self.bias(role) for role in self.experts.layout.shape.biases}
-        output = self.experts.shared_expert(hidden_states, biases)
+        with loaded(*below(self)):
+            biases: dict[Role, Tensor] = {role: self.bias(role) for role in self.experts.layout.shape.biases}
+            output = self.experts.shared_expert(hidden_states, biases)
         return F.dropout(output, dropout_of(self.native), self.training)
 
     def bias(self, role: Role) -> nn.Parameter:

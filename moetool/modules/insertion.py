@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from moetool.architectures import own_modules
 from moetool.errors import InvalidInputError
+from moetool.representations.base import KeepsWide
 
 
-class OwnModule(nn.Module):
+class OwnModule(KeepsWide):
     """A module that only moetool's checkpoints have: all its tensors must be in the file.
 
     Attributes:

@@ -27,6 +27,7 @@ class InterpolatedLinear(OwnModule):
     """A frozen linear layer and its part of the shared difference."""
 
     is_efficient: ClassVar[bool] = True
+    kept_wide: ClassVar[tuple[str, ...]] = ("log_phi",)
     columns: Tensor
     fixed_gates: Tensor
 
@@ -81,7 +82,7 @@ class InterpolatedLinear(OwnModule):
         if (weight := interpolation.folded_weight(self)) is not None:
             return F.linear(inputs, weight, self.bias)
         outputs = self.linear(inputs)
-        mixture = interpolation.mixture(self, inputs)
+        mixture = interpolation.mixed(self, inputs)
         if mixture is None:
             return outputs
         chosen = inputs if self.trains_masks else inputs.index_select(-1, self.columns.long())
@@ -93,10 +94,10 @@ class InterpolatedLinear(OwnModule):
         since."""
         return type(self.linear) is self._kind and not self.linear.weight.is_meta
 
-    def versions(self) -> tuple[int, ...]:
-        """Numbers that change with the weights or masks."""
+    def versions(self) -> tuple[object, ...]:
+        """What changes with the weights or masks, or with where or in which dtype they are."""
         tensors = (self.linear.weight, self.delta, self.log_phi if self.trains_masks else self.fixed_gates)
-        return tuple(int(tensor._version) for tensor in tensors if not tensor.is_inference())
+        return tuple((t.device, t.dtype, t.is_inference() or int(t._version)) for t in tensors)
 
     @torch.no_grad()
     def prune(self) -> None:

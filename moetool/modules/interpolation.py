@@ -1,8 +1,11 @@
 """How SIMoE's experts are mixed: the router, the α of the examples that are running, and what is kept per prompt."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass
+from threading import Lock, Thread, current_thread
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +20,73 @@ if TYPE_CHECKING:
 FOLDING = 4
 
 
+class Mixture:
+    """The α `[examples, experts]` that some examples run with, and what was made of it for linear layers.
+
+    Attributes:
+        alpha: fp32.
+        index: `[batch, length]`, the example of every token, where rows hold several.
+        calls: how many went on with it since their thread ran anything else.
+    """
+
+    def __init__(self, alpha: Tensor, index: Tensor | None = None) -> None:
+        self.alpha, self.index, self.calls = alpha, index, 0
+        self._is_one: bool | None = None
+        self._made: dict[tuple[str, int], tuple[object, Tensor]] = {}  # with the versions of what it was made of
+
+    def __deepcopy__(self, _: object) -> Self:
+        return type(self)(self.alpha, self.index)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether all examples have the same, to within the rounding of equal rows of a batch."""
+        if self._is_one is None:
+            self._is_one = bool((self.alpha - self.alpha[:1]).abs().max() < 1e-6)
+        return self._is_one
+
+    def made(self, what: str, site: "InterpolatedLinear", make: Callable[[], Tensor]) -> Tensor:
+        """What `make` gives for a linear layer, once for the same weights."""
+        versions, key = site.versions(), (what, id(site))
+        found = self._made.get(key)
+        if found is None or found[0] != versions:
+            found = self._made[key] = versions, make()
+        return found[1]
+
+    def forget(self) -> None:
+        """Drop everything but α."""
+        self._made.clear()
+        self.calls = 0
+
+    @property
+    def folded(self) -> int:
+        """How many layers have folded weights."""
+        return sum(what == "folded" for what, _ in self._made)
+
+
+@dataclass
+class _Here:
+    """What one thread is about to run, or has run last.
+
+    Attributes:
+        prompt_ends: see `Interpolation`.
+        mixture: of its last call.
+        is_frozen: whether it runs the frozen model.
+        has_gradients: whether its last call may be differentiated.
+    """
+
+    prompt_ends: Tensor | None = None
+    mixture: Mixture | None = None
+    is_frozen: bool = False
+    has_gradients: bool = False
+
+
+# No attributes of the module: models are copied, and threads are not.
+_HERE: WeakKeyDictionary["Interpolation", WeakKeyDictionary[Thread, _Here]] = WeakKeyDictionary()
+_LOCK = Lock()
+
+
 class Interpolation(OwnModule):
-    """The router of a model, and the α of the examples that are running.
+    """The router of a model, and the α of the examples that are running, which every thread has for itself.
 
     What counts as the prompt: of a batch with `prompt_ends`, what these say; of the first call that fills a cache, as
     in `generate`, everything there is, and the cache remembers its α; of any other call, which scores a text, its first
@@ -26,13 +94,10 @@ class Interpolation(OwnModule):
 
     Where all rows have one α, as those of one prompt do, beams included, calls that go on with a cache soon take the
     weights `W + W_δ diag(Σ_i α_i z_i)`, folded once per prompt: a token then costs what it costs the dense model. They
-    lie beside W and W_δ, which the next prompt needs, so that memory grows by the dense model's linear layers until
-    another prompt begins, training does, or a weight changes.
+    lie beside W and W_δ, which others need, so that memory grows by the dense model's linear layers, for each thread
+    that generates, until the thread begins another prompt or ends, training begins, or a weight changes.
 
     Attributes:
-        prompt_ends: `[batch, length]` bool, the last prompt token of every example of the next call, rows of which may
-            hold several, each beginning at position 0; used once.
-        alpha: `[examples, experts]` of the last call; `None` while the frozen model runs.
         trains_masks: whether masks are still parameters.
         sparsity: τ, the share of mask elements that is to be zero.
         samples: draw gates while training instead of taking their medians.
@@ -41,6 +106,7 @@ class Interpolation(OwnModule):
     """
 
     multiplier: Tensor
+    kept_wide: ClassVar[tuple[str, ...]] = ("multiplier",)
 
     def __init__(
         self, hidden: int, experts: int, width: int, like: Tensor, *, trains_masks: bool, sparsity: float
@@ -52,13 +118,57 @@ class Interpolation(OwnModule):
         if trains_masks:
             self.register_buffer("multiplier", torch.zeros(1, dtype=torch.float32, device=like.device))
         self.experts, self.samples, self.folds = experts, False, True
-        self.prompt_ends: Tensor | None = None
-        self.alpha: Tensor | None = None
-        self.index: Tensor | None = None  # [batch, length], the example of every token, where a row holds several
-        self._mixtures: dict[int, Tensor] = {}
-        self._folded: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # with the versions of what they were made of
-        self._is_frozen = self._is_held = False
-        self._calls = 0  # that went on with one α
+        self._held: Mixture | None = None
+
+    @property
+    def _here(self) -> _Here:
+        """The state of this thread."""
+        found = self._known()
+        if found is None:
+            with _LOCK:
+                found = _HERE.setdefault(self, WeakKeyDictionary()).setdefault(current_thread(), _Here())
+        return found
+
+    def _known(self) -> _Here | None:
+        threads = _HERE.get(self)
+        return None if threads is None else threads.get(current_thread())
+
+    @property
+    def prompt_ends(self) -> Tensor | None:
+        """`[batch, length]` bool, the last prompt token of every example of this thread's next call, rows of which may
+        hold several, each beginning at position 0; used once."""
+        return self._here.prompt_ends
+
+    @prompt_ends.setter
+    def prompt_ends(self, ends: Tensor | None) -> None:
+        self._here.prompt_ends = ends
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """What this thread runs with or has run with last; `None` while the frozen model runs."""
+        here = self._known()
+        if here is not None and here.is_frozen:
+            return None
+        if self._held is not None:
+            return self._held
+        if here is not None:
+            return here.mixture
+        # A thread that has called nothing recomputes activations for the backward of one that has: autograd has threads
+        # of its own on some devices.
+        with _LOCK:
+            others = list(_HERE.get(self, WeakKeyDictionary()).items())
+        trained = [other.mixture for thread, other in others if thread.is_alive() and other.has_gradients]
+        if len(trained) > 1:
+            raise RuntimeError(
+                f"{len(trained)} threads train this model at once, and recompute activations: whose they are cannot be "
+                "told here. Train in one thread, or without gradient checkpointing."
+            )
+        return trained[0] if trained else None
+
+    @property
+    def alpha(self) -> Tensor | None:
+        """`[examples, experts]` of this thread's last call; `None` while the frozen model runs."""
+        return None if (mixture := self.mixture) is None else mixture.alpha
 
     def choose(self, hidden: Tensor) -> Tensor:
         """α `[examples, experts]` from the final hidden states `[examples, hidden]` of prompts' last tokens."""
@@ -66,75 +176,72 @@ class Interpolation(OwnModule):
         return logits.float().softmax(-1)
 
     def set_alpha(self, alpha: Tensor, index: Tensor | None = None) -> None:
-        """Use these from now on."""
-        if alpha is not self.alpha:
-            self._forget()
-        self.alpha, self.index, self._calls = alpha, index, 0
+        """Use these from now on, in this thread."""
+        self._use(Mixture(alpha, index))
 
-    def _go_on(self, alpha: Tensor) -> None:
-        """Use the α of a cache, and count the calls that did so in a row while all examples had one, to within the
-        rounding of equal rows of a batch."""
-        calls = self._calls + 1 if alpha is self.alpha and bool((alpha - alpha[:1]).abs().max() < 1e-6) else 0
-        self.set_alpha(alpha)
-        self._calls = calls
+    def _use(self, mixture: Mixture) -> None:
+        here = self._here
+        if here.mixture is not None and here.mixture is not mixture:
+            here.mixture.forget()
+        here.mixture, here.has_gradients = mixture, torch.is_grad_enabled()
 
     def train(self, mode: bool = True) -> Self:
-        self._forget()
+        with _LOCK:
+            known = list(_HERE.get(self, WeakKeyDictionary()).values())
+        for here in known:
+            if here.mixture is not None:
+                here.mixture.forget()
         return super().train(mode)
-
-    def _forget(self) -> None:
-        self._mixtures.clear()
-        self._folded.clear()
 
     def folded_weight(self, site: "InterpolatedLinear") -> Tensor | None:
         """`W + W_δ diag(Σ_i α_i z_i)` `[out, in]` of a linear layer, where it pays to have it."""
-        if not self.folds or self._calls < FOLDING or self._is_frozen or self.training or torch.is_grad_enabled():
+        if not self.folds or self.training or torch.is_grad_enabled() or not site.is_plain:
             return None
-        if not site.is_plain:
+        mixture = self.mixture
+        if mixture is None or mixture.calls < FOLDING:
             return None
-        assert self.alpha is not None
-        versions = site.versions()
-        if self._folded.get(id(site), (None,))[0] != versions:
-            self._folded[id(site)] = versions, site.folded(self.alpha[0])
-        return self._folded[id(site)][1]
+        return mixture.made("folded", site, lambda: site.folded(mixture.alpha[0]))
 
-    def mixture(self, site: "InterpolatedLinear", like: Tensor) -> Tensor | None:
+    def mixed(self, site: "InterpolatedLinear", like: Tensor) -> Tensor | None:
         """`Σ_i α_i z_i` of a linear layer for its inputs `[batch, length, in]`, to be multiplied with them."""
-        if self._is_frozen or self.alpha is None:
+        mixture = self.mixture
+        if mixture is None:
             return None
+        alpha, index = mixture.alpha, mixture.index
         if torch.is_grad_enabled() or self.training:
-            mixed = mix(self.alpha, site.gates(sampled=self.samples and self.training))
+            mixed = mix(alpha, site.gates(sampled=self.samples and self.training))
         else:  # once per prompt
-            if id(site) not in self._mixtures:
-                self._mixtures[id(site)] = mix(self.alpha, site.gates())
-            mixed = self._mixtures[id(site)]
+            mixed = mixture.made("mixed", site, lambda: mix(alpha, site.gates()))
         mixed = mixed.to(like.dtype)
-        return mixed[:, None] if self.index is None else mixed[self.index.to(mixed.device)]
+        return mixed[:, None] if index is None else mixed[index.to(mixed.device)]
 
     def hold(self, alpha: Tensor) -> None:
-        """Use this α `[1, experts]` for everything from now on."""
-        self.set_alpha(alpha)
-        self._is_held = True
+        """Use this α `[1, experts]` for everything from now on, in all threads."""
+        self._held = Mixture(alpha)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """The model as it was before: no differences, for the time of the `with` block."""
-        self._is_frozen = True
+        """The model as it was before: no differences, in this thread, for the time of the `with` block."""
+        here = self._here
+        here.is_frozen = True
         try:
             yield
         finally:
-            self._is_frozen = False
+            here.is_frozen = False
 
     def before(self, decoder: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Find α for what the decoder is about to see (a forward pre-hook)."""
-        if self._is_frozen or self._is_held:
+        here = self._here
+        if here.is_frozen or self._held is not None:
             return
-        ends, self.prompt_ends = self.prompt_ends, None
+        ends, here.prompt_ends = here.prompt_ends, None
         cache = options.get("past_key_values")
         if cache is not None and int(cache.get_seq_length()) > 0:
-            if not hasattr(cache, "moetool_alpha"):
+            if not hasattr(cache, "moetool_mixture"):
                 raise RuntimeError("This cache was not begun by this model: its prompt's mixture is not known.")
-            self._go_on(cache.moetool_alpha)
+            mixture: Mixture = cache.moetool_mixture
+            self._use(mixture)
+            mixture.calls += mixture.is_one
             return
         given = {"input_ids": arguments[0]} if arguments and arguments[0] is not None else {}
         given |= {
@@ -151,16 +258,16 @@ class Interpolation(OwnModule):
         else:
             starts = given["position_ids"].expand_as(tokens) == 0
             index = starts.flatten().cumsum(0).view_as(tokens) - 1
-        alpha = self.choose(self._seen(decoder, given, ends))
+        mixture = Mixture(self.choose(self._seen(decoder, given, ends)), index)
         if cache is not None:
-            cache.moetool_alpha = alpha
-        self.set_alpha(alpha, index)
+            cache.moetool_mixture = mixture
+        self._use(mixture)
 
     def after(self, decoder: nn.Module, arguments: tuple[Any, ...], outputs: Any) -> None:
         """Let a cache that the decoder itself has made remember α (a forward hook)."""
         cache = getattr(outputs, "past_key_values", None)
-        if cache is not None and not self._is_frozen and self.alpha is not None:
-            cache.moetool_alpha = self.alpha
+        if cache is not None and self._held is None and not self._here.is_frozen:
+            cache.moetool_mixture = self._here.mixture
 
     @torch.no_grad()
     def _seen(self, decoder: Any, given: dict[str, Any], ends: Tensor) -> Tensor:
@@ -168,7 +275,8 @@ class Interpolation(OwnModule):
         length = int(ends.any(0).nonzero().max()) + 1  # nothing after the last prompt is needed
         shortened = {name: _shortened(value, length) for name, value in given.items()}
         training = [module for module in decoder.modules() if module.training]
-        decoder.eval()
+        if training:
+            decoder.eval()
         try:
             with self.frozen():
                 hidden = decoder.forward(**shortened, use_cache=False).last_hidden_state

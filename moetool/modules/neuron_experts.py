@@ -22,6 +22,7 @@ from moetool.architectures.dense import find_dense_architecture
 from moetool.errors import UsageError
 from moetool.modules.insertion import add_guard, path_in
 from moetool.modules.neurons import SplitFFN, activation_of, dropout_of, wide
+from moetool.modules.offloading import below, loaded
 
 SELECTORS = ("mlp", "oracle", "fixed")
 
@@ -122,7 +123,7 @@ class NeuronExperts(SplitFFN):
         """How much a token `[tokens, hidden]` needs each expert: `[tokens, experts]`. Not for a fixed selection."""
         if self.selector_kind == "mlp":
             return self.selector(rows)
-        residual = self.activation(rows, [(0, self.intermediate)]) - self.centre
+        residual = self.activation(rows, [(0, self.intermediate)]) - self.subtracted
         return residual.to(wide(rows)).square().unflatten(-1, (self.num_experts, self.size)).sum(-1)
 
     def select(self, rows: Tensor) -> Tensor:
@@ -138,17 +139,21 @@ class NeuronExperts(SplitFFN):
         down = self.linear("down")
         tensors = [tensor for tensor in (down.weight, down.bias, self.centre) if tensor is not None]
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return F.linear(self.centre.to(down.weight.dtype), down.weight, down.bias)
+            return F.linear(self.subtracted, down.weight, down.bias)
 
         def compute() -> Tensor:
             dtype = wide(down.weight)
             bias = None if down.bias is None else down.bias.to(dtype)
-            return F.linear(self.centre.to(dtype), down.weight.to(dtype), bias)
+            return F.linear(self.subtracted.to(dtype), down.weight.to(dtype), bias)
 
         return self._cache("constant", tensors, compute)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[..., hidden]` → `[..., hidden]`."""
+        with loaded(*below(self)):  # whose weights are read, not called
+            return self._forward(hidden_states)
+
+    def _forward(self, hidden_states: Tensor) -> Tensor:
         rows = hidden_states.reshape(-1, self.hidden)
         chosen = self.select(rows) if self.kept < self.num_experts or self.on_selection else None
         if self.on_selection is not None and chosen is not None:
@@ -183,19 +188,20 @@ class NeuronExperts(SplitFFN):
     def _cache(self, name: str, tensors: list[Tensor], compute: Callable[[], Any], *more: object) -> Any:
         """What `compute` gives, until one of the tensors is changed or replaced."""
         key = more, [(t.data_ptr(), t.dtype, t.device, t.is_inference() or t._version) for t in tensors]
-        if name not in self._cached or self._cached[name][0] != key:
+        found = self._cached.get(name)  # once: another thread may be here, too
+        if found is None or found[0] != key:
             with torch.inference_mode(False), torch.no_grad():
-                self._cached[name] = key, compute()
-        return self._cached[name][1]
+                found = self._cached[name] = key, compute()
+        return found[1]
 
     def train(self, mode: bool = True) -> Self:
         """See `nn.Module.train`."""
         self._cached.clear()
         return super().train(mode)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+    def _apply(self, *arguments: Any, **options: Any) -> Self:
         self._cached.clear()
-        return super()._apply(*args, **kwargs)
+        return super()._apply(*arguments, **options)
 
     def extra_repr(self) -> str:
         return f"{self.kept} of {self.num_experts} experts of {self.size} neurons, {self.selector_kind}"

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ class SplitFFN(OwnModule):
     """
 
     centre: Tensor
+    kept_wide: ClassVar[tuple[str, ...]] = ("centre",)
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class SplitFFN(OwnModule):
             if (found := tuple(self.linear(role).weight.shape)) != shape:
                 raise ValueError(f"{self.names[role]} is {found}, not {shape}")
         down = self.linear("down").weight
-        self.register_buffer("centre", torch.zeros(intermediate, device=down.device, dtype=down.dtype))
+        self.register_buffer("centre", torch.zeros(intermediate, device=down.device, dtype=wide(down)))
         self.register_state_dict_post_hook(_contiguous)
 
     def linear(self, role: Role) -> nn.Linear:
@@ -62,6 +63,11 @@ class SplitFFN(OwnModule):
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"{self.names[role]} is a {type(linear).__name__}: its neurons cannot be taken apart")
         return linear
+
+    @property
+    def subtracted(self) -> Tensor:
+        """`centre` as it is computed with, in the dtype of the weights."""
+        return self.centre.to(self.linear("down").weight.dtype)
 
     def whole(self, rows: Tensor) -> Tensor:
         """The network as it was, in the same operations: bit for bit what it gave."""
@@ -116,7 +122,7 @@ class SplitFFN(OwnModule):
         """
         runs, weight = self._runs(experts), self.linear("down").weight
         index = torch.tensor(experts, device=rows.device)
-        residual = self.activation(rows, runs) - self.centre.view(-1, self.size).index_select(0, index).flatten()
+        residual = self.activation(rows, runs) - self.subtracted.view(-1, self.size).index_select(0, index).flatten()
         if used is not None:
             unused = ~used.index_select(1, index).unsqueeze(-1)
             residual = residual.unflatten(-1, (-1, self.size)).masked_fill(unused, 0).flatten(-2)
@@ -134,13 +140,13 @@ class SplitFFN(OwnModule):
         """Each expert on its tokens, one expert after the other; `chosen [tokens, k]`: → `[tokens, hidden]`."""
         experts, order = chosen.reshape(-1).sort(stable=True)
         ends = torch.bincount(experts, minlength=self.num_experts).cumsum(0).tolist()
-        weight = self.linear("down").weight
+        weight, centre = self.linear("down").weight, self.subtracted
         result = rows.new_zeros(rows.shape, dtype=wide(rows))
         for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
             if start == end:
                 continue
             tokens, run = order[start:end] // chosen.shape[1], (expert * self.size, (expert + 1) * self.size)
-            residual = self.activation(rows.index_select(0, tokens), [run]) - self.centre[slice(*run)]
+            residual = self.activation(rows.index_select(0, tokens), [run]) - centre[slice(*run)]
             # Deterministic on every device: no token is twice among an expert's.
             result.index_add_(0, tokens, F.linear(residual, weight[:, slice(*run)]).to(result.dtype))
         return result
@@ -164,7 +170,7 @@ class SplitFFN(OwnModule):
             output = F.grouped_mm(routed, by_expert, offs=ends)
             return output if bias is None else output + bias.view(self.num_experts, self.size)[experts]
 
-        residual = self._activated(project) - self.centre.view(self.num_experts, self.size)[experts]
+        residual = self._activated(project) - self.subtracted.view(self.num_experts, self.size)[experts]
         down = self.linear("down").weight.unflatten(1, (self.num_experts, self.size)).permute(1, 2, 0)
         output = F.grouped_mm(residual, down, offs=ends)
         return torch.empty_like(output).index_copy_(0, order, output).view(*chosen.shape, -1).sum(1, dtype=wide(rows))

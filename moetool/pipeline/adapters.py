@@ -37,21 +37,22 @@ def merge_adapter(adapter: Path, base: Checkpoint, target: Path) -> Checkpoint:
         InvalidInputError: the adapter does not fit the model, or cannot be read.
     """
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
+    from moetool.integrations.loading import load_model
     from moetool.integrations.quiet import quiet
 
     if not target.exists():
+        model = load_model(base, "auto")
         try:
             with quiet(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # of peft about transformers
-                model = AutoModelForCausalLM.from_pretrained(base.path, dtype="auto", trust_remote_code=False)
+                warnings.filterwarnings("error", "Found missing adapter keys")
                 merged = PeftModel.from_pretrained(model, adapter).merge_and_unload()
                 unfinished = target.with_name(target.name + ".tmp")
                 shutil.rmtree(unfinished, ignore_errors=True)
                 merged.save_pretrained(unfinished)
                 unfinished.rename(target)
-        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError, UserWarning) as error:
             raise InvalidInputError(f"Adapter {adapter} cannot be merged into {base.path}: {error}") from error
         del model, merged
         if torch.cuda.is_available():

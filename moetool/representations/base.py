@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,22 @@ class Stored:
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes in a model stored in `dtype`."""
         return torch.Size(self.shape).numel() * (self.dtype or dtype).itemsize
+
+
+class KeepsWide(nn.Module):
+    """A module some tensors of which stay in 32 bits when the model they belong to goes to 16."""
+
+    kept_wide: ClassVar[tuple[str, ...]] = ()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        held = {name: tensor for name in self.kept_wide if isinstance(tensor := getattr(self, name, None), Tensor)}
+        before = {name: tensor.data for name, tensor in held.items()}
+        super()._apply(fn, recurse)
+        for name, data in before.items():
+            tensor = getattr(self, name)
+            if tensor.element_size() < data.element_size():
+                tensor.data = data.to(tensor.device)
+        return self
 
 
 class Weight(nn.Module, ABC):

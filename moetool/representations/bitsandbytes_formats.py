@@ -5,13 +5,13 @@ Made and read by plain torch on any device; on a card bitsandbytes' own kernels 
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moetool.representations.base import Representation, Stored, Weight
+from moetool.representations.base import KeepsWide, Representation, Stored, Weight
 
 BLOCK = 64  # numbers that share an absmax in NF4
 _CHUNK = 1 << 18  # bytes unpacked at a time
@@ -90,9 +90,10 @@ def _finite(matrix: Tensor) -> Tensor:
     return wide
 
 
-class _FormatWeight(Weight):
+class _FormatWeight(KeepsWide, Weight):
     """Run-time form: a product unpacks the matrix. Nothing in it can be trained."""
 
+    kept_wide: ClassVar[tuple[str, ...]] = ("absmax",)  # a model in half precision keeps the scales that were stored
     codes: Tensor
     absmax: Tensor
 
@@ -101,13 +102,6 @@ class _FormatWeight(Weight):
         self.shape = shape
         for name, entry in stored.items():
             self.register_buffer(name, torch.zeros(entry.shape, dtype=entry.dtype, device=device))
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        absmax = self.absmax
-        super()._apply(fn, recurse)
-        if self.absmax.dtype != torch.float32:  # a model in half precision keeps the scales that were stored
-            self.absmax = absmax.to(self.absmax.device)
-        return self
 
     def forward(self, inputs: Tensor) -> Tensor:
         return F.linear(inputs, self.dense().to(inputs.dtype))

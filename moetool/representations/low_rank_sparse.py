@@ -1,7 +1,7 @@
 """A difference as low-rank factors plus a few elements of what these leave over."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -81,28 +81,22 @@ class LowRankSparseWeight(Weight):
         super().__init__()
         factors = representation.factors.build(shape, dtype, device)
         residual = representation.residual.build(shape, dtype, device)
-        # In a tuple, and their tensors registered here: names on disk are flat.
+        # In a tuple, and what they hold is what this module holds, under the same names: names on disk are flat.
         self._parts = (factors, residual)
         for part in self._parts:
-            for name, parameter in part.named_parameters():
-                self.register_parameter(name, parameter)
-            for name, buffer in part.named_buffers():
-                self.register_buffer(name, buffer)
+            self._parameters.update(part._parameters)
+            self._buffers.update(part._buffers)
+            part._parameters, part._buffers = self._parameters, self._buffers
 
-    def _filled(self) -> tuple[Weight, Weight]:
-        """The two parts with what is registered here: loading and moving replaces tensors."""
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*arguments, **options)
         for part in self._parts:
-            for name in (*part._parameters, *part._buffers):
-                held = part._parameters if name in part._parameters else part._buffers
-                if held[name] is not getattr(self, name):
-                    held[name] = getattr(self, name)
-                    part.forget()
-        return self._parts
+            part.forget()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        factors, residual = self._filled()
+        factors, residual = self._parts
         return factors(inputs) + residual(inputs)
 
     def dense(self) -> Tensor:
-        factors, residual = self._filled()
+        factors, residual = self._parts
         return factors.dense() + residual.dense()

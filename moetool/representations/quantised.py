@@ -115,8 +115,10 @@ class QuantisedWeight(Weight):
         codes = unpack(self.codes, self.bits, self.shape[0] * self.shape[1])
         return dequantise(codes, self.scales, self.bits, dtype)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return F.linear(inputs, self.dequantise(inputs.dtype))
+    def forward(self, inputs: Tensor, *, transposed: bool = False) -> Tensor:
+        """`[tokens, in]` → `[tokens, out]`, or `transposed` `[tokens, out]` → `[tokens, in]`."""
+        matrix = self.dequantise(inputs.dtype)
+        return inputs @ matrix if transposed else F.linear(inputs, matrix)
 
     def dense(self) -> Tensor:
         return self.dequantise(torch.promote_types(self.scales.dtype, torch.float32))

@@ -5,7 +5,6 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moetool.numerics.factorize import refit
 from moetool.representations.base import Representation, Stored, Weight
@@ -147,7 +146,7 @@ class QuantisedLowRankWeight(Weight):
     def forward(self, inputs: Tensor) -> Tensor:
         if not self.rank:
             return inputs.new_zeros(inputs.shape[0], self.shape[0])
-        return F.linear(inputs, self.v.dequantise(inputs.dtype)) @ self.u.dequantise(inputs.dtype)
+        return self.u(self.v(inputs), transposed=True)
 
     def dense(self) -> Tensor:
         return self.u.dense().T @ self.v.dense() if self.rank else torch.zeros(self.shape)

@@ -1,7 +1,10 @@
 """Sparse interpolated experts: what they compute, from which prompt, and what they are in transformers."""
 
+import contextlib
 import copy
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -355,7 +358,7 @@ def folded_by(model: Any) -> int:
     """How many weights are folded."""
     router = interpolation_of(model)
     assert router is not None
-    return len(router._folded)
+    return router.mixture.folded if router.mixture else 0
 
 
 @pytest.mark.parametrize("pruned", [False, True])
@@ -448,11 +451,86 @@ def test_weights_that_change_are_folded_anew(trained: MakeModel) -> None:
     with torch.no_grad():
         for site in sites(model).values():
             site.delta.mul_(2)
-        again = copy.deepcopy(cache)
+        again = copy.deepcopy(cache)  # which takes α with it, and no folded weights
         found = model(input_ids=tokens[:, :1], past_key_values=cache).logits
         router.folds = False
-        again.moetool_alpha = cache.moetool_alpha
         assert relative_error(found, model(input_ids=tokens[:, :1], past_key_values=again).logits) < 1e-5
+
+
+@contextlib.contextmanager
+def side_by_side(model: Any, threads: int) -> Iterator[None]:
+    """No thread enters the second layer before all others have come there, too: their calls overlap, every one."""
+    barrier = threading.Barrier(threads)
+
+    def wait(*_: Any) -> None:
+        barrier.wait(20)
+
+    handle = model.model.layers[1].register_forward_pre_hook(wait)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("folds", [True, False])
+def test_threads_generate_what_they_do_alone(folds: bool, trained: MakeModel) -> None:
+    model = trained()
+    router = interpolation_of(model)
+    assert router is not None
+    router.folds = folds
+    given = {**GENERATE, "max_new_tokens": FOLDING + 4, "output_scores": True, "return_dict_in_generate": True}
+    prompts = prompt(3, 7).unsqueeze(1)
+
+    def told(tokens: Tensor) -> Tensor:
+        return torch.stack(model.generate(tokens, attention_mask=torch.ones_like(tokens), **given).scores)
+
+    alone = [told(tokens) for tokens in prompts]
+    assert not alone[0].allclose(alone[1], atol=1e-2)
+    with ThreadPoolExecutor(3) as pool, side_by_side(model, 3):
+        together = list(pool.map(told, prompts))
+    assert all(found.equal(expected) for found, expected in zip(together, alone, strict=True))
+
+
+@torch.no_grad()
+def test_threads_score_and_freeze_what_they_do_alone(trained: MakeModel) -> None:
+    """One a batch with prompts of its own, one a text, one the frozen model."""
+    model, tokens = trained(), prompt(2, 12)
+    router = interpolation_of(model)
+    assert router is not None
+
+    def batch() -> Tensor:
+        return score(model, batch_of(pairs(4, 3, 5, 2)))[0]
+
+    def text() -> Tensor:
+        return logits(model, tokens)
+
+    def frozen() -> Tensor:
+        with router.frozen():
+            model(input_ids=tokens, use_cache=False)
+            return logits(model, tokens)
+
+    jobs = [batch, text, frozen]
+    alone = [job() for job in jobs]
+    with ThreadPoolExecutor(3) as pool, side_by_side(model, 3):
+        together = [one.result() for one in [pool.submit(torch.no_grad()(job)) for job in jobs]]
+    assert all(found.equal(expected) for found, expected in zip(together, alone, strict=True))
+    assert router.prompt_ends is None
+
+
+def test_activations_that_another_thread_recomputes(trained: MakeModel) -> None:
+    """As autograd does on some devices; of several trainings it cannot know which one it works for."""
+    model, tokens = trained(), prompt(2, 12)
+    site, router = sites(model)["model.layers.1.mlp.up_proj"], interpolation_of(model)
+    assert router is not None
+    inputs = torch.randn(2, 12, 32)
+    with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(1) as other:
+        pool.submit(model, input_ids=tokens, use_cache=False).result()
+        alpha = pool.submit(lambda: router.alpha).result()
+        found = other.submit(site, inputs).result()
+        router.set_alpha(alpha)
+        assert found.equal(site(inputs))
+        with pytest.raises(RuntimeError, match="2 threads train this model at once"):
+            other.submit(site, inputs).result()
 
 
 @torch.inference_mode()
@@ -512,7 +590,7 @@ def test_the_frozen_model_leaves_no_trace(trained: MakeModel) -> None:
     first = model(input_ids=tokens, use_cache=False).logits
     assert {name: module.training for name, module in model.named_modules()} == before
     with router.frozen():
-        assert router.mixture(sites(model)["model.layers.0.mlp.up_proj"], first) is None
+        assert router.mixed(sites(model)["model.layers.0.mlp.up_proj"], first) is None
     with pytest.raises(RuntimeError, match="on purpose"), router.frozen():
         raise RuntimeError("on purpose")
     assert model(input_ids=tokens, use_cache=False).logits.equal(first)

@@ -70,6 +70,8 @@ class DenseArchitecture:
         joined_qkv: the tensor that holds queries, keys and values one below the other, relative to the layer.
         norm_offset: what the norms add to their weights.
         returns_tuple: a decoder layer gives a tuple, of which the model takes the first entry.
+        unused: beginnings of the names of tensors that the hub's files have and the language model does not compute
+            with.
         features: of every model of the family, by the names of `FEATURES`.
         optional_features: those that a config key turns on, by that key.
     """
@@ -85,6 +87,7 @@ class DenseArchitecture:
     is_encoder: bool = False
     norm_offset: float = 0.0
     returns_tuple: bool = False
+    unused: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     optional_features: Mapping[str, str] = field(default_factory=dict)
 

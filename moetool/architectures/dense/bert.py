@@ -11,5 +11,6 @@ DENSE = DenseArchitecture(
     weights={"up": "intermediate.dense.weight", "down": "output.dense.weight"},
     spread=Spread(exit="output.dense"),
     is_encoder=True,
+    unused=("bert.pooler.", "cls.seq_relationship."),
     features=("ungated", "own_block", "spread"),
 )

@@ -1,0 +1,198 @@
+"""A tiny checkpoint of every kind that moetool writes, filled with random numbers: layouts, and modules of our own."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from dense_families import build_dense
+from families import build
+from torch import Tensor, nn
+
+from moetool.architectures import ROLES, MoEShape, Role
+from moetool.checkpoint.format import format_entry, own_entry
+from moetool.integrations.quiet import quiet
+from moetool.integrations.transformers_plugin import MoetoolConfig, MoetoolQuantizer
+from moetool.modules.experts import SharedBaseExperts
+from moetool.modules.insertion import is_guard
+from moetool.representations import Representation, parse_representation
+from moetool.representations.layout import LayerLayout
+from moetool.representations.low_rank_sparse import LowRankSparse
+from moetool.representations.quantised_low_rank import QuantisedLowRank
+
+MIXTRAL = MoEShape(experts=4, top_k=2, hidden=32, intermediate=48)
+QWEN = MoEShape(experts=6, top_k=2, hidden=32, intermediate=24)
+ROUTED = {"experts": 4, "top_k": 2, "layers": [0, 1, 2], "of": 3, "hidden": 32}
+PHI = {**ROUTED, "intermediate": 64, "roles": ["up", "down"], "biases": ["up", "down"]}
+LLAMA = {**ROUTED, "intermediate": 48, "roles": list(ROLES), "biases": []}
+
+
+def layout(
+    shape: MoEShape,
+    *specs: str,
+    base: str = "dense",
+    channels: int | None = None,
+    dynamic: int = 0,
+    extended: bool = False,
+    native: tuple[Role, ...] = (),
+) -> LayerLayout:
+    """Every role's experts as `specs` say, over and over."""
+    stored = tuple(parse_representation(specs[i % len(specs)]) for i in range(shape.experts + extended))
+    weights = {role: None if role in native else stored for role in shape.roles}
+    bases = dict.fromkeys(shape.roles, parse_representation(base))
+    return LayerLayout(shape, weights, channels or shape.intermediate, dynamic, bases)
+
+
+def _mixtral(*layouts: LayerLayout) -> Any:
+    return _with(build("mixtral"), format_entry(dict(enumerate(layouts))))
+
+
+def _qwen(*layouts: LayerLayout) -> Any:
+    model = build("qwen2_moe", shared_expert_intermediate_size=24, mlp_only_layers=[])
+    return _with(model, format_entry(dict(enumerate(layouts))))
+
+
+def _own(kind: str, family: str, described: Mapping[str, Any], **layouts: Any) -> Any:
+    return _with(build_dense(family), {**own_entry(kind, described), **layouts})
+
+
+def _neurons(family: str, selector: str, keep: float = 0.5) -> Any:
+    return _own("neuron_experts", family, {"experts": 8, "keep": keep, "selector": selector, "layers": [0, 2]})
+
+
+def _masks(family: str, channels: int | None) -> Any:
+    model = build_dense(family)
+    inner = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in n]
+    described = {"experts": 4, "router_width": 8, "sparsity": 0.5}
+    listed = None if channels is None else dict.fromkeys(inner, channels)
+    return _with(model, own_entry("interpolated", {**described, "channels": listed}))
+
+
+def _phi_on_base() -> Any:
+    shape = MoEShape(4, 2, 32, 64, ("up", "down"), ("up", "down"))
+    layouts = [
+        layout(shape, "low-rank:3", extended=True),
+        layout(shape, "shared-v:3", base="quantised-weight:8:16", extended=True),
+        layout(shape, "quantised:4:16", channels=40, extended=True),
+    ]
+    layers = format_entry(dict(enumerate(layouts)))["layers"]
+    return _own("mixture", "phi", {**PHI, "shared": "xft"}, layers=layers)
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "low-rank": lambda: _mixtral(
+        layout(MIXTRAL, "low-rank:5", "dense", "low-rank:0"),
+        layout(MIXTRAL, "low-rank:3", native=("down",)),
+        layout(MIXTRAL, "low-rank:3", "dense", channels=40),
+    ),
+    "dynamic": lambda: _mixtral(
+        layout(MIXTRAL, "low-rank:3", dynamic=9),
+        layout(MIXTRAL, "low-rank:3", dynamic=9, base="quantised-weight:8:16"),
+        layout(MIXTRAL, "low-rank:3", channels=40, dynamic=7),
+    ),
+    "shared-factors": lambda: _mixtral(
+        layout(MIXTRAL, "shared-u:5"),
+        layout(MIXTRAL, "shared-v:5"),
+        layout(MIXTRAL, "shared-v:3", base="nf4"),
+    ),
+    "quantised": lambda: _mixtral(
+        layout(MIXTRAL, "quantised:3:16"),
+        layout(MIXTRAL, "quantised-low-rank:8:4:16", "quantised-low-rank:0:4:16"),
+        layout(MIXTRAL, "quantised-weight:4:row"),
+    ),
+    "sparse": lambda: _mixtral(
+        layout(MIXTRAL, "sparse:0.7:1", "low-rank-sparse:2:sparse:0.8:3"),
+        layout(MIXTRAL, "sparse-magnitude:0.2", base="int8"),
+        layout(MIXTRAL, "low-rank-sparse:2:sparse-magnitude:0.1"),
+    ),
+    "formats": lambda: _mixtral(
+        layout(MIXTRAL, "nf4"), layout(MIXTRAL, "int8"), layout(MIXTRAL, "low-rank:2", "int8", base="nf4")
+    ),
+    "shared-expert-on-base": lambda: _qwen(
+        layout(QWEN, "low-rank:3", "dense", extended=True),
+        layout(QWEN, "shared-u:3", extended=True),
+        layout(QWEN, "low-rank:3", base="quantised-weight:4:8", dynamic=5, extended=True),
+    ),
+    "mixture-on-base-with-biases": _phi_on_base,
+    "mixture": lambda: _own("mixture", "llama", {**LLAMA, "shared": "none"}),
+    "mixture-half": lambda: _own("mixture", "llama", {**LLAMA, "shared": "half"}),
+    "mixture-with-biases": lambda: _own("mixture", "phi", {**PHI, "shared": "med"}),
+    "adapters": lambda: _own("adapter_experts", "llama", {**ROUTED, "width": 8, "scale": 1.0, "dropout": 0.0}),
+    "masks": lambda: _masks("llama", None),
+    "masks-pruned": lambda: _masks("gpt_neox", 12),
+    "neurons-mlp": lambda: _neurons("llama", "mlp"),
+    "neurons-all": lambda: _neurons("llama", "mlp", 1.0),
+    "neurons-oracle-joined": lambda: _neurons("phi3", "oracle"),
+    "neurons-fixed-biases": lambda: _neurons("gpt_neox", "fixed"),
+    "neurons-spread": lambda: _neurons("opt", "mlp"),
+    "neurons-encoder": lambda: _neurons("bert", "mlp"),
+    "deepseek": lambda: build("deepseek"),
+}
+
+
+def save_kind(kind: str, path: Path) -> Path:
+    """A checkpoint in fp32; returns its path."""
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        KINDS[kind]().save_pretrained(path)
+    return path
+
+
+@torch.no_grad()
+def _with(model: Any, entry: Mapping[str, Any]) -> Any:
+    """The model with what an entry `quantization_config` lists, filled at random."""
+    torch.manual_seed(1)
+    before = [*model.parameters(), *model.buffers()]  # kept, so that their ids are not given away
+    native = set(map(id, before))
+    quantizer = MoetoolQuantizer(MoetoolConfig(**entry))
+    quantizer._process_model_before_weight_loading(model)
+    for module in model.modules():
+        if isinstance(module, SharedBaseExperts):
+            _fill_stored(module)
+            native.update(map(id, (*module.moetool.parameters(), *module.moetool.buffers())))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in native and not is_guard(tensor):
+            tensor.copy_(_random(name, tensor, model))
+    model.config.quantization_config = quantizer.quantization_config
+    return model
+
+
+def _random(name: str, tensor: Tensor, model: Any) -> Tensor:
+    if name.endswith("order"):
+        return torch.randperm(len(tensor))
+    if name.endswith("base_channels"):
+        experts = model.get_submodule(name.rpartition(".")[0])
+        return torch.randperm(experts.intermediate_dim)[: len(tensor)].sort().values
+    if name.endswith("columns"):
+        site = model.get_submodule(name.rpartition(".")[0])
+        return torch.randperm(site.in_features)[: len(tensor)].sort().values
+    if name.endswith("multiplier"):
+        return torch.ones(1)
+    return torch.randn(tensor.shape) / (tensor.shape[-1] ** 0.5 if tensor.dim() > 1 else 10)
+
+
+def _fill_stored(experts: SharedBaseExperts) -> None:
+    layout = experts.layout
+    if "shared" in experts.moetool:
+        for tensor in experts.moetool["shared"].parameters():
+            tensor.copy_(torch.randn(tensor.shape) / tensor.shape[-1] ** 0.5)
+    for expert, role, representation in layout.deltas():
+        _fill(experts.delta(expert, role), representation, layout.shape.matrix(role))
+    for role, representation in layout.compact_bases():
+        _fill(experts._compact(role), representation, layout.base_shape(role))
+
+
+def _fill(weight: nn.Module, representation: Representation, shape: tuple[int, int]) -> None:
+    matrix = 0.5 * torch.randn(shape) / shape[1] ** 0.5
+    if isinstance(representation, QuantisedLowRank):
+        basis = torch.randn(shape[0], representation.rank)
+        tensors = representation.encode(matrix, torch.float32, basis=basis)
+    elif isinstance(representation, LowRankSparse):
+        u, v = torch.randn(shape[0], representation.rank), 0.1 * torch.randn(representation.rank, shape[1])
+        tensors = representation.encode(matrix, torch.float32, u=u, v=v)
+    elif hasattr(representation, "encode"):
+        tensors = representation.encode(matrix, torch.float32)
+    else:
+        stored = representation.tensors(shape)
+        tensors = {name: torch.randn(own.shape) / own.shape[-1] ** 0.5 for name, own in stored.items()}
+    weight.load_state_dict(tensors)
