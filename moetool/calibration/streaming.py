@@ -110,7 +110,7 @@ class StreamedModel:
             renamed, converter = rename_source_key(name, renamings, converters, self.model.base_model_prefix, state)
             renamed = renamed if renamed in state else name
             if renamed not in state:
-                unknown.append(name)  # passes through to the output untouched
+                unknown.append(name)  # outside the layers it passes through to the output untouched
                 continue
             found, promised = self.checkpoint.tensors[name].shape, tuple(state[renamed].shape)
             if converter is None and found != promised:
@@ -122,11 +122,15 @@ class StreamedModel:
             block = next((layer for prefix, layer in layers.items() if name.startswith(prefix)), REST)
             blocks[block].append(name)
         ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        unknown = [name for name in unknown if not any(re.search(pattern, name) for pattern in ignored)]
-        if unknown := surplus(unknown, self.checkpoint.config):
+        inside = [
+            name
+            for name in unknown
+            if name.startswith(tuple(layers)) and not any(re.search(pattern, name) for pattern in ignored)
+        ]
+        if inside := surplus(inside, self.checkpoint.config):
             raise InvalidInputError(
-                f"{self.checkpoint.path} has tensors that are not in the model that config.json describes: "
-                f"{unknown[0]} ({len(unknown)} in all). Results would be wrong; refusing."
+                f"{self.checkpoint.path} has tensors inside layers that the model of config.json does not have: "
+                f"{inside[0]} ({len(inside)} in all). What was measured without them would be wrong; refusing."
             )
         in_memory = []
         if self.experts is not None:

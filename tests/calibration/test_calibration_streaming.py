@@ -256,11 +256,17 @@ def test_a_wrong_shape_is_named(tiny_mixtral: Path, tmp_path: Path) -> None:
         stream(path)
 
 
-@pytest.mark.parametrize("name", ["extra.head", "model.layers.0.self_attn.q_proj.bias"])
-def test_tensors_that_the_model_has_no_place_for_are_refused(name: str, tiny_mixtral: Path, tmp_path: Path) -> None:
+def test_tensors_that_a_layer_has_no_place_for_are_refused(tiny_mixtral: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.bias"
     path = changed(tiny_mixtral, tmp_path / "model", lambda stored: stored.update({name: torch.zeros(32)}))
     with pytest.raises(InvalidInputError, match=re.escape(name)):
         stream(path)
+
+
+def test_strangers_outside_the_layers_are_ignored(tiny_mixtral: Path, windows: Tensor, tmp_path: Path) -> None:
+    path = changed(tiny_mixtral, tmp_path / "model", lambda stored: stored.update({"extra.head": torch.zeros(32)}))
+    expected = logits(swept(stream(tiny_mixtral), windows, tmp_path / "a"))
+    assert logits(swept(stream(path), windows, tmp_path / "b")).equal(expected)
 
 
 def test_damaged_weights_are_noticed_in_their_layer(tiny_mixtral: Path, windows: Tensor, tmp_path: Path) -> None:
