@@ -22,6 +22,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import VerificationError
 from moetool.evaluation.pseudo_perplexity import marks, pseudo_losses
 from moetool.integrations.synthesis import Synthesis, apply_synthesis
+from moetool.modules.batch_dependence import depends_on_batch
 from moetool.modules.neuron_experts import set_keep
 from moetool.pipeline.options import Options, fit_context
 from moetool.pipeline.progress import Progress, Silent, phase
@@ -65,6 +66,9 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
         `perplexity`, by which `protocol`, `nll` (mean loss per token in nats), `tokens`, `windows`, `sequence_length`,
         with what every window begins (`begin`, `None` for the text itself), and how a compressed model's experts were
         made (`synthesized`).
+
+        Also how many windows were in a batch (of an encoder: copies of a window), `batch_rows`, and whether the result
+        depends on it, `depends_on_batch`.
 
     Raises:
         InvalidInputError: model, tokenizer or text cannot be used.
@@ -110,4 +114,6 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
         "begin": opening_text(tokenizer, bos),
         "protocol": "pseudo-perplexity" if encoder else "perplexity",
         "synthesized": "load" if synthesised else "on-the-fly",
+        "batch_rows": batch,
+        "depends_on_batch": depends_on_batch(model),
     }

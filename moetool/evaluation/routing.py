@@ -12,6 +12,7 @@ from moetool.calibration.opening import BOS_HELP, Bos, opening_text
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
 from moetool.evaluation.loading import load_for
+from moetool.modules.batch_dependence import depends_on_batch
 from moetool.modules.insertion import experts_per_token
 from moetool.modules.interpolation import Interpolation, interpolation_of
 from moetool.modules.neuron_experts import NeuronExperts
@@ -94,7 +95,8 @@ def routing(path: str, options: RoutingOptions, progress: Progress | None = None
         `[layers][experts]`, which sum to 1 in each layer (of SIMoE the mean α, one for all layers, each window a
         prompt), and the first two principal `components` of each window's shares, over all texts; and for several texts
         `distances` between their shares (mean over the layers of half the L1 norm) and the `linkage` of their
-        average-linkage dendrogram, as scipy writes it.
+        average-linkage dendrogram, as scipy writes it. And `depends_on_batch`: whether the choices
+        for a token depend on all others of its window.
 
     Raises:
         InvalidInputError: model or text cannot be used, or the model has no experts.
@@ -135,6 +137,7 @@ def routing(path: str, options: RoutingOptions, progress: Progress | None = None
                 texts, found, shares, components.split([len(counts) for counts in found]), strict=True
             )
         ],
+        "depends_on_batch": depends_on_batch(model),
     }
     if len(texts) > 1:
         result |= _dendrogram(torch.stack(shares))

@@ -9,12 +9,17 @@ from typing import Any
 
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moetool.architectures import find_architecture
 from moetool.checkpoint.format import METHOD, check_format_version, layer_layouts
+from moetool.modules.batch_dependence import BATCH_DEPENDENT
 from moetool.modules.experts import SharedBaseExperts, SharedExpertOnBase
 from moetool.modules.insertion import OwnModule, insert_modules
+
+# Below transformers' own logger, so that its verbosity is ours.
+_LOGGER = logging.get_logger(f"transformers.{__name__}")
 
 
 class MoetoolConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -42,7 +47,10 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _replace_experts(self, model: Any, config: dict[str, Any]) -> None:
         architecture = find_architecture(config)
-        for layer, layout in layer_layouts(config).items():
+        layouts = layer_layouts(config)
+        if any(layout.dynamic_channels for layout in layouts.values()):
+            _LOGGER.warning(BATCH_DEPENDENT)
+        for layer, layout in layouts.items():
             path = f"{architecture.layer_prefix(layer)}{architecture.experts_module}"
             if not path.startswith(model.base_model_prefix) or not hasattr(model, model.base_model_prefix):
                 path = path.removeprefix(f"{model.base_model_prefix}.")  # the bare decoder, AutoModel

@@ -7,7 +7,7 @@ Svd = Literal["truncation-aware", "vanilla", "activation-aware"]
 Allocation = Literal["water-filling", "adaptive", "uniform"]
 Sensitivity = Literal["channel", "matrix", "none"]
 Share = Literal["none", "v", "u"]
-Pruning = Literal["semi-dynamic", "static"]
-BaseCompression = Literal["semi-dynamic", "static", "svd"]
+Pruning = Literal["static", "semi-dynamic"]
+BaseCompression = Literal["static", "semi-dynamic", "svd"]
 
 UNMEASURED_MERGES: tuple[Merge, ...] = ("mean", "ties")  # these need no calibration text

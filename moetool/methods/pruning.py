@@ -1,4 +1,4 @@
-"""Semi-dynamic pruning of the base's intermediate channels (D²-MoE §3.4, Eq. 9, Algorithm 3)."""
+"""Pruning of the base's intermediate channels, static or semi-dynamic (D²-MoE §3.4, Eq. 9, Algorithm 3)."""
 
 from dataclasses import dataclass
 
@@ -18,8 +18,8 @@ class PruningPlan:
 
 
 def plan_pruning(intermediate: int, ratio: float, mode: BaseCompression) -> PruningPlan:
-    """Half of `floor(intermediate · ratio)` channels statically and the rest dynamically, or all of them statically;
-    none where the base gets smaller in another way."""
+    """All of `floor(intermediate · ratio)` channels statically, or half of them and the rest dynamically; none where
+    the base gets smaller in another way."""
     if mode == "svd":
         return PruningPlan(static=0, dynamic=0)
     total = int(intermediate * ratio + 1e-9)  # 100 · 0.29 is 29, not 28.999…

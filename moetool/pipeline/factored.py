@@ -216,8 +216,14 @@ def finish(job: Job, factored: Factored, options: FactorOptions, method: str) ->
             f"No calibration token reached {len(missed)} experts ({', '.join(missed[:4])}"
             f"{', …' if len(missed) > 4 else ''}): they count as one average token. More --samples may reach them."
         )
-    record = factored.write(factored.layouts(options), options.seed, method)
-    return {"ratio": options.ratio, "unreached_experts": missed, "layers": record}
+    layouts = factored.layouts(options)
+    record = factored.write(layouts, options.seed, method)
+    return {
+        "ratio": options.ratio,
+        "unreached_experts": missed,
+        "depends_on_batch": any(layout.dynamic_channels for layout in layouts.values()),
+        "layers": record,
+    }
 
 
 def unreached(entry: LayerSpectra) -> list[int]:

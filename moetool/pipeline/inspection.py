@@ -81,5 +81,6 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
         "files": len(checkpoint.weight_files),
         "headers": "config.json alone" if checkpoint.is_imagined else "files",
         "recipe": manifest.recipe if manifest is not None else None,
+        "depends_on_batch": any(layout.dynamic_channels for layout in reader.layouts.values()),
         "moe": layers,
     }

@@ -24,7 +24,7 @@ from moetool.pipeline.stage import OptionsT
 class RoutedOptions(ConversionOptions):
     """How many experts, and where."""
 
-    experts: int | None = Field(8, ge=2, description="Routed experts per layer.")
+    experts: int | None = Field(8, ge=2, le=10_000, description="Routed experts per layer.")
     top_k: int = Field(2, ge=1, description="Experts per token.")
     layers: str = Field("all", description="Layers that become mixtures: all, every:N, or a list such as 0,4,8.")
     router_std: float | None = Field(

@@ -30,7 +30,9 @@ from moetool.pipeline.stages import stages
 Options = dict[str, Any]
 Block = dict[str, Options]  # rows by name: what is changed of PAPER; the first is what the others are compared with
 
-PAPER: Options = {"ratio": 0.4, "prune_base": 0.1, "allocation": "uniform", "sensitivity": "none"}
+PAPER: Options = {
+    "ratio": 0.4, "prune_base": 0.1, "pruning": "semi-dynamic", "allocation": "uniform", "sensitivity": "none"
+}  # fmt: skip
 BATCH_TOKENS = 2048
 
 

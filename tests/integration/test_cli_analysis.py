@@ -102,7 +102,7 @@ def test_analysis_of_an_ordinary_model(run_cli, tiny_mixtral):
 @pytest.fixture(scope="module")
 def pruned(compress, tiny_mixtral) -> Path:
     """With ranks of all kinds and a pruned base."""
-    return compress(tiny_mixtral, "--ratio", 0.45, "--prune-base", 0.25).path
+    return compress(tiny_mixtral, "--ratio", 0.45, "--prune-base", 0.25, "--pruning", "semi-dynamic").path
 
 
 @pytest.mark.parametrize("which", ["small", "pruned", "decomposed"])

@@ -415,3 +415,10 @@ def test_an_unknown_variant(refused, recipe, tiny_mixtral, tmp_path):
     message = refused(3, "compress", tiny_mixtral, tmp_path / "out", "--recipe", f"{path}:medium")
     assert "medium" in message
     assert "small, large" in message
+
+
+def test_a_demo_where_a_file_is(run_cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    result = run_cli("demo", tmp_path / "notes")
+    assert result.code == 2
+    assert "not a directory" in result.stderr

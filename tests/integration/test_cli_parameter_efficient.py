@@ -163,6 +163,8 @@ def test_routers_without_a_preference(dense: Any, upcycle: Any, calibration: Any
         (("--method", "simoe", "--sparsity", 1), "--sparsity"),
         (("--method", "simoe", "--experts", 1), "--experts"),
         ((*PESC, "--layers", "0,9"), "9"),
+        (("--method", "ders-lowrank", "--rank", 33), "no more than 32"),
+        (("--experts", 10**12), "10000"),
     ],
 )
 def test_bad_options(run_cli: Any, dense: Any, tmp_path: Path, options: tuple[object, ...], words: str) -> None:

@@ -165,8 +165,8 @@ def test_prune_base_after_factors(run_cli, compress, tiny_mixtral, tokens, tmp_p
     source = compress(tiny_mixtral, "--ratio", 0.3).path
     result = run_cli("prune-base", source, tmp_path / "out", "--ratio", 0.25, "--json")
     assert result.code == 0, result.stderr
-    assert result.json["static_channels"] == 6
-    assert result.json["dynamic_channels"] == 6
+    assert result.json["static_channels"] == 12
+    assert result.json["dynamic_channels"] == 0
     assert weight_bytes(tmp_path / "out") < weight_bytes(source)
     before, after = (load_file(path / "model.safetensors") for path in (source, tmp_path / "out"))
     factors = [name for name in before if name.endswith((".u", ".v"))]
@@ -182,7 +182,8 @@ def test_prune_base_measures_for_itself(run_cli, mean_decomposed, calibration, t
     assert refused.code == 2
     assert "--calibration" in refused.stderr
     assert not (tmp_path / "out").exists()
-    output = chain(run_cli, tmp_path, ("prune-base", mean_decomposed, "out", "--ratio", 0.5, *calibration))
+    semi_dynamic = ("--pruning", "semi-dynamic", *calibration)
+    output = chain(run_cli, tmp_path, ("prune-base", mean_decomposed, "out", "--ratio", 0.5, *semi_dynamic))
     assert logits(output, tokens).isfinite().all()
     inspected = run_cli("inspect", output, "--json").json
     assert {layer["base_channels"] for layer in inspected["moe"]} == {36}

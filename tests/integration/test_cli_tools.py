@@ -300,7 +300,7 @@ def test_export_of_a_lossless_checkpoint_is_the_source(run_cli, decomposed, tiny
 
 
 def test_export_says_what_it_leaves_out(run_cli, compress, tiny_mixtral, tmp_path):
-    pruned = compress(tiny_mixtral, "--ratio", 0.35, "--prune-base", 0.25).path
+    pruned = compress(tiny_mixtral, "--ratio", 0.35, "--prune-base", 0.25, "--pruning", "semi-dynamic").path
     result = run_cli("export", pruned, tmp_path / "out")
     assert result.code == 0
     assert "Dynamic pruning" in result.stderr

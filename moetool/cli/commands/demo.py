@@ -72,6 +72,8 @@ def try_next(arguments: str) -> list[str]:
 
 def run(output: Path, steps: int, seed: int, display: Display) -> list[dict[str, Any]]:
     """Train a dense model, upcycle it, fine-tune both, compress the mixture; one row per model."""
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"{output} exists and is not a directory. Choose another place.")
     if output.exists() and any(output.iterdir()):
         if not (output / _MARKER).exists():
             raise UsageError(f"{output} is not empty and not an earlier demo. Choose another place.")

@@ -8,6 +8,7 @@ from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json
 from moetool.cli.generate import build_options, make_command, with_options
 from moetool.evaluation.perplexity import EvaluationOptions, perplexity
+from moetool.modules.batch_dependence import BATCH_DEPENDENT
 
 
 def build(name: str, arguments: list[str]) -> Any:
@@ -31,7 +32,17 @@ def build(name: str, arguments: list[str]) -> Any:
                 ("data", f"{result['data']} ({tokens})"),
                 (result["protocol"], f"{result['perplexity']:.4f}"),
                 ("nll", f"{result['nll']:.6f}"),
+                *(_batches(result["batch_rows"]) if result["depends_on_batch"] else ()),
             ]
         )
 
     return make_command(name, with_options(command, EvaluationOptions), COMMANDS[name][1])
+
+
+def _batches(rows: int) -> list[tuple[str, str]]:
+    """What to know of a result that is one of this size of batches."""
+    together = "one window" if rows == 1 else f"{rows} windows"
+    return [
+        ("batches", f"of {together} each; another --batch-tokens gives another result"),
+        ("note", BATCH_DEPENDENT),
+    ]

@@ -10,6 +10,7 @@ from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json, print_table
 from moetool.cli.generate import build_options, make_command, with_options
 from moetool.errors import UsageError
+from moetool.modules.batch_dependence import BATCH_DEPENDENT
 from moetool.pipeline.analysis import AnalysisOptions, analyse
 from moetool.pipeline.inspection import inspect_checkpoint
 from moetool.pipeline.sizes import format_bytes, format_change
@@ -73,6 +74,9 @@ def _print(result: dict[str, Any]) -> None:
         for layer in result["moe"]
     ]
     print_table(("layer", *roles, "base channels"), rows)
+    if result["depends_on_batch"]:
+        print("(−n): so many more are skipped for every batch.")
+        print(f"note: {BATCH_DEPENDENT}")
 
 
 def _print_masks(result: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json, print_table
 from moetool.cli.generate import build_options, make_command, with_options
 from moetool.evaluation.routing import RoutingOptions, routing
+from moetool.modules.batch_dependence import BATCH_DEPENDENT
 from moetool.reporting.plots import check_picture, plot_routing
 
 _MOST = 16  # experts that fit beside one another
@@ -31,7 +32,7 @@ def build(name: str, arguments: list[str]) -> Any:
         if json:
             print_json(result)
             return
-        print_fields([("model", model)])
+        print_fields([("model", model), *([("note", BATCH_DEPENDENT)] if result["depends_on_batch"] else ())])
         shares = [_mean(text["shares"]) for text in result["data"]]
         experts = len(shares[0])
         if experts <= _MOST:

@@ -51,7 +51,9 @@ def _source_named(given: Any) -> Any:
 class BranchTrainMixOptions(UpcycleOptions):
     """Which models, where the rest comes from, and what routers start as."""
 
-    experts: int | None = Field(None, ge=2, description="Routed experts per layer [default: one per source].")
+    experts: int | None = Field(
+        None, ge=2, le=10_000, description="Routed experts per layer [default: one per source]."
+    )
     source: tuple[Annotated[ExpertSource, BeforeValidator(_source_named)], ...] = Field(
         (),
         validation_alias=AliasChoices("source", "sources"),

@@ -11,6 +11,7 @@ from moetool.errors import UsageError
 from moetool.methods.choices import BaseCompression, Merge
 from moetool.methods.paper_counting import PaperRank, paper_rank
 from moetool.methods.pruning import plan_pruning
+from moetool.modules.batch_dependence import BATCH_DEPENDENT
 from moetool.pipeline.bases import base_path, base_rank, factored_base, measured_base
 from moetool.pipeline.calibrated import CalibratedJob
 from moetool.pipeline.factored import Factored, FactorOptions, factor_plan, finish
@@ -32,9 +33,9 @@ class D2MoEOptions(FactorOptions):
         0.0, ge=0, lt=1, description="Share of the base's intermediate channels to prune (the paper uses 0.1 and 0.6)."
     )
     pruning: BaseCompression = Field(
-        "semi-dynamic",
-        description="Half of it statically and half per batch, or all statically, or no channels but as large a share "
-        "of its parameters by truncation-aware SVD.",
+        "static",
+        description="All of it from the file; or, as in the paper, half of it and half per batch, which makes results "
+        "depend on the batch; or no channels but as large a share of the base's parameters by truncation-aware SVD.",
     )
     paper_counting: bool = Field(
         False,
@@ -50,7 +51,7 @@ class D2MoEOptions(FactorOptions):
 
 
 class D2MoE(Stage[D2MoEOptions]):
-    """Fisher-weighted base, truncation-aware low-rank differences, semi-dynamically pruned base."""
+    """Fisher-weighted base, truncation-aware low-rank differences, pruned base."""
 
     name: ClassVar[str] = "d2moe"
     summary: ClassVar[str] = "one shared base per layer plus low-rank differences"
@@ -98,6 +99,8 @@ class D2MoE(Stage[D2MoEOptions]):
     def run(self, job: Job) -> dict[str, Any]:
         options, reader = self._counted, self.source.experts
         pruning = plan_pruning(reader.shape.intermediate, options.prune_base, options.pruning)
+        if pruning.dynamic:
+            job.progress.log(BATCH_DEPENDENT)
         calibrated = CalibratedJob(job, options)
         calibrated.forward()
 

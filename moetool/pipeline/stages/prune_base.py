@@ -13,6 +13,7 @@ from moetool.checkpoint.files import save_tensors
 from moetool.errors import InvalidInputError, UsageError
 from moetool.methods.choices import Pruning
 from moetool.methods.pruning import PruningPlan, plan_pruning
+from moetool.modules.batch_dependence import BATCH_DEPENDENT
 from moetool.pipeline.bases import stored_base
 from moetool.pipeline.calibrated import CalibratedJob
 from moetool.pipeline.factored import base_tensors
@@ -28,11 +29,15 @@ class PruneBaseOptions(RunOptions, CalibrationOptions):
     """How much of the base to prune, and when."""
 
     ratio: float = Field(0.1, gt=0, lt=1, description="Share of the base's intermediate channels to prune.")
-    pruning: Pruning = Field("semi-dynamic", description="Half of it statically and half per batch, or all statically.")
+    pruning: Pruning = Field(
+        "static",
+        description="All of it from the file; or, as in the paper, half of it and half per batch, which makes results "
+        "depend on the batch.",
+    )
 
 
 class PruneBase(Stage[PruneBaseOptions]):
-    """Removes the weakest channels from stored bases, and sets how many more each batch skips.
+    """Removes the weakest channels from stored bases, and if asked sets how many more each batch skips.
 
     Uses the channel energies that an earlier stage measured and left in the checkpoint; without them, calibration text
     is needed.
@@ -61,6 +66,10 @@ class PruneBase(Stage[PruneBaseOptions]):
                 )
             dynamic = pruning.dynamic if old.weights["down"] is not None else 0
             layouts[layer] = LayerLayout(reader.shape, old.weights, reader.shape.intermediate - pruning.static, dynamic)
+        if not pruning.static + pruning.dynamic:
+            raise UsageError(
+                f"--ratio {self.options.ratio:g} of {reader.shape.intermediate} channels is not one channel."
+            )
         if not layouts:
             raise InvalidInputError(f"{self.source.checkpoint.path} has no shared base: run decompose on it first.")
         return OutputPlan(self.source, layouts, self.options.shard_size)
@@ -100,6 +109,9 @@ class PruneBase(Stage[PruneBaseOptions]):
                     yield prefix + name, self.source.checkpoint.read(prefix + name)
 
         plan = self._output_plan()
+        depends = any(layout.dynamic_channels for layout in plan.layouts.values())
+        if depends:
+            job.progress.log(BATCH_DEPENDENT)
         write_model(
             job,
             plan,
@@ -108,7 +120,11 @@ class PruneBase(Stage[PruneBaseOptions]):
             statistics=statistics,
             seed=self.options.seed,
         )
-        return {"static_channels": pruning.static, "dynamic_channels": pruning.dynamic}
+        return {
+            "static_channels": pruning.static,
+            "dynamic_channels": pruning.dynamic,
+            "depends_on_batch": depends,
+        }
 
     def _measure(self, job: Job) -> dict[int, LayerStatistics]:
         shape = self.source.experts.shape

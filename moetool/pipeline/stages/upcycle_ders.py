@@ -76,6 +76,15 @@ class DersLowRank(_Ders):
     options_type: ClassVar[type[RunOptions]] = DersLowRankOptions
     options: DersLowRankOptions
 
+    def layouts(self) -> Mapping[int, LayerLayout]:
+        highest = min(self.dense.hidden, self.dense.intermediate)
+        if self.options.rank > highest:
+            raise UsageError(
+                f"--rank {self.options.rank}: matrices of {self.dense.intermediate} × {self.dense.hidden} have no more "
+                f"than {highest}."
+            )
+        return super().layouts()
+
     def form(self, layer: int, expert: int, role: Role) -> Representation:
         return LowRank(self.options.rank)
 
