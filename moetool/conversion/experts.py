@@ -76,6 +76,8 @@ class Pieces:
 
     Expert e is piece e mod granularity of copy e // granularity. A copy's pieces have equal router rows, so that top-k
     takes copies whole; each then counts with 1/granularity of the copy's share, which scaled-up down matrices undo.
+    Where the logits of two copies are equal, as in 16 bits they can be, top-k may take some pieces of each: copies lie
+    one after the other, so that it does not where it breaks ties by order.
     """
 
     def __init__(self, dense: DenseModel, granularity: int, dtype: torch.dtype) -> None:

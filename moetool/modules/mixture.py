@@ -18,7 +18,21 @@ from moetool.architectures.dense import DenseArchitecture, find_dense_architectu
 from moetool.architectures.own_mixture import mixture_shape
 from moetool.modules.fused import FusedExperts
 from moetool.modules.insertion import Routed, add_guard, path_in
-from moetool.modules.neurons import activation_of, dropout_of
+from moetool.modules.neurons import activation_of, dropout_of, wide
+
+
+class Router(nn.Linear):
+    """A linear layer whose products are at least fp32, whatever dtype its weights have.
+
+    In 16 bits two experts' logits are often equal (of 8 experts, for one token in 300 in bfloat16), and which of them
+    top-k takes is then nobody's choice. Where copies are cut in pieces it takes some pieces of each.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[tokens, hidden]` → `[tokens, experts]`."""
+        dtype = wide(input)
+        with torch.autocast(input.device.type, enabled=False):
+            return F.linear(input.to(dtype), self.weight.to(dtype))
 
 
 class MixtureOfFFNs(Routed):
@@ -40,7 +54,7 @@ class MixtureOfFFNs(Routed):
         with torch.device(like.device):
             config = SimpleNamespace(shape=shape, act_fn=activation_of(ffn))
             self.experts: nn.Module = FusedExperts(config).to(like.dtype)
-        self.gate = nn.Linear(shape.hidden, shape.experts, bias=False, device=like.device, dtype=like.dtype)
+        self.gate = Router(shape.hidden, shape.experts, bias=False, device=like.device, dtype=like.dtype)
         if self.shared != "none":
             self.shared_expert = copy.deepcopy(ffn)
         add_guard(self, architecture.weights["up"].removesuffix(".weight"), like)

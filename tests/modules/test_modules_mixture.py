@@ -142,6 +142,23 @@ def test_half_precision_routes_in_fp32(dtype: torch.dtype) -> None:
         assert relative_error(found.float(), ffn(inputs(6).to(dtype)).float()) < 0.01
 
 
+def test_pieces_of_two_copies_are_never_mixed_in_16_bits() -> None:
+    """Of 8 copies in 4 pieces each, 8 of 32 experts per token: in bfloat16 logits of two copies are often equal."""
+    copies, pieces = 8, 4
+    ffn, architecture = dense_ffn("llama")
+    described = {"experts": copies * pieces, "top_k": 2 * pieces, "intermediate": 8, "shared": "none"}
+    mixture = MixtureOfFFNs(ffn, architecture, {**described, **parts(ffn, architecture)}).bfloat16()
+    rows = torch.randn(4096, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.no_grad():
+        router = torch.randn(copies, HIDDEN, generator=torch.Generator().manual_seed(0)) / HIDDEN**0.5
+        mixture.gate.weight.copy_(router.repeat_interleave(pieces, 0))
+        chosen, _, _ = mixture.route(rows)
+    ranked = (rows @ router.bfloat16().T).sort(dim=-1, descending=True).values
+    assert (ranked[:, 1] == ranked[:, 2]).sum() > 5
+    of_each = torch.zeros(len(rows), copies).scatter_add_(1, chosen // pieces, torch.ones(chosen.shape))
+    assert of_each.unique().tolist() == [0, pieces]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_may_be_narrower_and_the_guard_is_one_number(family: str) -> None:
     ffn, architecture = dense_ffn(family)

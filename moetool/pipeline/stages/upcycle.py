@@ -1,6 +1,6 @@
 """A dense model into a mixture of experts: copies, partly redrawn copies, or pieces of them."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -77,3 +77,13 @@ class FineGrained(Upcycle):
 
     def experts(self) -> Experts:
         return Pieces(self.dense, self.granularity, self.stored_dtype)
+
+    def notes(self, config: dict[str, Any]) -> list[str]:
+        notes = super().notes(config)
+        if self.granularity > 1 and self.target.architecture is not None:
+            notes.append(
+                "run in 16 bits, two copies' logits are sometimes equal (bfloat16: for about 1 token in 300 per layer) "
+                f"and top-k may then take pieces of both: {self.target.name} routes in the model's dtype, --target "
+                "moetool in fp32"
+            )
+        return notes
