@@ -6,6 +6,7 @@ transformers runs all of it. A rule is listed if an engine refuses a model, or, 
 from collections.abc import Mapping
 from typing import Any
 
+from moetool.checkpoint.format import moetool_entry
 from moetool.conversion.dense import DenseModel
 from moetool.conversion.targets import Target
 from moetool.representations.mixture import Mixture
@@ -26,7 +27,7 @@ def lint(target: Target, dense: DenseModel, mixture: Mixture, config: Mapping[st
             notes.append(text)
 
     note(
-        "quantization_config" in config,
+        moetool_entry(config) is not None,
         "only transformers, after `import moetool`, runs differences; `moetool export` writes experts in full",
     )
     note(name == "flex_olmo", "llama.cpp does not know flex_olmo; older vLLM ignores norm_topk_prob for it")

@@ -32,8 +32,8 @@ def notes(
 # What fires, what does not, and a word of the warning.
 RULES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
-        {"of": ("mixtral",), "config": {"quantization_config": {}}},
-        {"of": ("mixtral",)},
+        {"of": ("mixtral",), "config": {"quantization_config": {"quant_method": "moetool"}}},
+        {"of": ("mixtral",), "config": {"quantization_config": None}},
         "runs differences",
     ),
     ({"of": ("flex_olmo",)}, {"of": ("mixtral",)}, "does not know flex_olmo"),
