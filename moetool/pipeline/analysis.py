@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import BeforeValidator, Field
-from safetensors import SafetensorError
 from torch import Tensor
 
 from moetool.architectures import Role
@@ -21,7 +20,7 @@ from moetool.errors import InvalidInputError, UsageError
 from moetool.methods.analysis import energy_retention, pairwise_cka, relative_error_cost
 from moetool.pipeline.job import Source
 from moetool.pipeline.options import Options
-from moetool.pipeline.output import STATISTICS, read_statistics
+from moetool.pipeline.output import read_statistics
 from moetool.pipeline.progress import Progress, Silent, phase
 
 SHARES = (10, 20, 30, 40, 50, 60, 70, 80, 90)  # per cent of the singular values
@@ -72,7 +71,7 @@ def analyse(path: str | Path, options: AnalysisOptions, progress: Progress | Non
     source = Source.open(path)
     reader = source.experts
     chosen = _chosen(reader, options)
-    statistics = _statistics(source)
+    statistics = read_statistics(source)
     layers = []
     with phase(progress, "Analyse", len(chosen) * len(reader.shape.roles) * (reader.shape.experts + 1)):
         for layer in chosen:
@@ -95,20 +94,6 @@ def _chosen(reader: ExpertReader, options: AnalysisOptions) -> tuple[int, ...]:
             f"--layers: layer {absent[0]} has no experts; there are {', '.join(map(str, reader.moe_layers))}."
         )
     return options.layers
-
-
-def _statistics(source: Source) -> dict[int, LayerStatistics]:
-    """What an earlier stage measured, by layer; raises `InvalidInputError` if it does not fit the model."""
-    path, shape = source.checkpoint.path / STATISTICS, source.experts.shape
-    try:
-        statistics = read_statistics(source.checkpoint.path)
-    except (OSError, KeyError, ValueError, SafetensorError) as error:
-        raise InvalidInputError(f"{path} is damaged ({error}). Delete it to do without.") from error
-    for layer, measured in statistics.items():
-        fits = all(measured.fisher[role].shape == (shape.experts, shape.matrix(role)[0]) for role in shape.roles)
-        if not fits or measured.tokens.shape != (shape.experts,):
-            raise InvalidInputError(f"{path} does not fit the experts of layer {layer}. Delete it to do without.")
-    return statistics
 
 
 def _analyse_role(

@@ -13,6 +13,7 @@ from moetool.pipeline.interrupt import listening
 from moetool.pipeline.job import Job
 from moetool.pipeline.memory import PeakMemory, return_freed_memory
 from moetool.pipeline.options import RunOptions, TextOptions
+from moetool.pipeline.output import check_records
 from moetool.pipeline.plan import Plan, fingerprint
 from moetool.pipeline.processes import is_first_process, processes
 from moetool.pipeline.progress import Progress, Silent
@@ -25,7 +26,9 @@ def plan_stage(name: str, source: str | Path, options: RunOptions) -> Plan:
     and downloads no weights."""
     checkpoint = open_for_planning(source)
     kind = stages()[name]
-    plan = kind(kind.source_type.of(checkpoint), options).plan()
+    opened = kind.source_type.of(checkpoint)
+    check_records(opened)
+    plan = kind(opened, options).plan()
     return replace(plan, details={**plan.details, "headers": "config.json alone"}) if checkpoint.is_imagined else plan
 
 
@@ -62,6 +65,7 @@ def run_stage(
     if processes() > 1 and not kind.is_parallel:
         raise UsageError(f"{name} runs in one process; this is one of {processes()}. Start it without a launcher.")
     opened = kind.source_type.of(Checkpoint.open(source))
+    check_records(opened)
     stage = kind(opened, options)
     plan = stage.plan()
     directory = Path(output).expanduser()

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -14,7 +15,9 @@ from moetool.checkpoint.files import copy_sidecars, file_sha256, patch_config, s
 from moetool.checkpoint.format import format_entry, moetool_entry
 from moetool.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from moetool.checkpoint.reader import CONFIG, MANIFEST, Checkpoint
-from moetool.checkpoint.writer import CheckpointWriter, InParts, TensorSpec
+from moetool.checkpoint.source import first_line
+from moetool.checkpoint.writer import CheckpointWriter, InParts, TensorSpec, is_finite
+from moetool.errors import InvalidInputError
 from moetool.pipeline.job import Job, Source
 from moetool.pipeline.memory import return_heap
 from moetool.pipeline.progress import phase
@@ -254,16 +257,48 @@ def write_statistics(directory: Path, statistics: Mapping[int, LayerStatistics])
     save_tensors(directory / STATISTICS, tensors)
 
 
-def read_statistics(directory: Path) -> dict[int, LayerStatistics]:
-    """Inverse of `write_statistics`; empty if nothing was measured."""
-    path = directory / STATISTICS
+def read_statistics(source: Source) -> dict[int, LayerStatistics]:
+    """Inverse of `write_statistics`; empty if nothing was measured.
+
+    Raises:
+        InvalidInputError: the file is damaged, or does not fit the model.
+    """
+    path, shape = source.checkpoint.path / STATISTICS, source.experts.shape
     if not path.exists():
         return {}
-    tensors = load_file(path)
-    layers = sorted({int(name.split(".")[0]) for name in tensors})
-    return {
-        layer: LayerStatistics.from_tensors(
-            {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{layer}.")}
-        )
-        for layer in layers
-    }
+    try:
+        tensors = load_file(path)
+        layers = sorted({int(name.split(".")[0]) for name in tensors})
+        found = {
+            layer: LayerStatistics.from_tensors(
+                {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{layer}.")}
+            )
+            for layer in layers
+        }
+    except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(
+            f"{path} is damaged ({first_line(error)}). Delete it: what a stage needs of it is measured again."
+        ) from error
+    rows = {role: (shape.experts, shape.matrix(role)[0]) for role in shape.roles}
+    for layer, measured in found.items():
+        fits = layer in source.experts.moe_layers and measured.tokens.shape == (shape.experts,)
+        fits = fits and measured.channel_energy.shape == (shape.intermediate,)
+        fits = fits and {role: tuple(fisher.shape) for role, fisher in measured.fisher.items()} == rows
+        if not fits or not all(map(is_finite, measured.tensors().values())):
+            raise InvalidInputError(
+                f"{path} does not fit the experts of layer {layer}. Delete it: what a stage needs of it is measured "
+                "again."
+            )
+    return found
+
+
+def check_records(source: Any) -> None:
+    """Read what earlier stages have left in a checkpoint's directory beside the weights, if they have.
+
+    Raises:
+        InvalidInputError: the manifest or the statistics are damaged.
+    """
+    if (source.checkpoint.path / MANIFEST).exists():
+        read_manifest(source.checkpoint.path)
+    if isinstance(source, Source):
+        read_statistics(source)

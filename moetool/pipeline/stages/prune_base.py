@@ -77,7 +77,7 @@ class PruneBase(Stage[PruneBaseOptions]):
     def plan(self) -> Plan:
         reader, options = self.source.experts, self.options
         output = self._output_plan()
-        measured = bool(read_statistics(self.source.checkpoint.path))
+        measured = bool(read_statistics(self.source))
         if not measured and options.calibration is None:
             raise UsageError("The checkpoint carries no channel energies: give --calibration to measure them.")
         itemsize = pick_compute_dtype(options.compute_dtype, pick_device(options.device), reader.dtype).itemsize
@@ -94,7 +94,7 @@ class PruneBase(Stage[PruneBaseOptions]):
 
     def run(self, job: Job) -> dict[str, Any]:
         reader, pruning = self.source.experts, self._pruning()
-        statistics = read_statistics(self.source.checkpoint.path) or self._measure(job)
+        statistics = read_statistics(self.source) or self._measure(job)
 
         def tensors(layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
             base = stored_base(reader, layer, statistics[layer])

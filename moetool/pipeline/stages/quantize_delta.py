@@ -41,7 +41,7 @@ class QuantizeDelta(Stage[QuantizeDeltaOptions]):
 
     def run(self, job: Job) -> dict[str, Any]:
         reader, options = self.source.experts, self.options
-        statistics = read_statistics(self.source.checkpoint.path)
+        statistics = read_statistics(self.source)
 
         def base(layer: int) -> LayerBase:
             return stored_base(reader, layer)

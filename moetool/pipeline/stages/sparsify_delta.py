@@ -31,7 +31,7 @@ class SparsifyDelta(Stage[SparsifyDeltaOptions]):
 
     def run(self, job: Job) -> dict[str, Any]:
         reader = self.source.experts
-        statistics = read_statistics(self.source.checkpoint.path)
+        statistics = read_statistics(self.source)
 
         def base(layer: int) -> LayerBase:
             return stored_base(reader, layer)

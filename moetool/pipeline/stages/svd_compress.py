@@ -33,14 +33,14 @@ class SvdCompress(Stage[FactorOptions]):
         refuse_shared_expert(self.source, self.name)
         if options.calibration is None and options.svd != "vanilla":
             raise UsageError(f"--svd {options.svd} needs calibration text: give --calibration.")
-        if options.trim and not read_statistics(self.source.checkpoint.path):
+        if options.trim and not read_statistics(self.source):
             raise UsageError("--trim needs to know how often experts are used: decompose with a base of fisher-merge.")
         channels = max(layout.base_channels for layout in layouts)
         return factor_plan(self.name, self.source, options, channels, gradients=False, base=layouts[0].base)
 
     def run(self, job: Job) -> dict[str, Any]:
         reader, options = self.source.experts, self.options
-        statistics = read_statistics(self.source.checkpoint.path)
+        statistics = read_statistics(self.source)
         if options.sensitivity != "none" and not any(measured.has_fisher for measured in statistics.values()):
             job.progress.log(
                 "The input carries no Fisher statistics (decompose --base BASE from fisher-merge would): "
