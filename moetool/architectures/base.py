@@ -203,6 +203,11 @@ class Architecture:
         """Whether all experts of a layer lie in one tensor on disk."""
         return "{expert}" not in self.weights["down"]
 
+    @property
+    def experts_keys(self) -> tuple[str, ...]:
+        """Config keys of the number of routed experts, the first one that is there counts."""
+        return (self.experts_key,) if isinstance(self.experts_key, str) else self.experts_key
+
     def layers(self, config: Mapping[str, Any]) -> int:
         """Number of decoder layers."""
         return self.number(config, "num_hidden_layers")
@@ -222,8 +227,8 @@ class Architecture:
         """The shape that `config.json` promises for every MoE layer.
 
         Raises:
-            InvalidInputError: a number is missing, more experts are routed than exist, or the router follows a rule
-                that transformers does not compute for this family.
+            InvalidInputError: as `numbers`, or the router follows a rule that transformers does not compute for this
+                family.
         """
         for key, known in self.router_options.items():
             if key in config and config[key] not in known:
@@ -231,8 +236,15 @@ class Architecture:
                     f"config.json has {key} = {config[key]!r}: this router's rule is not implemented for {self.name}, "
                     f"which knows {', '.join(map(repr, known))}. Results would be wrong; refusing."
                 )
-        keys = (self.experts_key,) if isinstance(self.experts_key, str) else self.experts_key
-        experts_key = next((key for key in keys if key in config), keys[0])
+        return self.numbers(config)
+
+    def numbers(self, config: Mapping[str, Any]) -> MoEShape:
+        """The same, whatever the router's rule.
+
+        Raises:
+            InvalidInputError: a number is missing, or more experts are routed than exist.
+        """
+        experts_key = next((key for key in self.experts_keys if key in config), self.experts_keys[0])
         shape = MoEShape(
             experts=self.number(config, experts_key),
             top_k=self.number(config, self.top_k_key),

@@ -31,7 +31,7 @@ class OwnMixture(Architecture):
     def moe_layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
         return tuple(int(layer) for layer in self.entry["layers"])
 
-    def shape(self, config: Mapping[str, Any]) -> MoEShape:
+    def numbers(self, config: Mapping[str, Any]) -> MoEShape:
         return mixture_shape(self.entry)
 
     def layers(self, config: Mapping[str, Any]) -> int:
@@ -52,8 +52,7 @@ def mixture_shape(entry: Mapping[str, Any]) -> MoEShape:
 
 def mixture_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The entry `mixture` of a config, `None` for any other model."""
-    entry = config.get("quantization_config")
-    return entry.get("mixture") if isinstance(entry, Mapping) else None
+    return own_modules(config).get("mixture")
 
 
 def own_mixture(config: Mapping[str, Any]) -> OwnMixture:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+METHOD = "moetool"  # `quant_method` of every entry of moetool's
+
 
 class OwnKind(NamedTuple):
     """What error messages say of a model with such modules: what it is, and what happened to it.
@@ -34,11 +36,17 @@ OWN_MODULES: Mapping[str, OwnKind] = {
 }
 
 
+def moetool_entry(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The `quantization_config` of a moetool checkpoint, `None` for any other."""
+    entry = config.get("quantization_config")
+    if isinstance(entry, Mapping) and entry.get("quant_method") == METHOD:
+        return entry
+    return None
+
+
 def own_modules(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """What moetool's modules stand for in a model, by entry of its `quantization_config`; empty for any other."""
-    entry = config.get("quantization_config")
-    if not isinstance(entry, Mapping):
-        return {}
+    entry = moetool_entry(config) or {}
     return {kind: entry[kind] for kind in OWN_MODULES if isinstance(entry.get(kind), Mapping)}
 
 

@@ -221,9 +221,10 @@ def evaluation_windows(
     return _opened(torch.cat(found), opening)
 
 
-def check_vocabulary(windows: Tensor, vocab_size: int) -> None:
-    """Raise `InvalidInputError` if a token is none of the model's `vocab_size`: the tokenizer is another model's."""
-    if windows.numel() and not 0 <= (highest := int(windows.max())) < vocab_size:
+def check_vocabulary(windows: Tensor, vocab_size: int | None) -> None:
+    """Raise `InvalidInputError` if a token is none of the model's `vocab_size`: the tokenizer is another model's. Not
+    if that is not known (`None`)."""
+    if vocab_size is not None and windows.numel() and not 0 <= (highest := int(windows.max())) < vocab_size:
         raise InvalidInputError(
             f"The text has token {highest}, but the model's vocabulary ends at {vocab_size - 1}: "
             "the tokenizer does not belong to this model."
@@ -246,7 +247,9 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
     if local and not any(_is_vocabulary(file.name) for file in directory.iterdir()):
         raise InvalidInputError(f"No tokenizer in {path}: copy tokenizer.json and tokenizer_config.json there.")
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
+        tokenizer("some text", add_special_tokens=False, verbose=False)  # some nonsense in files only shows here
+        return tokenizer
     except Exception as error:  # each tokenizer class fails in its own way on files that it cannot use
         raise InvalidInputError(f"Cannot load the tokenizer of {path}: {first_line(error)}.") from error
 

@@ -6,7 +6,6 @@ Tensors of the experts are read one matrix at a time; everything else goes throu
 Layers of a moetool checkpoint are filled with the dense experts they stand for.
 """
 
-import copy
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -33,6 +31,7 @@ from moetool.calibration.disk_experts import DiskExperts
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
+from moetool.integrations.building import described_in, model_config
 from moetool.integrations.loading import model_class, run_experts_of_any_width, surplus
 from moetool.integrations.quiet import quiet
 from moetool.modules.fused import fused_tensors
@@ -67,11 +66,9 @@ class StreamedModel:
         self.checkpoint, self.architecture, self.dtype, self.device = checkpoint, architecture, dtype, device
         self.experts = ExpertReader(checkpoint, architecture) if isinstance(architecture, Architecture) else None
         self._experts_on_disk = experts_on_disk
-        raw = copy.deepcopy(checkpoint.config)
-        raw.pop("quantization_config", None)
-        self.config = AutoConfig.for_model(**raw)
+        self.config = model_config(checkpoint.config, checkpoint.path)
         self.config._name_or_path = ""
-        with torch.device("meta"):
+        with described_in(checkpoint.path), torch.device("meta"):
             self.model: Any = model_class(checkpoint.config).from_config(self.config, dtype=dtype)
             insert_modules(self.model, checkpoint.config)
             hold_mixtures(self.model)

@@ -4,19 +4,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from moetool.architectures import find_architecture
+from moetool.architectures.own_modules import METHOD, moetool_entry
 from moetool.errors import InvalidInputError
 from moetool.representations.layout import LayerLayout
 
-METHOD = "moetool"
+__all__ = [
+    "FORMAT_VERSION",
+    "METHOD",
+    "check_format_version",
+    "check_unquantised",
+    "format_entry",
+    "layer_layouts",
+    "moetool_entry",
+    "own_entry",
+]
+
 FORMAT_VERSION = 1
-
-
-def moetool_entry(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The `quantization_config` of a moetool checkpoint, `None` for any other."""
-    entry = config.get("quantization_config")
-    if isinstance(entry, Mapping) and entry.get("quant_method") == METHOD:
-        return entry
-    return None
 
 
 def check_unquantised(config: Mapping[str, Any]) -> None:
@@ -50,14 +53,22 @@ def layer_layouts(config: Mapping[str, Any]) -> dict[int, LayerLayout]:
     if entry is None:
         return {}
     check_format_version(entry)
+    if not (layers := entry.get("layers")):
+        return {}
     architecture = find_architecture(config)
-    shape, count = architecture.shape(config), architecture.layers(config)
-    layers = entry.get("layers", {})
-    if not isinstance(layers, Mapping) or not all(str(key).isdigit() and int(key) < count for key in layers):
-        raise InvalidInputError(f"quantization_config lists layers that a model of {count} layers does not have.")
-    if not all(isinstance(layout, Mapping) for layout in layers.values()):
-        raise InvalidInputError("quantization_config: every layer must be an object.")
-    return {int(key): LayerLayout.from_config(shape, layout) for key, layout in layers.items()}
+    shape, count = architecture.numbers(config), architecture.layers(config)
+    names = {str(layer): layer for layer in range(count)}
+    if absent := [key for key in layers if key not in names]:
+        raise InvalidInputError(
+            f"quantization_config.layers has {absent[0]!r}; the layers of this model are 0 to {count - 1}."
+        )
+    layouts = {}
+    for key, layout in layers.items():
+        try:
+            layouts[names[key]] = LayerLayout.from_config(shape, layout)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"quantization_config, layer {key}: {error}") from error
+    return layouts
 
 
 def own_entry(kind: str, described: Mapping[str, Any]) -> dict[str, Any]:

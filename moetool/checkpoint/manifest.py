@@ -1,6 +1,5 @@
 """`moetool.json`: where a checkpoint comes from and how it was made, without anything that changes between runs."""
 
-import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moetool import __version__
 from moetool.checkpoint.files import write_json
-from moetool.checkpoint.reader import MANIFEST
+from moetool.checkpoint.reader import MANIFEST, read_object
 from moetool.errors import InvalidInputError
 
 FORMAT_VERSION = 1
@@ -42,7 +41,7 @@ class Manifest(BaseModel):
     seed: int
     versions: dict[str, str] = Field(default_factory=lambda: library_versions())
     statistics: dict[str, Any] = {}
-    layers: dict[str, Any] = {}
+    layers: dict[str, dict[str, Any]] = {}
     files: dict[str, str] = {}
 
 
@@ -74,15 +73,8 @@ def read_manifest(directory: Path) -> Manifest:
         InvalidInputError: there is none, it was written by a newer moetool, or it is damaged.
     """
     file = directory / MANIFEST
-    try:
-        content = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise InvalidInputError(f"{directory} has no {MANIFEST}: moetool did not write this checkpoint.") from None
-    except OSError as error:
-        raise InvalidInputError(f"Cannot read {file}: {error.strerror or error}.") from error
-    except ValueError as error:
-        raise InvalidInputError(f"{file} is not valid JSON ({error}).") from error
-    written = content.get("format_version") if isinstance(content, dict) else None
+    _, content = read_object(file, lambda: f"{directory} has no {MANIFEST}: moetool did not write this checkpoint.")
+    written = content.get("format_version")
     if isinstance(written, int) and written > FORMAT_VERSION:
         raise InvalidInputError(
             f"{file} has format version {written}; this moetool reads up to {FORMAT_VERSION}. Upgrade moetool."

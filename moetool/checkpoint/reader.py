@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from moetool.architectures import aliases
 from moetool.checkpoint.header import Header, TensorInfo, read_header
 from moetool.checkpoint.source import resolve_source
+from moetool.checkpoint.validation import check_config, check_depth, check_headers
 from moetool.errors import InvalidInputError
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "byte_view",
     "has_weights",
     "read_config",
+    "read_object",
 ]
 
 CONFIG = "config.json"
@@ -39,6 +41,7 @@ MANIFEST = "moetool.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 WEIGHTS = (*PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".tflite")
 _SAMPLED_BLOCKS, _SAMPLED_BYTES = 32, 4096
+_LONGEST_NAME = 255  # of a file, on every system that there is
 UNFINISHED = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.tmp)?")
 WORK_DIRECTORIES = frozenset({".git", ".cache", "__pycache__", ".ipynb_checkpoints", ".moetool"})
 
@@ -108,6 +111,7 @@ class Checkpoint:
         if not tensors:
             raise InvalidInputError(f"The weight files of {path} hold no tensors.")
         ordered = dict(sorted(_hub_names(tensors, config).items()))
+        check_headers(config, ordered, path)
         return cls(str(source), path, config, ordered, files, weight_bytes, digest.hexdigest())
 
     @property
@@ -198,8 +202,10 @@ class Checkpoint:
 
 
 def read_config(path: Path) -> tuple[bytes, dict[str, Any]]:
-    """`config.json` of a checkpoint's directory, as bytes and parsed. Raises `InvalidInputError`."""
-    return _read_object(path / CONFIG, _missing_config(path))
+    """`config.json` of a checkpoint's directory, as bytes and parsed, checked. Raises `InvalidInputError`."""
+    content, config = read_object(path / CONFIG, lambda: _missing_config(path))
+    check_config(config, path / CONFIG)
+    return content, config
 
 
 def has_weights(path: Path) -> bool:
@@ -260,19 +266,24 @@ def _missing_config(path: Path) -> str:
     return f"{path} has no {CONFIG}, so it is not a checkpoint of a Hugging Face model."
 
 
-def _read_object(file: Path, missing: str) -> tuple[bytes, dict[str, Any]]:
-    """A JSON file as its bytes and the object they hold."""
+def read_object(file: Path, missing: Callable[[], str]) -> tuple[bytes, dict[str, Any]]:
+    """A JSON file as its bytes and the object they hold; `missing` says what it means that there is none.
+
+    Raises:
+        InvalidInputError: it is not there, cannot be read, or holds something else.
+    """
     try:
         content = file.read_bytes()
         parsed = json.loads(content)
     except FileNotFoundError:
-        raise InvalidInputError(missing) from None
+        raise InvalidInputError(missing()) from None
     except OSError as error:
         raise InvalidInputError(f"Cannot read {file}: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"{file} is not valid JSON ({error}). Download or write it again.") from error
     if not isinstance(parsed, dict):
         raise InvalidInputError(f"{file} holds a JSON {type(parsed).__name__}, not an object.")
+    check_depth(parsed, file)
     return content, parsed
 
 
@@ -283,10 +294,12 @@ def _weight_files(path: Path) -> tuple[tuple[Path, ...], dict[str, Path]]:
         return (path / SINGLE,), {}
     if not (path / INDEX).exists():
         raise InvalidInputError(_no_weights(path))
-    _, index = _read_object(path / INDEX, f"{path / INDEX} is missing.")
+    _, index = read_object(path / INDEX, lambda: f"{path / INDEX} is missing.")
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InvalidInputError(f"{path / INDEX} has no weight_map. Download or write it again.")
+    if not isinstance(index.get("metadata", {}), dict):  # transformers writes into it
+        raise InvalidInputError(f"{path / INDEX}: metadata must be an object. Download or write it again.")
     located: dict[str, Path] = {}
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard.endswith(".safetensors") or not _stays_inside(shard):
@@ -304,7 +317,8 @@ def _weight_files(path: Path) -> tuple[tuple[Path, ...], dict[str, Path]]:
 
 
 def _stays_inside(shard: str) -> bool:
-    return not Path(shard).is_absolute() and ".." not in Path(shard).parts
+    name = Path(shard)
+    return not name.is_absolute() and ".." not in name.parts and "\0" not in shard and len(name.name) <= _LONGEST_NAME
 
 
 def _no_weights(path: Path) -> str:

@@ -1,6 +1,5 @@
 """A dense model to be converted: its feed-forward networks by role, its numbers, and what its layers do."""
 
-import copy
 import math
 from functools import cached_property
 from typing import Any
@@ -13,6 +12,7 @@ from moetool.architectures.dense import DenseArchitecture, find_dense_architectu
 from moetool.checkpoint.format import check_unquantised
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
+from moetool.integrations.building import model_config
 from moetool.representations.mixture import Mixture
 
 
@@ -54,15 +54,7 @@ class DenseModel:
     @cached_property
     def config(self) -> Any:
         """transformers' config of the model, defaults filled in. Raises `InvalidInputError`."""
-        from transformers import AutoConfig
-
-        raw = copy.deepcopy(self.checkpoint.config)
-        raw.pop("quantization_config", None)
-        try:
-            return AutoConfig.for_model(**raw)
-        except Exception as error:  # whatever its validation raises; the classes differ between versions
-            reason = " ".join(str(error).split())[:300]
-            raise InvalidInputError(f"transformers cannot read {self.checkpoint.path}/config.json: {reason}") from error
+        return model_config(self.checkpoint.config, self.checkpoint.path)
 
     @property
     def dtype(self) -> torch.dtype:

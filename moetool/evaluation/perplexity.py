@@ -85,7 +85,7 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
     windows = evaluation_windows(
         options.data, tokenizer, sequence_length=options.sequence_length, limit=options.windows, bos=bos
     )
-    check_vocabulary(windows, int(checkpoint.config["vocab_size"]))
+    check_vocabulary(windows, checkpoint.config.get("vocab_size"))
     model = load_for(checkpoint, options.device, options.compute_dtype)
     synthesised = apply_synthesis(model, options.synthesize)
     if options.keep is not None:

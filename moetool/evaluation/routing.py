@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from moetool.calibration.data import check_vocabulary, evaluation_windows, load_tokenizer, parse_data
 from moetool.calibration.opening import BOS_HELP, Bos, opening_text
 from moetool.checkpoint.reader import Checkpoint
-from moetool.errors import InvalidInputError
+from moetool.errors import InvalidInputError, VerificationError
 from moetool.evaluation.loading import load_for
 from moetool.modules.batch_dependence import depends_on_batch
 from moetool.modules.insertion import experts_per_token
@@ -100,6 +100,7 @@ def routing(path: str, options: RoutingOptions, progress: Progress | None = None
 
     Raises:
         InvalidInputError: model or text cannot be used, or the model has no experts.
+        VerificationError: the model's routing is not a number.
     """
     progress = progress or Silent()
     checkpoint = Checkpoint.open(path)
@@ -114,13 +115,15 @@ def routing(path: str, options: RoutingOptions, progress: Progress | None = None
         windows = evaluation_windows(
             spec, tokenizer, sequence_length=options.sequence_length, limit=options.windows, bos=options.bos
         )
-        check_vocabulary(windows, int(checkpoint.config["vocab_size"]))
+        check_vocabulary(windows, checkpoint.config.get("vocab_size"))
         counts = []
         with phase(progress, text, len(windows)):
             for window in windows:
                 counts.append(counter.counts(window[None].to(model.device), top_k))
                 progress.advance()
-        found.append(torch.stack(counts))
+        if not (every := torch.stack(counts)).isfinite().all():
+            raise VerificationError(f"{path} gives NaN or infinity on {text}: its weights are damaged.")
+        found.append(every)
     shares = [_shares(counts.sum(0)) for counts in found]
     components = _components(torch.cat([_shares(counts).flatten(1) for counts in found]))
     result: dict[str, Any] = {

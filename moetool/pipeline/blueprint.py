@@ -1,8 +1,6 @@
 """The headers that a checkpoint would have, from its `config.json` alone: what a job costs before anything is there."""
 
-import copy
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +8,10 @@ import torch
 
 from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.reader import CONFIG, SINGLE, Checkpoint, has_weights, read_config
-from moetool.checkpoint.source import first_line, resolve_source
+from moetool.checkpoint.source import resolve_source
 from moetool.checkpoint.writer import TensorSpec, shard_nbytes
 from moetool.errors import InvalidInputError
-from moetool.integrations.quiet import quiet
+from moetool.integrations.building import empty_model, names_on_disk
 
 
 def open_for_planning(source: str | Path) -> Checkpoint:
@@ -63,31 +61,10 @@ def imagine(source: str, path: Path, config: dict[str, Any]) -> Checkpoint:
         InvalidInputError: transformers cannot build the model.
     """
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), torch.bfloat16)
-    specs = [TensorSpec(name, own, shape) for name, (own, shape) in _names_on_disk(config, dtype, path).items()]
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    promised = names_on_disk(empty_model(plain, path, dtype))
+    specs = [TensorSpec(name, own, shape) for name, (own, shape) in promised.items()]
     file = path / SINGLE
     tensors = {spec.name: TensorInfo(spec.name, spec.dtype, spec.shape, spec.nbytes, file, 0) for spec in specs}
     ordered = dict(sorted(tensors.items()))
     return Checkpoint(source, path, config, ordered, (), shard_nbytes(specs), f"{CONFIG} alone")
-
-
-def _names_on_disk(
-    config: Mapping[str, Any], dtype: torch.dtype, path: Path
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    from transformers import AutoConfig
-    from transformers.core_model_loading import revert_weight_conversion
-
-    from moetool.integrations.loading import model_class
-
-    raw = copy.deepcopy(dict(config))
-    raw.pop("quantization_config", None)
-    try:
-        with quiet(), torch.device("meta"):
-            model = model_class(config).from_config(AutoConfig.for_model(**raw), dtype=dtype)
-    except Exception as error:  # whatever its validation raises; the classes differ between versions
-        reason = first_line(error)[:300]
-        raise InvalidInputError(f"transformers cannot build a model from {path / CONFIG}: {reason}.") from error
-    state = model.state_dict()
-    for tied in getattr(model, "all_tied_weights_keys", None) or {}:
-        state.pop(tied, None)
-    on_disk = revert_weight_conversion(model, state)
-    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in on_disk.items()}

@@ -38,7 +38,7 @@ def calibration_windows(source: Input, options: TextOptions) -> Tensor:
         seed=options.seed,
         bos=_bos(source, options),
     )
-    check_vocabulary(windows, int(source.checkpoint.config["vocab_size"]))
+    check_vocabulary(windows, source.checkpoint.config.get("vocab_size"))
     return windows
 
 

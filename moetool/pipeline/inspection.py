@@ -6,6 +6,7 @@ from typing import Any
 from moetool.architectures import is_opaque
 from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import MANIFEST
+from moetool.integrations.building import check_sizes
 from moetool.pipeline.blueprint import open_for_planning
 from moetool.pipeline.job import Source
 from moetool.pipeline.output import original_bytes
@@ -40,6 +41,8 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
     """The summary that `moetool inspect --json` prints. Raises `InvalidInputError` for what cannot be read."""
     checkpoint = open_for_planning(path)
     if is_opaque(checkpoint.config):
+        if not checkpoint.is_imagined:
+            check_sizes(checkpoint)
         return inspect_own(path, checkpoint)
     source = Source.of(checkpoint)
     reader = source.experts

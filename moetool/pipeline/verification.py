@@ -11,6 +11,7 @@ from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import MANIFEST, Checkpoint
 from moetool.checkpoint.writer import is_finite
 from moetool.errors import VerificationError
+from moetool.integrations.building import check_sizes
 from moetool.pipeline.job import Source, joined_names
 from moetool.pipeline.progress import Progress, Silent, phase
 
@@ -62,6 +63,7 @@ def verify_checkpoint(
 
 def _verify_alone(checkpoint: Checkpoint, progress: Progress) -> dict[str, Any]:
     """A checkpoint of which no more is known than its files."""
+    check_sizes(checkpoint)
     problems = _damaged_files(checkpoint)
     with phase(progress, "Verify", len(checkpoint.tensors)):
         for name in checkpoint.tensors:

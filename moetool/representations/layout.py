@@ -71,11 +71,15 @@ class LayerLayout:
             weights = self.weights[role]
             if weights is not None and len(weights) != self.stored_experts:
                 raise ValueError(f"{role}: {len(weights)} representations for {self.shape.experts} experts")
+            for weight in set(weights or ()):
+                _check(weight, role, self.shape.matrix(role))
             common = [own for weight in weights or () if (own := weight.shared_tensors(self.shape.matrix(role)))]
             if any(own != common[0] for own in common):
                 raise ValueError(f"{role}: the experts do not share the same factor")
         if not 0 < self.base_channels <= self.shape.intermediate:
             raise ValueError(f"{self.base_channels} base channels of {self.shape.intermediate}")
+        for role, base in self.compact_bases():
+            _check(base, role, self.base_shape(role))
         if not 0 <= self.dynamic_channels < self.base_channels:
             raise ValueError(f"{self.dynamic_channels} dynamic channels of {self.base_channels}")
 
@@ -220,21 +224,19 @@ class LayerLayout:
         """
         unknown = set(config) - {*shape.roles, "base_channels", "dynamic_channels", "base"}
         if unknown:
-            raise InvalidInputError(f"quantization_config has entries this moetool does not know: {sorted(unknown)}.")
+            raise InvalidInputError(f"has entries this moetool does not know: {sorted(unknown)}.")
         weights: dict[Role, tuple[Representation, ...] | None] = {}
         for name in ("base_channels", "dynamic_channels"):
             if not isinstance(config.get(name, 0), int):
-                raise InvalidInputError(
-                    f"quantization_config does not fit the model: {name} must be a whole number, not {config[name]!r}."
-                )
+                raise InvalidInputError(f"{name} must be a whole number, not {config[name]!r}.")
         for role in shape.roles:
             specs = config.get(role)
             if not isinstance(specs, (list, type(None))):
-                raise InvalidInputError(f"quantization_config: {role} must be a list or null, not {specs!r}.")
+                raise InvalidInputError(f"{role} must be a list or null, not {specs!r}.")
             weights[role] = None if specs is None else tuple(parse_representation(spec) for spec in specs)
         compact = config.get("base", {})
         if not isinstance(compact, Mapping) or set(compact) - set(shape.roles):
-            raise InvalidInputError(f"quantization_config: base must be an object by role, not {compact!r}.")
+            raise InvalidInputError(f"base must be an object by role, not {compact!r}.")
         base = {role: parse_representation(compact[role]) if role in compact else Dense() for role in shape.roles}
         try:
             return cls(
@@ -245,7 +247,14 @@ class LayerLayout:
                 base,
             )
         except (ValueError, TypeError) as error:
-            raise InvalidInputError(f"quantization_config does not fit the model: {error}.") from error
+            raise InvalidInputError(f"does not fit the model: {error}.") from error
+
+
+def _check(representation: Representation, role: Role, shape: tuple[int, int]) -> None:
+    try:
+        representation.tensors(shape)
+    except ValueError as error:
+        raise ValueError(f"{role} cannot be stored as '{representation.spec}': {error}") from error
 
 
 def native_layout(shape: MoEShape) -> LayerLayout:

@@ -1,5 +1,6 @@
 """A matrix in few bits: packed codes and one scale per group of inputs (DeRS compression, arXiv:2503.01359, Eq. 5)."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -175,4 +176,5 @@ def fitting_group(group: int, length: int) -> int:
 
 
 def _divisors(length: int) -> list[int]:
-    return [size for size in range(1, length + 1) if length % size == 0]
+    small = [size for size in range(1, math.isqrt(length) + 1) if length % size == 0]
+    return sorted({*small, *(length // size for size in small)})

@@ -53,7 +53,7 @@ def test_frozen_and_strict_about_names() -> None:
     ("content", "message"),
     [
         ("{", "not valid JSON"),
-        ("[]", "not a manifest"),
+        ("[]", "not an object"),
         ("{}", "source: Field required"),
         (json.dumps({**manifest().model_dump(), "colour": "red"}), "colour: Extra inputs"),
         (json.dumps({"format_version": 2}), "format version 2; this moetool reads up to 1. Upgrade"),

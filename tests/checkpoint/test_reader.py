@@ -18,7 +18,7 @@ from moetool.checkpoint.header import DTYPES
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, ResourceError
 
-CONFIG = {"model_type": "mixtral", "hidden_size": 8, "unheard_of": [1, 2]}
+CONFIG = {"model_type": "some_family", "hidden_size": 8, "unheard_of": [1, 2]}
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 from moetool.architectures.base import EXPERT_KEYS
 from moetool.architectures.dense.base import FEATURES, DenseArchitecture
-from moetool.architectures.own_modules import OWN_MODULES
+from moetool.architectures.own_modules import OWN_MODULES, own_modules
 from moetool.errors import InvalidInputError
 
 __all__ = ["FEATURES", "DenseArchitecture", "dense_architectures", "find_dense_architecture", "is_encoder"]
@@ -43,8 +43,7 @@ def find_dense_architecture(config: Mapping[str, Any]) -> DenseArchitecture:
             f"This model ({model_type}) is a mixture of experts already: {key} is {config[key]}. Upcycling and "
             "moefying start from a dense model; `export --format dense --expert 0` makes one of it."
         )
-    entry = config.get("quantization_config")
-    if isinstance(entry, Mapping) and (kind := next((kind for kind in OWN_MODULES if kind in entry), None)):
+    if kind := next(iter(own_modules(config)), None):
         made = OWN_MODULES[kind].made
         raise InvalidInputError(f"This model ({model_type}) {made}. Start from the dense model that it was made of.")
     by_type = {name: family for family in dense_architectures() for name in family.model_types}

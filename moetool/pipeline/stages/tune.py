@@ -20,6 +20,7 @@ from moetool.checkpoint.format import check_unquantised, moetool_entry, own_entr
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError, UsageError, VerificationError
+from moetool.integrations.building import check_sizes, described_in
 from moetool.pipeline.blueprint import layer_of
 from moetool.pipeline.job import Job
 from moetool.pipeline.options import RunOptions
@@ -48,6 +49,8 @@ class AnySource:
         if is_encoder(checkpoint.config):
             kind = checkpoint.config["model_type"]
             raise InvalidInputError(f"{checkpoint.path} is an encoder ({kind}); tune trains causal language models.")
+        if not checkpoint.is_imagined:
+            check_sizes(checkpoint)
         return cls(checkpoint)
 
     @property
@@ -146,7 +149,8 @@ class Tune(Stage[TuneOptions, AnySource]):
         from moetool.training.masks import all_closed
 
         examples, held_out = self._examples(job)
-        model = load_model(self.source.checkpoint, torch.float32)
+        with described_in(self.source.checkpoint.path):
+            model = load_model(self.source.checkpoint, torch.float32)
         trained = self._prepare(job, model)
         if job.unit("data"):  # from here on there may be a checkpoint to go on with
             if is_first_process():
@@ -182,7 +186,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         """What is learnt, and what is held out to be evaluated on; says what was left out."""
         from moetool.training.examples import load_examples
 
-        options, vocabulary = self.options, int(self.source.checkpoint.config["vocab_size"])
+        options, vocabulary = self.options, self.source.checkpoint.config.get("vocab_size")
         texts = [
             None if text is None else load_examples(text, self._tokenizer, options.sequence_length, options.bos)
             for text in (options.data, options.eval_data)
