@@ -118,7 +118,7 @@ def test_delta_names() -> None:
         ({"dynamic_channels": -1}, "-1 dynamic channels of 12"),
         ({"dynamic_channels": 12}, "12 dynamic channels of 12"),
         ({"base_channels": 5, "dynamic_channels": 5}, "5 dynamic channels of 5"),
-        ({"base_channels": "many"}, "does not fit the model"),
+        ({"base_channels": "many"}, "base_channels must be a whole number, not .many"),
         ({"down": ["dense", "low-rank", "dense"]}, "takes one argument"),
         ({"spline": 3}, r"does not know: \['spline'\]"),
     ],
