@@ -264,7 +264,7 @@ def test_an_unknown_representation_is_refused(compressed: Path, tmp_path: Path) 
 
 
 def test_a_layer_that_is_not_there_is_refused(compressed: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="a model of 3 layers"):
+    with pytest.raises(InvalidInputError, match="the layers of this model are 0 to 2"):
         load(patched(compressed, tmp_path, layers={"3": LAYOUTS[0].to_config()}))
 
 
