@@ -346,7 +346,7 @@ def _validate(model: type[BaseModel], values: Mapping[str, Any], where: str) -> 
 def _explain(problem: Any) -> str:
     """`head_dim is -4, but should be greater than or equal to 1`."""
     place = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
-    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ").partition(" or instance of ")[0]
     if problem["type"] == "missing":
         return f"{place} is missing"
     if not place:

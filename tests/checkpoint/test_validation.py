@@ -57,6 +57,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     (DEEPSEEK, {"n_group": 3}, ["n_group is 3", "8 experts"]),
     (DEEPSEEK, {"topk_group": 5}, ["topk_group 5", "n_group is 4"]),
     (LLAMA, {"rms_norm_eps": 1e308}, ["rms_norm_eps is 1e+308"]),
+    (LLAMA, {"rope_scaling": 7}, ["rope_scaling is 7, but should be a valid dictionary."]),
     (LLAMA, {"head_dim": -4}, ["head_dim is -4", "greater than or equal to 1"]),
     (LLAMA, {"num_key_value_heads": 0}, ["num_key_value_heads is 0", "greater than or equal to 1"]),
     (LLAMA, {"num_key_value_heads": 3}, ["num_key_value_heads is 3", "does not divide", "4"]),
