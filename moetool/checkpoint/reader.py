@@ -111,7 +111,7 @@ class Checkpoint:
         if not tensors:
             raise InvalidInputError(f"The weight files of {path} hold no tensors.")
         ordered = dict(sorted(_hub_names(tensors, config).items()))
-        check_headers(config, ordered, path)
+        check_headers(config, {name: info.shape for name, info in ordered.items()}, path)
         return cls(str(source), path, config, ordered, files, weight_bytes, digest.hexdigest())
 
     @property

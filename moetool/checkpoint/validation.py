@@ -17,7 +17,6 @@ from moetool.architectures.base import Role
 from moetool.architectures.dense import DenseArchitecture, dense_architectures, find_dense_architecture
 from moetool.architectures.own_modules import METHOD, OWN_MODULES
 from moetool.checkpoint.format import check_format_version, layer_layouts
-from moetool.checkpoint.header import TensorInfo
 from moetool.errors import InvalidInputError
 from moetool.representations.mixture import Shared
 
@@ -237,7 +236,7 @@ def check_config(config: Mapping[str, Any], file: Path) -> None:
     layer_layouts(config)
 
 
-def check_headers(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], path: Path) -> None:
+def check_headers(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
     """Check sizes in a `config.json` against those in the files, before anything is made in these sizes.
 
     Raises:
@@ -246,14 +245,14 @@ def check_headers(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], 
     family = _family(config)
     if family is None:
         return
-    sizes = {size for info in tensors.values() for size in info.shape}
+    sizes = {size for shape in shapes.values() for size in shape}
     promised = {key: config[key] for key in ("vocab_size", "hidden_size", "n_embd") if key in config}
     for key in ("num_hidden_layers", "n_layer"):
         if key not in config:
             continue
         last = family.layer_prefix(config[key] - 1)
         end = ".".join(last.split(".")[-3:])  # the bare decoder's tensors have shorter names
-        if not any(end in name for name in tensors):
+        if not any(end in name for name in shapes):
             raise InvalidInputError(
                 f"Every tensor of {last.rstrip('.')} is missing from {path}: config.json promises {config[key]} layers "
                 f"({key})."
@@ -264,7 +263,7 @@ def check_headers(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], 
                 f"config.json of {path}: {key} is {size}, and no tensor of the files has that size."
             )
     experts = _experts(family, config)[1] if isinstance(family, Architecture) else None
-    if experts is not None and experts > max([len(tensors), *sizes]):
+    if experts is not None and experts > max([len(shapes), *sizes]):
         raise InvalidInputError(f"config.json of {path} promises {experts} experts, more than the files can hold.")
 
 
