@@ -178,7 +178,8 @@ class Moefy(Conversion[MoefyOptions]):
     # What a text says.
 
     def _measure(self, job: Job[DenseSource]) -> None:
-        calibrated = CalibratedJob(job, self.options, encoder=self.dense.architecture.is_encoder)
+        gradients = self.options.baseline == "snip"
+        calibrated = CalibratedJob(job, self.options, encoder=self.dense.architecture.is_encoder, gradients=gradients)
         tokens = calibrated.sweep.windows.numel()
         if self._selector == "mlp" and tokens < needed_tokens(self.options.experts):
             raise InvalidInputError(
@@ -199,7 +200,7 @@ class Moefy(Conversion[MoefyOptions]):
                 calibrated.sweep.backward(index, layer)
             self._settle(job, index, statistics, statistics.saliency.argsort(descending=True, stable=True))
 
-        if self.options.baseline == "snip":
+        if gradients:
             calibrated.forward()
             calibrated.reverse(backward, 1, self._layers)
         else:
