@@ -196,7 +196,7 @@ class Moefy(Conversion[MoefyOptions]):
 
         def backward(index: int, layer: nn.Module) -> None:
             statistics = NeuronStatistics(layer, self.dense.architecture, self.options.selector_tokens, tokens)
-            with statistics.watching(gradients=True):
+            with statistics.watching(gradients=True, loss_scale=calibrated.sweep.loss_scale):
                 calibrated.sweep.backward(index, layer)
             self._settle(job, index, statistics, statistics.saliency.argsort(descending=True, stable=True))
 
