@@ -42,21 +42,25 @@ UPCYCLED = {
     "simoe": "simoe",
     "branch-train-mix": "branch-train-mix",
 }
-# Whether it is computed in bf16 while it is trained.
-PRECISIONS = {"fp32": False, "bf16": True}
+# What is computed in while fp32 weights are trained.
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS, RATE = 4, 2e-4
 
 
-def train(model: Any, windows: Tensor, steps: int, rate: float, *, bf16: bool = False) -> Any:
-    """AdamW on batches of 8 windows."""
+def train(model: Any, windows: Tensor, steps: int, rate: float, dtype: torch.dtype = torch.float32) -> Any:
+    """AdamW on batches of 8 windows, with a loss scale for fp16."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=dtype == torch.float16)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
     for step in range(steps):
         batch = windows[8 * step % len(windows) :][:8]
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
     return model
 
@@ -97,15 +101,15 @@ def loss_of(windows: Tensor) -> Callable[[Any], float]:
 
 
 @pytest.fixture(scope="module")
-def lost(windows: Tensor, loss_of: Callable[[Any], float]) -> Callable[[Path, bool], float]:
-    """`lost(path, bf16)`: what a few steps of training, on what `tune` would train, add to the loss."""
+def lost(windows: Tensor, loss_of: Callable[[Any], float]) -> Callable[[Path, torch.dtype], float]:
+    """`lost(path, dtype)`: what a few steps of training, on what `tune` would train, add to the loss."""
 
     @cache
-    def measure(path: Path, bf16: bool) -> float:
+    def measure(path: Path, dtype: torch.dtype) -> float:
         model = load(path)
         before = loss_of(model)
         choose(model, "auto", freeze_shared=False)
-        return loss_of(train(model, windows[8:40], STEPS, RATE, bf16=bf16)) - before
+        return loss_of(train(model, windows[8:40], STEPS, RATE, dtype)) - before
 
     return measure
 
