@@ -77,8 +77,12 @@ class FisherCollector:
     gradients of the outputs, and never for the whole layer at once.
     """
 
-    def __init__(self, experts: nn.Module, shape: MoEShape, scale: Tensor | None = None) -> None:
-        """`scale` `[experts]` multiplies each expert's part in the two sums (not in `rows`)."""
+    def __init__(
+        self, experts: nn.Module, shape: MoEShape, scale: Tensor | None = None, loss_scale: float = 1.0
+    ) -> None:
+        """`scale` `[experts]` multiplies each expert's part in the two sums (not in `rows`); `loss_scale` is what the
+        gradients that will come are too large by (`Sweep.loss_scale`)."""
+        self._loss_scale = loss_scale
         module: Any = experts
         self._gate_up, self._down, self._shape = entering(experts), module.down_proj, shape
         self._scale = [1.0] * shape.experts if scale is None else scale.tolist()
@@ -112,7 +116,7 @@ class FisherCollector:
         weight = self._weight(role, expert)
         squared = torch.zeros_like(self.total[role])
         for gradient, rows in zip(gradients.split(counts), inputs.split(counts), strict=True):
-            product = gradient.float().T @ rows.float()
+            product = (gradient.float() / self._loss_scale).T @ rows.float()
             squared.addcmul_(product, product)
         self.rows[role][expert] += squared.sum(1, dtype=torch.float64)
         if self._scale[expert] != 1.0:

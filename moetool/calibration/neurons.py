@@ -59,8 +59,10 @@ class NeuronStatistics:
         return self._product.abs().cpu()
 
     @contextmanager
-    def watching(self, *, gradients: bool = False) -> Iterator[None]:
-        """See everything that runs through the network, and with `gradients` what comes back."""
+    def watching(self, *, gradients: bool = False, loss_scale: float = 1.0) -> Iterator[None]:
+        """See everything that runs through the network, and with `gradients` what comes back, `loss_scale` times too
+        large (`Sweep.loss_scale`)."""
+        self._loss_scale = loss_scale
         handles = [
             self._entry.register_forward_pre_hook(self._see_inputs),
             self._down.register_forward_pre_hook(self._see_gradients if gradients else self._see_activations),
@@ -89,7 +91,7 @@ class NeuronStatistics:
 
         def see(gradient: Tensor) -> None:
             product = activations.detach().double() * gradient.double()
-            self._product += product.reshape(-1, product.shape[-1]).sum(0)
+            self._product += product.reshape(-1, product.shape[-1]).sum(0) / self._loss_scale
 
         activations.register_hook(see)
 

@@ -1,9 +1,12 @@
 """Passes over the calibration set: forwards and exactly backwards, one decoder layer at a time.
 
 The loss is the mean next-token loss of each window (labels are the inputs, shifted once, or drawn from the model's own
-predictions), summed over windows, so the gradient at a window's tokens is that window's own.
+predictions), summed over windows, so the gradient at a window's tokens is that window's own. It is multiplied by
+`Sweep.loss_scale`, which brings a mean's gradients back to the size of a single token's: without, those of long windows
+fall below what fp16 can hold.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -49,6 +52,12 @@ class Sweep:
         self.batch_size = batch_size(self.count, self.length)
 
     @property
+    def loss_scale(self) -> float:
+        """What gradients are multiplied by: the power of two nearest to a window's predictions, so that no digit of
+        theirs changes."""
+        return 2.0 ** round(math.log2(max(self.length - 1, 1)))
+
+    @property
     def _read_windows(self) -> Tensor:
         return self.windows if self.masked is None else self.masked
 
@@ -71,7 +80,7 @@ class Sweep:
         return self._file("hidden", boundary)
 
     def gradient(self, boundary: int) -> ActivationFile:
-        """Gradients of the loss with respect to the hidden states at a layer boundary."""
+        """Gradients of the scaled loss with respect to the hidden states at a layer boundary."""
         return self._file("gradient", boundary)
 
     def _read(self, file: ActivationFile, start: int, stop: int) -> Tensor:
@@ -119,7 +128,7 @@ class Sweep:
         return F.cross_entropy(logits[:-1], self._labels(window, tokens[0, 1:], logits[:-1]))
 
     def head(self) -> float:
-        """Losses from the last boundary, and their gradients there. Returns the mean loss per predicted token."""
+        """Losses from the last boundary, and there their gradients, scaled. Returns the loss per predicted token."""
         total = 0.0
         last = self.model.layer_count
 
@@ -132,7 +141,7 @@ class Sweep:
                     hidden = self._read(source, window, window + 1).requires_grad_(True)
                     with torch.enable_grad():
                         loss = self._loss(window, hidden)
-                    loss.backward()
+                    (loss * self.loss_scale).backward()
                     total += loss.item()
                     assert hidden.grad is not None
                     rows.append(hidden.grad)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, count
 
 from torch import Tensor
 
@@ -61,15 +62,23 @@ class Curve:
         return self.spectrum[: steps * self.multiple].reshape(-1, self.multiple).sum(1).tolist()
 
     @cached_property
+    def rests(self) -> list[float]:
+        """Loss that is left after each number of steps in rank."""
+        return [max(self.energy - removed, 0.0) for removed in accumulate(self.gains, initial=0.0)]
+
+    def rest(self, rank: int | None) -> float:
+        """Loss that is left at a rank."""
+        return 0.0 if rank is None else self.rests[rank // self.multiple]
+
+    @cached_property
     def _hull(self) -> tuple[int, float]:
         """The step from which going straight to dense removes more per byte than the next step, and that slope."""
-        rest, best = self.energy, (0, 0.0)
-        for step in range(len(self.gains) + 1):
-            slope = max(rest, 0.0) / (self.dense_bytes - step * self.step_bytes)
+        best = 0, 0.0
+        for step, rest in enumerate(self.rests):
+            slope = rest / (self.dense_bytes - step * self.step_bytes)
             best = step, slope
             if step == len(self.gains) or slope >= self.gains[step] / self.step_bytes:
                 break
-            rest -= self.gains[step]
         return best
 
     def at(self, price: float) -> tuple[int | None, int, float]:
@@ -86,7 +95,7 @@ class Curve:
                 low = middle + 1
             else:
                 high = middle
-        return low * self.multiple, low * self.step_bytes, max(self.energy - math.fsum(self.gains[:low]), 0.0)
+        return low * self.multiple, low * self.step_bytes, self.rests[low]
 
     def bytes_at(self, rank: int | None) -> int:
         """Stored bytes at a rank."""
@@ -153,35 +162,89 @@ def water_filling(groups: Sequence[Group], budget: int) -> list[Ranks | None]:
             high = middle
         else:
             low = middle
-    chosen = [group.at(math.exp(high)) for group in groups]
-    ranks = [ranks for ranks, _ in chosen]
-    _spend_rest(groups, ranks, budget - sum(size for _, size in chosen))
-    return ranks
+    ranks = [group.at(math.exp(high))[0] for group in groups]
+    direct, stepwise = _Filling(groups, ranks, budget), _Filling(groups, ranks, budget)
+    direct.fill()
+    # A large purchase can leave too little for the many small ones that would have removed more.
+    stepwise.fill(only_steps=True)
+    stepwise.fill()
+    return min(direct, stepwise, key=lambda filling: math.fsum(filling.losses)).ranks
 
 
-def _spend_rest(groups: Sequence[Group], ranks: list[Ranks | None], left: int) -> None:
-    """Spend what is left of the budget on single steps, the most useful that still fits first."""
-    queue: list[tuple[float, int, int]] = []
+class _Filling:
+    """Spends what is left of a budget: steps in rank, matrices that become dense, groups that do without a base.
 
-    def offer(group: int, matrix: int) -> None:
-        chosen, curve = ranks[group], groups[group].curves[matrix]
-        rank = chosen[matrix] if chosen is not None else None
-        if rank is not None and rank // curve.multiple < len(curve.gains):
-            heapq.heappush(queue, (-curve.gains[rank // curve.multiple] / curve.step_bytes, group, matrix))
+    Of the purchases that still fit always the one that removes most loss per byte, until none fits.
+    """
 
-    for index, group in enumerate(groups):
-        for matrix in range(len(group.curves)):
-            offer(index, matrix)
-    while queue:
-        _, index, matrix = heapq.heappop(queue)
-        curve, chosen = groups[index].curves[matrix], ranks[index]
-        assert chosen is not None
-        rank = chosen[matrix]
-        assert rank is not None
-        if curve.step_bytes <= left:
-            left -= curve.step_bytes
-            chosen[matrix] = rank + curve.multiple
-            offer(index, matrix)
+    def __init__(self, groups: Sequence[Group], ranks: Sequence[Ranks | None], budget: int) -> None:
+        self._groups, self.ranks = groups, [None if row is None else list(row) for row in ranks]
+        self.losses, self._sizes = [], []
+        for group, row in zip(groups, ranks, strict=True):
+            own = list(zip(group.curves, row or [], strict=row is not None))
+            size = group.base_bytes + sum(curve.bytes_at(rank) for curve, rank in own)
+            self._sizes.append(group.native_bytes if row is None else size)
+            self.losses.append(math.fsum(curve.rest(rank) for curve, rank in own))
+        self._left = budget - sum(self._sizes)
+        self._queue: list[tuple[float, int, int, int, int | None, int | None]] = []
+        self._offers = count()
+
+    def fill(self, *, only_steps: bool = False) -> None:
+        """Spend until nothing fits any more, or no step in rank does."""
+        while self._freed(only_steps):
+            pass
+
+    def _freed(self, only_steps: bool) -> bool:
+        """Spend; `True` if a base that did not pay left more to spend."""
+        for index, row in enumerate(self.ranks):
+            for matrix in range(len(row or [])):
+                self._offer(index, matrix, only_steps)
+            if row is not None and not only_steps and not self._groups[index].is_trimmed:
+                nbytes = self._groups[index].native_bytes - self._sizes[index]
+                self._push(self.losses[index], nbytes, index, -1, None, None)
+        freed = False
+        while self._queue:
+            _, _, index, matrix, before, after = heapq.heappop(self._queue)
+            row, group = self.ranks[index], self._groups[index]
+            if row is None:
+                continue
+            if matrix < 0:
+                nbytes = group.native_bytes - self._sizes[index]
+                if self._spend(nbytes, self.losses[index], index):
+                    self.ranks[index], freed = None, freed or nbytes < 0
+            elif row[matrix] == before:
+                curve = group.curves[matrix]
+                nbytes = curve.bytes_at(after) - curve.bytes_at(before)
+                if self._spend(nbytes, curve.rest(before) - curve.rest(after), index):
+                    row[matrix] = after
+                    self._offer(index, matrix, only_steps)
+        return freed
+
+    def _spend(self, nbytes: int, gain: float, index: int) -> bool:
+        if nbytes > self._left:
+            return False
+        self._left -= nbytes
+        self._sizes[index] += nbytes
+        self.losses[index] -= gain
+        return True
+
+    def _offer(self, index: int, matrix: int, only_steps: bool) -> None:
+        """What can be had next for one matrix."""
+        curve, row = self._groups[index].curves[matrix], self.ranks[index]
+        rank = None if row is None else row[matrix]
+        if rank is None or curve.is_trimmed:
+            return
+        choices: list[int | None] = [] if only_steps else [None]
+        if rank // curve.multiple < len(curve.gains):
+            choices.append(rank + curve.multiple)
+        for after in choices:
+            nbytes = curve.bytes_at(after) - curve.bytes_at(rank)
+            self._push(curve.rest(rank) - curve.rest(after), nbytes, index, matrix, rank, after)
+
+    def _push(self, gain: float, nbytes: int, index: int, matrix: int, before: int | None, after: int | None) -> None:
+        worth = gain / nbytes if nbytes > 0 else math.inf
+        if nbytes <= self._left:
+            heapq.heappush(self._queue, (-worth, next(self._offers), index, matrix, before, after))
 
 
 def uniform(groups: Sequence[Group], budget: int) -> list[Ranks | None]:
@@ -235,14 +298,19 @@ def _by_shares(groups: Sequence[Group], budget: int, weights: Sequence[float]) -
         middle = (low + high) / 2
         low, high = (middle, high) if size(chosen(middle)) <= budget else (low, middle)
     rows = chosen(low)
-    left = budget - size(rows)
-    for group, row in zip(groups, rows, strict=True):
-        for matrix, curve in enumerate(group.curves):
-            rank = row[matrix]
-            if rank is not None and rank // curve.multiple < len(curve.gains) and curve.step_bytes <= left:
-                row[matrix] = rank + curve.multiple
-                left -= curve.step_bytes
-    return list(rows)
+    left, grows = budget - size(rows), True
+    while grows:  # a step for each in turn
+        grows = False
+        for group, row in zip(groups, rows, strict=True):
+            for matrix, curve in enumerate(group.curves):
+                rank = row[matrix]
+                if rank is not None and rank // curve.multiple < len(curve.gains) and curve.step_bytes <= left:
+                    row[matrix] = rank + curve.multiple
+                    left -= curve.step_bytes
+                    grows = True
+    filling = _Filling(groups, rows, budget)
+    filling.fill()
+    return filling.ranks
 
 
 def fixed_rank(curve: Curve, rank: int) -> int | None:

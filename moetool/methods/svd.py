@@ -7,7 +7,7 @@ from moetool.architectures import ROLES, Role
 from moetool.calibration.collectors import GramCollector
 from moetool.methods.choices import Share, Svd
 from moetool.numerics.congruence import congruence
-from moetool.numerics.factorize import Factorization, factorize
+from moetool.numerics.factorize import Factorization, as_left, factorize
 from moetool.numerics.shrinkage import shrink
 
 # ASVD (arXiv:2312.05821) scales input channel j by (mean |x_j|)^α.
@@ -82,7 +82,8 @@ class LayerSvd:
 
         `v`: of the differences one below the other `[experts · out, in]`, on the summed Gram of the inputs (for a wide
         down, on the sample of all activations). `u`: of the differences side by side `[out, experts · in]`, on the sum
-        of what each would lose on its own inputs. With row scales the factorisation is that of the scaled differences.
+        of what each would lose on its own inputs; from the left, whichever side is longer, as a sum over outputs is.
+        With row scales the factorisation is that of the scaled differences.
         """
         ones = torch.ones(len(deltas[0]), device=deltas[0].device)
         scales = [ones if scale is None else scale.to(ones.device) for scale in row_scales]
@@ -94,11 +95,13 @@ class LayerSvd:
                 return factorize(stacked, rank=rank)
             if role == "down" and self._sample is not None:
                 sample = self._sample.double()
-                return factorize(stacked, gram=sample.T @ sample, rank=rank)
+                each = sum(gram.count for gram in grams.down) / len(sample)  # of the tokens that it stands for
+                return factorize(stacked, gram=sample.T @ sample * each, rank=rank)
             own = grams.down if role == "down" else grams.inputs
             return factorize(stacked, gram=torch.stack([gram.matrix() for gram in own]).sum(0), rank=rank)
         if grams is None or self._method == "vanilla":
-            return factorize(torch.cat(scaled, dim=1), rank=rank)
+            beside = torch.cat(scaled, dim=1)
+            return as_left(beside, factorize(beside, rank=rank))
         lost = torch.zeros(len(ones), len(ones), dtype=torch.float64, device=ones.device)
         for expert, (delta, scale) in enumerate(zip(scaled, scales, strict=True)):
             if role == "down" and self._sample is not None:

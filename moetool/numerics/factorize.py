@@ -5,7 +5,7 @@ P P^T delta, with P the leading left singular vectors of delta L, for any L with
 needed, so nothing blows up when the activations do not span the input space.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -86,6 +86,14 @@ def factorize(
     return Factorization(found.values, found.energy, _fix_signs(found.basis).float(), side)
 
 
+def as_left(delta: Tensor, factorization: Factorization) -> Factorization:
+    """The same directions by their images: side "left" whatever the shape of `delta` [out, in]."""
+    if factorization.side == "left":
+        return factorization
+    image = (delta.double() @ factorization.basis.double()).float()
+    return replace(factorization, basis=image, side="left")
+
+
 def truncate(
     delta: Tensor, factorization: Factorization, rank: int, dtype: torch.dtype, *, row_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -93,7 +101,8 @@ def truncate(
 
     U is rounded first and V is the least-squares solution against the rounded U: for any U of full column rank
     V = U^+ delta minimises the whitened error whatever the whitening, so U's rounding error is absorbed except for
-    what leaves its column space.
+    what leaves its column space. The two are then balanced, direction by direction: what U owes to the row scale or to
+    a long side would otherwise be left to V, beyond the range of fp16 and of what an optimizer's steps suit.
 
     Args:
         delta: [out, in], the matrix that was factorized, before any scaling.
@@ -116,12 +125,44 @@ def truncate(
     wide = dtype == torch.float64 or delta.device.type != "cpu" or not fp32_products_are_exact()
     work = torch.float64 if wide else torch.float32
     basis = factorization.basis[:, :rank].to(work)
-    scale = (
-        torch.ones(len(delta), 1, dtype=work, device=delta.device) if row_scale is None else row_scale[:, None].to(work)
-    )
+    scale = torch.ones(len(delta), 1, dtype=work, device=delta.device)
+    if row_scale is not None and bool(row_scale.any()):
+        scale = (row_scale / row_scale.amax())[:, None].to(work)
     u = basis / scale if factorization.side == "left" else delta.to(work) @ basis
-    u = u.to(dtype)
-    return u, refit(scale * delta.to(work), scale * u.to(work)).to(dtype)
+    u = unit_columns(u).to(dtype).to(work)
+    v = refit(scale * delta.to(work), scale * u)
+    powers = balancing_powers(u, v)
+    return (u * powers).to(dtype), (v / powers[:, None]).to(dtype)
+
+
+def unit_columns(u: Tensor) -> Tensor:
+    """Every column of u [out, k] times a power of two that brings its root mean square near 1; zeros stay."""
+    return u / _nearest_power(_root_mean_square(u, 0)).to(u.dtype)
+
+
+def balancing_powers(u: Tensor, v: Tensor) -> Tensor:
+    """Powers of two [k], in the dtype of u, by which u [out, k] is to be multiplied and v [k, in] to be divided.
+
+    Column i of u and row i of v then have root mean squares within a factor of 2 of each other. Among all factors of a
+    product these are the ones that optimizer steps of one size disturb least. Powers of two, so that u v stays the
+    same, bit by bit, in every binary format that holds both.
+    """
+    left, right = _root_mean_square(u, 0), _root_mean_square(v, 1)
+    # Where one of the two is zero so is the product, however long the other: its norm becomes 1.
+    ratio = torch.where(right > 0, right / left, 1 / (len(u) * left.square()))
+    ratio = torch.where(left > 0, ratio, v.shape[1] * right.square())
+    return _nearest_power(ratio.sqrt()).to(u.dtype)
+
+
+def _root_mean_square(matrix: Tensor, dim: int) -> Tensor:
+    """Along one dimension, fp64: squares of small factors are beyond fp32."""
+    return matrix.double().square().mean(dim).sqrt()
+
+
+def _nearest_power(size: Tensor) -> Tensor:
+    """The power of two nearest to each size, 1 where there is none."""
+    usable = (size > 0) & size.isfinite()
+    return torch.where(usable, size, 1.0).log2().round().exp2()
 
 
 def whitened_error(delta: Tensor, u: Tensor, v: Tensor, *, gram: Tensor | None = None) -> float:

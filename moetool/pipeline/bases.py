@@ -139,7 +139,7 @@ def measured_base(calibrated: CalibratedJob, index: int, layer: nn.Module, metho
     if method == "fisher-frequency":  # the shares have to be known before gradients are summed
         calibrated.sweep.forward(index, layer, [first := UsageCollector(reader.shape)], keep=False)
         frequency = first.tokens.double() / first.tokens.sum()
-    fisher = FisherCollector(experts, reader.shape, frequency)
+    fisher = FisherCollector(experts, reader.shape, frequency, calibrated.sweep.loss_scale)
     regression = RegressionCollector(reader.shape, device) if method == "regmean" else None
     calibrated.sweep.backward(index, layer, [usage, fisher, *([regression] if regression is not None else [])])
     rows = {role: to_cpu(sums / calibrated.sweep.count).float() for role, sums in fisher.rows.items()}

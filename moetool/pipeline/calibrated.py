@@ -49,7 +49,8 @@ def _bos(source: Input, options: TextOptions) -> Bos:
 class CalibratedJob:
     """A job together with the model and the text it is calibrated on."""
 
-    def __init__(self, job: Job[Any], options: TextOptions, *, encoder: bool = False) -> None:
+    def __init__(self, job: Job[Any], options: TextOptions, *, encoder: bool = False, gradients: bool = False) -> None:
+        """An `encoder` is to find what masks hide; with `gradients` there will be a reverse sweep."""
         from moetool.calibration.streaming import StreamedModel  # transformers: seconds, and not for --help
 
         self.job = job
@@ -65,7 +66,9 @@ class CalibratedJob:
         if begin is not None:
             job.progress.log(f"Every window begins with {begin}.")
         job.record["calibration"] = {"windows": len(windows), "tokens": windows.numel(), "begin": begin}
-        model = StreamedModel(job.source.checkpoint, job.source.architecture, job.compute_dtype, job.device)
+        self._takes_gradients = gradients
+        dtype = job.gradient_dtype if gradients else job.compute_dtype
+        model = StreamedModel(job.source.checkpoint, job.source.architecture, dtype, job.device)
         self.model = model
         sampled = isinstance(options, CalibrationOptions) and options.labels == "sampled"
         seed = options.seed if sampled else None
@@ -120,6 +123,7 @@ class CalibratedJob:
         The visitor runs the layer backwards itself (`sweep.backward`). `passes` is how many times it goes over the
         calibration set, for the progress bar.
         """
+        assert self._takes_gradients, "the compute dtype was chosen without"
         job, sweep = self.job, self.sweep
         visited = set(job.source.experts.moe_layers if layers is None else layers)
         lowest = min(visited)

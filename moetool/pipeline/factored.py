@@ -259,7 +259,8 @@ def factor_plan(
         output = round(original * (1 - options.ratio))
     else:
         output = size(min(options.rank or 0, min(reader.shape.hidden, reader.shape.intermediate)))
-    itemsize = pick_compute_dtype(options.compute_dtype, pick_device(options.device), reader.dtype).itemsize
+    device = pick_device(options.device)
+    itemsize = pick_compute_dtype(options.compute_dtype, device, reader.dtype, gradients=gradients).itemsize
     cost = CalibrationCost(options.samples, options.sequence_length, itemsize)
     layers = source.architecture.layers(checkpoint.config)
     boundaries = layers + 3 if gradients else 2

@@ -19,7 +19,7 @@ from moetool.checkpoint.writer import CheckpointWriter, TensorSpec
 from moetool.methods.choices import Sensitivity, Share, Svd
 from moetool.methods.sensitivity import LayerSensitivity, MatrixSensitivity
 from moetool.methods.svd import LayerSvd
-from moetool.numerics.factorize import Factorization, truncate
+from moetool.numerics.factorize import Factorization, Side, truncate
 from moetool.pipeline.bases import LayerBase
 from moetool.pipeline.calibrated import CalibratedJob
 from moetool.pipeline.job import to_cpu
@@ -66,14 +66,20 @@ class FactorFile:
         """Shape of what was factorised."""
         return joint_shape(self._shape.matrix(role), self._shape.experts, self.share)
 
+    def _side(self, role: Role) -> Side:
+        """Which of its two sides a factorisation leaves a basis of."""
+        rows, columns = self.matrix(role)
+        return "left" if self.share == "u" or rows <= columns else "right"
+
     def _specs(self) -> Iterator[TensorSpec]:
         for role in self._shape.roles:
             matrix = self.matrix(role)
             cap = break_even_rank(matrix)
+            length = matrix[0] if self._side(role) == "left" else matrix[1]
             for expert in range(self.count):
                 yield TensorSpec(f"{role}.{expert}.spectrum", torch.float64, (cap,))
                 yield TensorSpec(f"{role}.{expert}.energy", torch.float64, (2,))
-                yield TensorSpec(f"{role}.{expert}.basis", torch.float32, (min(matrix), cap))
+                yield TensorSpec(f"{role}.{expert}.basis", torch.float32, (length, cap))
                 yield TensorSpec(f"{role}.{expert}.scale", torch.float32, (matrix[0],))
         yield TensorSpec(ENERGY, torch.float64, (len(ROLES), self._shape.experts))
 
@@ -116,12 +122,11 @@ class FactorFile:
 
     def cut(self, role: Role, expert: int, delta: Tensor, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The factors U `[out, rank]` and V `[rank, in]` of what was factorised, Δ, in their storage dtype."""
-        rows, columns = self.matrix(role)
         factorization = Factorization(
             spectrum=self._read(f"{role}.{expert}.spectrum"),
             energy=self._read(f"{role}.{expert}.energy")[0].item(),
             basis=self._read(f"{role}.{expert}.basis").to(delta.device),
-            side="left" if rows <= columns else "right",
+            side=self._side(role),
         )
         scale = self._read(f"{role}.{expert}.scale").to(delta.device)
         return truncate(delta, factorization, rank, dtype, row_scale=scale)

@@ -135,6 +135,11 @@ class Job(Generic[SourceT]):
         """The dtype to run the model in."""
         return pick_compute_dtype(self.options.compute_dtype, self.device, self.source.dtype)
 
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The same where gradients are taken."""
+        return pick_compute_dtype(self.options.compute_dtype, self.device, self.source.dtype, gradients=True)
+
 
 def joined_names(source: Source) -> set[str]:
     """Native names that a checkpoint lacks because its shared experts are stored on the base of the routed ones."""
@@ -167,11 +172,24 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def pick_compute_dtype(name: str, device: torch.device, stored: torch.dtype) -> torch.dtype:
-    """`auto` is fp32 on a CPU, where it costs little, and the checkpoint's own dtype on a card."""
+def pick_compute_dtype(name: str, device: torch.device, stored: torch.dtype, *, gradients: bool = False) -> torch.dtype:
+    """`auto` is fp32 on a CPU, where it costs little, and the checkpoint's own dtype on a card.
+
+    Where gradients are taken it is not fp16, whose range they leave on either side: bf16, or fp32 on a card without.
+    fp16 that is asked for is used; what then keeps gradients in its range is `Sweep.loss_scale`.
+    """
     if name != "auto":
         return getattr(torch, name)
-    return stored if device.type == "cuda" else torch.float32
+    if device.type != "cuda":
+        return torch.float32
+    if gradients and stored == torch.float16:
+        return torch.bfloat16 if has_bfloat16(device) else torch.float32
+    return stored
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a card computes in bf16 itself, from compute capability 8.0 on."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def to_cpu(tensor: Tensor) -> Tensor:

@@ -178,7 +178,8 @@ class Moefy(Conversion[MoefyOptions]):
     # What a text says.
 
     def _measure(self, job: Job[DenseSource]) -> None:
-        calibrated = CalibratedJob(job, self.options, encoder=self.dense.architecture.is_encoder)
+        gradients = self.options.baseline == "snip"
+        calibrated = CalibratedJob(job, self.options, encoder=self.dense.architecture.is_encoder, gradients=gradients)
         tokens = calibrated.sweep.windows.numel()
         if self._selector == "mlp" and tokens < needed_tokens(self.options.experts):
             raise InvalidInputError(
@@ -195,11 +196,11 @@ class Moefy(Conversion[MoefyOptions]):
 
         def backward(index: int, layer: nn.Module) -> None:
             statistics = NeuronStatistics(layer, self.dense.architecture, self.options.selector_tokens, tokens)
-            with statistics.watching(gradients=True):
+            with statistics.watching(gradients=True, loss_scale=calibrated.sweep.loss_scale):
                 calibrated.sweep.backward(index, layer)
             self._settle(job, index, statistics, statistics.saliency.argsort(descending=True, stable=True))
 
-        if self.options.baseline == "snip":
+        if gradients:
             calibrated.forward()
             calibrated.reverse(backward, 1, self._layers)
         else:

@@ -43,7 +43,9 @@ class RunOptions(Options):
 
     device: str = Field("auto", description="cpu, cuda, cuda:1 … (auto: CUDA when there is a card).")
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="For running the model (auto: float32 on CPU, the checkpoint's own on a card)."
+        "auto",
+        description="For running the model (auto: float32 on CPU, the checkpoint's own on a card; for gradients not "
+        "float16).",
     )
     memory: ByteSize | None = Field(None, description="Refuse to start if the job needs more memory, e.g. 8GiB.")
     disk: ByteSize | None = Field(None, description="Refuse to start if the job needs more disk, e.g. 200GB.")

@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from moetool.numerics.factorize import refit
+from moetool.numerics.factorize import balancing_powers, refit, unit_columns
 from moetool.representations.base import Representation, Stored, Weight
 from moetool.representations.quantised import (
     ROW,
@@ -22,8 +22,9 @@ from moetool.representations.quantised import (
 class QuantisedLowRank(Representation):
     """`U^T [rank, out]` and `V [rank, in]`, quantised along their long sides. Rank 0 stores nothing.
 
-    Groups run along the outputs in U and along the inputs in V, so every direction has scales of its own and how a
-    singular value is split between the two does not matter. The groups of V may have another size (`input_group`).
+    Groups run along the outputs in U and along the inputs in V, so every direction has scales of its own. How a
+    singular value is split between the two changes no code, but scales are stored in 16 bits, and trained: each gets
+    its root. The groups of V may have another size (`input_group`).
     """
 
     rank: int
@@ -117,10 +118,13 @@ class QuantisedLowRank(Representation):
             raise ValueError(f"the basis must be [{rows}, {self.rank}], got {list(basis.shape)}")
         if not self.rank:
             return {}
-        u = self.u.encode(basis.T.contiguous(), dtype)
+        u = self.u.encode(unit_columns(basis).T.contiguous(), dtype)
         exact = self.u.decode(u, (self.rank, rows), dtype).T.double()
         scale = 1.0 if row_scale is None else row_scale.double()[:, None]
         v = refit(scale * delta.detach().double(), scale * exact)
+        powers = balancing_powers(exact, v)[:, None]
+        u["scales"] = (u["scales"].double() * powers).to(dtype)
+        v /= powers
         tensors = {"u": u, "v": self.v.encode(v, dtype, importance=importance, gram=gram)}
         return {f"{factor}.{name}": tensor for factor, part in tensors.items() for name, tensor in part.items()}
 

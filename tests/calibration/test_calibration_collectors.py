@@ -1,5 +1,6 @@
 """Statistics of one layer: against autograd on the whole model, and against activations computed by hand."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ def base(role: Role) -> Tensor:
 class Measured:
     """All collectors on all layers of a forward and a reverse sweep, in batches of 2, 2 and 1 windows."""
 
-    def __init__(self, path: Path, windows: Tensor, directory: Path) -> None:
+    def __init__(self, path: Path, windows: Tensor, directory: Path, dtype: torch.dtype = torch.float32) -> None:
         checkpoint = Checkpoint.open(path)
-        model = StreamedModel(checkpoint, find_architecture(checkpoint.config), torch.float32, CPU)
+        model = StreamedModel(checkpoint, find_architecture(checkpoint.config), dtype, CPU)
         sweep = Sweep(model, windows, directory)
         sweep.batch_size = 2
         self.fisher: dict[int, FisherCollector] = {}
@@ -52,7 +53,7 @@ class Measured:
         self.loss = sweep.head()
         for index in reversed(range(LAYERS)):
             with model.layer(index) as layer:
-                self.fisher[index] = FisherCollector(layer.get_submodule("mlp.experts"), SHAPE)
+                self.fisher[index] = FisherCollector(layer.get_submodule("mlp.experts"), SHAPE, None, sweep.loss_scale)
                 self.backward_usage[index] = UsageCollector(SHAPE)
                 sweep.backward(index, layer, [self.backward_usage[index], self.fisher[index]])
 
@@ -295,3 +296,23 @@ def test_collectors_do_not_change_the_result(tiny_mixtral: Path, windows: Tensor
         sweep.forward(0, layer, [UsageCollector(SHAPE)], keep=False)
         assert not sweep.hidden(1).path.exists()
         assert "forward" not in vars(layer.get_submodule("mlp.experts"))
+
+
+@pytest.mark.parametrize("index", range(LAYERS))
+def test_fisher_in_16_bits_is_that_in_32(measured_in: Any, index: int) -> None:
+    """Gradients of a mean over many tokens are below what fp16 can hold, unless the loss is scaled."""
+    exact = measured_in(torch.float32).fisher[index].rows
+    for dtype, tolerance in ((torch.float16, 0.01), (torch.bfloat16, 0.06)):
+        rows = measured_in(dtype).fisher[index].rows
+        for role in ROLES:
+            assert (rows[role] - exact[role]).norm() < tolerance * exact[role].norm()
+
+
+@pytest.fixture(scope="module")
+def measured_in(make_mixtral: Any, save_model: Any, tiny_tokens: Tensor, tmp_path_factory: Any) -> Any:
+    """`measured_in(dtype)`: what is measured of a model with small gradients on two windows of 128 tokens."""
+    model = make_mixtral(seed=3)
+    with torch.no_grad():
+        model.lm_head.weight *= 0.002
+    path = save_model(model, tmp_path_factory.mktemp("quiet") / "model")
+    return cache(lambda dtype: Measured(path, tiny_tokens[:256].view(2, 128), tmp_path_factory.mktemp("swept"), dtype))

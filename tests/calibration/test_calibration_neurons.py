@@ -122,7 +122,7 @@ def test_saliency_is_that_of_autograd(opened: Any, sweep: Any, windows: Tensor, 
     for index in reversed(range(LAYERS)):
         with run.model.layer(index) as layer:
             statistics = NeuronStatistics(layer, dense.architecture, MOST, windows.numel())
-            with statistics.watching(gradients=True):
+            with statistics.watching(gradients=True, loss_scale=run.loss_scale):
                 run.backward(index, layer)
             expected = whole.saliency(index)
             torch.testing.assert_close(statistics.saliency, expected, rtol=1e-3, atol=1e-6 * expected.max().item())

@@ -148,6 +148,8 @@ def test_packing_changes_no_token(tuned: Any, mixture: Path, data: Path) -> None
         (("--data", "PAIRS", "--report-to", "flyte"), 2, ["flyte is not installed"]),
         (("--data", "PAIRS", "--epochs", "inf"), 2, ["--epochs", "finite"]),
         (("--data", "PAIRS", "--bos", "always"), 2, ["no BOS token"]),
+        (("--data", "PAIRS", "--compute-dtype", "float16"), 2, ["--compute-dtype float16", "--bf16"]),
+        (("--data", "PAIRS", "--compute-dtype", "bfloat16"), 2, ["--compute-dtype bfloat16", "--bf16"]),
         ((), 2, ["--data is required"]),
     ],
 )

@@ -184,6 +184,19 @@ def test_a_shared_factor_is_stored_once(
     assert run_cli("verify", made.path, "--against", tiny_mixtral).code == 0
 
 
+@pytest.mark.parametrize("svd", ["truncation-aware", "vanilla"])
+def test_a_shared_u_of_few_wide_experts(
+    run_cli: Any, compress: Any, make_mixtral: Any, save_model: Any, tmp_path_factory: pytest.TempPathFactory, svd: str
+) -> None:
+    """Side by side their differences are higher than wide."""
+    wide = make_mixtral(hidden_size=16, intermediate_size=48, num_local_experts=2, num_hidden_layers=1)
+    source = save_model(wide, tmp_path_factory.mktemp("wide") / svd)
+    made = compress(source, "--rank", 4, "--share", "u", "--svd", svd)
+    assert run_cli("verify", made.path, "--against", source).code == 0
+    stored = load_file(made.path / "model.safetensors")
+    assert stored["model.layers.0.block_sparse_moe.experts.moetool.shared.gate.u"].shape == (48, 4)
+
+
 def test_a_shared_factor_of_one_rank_is_the_best_there_is(run_cli: Any, compress: Any, tiny_mixtral: Path) -> None:
     """Shared V without whitening is the plain SVD of the differences below each other."""
     made = compress(tiny_mixtral, "--rank", 3, "--share", "v", "--svd", "vanilla", "--sensitivity", "none")

@@ -11,6 +11,7 @@ import torch
 
 from moetool.errors import UsageError
 from moetool.methods.allocation import Curve, Group, Ranks, allocate, byte_range, fixed_rank, uniform, water_filling
+from moetool.methods.choices import Allocation
 from moetool.representations.low_rank import break_even_rank
 
 SHAPE = (12, 12)  # 144 numbers dense, 24 per rank, so ranks up to 5
@@ -207,20 +208,40 @@ def test_bases_alone_must_fit(method: str) -> None:
         allocate(method, groups, 427)
 
 
-@each_problem
-def test_uniform_never_exceeds_and_wastes_little(groups: list[Group]) -> None:
+def purchases(groups: Sequence[Group], ranks: Sequence[Ranks | None]) -> list[int]:
+    """Bytes of everything that could still be had: a step in rank, a dense matrix, a group without a base."""
+    found = []
+    for group, row in zip(groups, ranks, strict=True):
+        if row is None:
+            continue
+        if not group.is_trimmed:
+            found.append(group.native_bytes - size([group], [row]))
+        for curve, rank in zip(group.curves, row, strict=True):
+            if rank is not None and not curve.is_trimmed:
+                found.append(curve.dense_bytes - curve.bytes_at(rank))
+                if rank + curve.multiple <= break_even_rank(curve.shape):
+                    found.append(curve.step_bytes)
+    return found
+
+
+FEW = {
+    "one matrix": [Group([random_curve(24)], 100)],
+    "a matrix for all experts": [Group([random_curve(25, (48, 12)), random_curve(26, (48, 12))], 288)],
+    "equal groups": [Group([random_curve(27, tail=0.2)] * 2, 288)] * 2,
+    "flat and steep": [Group([random_curve(28, tail=0.05)] * 3, 300), Group([random_curve(29, tail=3)] * 3, 300)],
+    "small bases": [Group([random_curve(30, tail=0.1)] * 3, 10), Group([random_curve(31, (20, 30))], 30)],
+}
+
+
+@pytest.mark.parametrize("method", ["water-filling", "adaptive", "uniform"])
+@pytest.mark.parametrize("groups", (PROBLEMS | FEW).values(), ids=(PROBLEMS | FEW).keys())
+def test_nothing_more_would_fit(method: Allocation, groups: list[Group]) -> None:
     least, most = byte_range(groups)
-    step = max(curve.step_bytes for group in groups for curve in group.curves)
-    matrices = sum(len(group.curves) for group in groups)
     for budget in range(least, most, 7):
-        ranks = uniform(groups, budget)
-        assert size(groups, ranks) <= budget
-        full = all(
-            rank is None or rank + curve.multiple > break_even_rank(curve.shape)
-            for group, row in zip(groups, ranks, strict=True)
-            for curve, rank in zip(group.curves, row or [], strict=True)
-        )
-        assert full or budget - size(groups, ranks) < matrices * step
+        ranks = allocate(method, groups, budget)
+        left = budget - size(groups, ranks)
+        assert left >= 0
+        assert left < min(purchases(groups, ranks), default=1), (budget, ranks)
 
 
 def test_uniform_is_the_same_share_of_every_matrix() -> None:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from moetool.architectures import MoEShape, Role
 from moetool.calibration.collectors import GramCollector
+from moetool.methods.allocation import Curve, Group, water_filling
 from moetool.methods.choices import Svd
 from moetool.methods.svd import LayerSvd
 from moetool.numerics.factorize import truncate
@@ -159,6 +160,50 @@ def test_activation_aware_scales_channels_by_the_root_of_their_mean(layer: Layer
     scale = asvd_gram(layer.given(role), expert).diagonal().sqrt()
     expected = torch.linalg.svdvals(delta.double() * scale).square()
     torch.testing.assert_close(found.spectrum, expected, rtol=1e-6, atol=1e-6 * float(expected[0]))
+
+
+@each_role
+@pytest.mark.parametrize("method", ["truncation-aware", "activation-aware"])
+def test_the_expert_with_more_tokens_gets_the_higher_rank(layer: Layer, role: Role, method: Svd) -> None:
+    """Of two with the same difference; and what a spectrum says is about what is lost on those tokens."""
+    delta = layer.delta(role, 0)
+    found = [LayerSvd(method, layer.grams).factorize(role, expert, delta) for expert in (0, 1)]
+    for expert, factorization in enumerate(found):
+        lost = float((layer.given(role)[expert] @ delta.double().T).square().sum())
+        assert 0.3 < factorization.energy / lost < 3
+    curves = [Curve((60, 60), own.spectrum, own.energy, 2) for own in found]
+    ranks = water_filling([Group(curves, 0)], 6 * curves[0].step_bytes)[0]
+    assert ranks is not None
+    assert (ranks[0] or 0) > (ranks[1] or 0)
+
+
+@each_role
+def test_a_shared_v_counts_all_tokens(layer: Layer, role: Role) -> None:
+    """Even where the norm is that of a sample: gate and down compete for the same bytes."""
+    deltas = [layer.delta(role, expert) for expert in range(3)]
+    svd = LayerSvd("truncation-aware", layer.grams)
+    found = svd.factorize_jointly(role, deltas, "v", [None] * 3)
+    everything = torch.cat(layer.given(role))
+    lost = float((everything @ torch.cat(deltas).double().T).square().sum())
+    assert lost / 3 < found.energy < 3 * lost  # by a sample of 13 of the 405
+
+
+@pytest.mark.parametrize("method", ["vanilla", "truncation-aware"])
+@pytest.mark.parametrize(("experts", "rows"), [(2, 30), (3, 18), (3, 10)])
+def test_a_shared_u_whichever_side_is_longer(method: Svd, experts: int, rows: int) -> None:
+    """Few narrow experts side by side are higher than wide."""
+    layer = Layer(MoEShape(experts=3, top_k=1, hidden=6, intermediate=rows))
+    deltas = [layer.delta("gate", expert) for expert in range(experts)]
+    layer.grams.inputs = layer.grams.inputs[:experts]
+    found = LayerSvd(method, layer.grams).factorize_jointly("gate", deltas, "u", [None] * experts)
+    beside = torch.cat(deltas, dim=1)
+    for rank in (1, 3):
+        u, v = truncate(beside, found, rank, torch.float64)
+        assert (u.shape, v.shape) == ((rows, rank), (rank, 6 * experts))
+        whole = torch.block_diag(*(own.T @ own for own in layer.given("gate")[:experts]))
+        gram = torch.eye(6 * experts).double() if method == "vanilla" else whole
+        values = torch.linalg.eigvalsh(beside.double() @ gram @ beside.double().T).flip(0)
+        assert norm(beside.double() - u @ v, gram) == pytest.approx(float(values[rank:].sum()), rel=1e-5)
 
 
 @each_role

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from moetool.numerics import whitened
-from moetool.numerics.factorize import Factorization, factorize, truncate, whitened_error
+from moetool.numerics.factorize import Factorization, balancing_powers, factorize, truncate, whitened_error
+from moetool.representations.quantised_low_rank import QuantisedLowRank
 
 Build = Callable[..., Tensor]
 SHAPES = [(96, 160), (160, 96), (128, 128)]
@@ -339,3 +340,60 @@ def test_outlier_channels_do_not_force_fp64(
     assert len(found.spectrum) == 30
     with pytest.raises(AssertionError, match="fp64"):
         factorize(make_delta(rows, columns), gram=gram)
+
+
+def root_mean_square(matrix: Tensor, dim: int) -> Tensor:
+    return matrix.double().square().mean(dim).sqrt()
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("size", [1e-9, 1.0])
+def test_factors_are_of_one_size_whatever_the_row_scale(
+    make_delta: Build, make_gram: Build, rows: int, columns: int, size: float
+) -> None:
+    """Sensitivities are small and far apart; what is stored must fit fp16 and an optimizer's steps all the same."""
+    delta, gram = make_delta(rows, columns), make_gram(columns, 1e6)
+    scale = size * 10 ** torch.linspace(-0.8, 0.8, rows)
+    found = factorize(scale[:, None] * delta, gram=gram)
+    best = optimum(scale[:, None] * delta, torch.linalg.cholesky(gram))
+    for dtype, excess in ((torch.float32, 1e-5), (torch.float16, 1e-2)):
+        u, v = truncate(delta, found, 40, dtype, row_scale=scale)
+        ratio = root_mean_square(u, 0) / root_mean_square(v, 1)
+        assert bool(((ratio > 0.49) & (ratio < 2.04)).all())
+        lost = error(scale[:, None] * delta, scale[:, None].double() * u.double(), v, torch.linalg.cholesky(gram))
+        assert lost < best[40] * (1 + excess)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_balancing_changes_no_bit_of_the_product(make_delta: Build, dtype: torch.dtype) -> None:
+    """Even in fp32, in which a model multiplies one factor after the other."""
+    u, v = make_delta(60, 12).to(dtype), (1e-6 * make_delta(12, 40) * torch.logspace(-3, 3, 12)[:, None]).to(dtype)
+    powers = balancing_powers(u, v)
+    inputs = make_delta(30, 40, seed=1).to(dtype)
+    again = inputs @ (v / powers[:, None]).T @ (u * powers).T
+    assert again.equal(inputs @ v.T @ u.T)
+    assert not powers.eq(1).any()
+
+
+def test_directions_that_hold_nothing_stay_so(make_delta: Build) -> None:
+    u, v = make_delta(20, 4), make_delta(4, 30)
+    u[:, 0], v[0], u[:, 1], v[2] = 0, 0, 0, 0
+    powers = balancing_powers(u, v)
+    assert powers[0] == 1
+    assert powers.isfinite().all()
+    assert (powers > 0).all()
+    assert 0.5 < torch.linalg.norm((v / powers[:, None])[1]) < 2
+    assert 0.5 < torch.linalg.norm((u * powers)[:, 2]) < 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scales_of_quantised_factors_are_of_one_size(make_delta: Build, dtype: torch.dtype) -> None:
+    delta, form = 1e-3 * make_delta(96, 160), QuantisedLowRank(24, 4, 32)
+    basis = truncate(delta, factorize(delta), 24, torch.float32)[0]
+    expected = form.encode(delta, torch.float32, basis=basis)
+    lost = (form.decode(expected, (96, 160), torch.float32) - delta).norm()
+    for size in (1e-7, 1.0, 1e7):  # whatever the basis is multiplied with
+        made = form.encode(delta, dtype, basis=size * basis)
+        ratio = root_mean_square(made["u.scales"], 1) / root_mean_square(made["v.scales"], 1)
+        assert bool(((ratio > 0.4) & (ratio < 2.5)).all())
+        assert (form.decode(made, (96, 160), dtype).float() - delta).norm() < 1.02 * lost

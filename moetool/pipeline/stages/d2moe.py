@@ -101,7 +101,7 @@ class D2MoE(Stage[D2MoEOptions]):
         pruning = plan_pruning(reader.shape.intermediate, options.prune_base, options.pruning)
         if pruning.dynamic:
             job.progress.log(BATCH_DEPENDENT)
-        calibrated = CalibratedJob(job, options)
+        calibrated = CalibratedJob(job, options, gradients=True)
         calibrated.forward()
 
         def visit(index: int, layer: nn.Module) -> None:

@@ -34,7 +34,8 @@ class FisherMerge(Stage[FisherMergeOptions]):
         reader, options = self.source.experts, self.options
         if options.calibration is None and options.merge not in UNMEASURED_MERGES:
             raise UsageError(f"--merge {options.merge} needs calibration text: give --calibration.")
-        itemsize = pick_compute_dtype(options.compute_dtype, pick_device(options.device), reader.dtype).itemsize
+        device = pick_device(options.device)
+        itemsize = pick_compute_dtype(options.compute_dtype, device, reader.dtype, gradients=True).itemsize
         cost = CalibrationCost(options.samples, options.sequence_length, itemsize)
         layers = self.source.architecture.layers(self.source.checkpoint.config)
         base = reader.shape.expert_parameters * reader.dtype.itemsize
@@ -58,7 +59,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
             for layer in reader.moe_layers:
                 unweighted_base(reader, layer, options.merge).save(base_path(job.work, layer))
         else:
-            calibrated = CalibratedJob(job, options)
+            calibrated = CalibratedJob(job, options, gradients=True)
             calibrated.forward()
 
             def visit(index: int, layer: nn.Module) -> None:

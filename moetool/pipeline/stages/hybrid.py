@@ -79,7 +79,8 @@ class Hybrid(Stage[HybridOptions]):
         smallest = self._planned({layer: self._layout(LowRank(0)) for layer in reader.moe_layers})
         original = original_bytes(source)
         check_ratio(options.ratio, smallest, original)
-        itemsize = pick_compute_dtype(options.compute_dtype, pick_device(options.device), reader.dtype).itemsize
+        device = pick_device(options.device)
+        itemsize = pick_compute_dtype(options.compute_dtype, device, reader.dtype, gradients=True).itemsize
         cost = CalibrationCost(options.samples, options.sequence_length, itemsize)
         layers = source.architecture.layers(source.checkpoint.config)
         forms = forms_for(reader.shape, self._average_bits(), options.group_size)
@@ -125,7 +126,7 @@ class Hybrid(Stage[HybridOptions]):
 
     def run(self, job: Job) -> dict[str, Any]:
         options, reader = self.options, self.source.experts
-        calibrated = CalibratedJob(job, options)
+        calibrated = CalibratedJob(job, options, gradients=True)
         calibrated.forward()
         forms = forms_for(reader.shape, self._average_bits(), options.group_size)
 

@@ -75,6 +75,11 @@ class Tune(Stage[TuneOptions, AnySource]):
         _check_trackers(self.options.report_to)
         if self.options.freeze_shared and self.options.train == "all":
             raise UsageError("--freeze-shared leaves the base alone, --train all does not: give one of them.")
+        if self.options.compute_dtype not in ("auto", "bfloat16" if self.options.bf16 else "float32"):
+            raise UsageError(
+                f"--compute-dtype {self.options.compute_dtype}: tune holds weights in float32 and computes in it, or "
+                "with --bf16 in bfloat16; float16 would need a loss scale that it does not search for."
+            )
         if (tool := sharding()) is not None:
             self._check_sharding(tool)
         checkpoint = self.source.checkpoint
