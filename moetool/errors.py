@@ -5,7 +5,19 @@ An error message says what was wrong, with the numbers, and what to do about it.
 """
 
 import difflib
+import errno
+import os
 from collections.abc import Iterable
+
+_UNUSABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EROFS)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Libraries that write for us hide the number: safetensors behind Rust's words, torch.save behind its own.
+_FULL_IN_WORDS = {
+    **{f"(os error {number})": os.strerror(number) for number in _FULL},
+    **{os.strerror(number): os.strerror(number) for number in _FULL},
+    "PytorchStreamWriter failed writing": "torch.save could not write all of it",
+    "inline_container.cc": "torch.save could not write all of it",
+}
 
 
 class MoetoolError(Exception):
@@ -49,3 +61,27 @@ def did_you_mean(said: str, known: Iterable[str]) -> str:
     names = {name.lower(): name for name in known}
     close = difflib.get_close_matches(said.lower(), names, n=1)
     return f" Did you mean {names[close[0]]}?" if close else ""
+
+
+def full_disk(error: BaseException | None) -> str | None:
+    """In words of the system, if an exception came of a disk, a quota or a largest file that is full."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return os.strerror(error.errno)
+        if not isinstance(error, MoetoolError):
+            for words, reason in _FULL_IN_WORDS.items():
+                if words in str(error) and "PytorchStreamReader" not in str(error):
+                    return reason
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def explained(error: Exception) -> MoetoolError | None:
+    """The error to show to a user: one of ours, or what the system refused, as far as that is not a bug of ours."""
+    if isinstance(error, ResourceError):
+        return error
+    if (reason := full_disk(error)) is not None:
+        return ResourceError(f"Nothing more can be written: {reason} ({error}).")
+    if isinstance(error, OSError) and error.errno in _UNUSABLE and error.filename is not None:
+        return InvalidInputError(f"Cannot use {error.filename}: {os.strerror(error.errno)}.")
+    return error if isinstance(error, MoetoolError) else None

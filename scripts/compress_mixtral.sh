@@ -16,27 +16,21 @@ evaluation=${EVALUATION:-Salesforce/wikitext:wikitext-2-raw-v1:test:text}
 length=${EVALUATION_LENGTH:-2048}
 read -r -a more <<<"${OPTIONS:-}" # e.g. OPTIONS="--calibration mine.txt --samples 128"
 
-if [[ -f $output/moetool.json && ! -d $output/.moetool ]]; then
-    echo "$output is finished" >&2
-else
-    resume=()
-    if [[ -d $output/.moetool ]]; then resume=(--resume); fi
-    moetool compress "$model" "$output" --recipe "$recipe" "${more[@]}" --dry-run >&2
+moetool compress "$model" "$output" --recipe "$recipe" "${more[@]}" --dry-run >&2
+status=0
+moetool compress "$model" "$output" --recipe "$recipe" "${more[@]}" --resume & # does nothing if it is finished
+job=$!
+trap 'kill -TERM "$job"' TERM
+wait "$job" || status=$?
+if ((status > 128)) && kill -0 "$job" 2>/dev/null; then # the trap ended `wait`, not the job: let it finish its unit
     status=0
-    moetool compress "$model" "$output" --recipe "$recipe" "${more[@]}" "${resume[@]}" &
-    job=$!
-    trap 'kill -TERM "$job"' TERM
     wait "$job" || status=$?
-    if ((status > 128)) && kill -0 "$job" 2>/dev/null; then # the trap ended `wait`, not the job: let it finish its unit
-        status=0
-        wait "$job" || status=$?
-    fi
-    if ((status == 75)); then
-        echo "interrupted and resumable" >&2
-        if [[ -n ${SLURM_JOB_ID:-} ]]; then scontrol requeue "$SLURM_JOB_ID"; fi
-        exit 75
-    fi
-    ((status == 0)) || exit "$status"
 fi
+if ((status == 75)); then
+    echo "interrupted and resumable" >&2
+    if [[ -n ${SLURM_JOB_ID:-} ]]; then scontrol requeue "$SLURM_JOB_ID"; fi
+    exit 75
+fi
+((status == 0)) || exit "$status"
 moetool verify "$output" --against "$model" >&2
 moetool eval "$output" --data "$evaluation" --sequence-length "$length" --json

@@ -4,13 +4,13 @@ One file holds the inputs of one decoder layer (or the gradients with respect to
 memory needed independent of the model's depth, and let an interrupted run go on from the layer it had reached.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from moetool.checkpoint.files import FastDigest, atomically, storage_errors
 from moetool.checkpoint.reader import byte_view
 from moetool.errors import ResourceError
 
@@ -34,24 +34,24 @@ class ActivationFile:
         with self.path.open("rb") as file:
             file.seek(start * self._row_bytes)
             if file.readinto(buffer) != len(buffer):
-                raise ResourceError(f"{self.path} ended early; the work directory is damaged. Use --overwrite.")
+                raise ResourceError(f"{self.path} ended early: somebody changed it. --resume makes it again.")
         return rows
 
-    def replace(self, batches: Iterator[Tensor]) -> None:
-        """Write the whole file from batches that follow each other, atomically."""
-        temporary = self.path.with_suffix(".tmp")
-        try:
-            with temporary.open("wb") as file:
-                for rows in batches:
-                    rows = rows.detach().to("cpu", self.dtype).contiguous()
-                    file.write(byte_view(rows))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise ResourceError(f"Could not write calibration activations to {self.path}: {error}.") from error
-        temporary.replace(self.path)
+    def replace(self, batches: Iterator[Tensor]) -> str:
+        """Write the whole file from batches that follow each other, atomically; returns its `FastDigest`.
 
-    def delete(self) -> None:
-        """Remove the file if it is there."""
-        self.path.unlink(missing_ok=True)
+        Raises:
+            ResourceError: the disk is full, or the file cannot be written.
+        """
+        digest = FastDigest()
+        with atomically(self.path, self.nbytes) as temporary:
+            with storage_errors(self.path, self.nbytes):
+                file = temporary.open("wb", buffering=0)
+            with file:
+                for rows in batches:
+                    data = byte_view(rows.detach().to("cpu", self.dtype).contiguous())
+                    digest.update(data)
+                    with storage_errors(self.path, self.nbytes):
+                        while data:
+                            data = data[file.write(data) :]
+        return str(digest)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moetool.calibration.opening import Bos, opening_of
-from moetool.checkpoint.source import first_line, looks_local
+from moetool.checkpoint.source import first_line, local_path, looks_local
 from moetool.errors import InvalidInputError, UsageError, did_you_mean
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and not only for --help
@@ -103,7 +103,7 @@ def iter_text(spec: DataSpec) -> Iterator[str]:
     Raises:
         InvalidInputError: the source is missing, unreadable or of an unknown kind, or lacks the column.
     """
-    path = Path(spec.source).expanduser()
+    path = local_path(spec.source)
     if path.is_dir():
         files = data_files(path)
         if not files:
@@ -239,7 +239,7 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
     """
     from transformers import AutoTokenizer
 
-    directory = Path(path).expanduser()
+    directory = local_path(path)
     local = directory.is_dir()
     name = str(directory) if local else str(path)
     if not local and (isinstance(path, Path) or looks_local(name)):
@@ -328,7 +328,7 @@ def records(spec: DataSpec) -> Iterator[Mapping[str, Any]]:
     Raises:
         InvalidInputError: the source is missing, unreadable or of an unknown kind.
     """
-    path = Path(spec.source).expanduser()
+    path = local_path(spec.source)
     if path.exists():
         files = [file for file in data_files(path) if path.is_file() or file.suffix in _BUILDERS]
         if not files or any(file.suffix not in _BUILDERS for file in files):

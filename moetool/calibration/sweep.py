@@ -49,6 +49,7 @@ class Sweep:
         self.label_seed = label_seed
         self.model, self.windows, self.directory, self.tick = model, windows, directory, tick
         self.count, self.length = windows.shape
+        self.digests: dict[Path, str] = {}  # of the files that it has written
         self.batch_size = batch_size(self.count, self.length)
 
     @property
@@ -83,12 +84,17 @@ class Sweep:
         """Gradients of the scaled loss with respect to the hidden states at a layer boundary."""
         return self._file("gradient", boundary)
 
+    def _write(self, file: ActivationFile, batches: Iterator[Tensor]) -> None:
+        self.digests[file.path] = file.replace(batches)
+
     def _read(self, file: ActivationFile, start: int, stop: int) -> Tensor:
         return file.read(start, stop).to(self.model.device)
 
     def embed(self) -> None:
         """Write boundary 0."""
-        self.hidden(0).replace(self.model.embed(self._read_windows[start:stop]) for start, stop in self._batches())
+        self._write(
+            self.hidden(0), (self.model.embed(self._read_windows[start:stop]) for start, stop in self._batches())
+        )
 
     def _experts(self, index: int, layer: nn.Module) -> nn.Module | None:
         reader = self.model.experts
@@ -106,7 +112,7 @@ class Sweep:
 
         with torch.no_grad(), _watched(self._experts(index, layer), self.length, collectors):
             if keep:
-                self.hidden(index + 1).replace(_finite(outputs(), index))
+                self._write(self.hidden(index + 1), _finite(outputs(), index))
             else:
                 for _ in outputs():
                     pass
@@ -147,7 +153,7 @@ class Sweep:
                     rows.append(hidden.grad)
                 yield torch.cat(rows)
 
-        self.gradient(last).replace(_finite(gradients(), last - 1))
+        self._write(self.gradient(last), _finite(gradients(), last - 1))
         return total / self.count
 
     def backward(self, index: int, layer: nn.Module, collectors: Sequence[Collector] = ()) -> None:
@@ -164,7 +170,7 @@ class Sweep:
                 yield hidden.grad
 
         with _watched(self._experts(index, layer), self.length, collectors):
-            self.gradient(index).replace(_finite(gradients(), index))
+            self._write(self.gradient(index), _finite(gradients(), index))
 
 
 def _watched(experts: nn.Module | None, length: int, collectors: Sequence[Collector]) -> AbstractContextManager[None]:

@@ -1,5 +1,6 @@
 """Everything in a checkpoint that is not a weight: copied, patched, written whole or not at all."""
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -10,11 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
 from moetool.checkpoint.reader import Checkpoint
-from moetool.errors import InvalidInputError, ResourceError, UsageError
+from moetool.errors import InvalidInputError, ResourceError, UsageError, full_disk
 
 TEMPORARY = ".tmp"
 
@@ -36,26 +38,59 @@ def atomically(file: Path, needed: int | None = None) -> Iterator[Path]:
             temporary.replace(file)
             _sync(file.parent)
     finally:
-        temporary.unlink(missing_ok=True)  # gone already if all went well
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)  # gone already if all went well
 
 
 @contextmanager
 def storage_errors(file: Path, needed: int | None = None) -> Iterator[None]:
-    """Turn an `OSError` while writing `file`, which takes `needed` bytes, into a `ResourceError` with the numbers."""
+    """Turn an `OSError` while writing `file`, which takes `needed` bytes, into a `ResourceError` with the numbers; so,
+    too, what libraries make of a full disk."""
     try:
         yield
     except OSError as error:
         numbers = "" if needed is None else f" It needs {needed} bytes, {free_bytes(file)} are free."
         raise ResourceError(f"Cannot write {file}: {error.strerror or error}.{numbers}") from error
+    except Exception as error:
+        if (problem := storage_problem(error, file, needed)) is None:
+            raise
+        raise problem from error
+
+
+def storage_problem(error: BaseException, place: Path, needed: int | None = None) -> ResourceError | None:
+    """What to tell a user if a library failed, or may have, because nothing more can be written where `place` is."""
+    if (reason := full_disk(error)) is None:
+        return None
+    numbers = f"{free_bytes(place)} bytes are free"
+    if needed is not None:
+        numbers = f"it needs {needed} bytes, {numbers}"
+    return ResourceError(f"Cannot write to {place}: {reason} ({numbers}). Free some, then go on with --resume.")
 
 
 def save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """A safetensors file that is not a model's, whole or not at all, with the permissions of any other new file."""
-    with atomically(file) as temporary, storage_errors(file):
+    needed = sum(tensor.nbytes for tensor in tensors.values())
+    with atomically(file, needed) as temporary, storage_errors(file, needed):
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
         mask = os.umask(0)
         os.umask(mask)
         temporary.chmod(0o666 & ~mask)
+
+
+def place(file: Path, target: Path) -> Path:
+    """Give a file a second name in the same file system, without a copy where that can do so; returns that name.
+
+    Raises:
+        ResourceError: neither works.
+    """
+    size = file.stat().st_size
+    with atomically(target, size) as temporary, storage_errors(target, size):
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(file, temporary)
+        except OSError:
+            shutil.copyfile(file, temporary)
+    return target
 
 
 def free_bytes(path: Path) -> int:
@@ -65,14 +100,19 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    """What `write_json` writes."""
+    # The default of `json`, pure ASCII, and not UTF-8: it can write every string that it can read.
+    return (json.dumps(content, indent=2) + "\n").encode("ascii")
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write an object as indented JSON with its keys in the order given, whole or not at all.
 
     Raises:
         ResourceError: the file cannot be written.
     """
-    # The default of `json`, pure ASCII, and not UTF-8: it can write every string that it can read.
-    encoded = (json.dumps(content, indent=2) + "\n").encode("ascii")
+    encoded = json_bytes(content)
     with atomically(path, len(encoded)) as temporary, storage_errors(path, len(encoded)):
         temporary.write_bytes(encoded)
 
@@ -124,6 +164,38 @@ def file_sha256(path: Path) -> str:
     """SHA-256 of a file's content, in hexadecimal, read in blocks."""
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+class FastDigest:
+    """XXH3 and the length of what was given to it: finds damage, not malice, many times faster than a disk reads."""
+
+    def __init__(self) -> None:
+        self._hash, self._nbytes = xxhash.xxh3_128(), 0
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Add bytes."""
+        self._hash.update(data)
+        self._nbytes += len(data)
+
+    def __str__(self) -> str:
+        return f"{self._nbytes}:{self._hash.hexdigest()}"
+
+
+def fast_digest(path: Path) -> str:
+    """`FastDigest` of a file's content, read in blocks."""
+    digest, block = FastDigest(), bytearray(4 << 20)
+    with path.open("rb", buffering=0) as handle:
+        while count := handle.readinto(block):
+            digest.update(memoryview(block)[:count])
+    return str(digest)
+
+
+def is_intact(path: Path, digest: str) -> bool:
+    """Whether a file is there and has a `FastDigest`; one of another size is not read."""
+    try:
+        return path.stat().st_size == int(digest.partition(":")[0]) and fast_digest(path) == digest
+    except OSError:
+        return False
 
 
 def _sync(path: Path) -> None:

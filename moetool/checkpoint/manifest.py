@@ -1,5 +1,7 @@
 """`moetool.json`: where a checkpoint comes from and how it was made, without anything that changes between runs."""
 
+import hashlib
+import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,18 @@ from moetool.checkpoint.files import write_json
 from moetool.checkpoint.reader import MANIFEST, read_object
 from moetool.errors import InvalidInputError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "datasets")
+
+
+class Origin(BaseModel):
+    """One step of how a checkpoint came about: the stage, and what it was given, as in a `Manifest`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    stage: str
+    source: str
+    source_fingerprint: str
 
 
 class Manifest(BaseModel):
@@ -28,7 +40,10 @@ class Manifest(BaseModel):
         versions: of the libraries that computed it.
         statistics: what was measured on the calibration data.
         layers: per layer, what was chosen and the errors that came of it.
-        files: SHA-256 of every weight file, in hexadecimal.
+        files: SHA-256 of every file of the checkpoint but this one, in hexadecimal, by its path there.
+        lineage: how the source came about, its last step first, as far as moetool did it.
+        run: hash of everything that decided the result, by which a finished run is known again.
+        digest: SHA-256 of all the rest of this record; empty in one that is not written yet.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -43,6 +58,20 @@ class Manifest(BaseModel):
     statistics: dict[str, Any] = {}
     layers: dict[str, dict[str, Any]] = {}
     files: dict[str, str] = {}
+    lineage: tuple[Origin, ...] = ()
+    run: str | None = None
+    digest: str = ""
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """How the checkpoint came about, the last step first."""
+        stage = str(self.recipe.get("stage", ""))
+        return Origin(stage=stage, source=self.source, source_fingerprint=self.source_fingerprint), *self.lineage
+
+    def seal(self) -> str:
+        """What `digest` should be."""
+        content = self.model_dump(mode="json", exclude={"digest"})
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def library_versions() -> dict[str, str]:
@@ -62,7 +91,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> Path:
     Raises:
         ResourceError: it cannot be written.
     """
-    write_json(directory / MANIFEST, manifest.model_dump(mode="json"))
+    write_json(directory / MANIFEST, manifest.model_copy(update={"digest": manifest.seal()}).model_dump(mode="json"))
     return directory / MANIFEST
 
 

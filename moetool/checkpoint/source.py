@@ -18,6 +18,8 @@ DOWNLOADED = [
     "NOTICE*",
     "USE_POLICY*",
 ]
+# For people: no program reads them, and whoever shares a model writes them.
+DOCUMENTS = ["*.md", "LICENSE*", "NOTICE*", "USE_POLICY*", ".gitattributes"]
 # The same weights a second time, in the layout of the model's authors.
 NOT_DOWNLOADED = ["consolidated*", "original/*"]
 
@@ -34,7 +36,7 @@ def resolve_source(source: str | Path, revision: str | None = None, *, weights: 
         InvalidInputError: no such directory, no such repository, or the hub cannot be reached.
         ResourceError: the disk is full.
     """
-    path = Path(source).expanduser()
+    path = local_path(source)
     if path.is_dir():
         return path
     if path.exists():
@@ -42,6 +44,26 @@ def resolve_source(source: str | Path, revision: str | None = None, *, weights: 
     if isinstance(source, Path) or looks_local(source):
         raise InvalidInputError(f"No such directory: {source}. Give a checkpoint's directory or a hub id (owner/name).")
     return _download(source, revision, DOWNLOADED if weights else ["config.json"])
+
+
+def local_path(name: str | Path) -> Path:
+    """A path with its `~` expanded; there need not be anything.
+
+    Raises:
+        InvalidInputError: no system call would take it: it is too long, holds a NUL byte, leads through a directory
+            that may not be searched, or names a user that does not exist.
+    """
+    try:
+        path = Path(name).expanduser()
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except (OSError, ValueError, RuntimeError) as error:
+        shown = str(name).replace("\0", "\\0")
+        shown = shown if len(shown) <= 80 else f"{shown[:60]}… ({len(shown)} characters)"
+        reason = (error.strerror if isinstance(error, OSError) else str(error)) or str(error)
+        raise InvalidInputError(f"{shown} cannot be a path: {reason.rstrip('.')}.") from error
+    return path
 
 
 def looks_local(source: str) -> bool:

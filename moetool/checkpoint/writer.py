@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,8 +157,6 @@ class CheckpointWriter:
     def finish(self) -> None:
         """Check that every shard is there, and nothing that would be loaded in their place; then write the index.
 
-        A single shard needs no index.
-
         Raises:
             VerificationError: a shard is missing or has another size, or weight files of another run are in the way.
             ResourceError: the index cannot be written.
@@ -174,12 +173,16 @@ class CheckpointWriter:
             raise VerificationError(
                 f"{self.directory} also holds {', '.join(strays[:5])}, from another run. Remove or use --overwrite."
             )
-        if len(files) == 1:
-            return
-        located = {spec.name: file.name for file, specs in zip(files, self.shards, strict=True) for spec in specs}
+        if (index := self.index()) is not None:
+            write_json(self.directory / INDEX, index)
+
+    def index(self) -> dict[str, Any] | None:
+        """What the index will hold; `None` for a single shard, which needs none."""
+        if len(self.shards) == 1:
+            return None
+        located = {spec.name: self.file(i).name for i, specs in enumerate(self.shards) for spec in specs}
         total = sum(spec.nbytes for specs in self.shards for spec in specs)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(located.items()))}
-        write_json(self.directory / INDEX, index)
+        return {"metadata": {"total_size": total}, "weight_map": dict(sorted(located.items()))}
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
 from moetool.cli.presets import presets
-from moetool.errors import InvalidInputError, MoetoolError, UsageError, did_you_mean
+from moetool.errors import InvalidInputError, UsageError, did_you_mean, explained
 from moetool.pipeline.sizes import format_bytes, parse_bytes
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -74,14 +74,16 @@ def guarded(function: Callable[..., None]) -> Callable[..., None]:
     def wrapper(**arguments: Any) -> None:
         try:
             function(**arguments)
-        except MoetoolError as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise typer.Exit(error.exit_code) from error
         except KeyboardInterrupt as error:
             print("interrupted: nothing finished is lost, go on with --resume", file=sys.stderr)
             raise typer.Exit(128 + signal.SIGINT) from error
         except BrokenPipeError:
             raise typer.Exit(0) from None
+        except Exception as error:
+            if (problem := explained(error)) is None:
+                raise
+            print(f"error: {problem}", file=sys.stderr)
+            raise typer.Exit(problem.exit_code) from error
 
     wrapper.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     return wrapper

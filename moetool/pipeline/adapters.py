@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from moetool.checkpoint.files import storage_problem
 from moetool.checkpoint.reader import CONFIG, Checkpoint
 from moetool.checkpoint.source import resolve_source
 from moetool.errors import InvalidInputError
@@ -30,34 +31,33 @@ def adapter_fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def merge_adapter(adapter: Path, base: Checkpoint, target: Path) -> Checkpoint:
+def merge_adapter(adapter: Path, base: Checkpoint, target: Path) -> None:
     """The model that `base` is with an adapter, written to `target`. The whole model is in memory meanwhile.
 
     Raises:
         InvalidInputError: the adapter does not fit the model, or cannot be read.
+        ResourceError: the disk is full.
     """
     from peft import PeftModel
 
     from moetool.integrations.loading import load_model
     from moetool.integrations.quiet import quiet
 
-    if not target.exists():
-        model = load_model(base, "auto")
-        try:
-            with quiet(), warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # of peft about transformers
-                warnings.filterwarnings("error", "Found missing adapter keys")
-                merged = PeftModel.from_pretrained(model, adapter).merge_and_unload()
-                unfinished = target.with_name(target.name + ".tmp")
-                shutil.rmtree(unfinished, ignore_errors=True)
-                merged.save_pretrained(unfinished)
-                unfinished.rename(target)
-        except (OSError, ValueError, RuntimeError, KeyError, TypeError, UserWarning) as error:
-            raise InvalidInputError(f"Adapter {adapter} cannot be merged into {base.path}: {error}") from error
-        del model, merged
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    return Checkpoint.open(target)
+    model = load_model(base, "auto")
+    try:
+        with quiet(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of peft about transformers
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            merged = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+            shutil.rmtree(target, ignore_errors=True)
+            merged.save_pretrained(target)
+    except Exception as error:  # of four libraries
+        if (explained := storage_problem(error, target)) is not None:
+            raise explained from error
+        raise InvalidInputError(f"Adapter {adapter} cannot be merged into {base.path}: {error}") from error
+    del model, merged
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def open_adapter(source: str) -> Path | None:

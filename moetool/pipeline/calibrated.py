@@ -2,12 +2,12 @@
 
 import hashlib
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from moetool.architectures.dense import is_encoder
+from moetool.calibration.activations import ActivationFile
 from moetool.calibration.data import check_vocabulary, load_tokenizer, sample_windows
 from moetool.calibration.masking import masked_windows
 from moetool.calibration.opening import Bos, opening_text
@@ -60,7 +60,10 @@ class CalibratedJob:
                 f"The calibration text has only {len(windows)} windows of {options.sequence_length} tokens, "
                 f"not {options.samples}: using them all."
             )
-        _require_same_windows(job.work / "windows", windows)
+        self._windows = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
+        if job.workspace.told("embed").get("windows", self._windows) != self._windows:
+            # A resumed run must go on with the very text it began with, whatever the file of that name holds by now.
+            raise UsageError("The calibration text has changed since this run began. Start again with --overwrite.")
         tokenizer = load_tokenizer(job.source.checkpoint.path)
         begin = opening_text(tokenizer, _bos(job.source, options))
         if begin is not None:
@@ -82,7 +85,10 @@ class CalibratedJob:
     def _embed(self) -> None:
         if self.job.unit("embed"):
             self.sweep.embed()
-            self.job.finish("embed")
+            self._finish("embed", windows=self._windows)
+
+    def _finish(self, unit: str, *spent: ActivationFile, **told: Any) -> None:
+        self.job.finish(unit, digests=self.sweep.digests, spent=[file.path for file in spent], told=told)
 
     def forward(self) -> None:
         """Hidden states at every layer boundary, all kept for the way back."""
@@ -93,7 +99,7 @@ class CalibratedJob:
                 if job.unit(f"forward/{index}"):
                     with self.model.layer(index) as layer:
                         sweep.forward(index, layer)
-                    job.finish(f"forward/{index}")
+                    self._finish(f"forward/{index}")
 
     def forward_visiting(self, visit: Visit, layers: Collection[int] | None = None) -> None:
         """One forward sweep in which `visit(index, layer)` sees each loaded layer of `layers` before it is left (by
@@ -113,8 +119,7 @@ class CalibratedJob:
                         visit(index, layer)
                     else:
                         sweep.forward(index, layer)
-                job.finish(f"forward/{index}")
-                sweep.hidden(index).delete()
+                self._finish(f"forward/{index}", sweep.hidden(index))
 
     def reverse(self, visit: Visit, passes: int, layers: Collection[int] | None = None) -> None:
         """From the loss back to the first of `layers`; `visit(index, layer)` sees each of them on the way, loaded (by
@@ -129,9 +134,7 @@ class CalibratedJob:
         lowest = min(visited)
         with phase(job.progress, "Backward", (1 + passes * (self._layers - lowest)) * sweep.batch_count):
             if job.unit("head"):
-                loss = sweep.head()
-                (job.work / "loss").write_text(repr(loss))
-                job.finish("head")
+                self._finish("head", loss=sweep.head())
             for index in range(self._layers - 1, lowest - 1, -1):
                 if not job.unit(f"reverse/{index}"):
                     continue
@@ -140,14 +143,12 @@ class CalibratedJob:
                         visit(index, layer)
                     else:
                         sweep.backward(index, layer)
-                job.finish(f"reverse/{index}")
-                sweep.gradient(index + 1).delete()
-                sweep.hidden(index + 1).delete()
+                self._finish(f"reverse/{index}", sweep.gradient(index + 1), sweep.hidden(index + 1))
 
     @property
     def loss(self) -> float:
         """Mean next-token loss on the calibration set, known after the head."""
-        return float((self.job.work / "loss").read_text())
+        return float(self.job.workspace.told("head")["loss"])
 
     def experts(self, layer: nn.Module) -> nn.Module:
         """The fused experts of a loaded layer."""
@@ -156,12 +157,3 @@ class CalibratedJob:
     def tokens_routed(self) -> int:
         """Expert inputs per layer over the whole calibration set."""
         return int(self.sweep.windows.numel()) * self.job.source.experts.shape.top_k
-
-
-def _require_same_windows(note: Path, windows: Tensor) -> None:
-    """A resumed run must go on with the very text it began with, whatever the file of that name holds by now."""
-    digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
-    if not note.exists():
-        note.write_text(digest)
-    elif note.read_text() != digest:
-        raise UsageError("The calibration text has changed since this run began. Start again with --overwrite.")

@@ -1,24 +1,27 @@
 """From a stage's name and options to a finished, verified output."""
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moetool.checkpoint.files import storage_problem
 from moetool.checkpoint.reader import Checkpoint
-from moetool.errors import UsageError
+from moetool.checkpoint.source import local_path
+from moetool.errors import InvalidInputError, MoetoolError, UsageError
 from moetool.pipeline.blueprint import open_for_planning
 from moetool.pipeline.calibrated import calibration_windows
 from moetool.pipeline.interrupt import listening
 from moetool.pipeline.job import Job
-from moetool.pipeline.memory import PeakMemory, return_freed_memory
+from moetool.pipeline.memory import PeakMemory, anonymous_bytes, return_freed_memory
 from moetool.pipeline.options import RunOptions, TextOptions
 from moetool.pipeline.output import check_records
 from moetool.pipeline.plan import Plan, fingerprint
 from moetool.pipeline.processes import is_first_process, processes
 from moetool.pipeline.progress import Progress, Silent
 from moetool.pipeline.stages import stages
-from moetool.pipeline.workspace import FollowingWorkspace, Workspace
+from moetool.pipeline.workspace import FollowingWorkspace, Workspace, check_finished, is_finished
 
 
 def plan_stage(name: str, source: str | Path, options: RunOptions) -> Plan:
@@ -54,7 +57,8 @@ def run_stage(
         progress: told where the job is.
 
     Returns:
-        `bytes_before`, `bytes_after`, `achieved_ratio`, `seconds`, `peak_memory_bytes` and what the stage adds.
+        `bytes_before`, `bytes_after`, `achieved_ratio`, `seconds`, `peak_memory_bytes` and what the stage adds. Of a
+        run to be resumed that had finished already: `status` "finished", and sizes.
 
     Raises:
         MoetoolError: anything a user can do something about.
@@ -68,20 +72,26 @@ def run_stage(
     check_records(opened)
     stage = kind(opened, options)
     plan = stage.plan()
-    directory = Path(output).expanduser()
+    directory = output_directory(output)
+    identity = fingerprint(name, stage.sources(), stage.recipe())
+    result: dict[str, Any] = {"stage": name, "input": str(source), "output": str(directory)}
     _refuse_self(opened.checkpoint.path, directory, "the input")
     for path in stage.reads():
         _refuse_self(path, directory, f"{path}, which this job reads")
+    if resume and not overwrite and is_finished(directory):
+        if is_first_process():
+            check_finished(directory, identity)
+        result |= {"status": "finished", **(stage.verify(directory) if stage.writes_model else {})}
+        return {**result, "seconds": round(time.monotonic() - began, 2), "peak_memory_bytes": anonymous_bytes()}
     plan.check(directory, memory=options.memory, disk=options.disk)
     if overwrite and isinstance(stage.options, TextOptions) and stage.options.calibration:
         # No earlier result is thrown away for a text that cannot be used.
         calibration_windows(opened, stage.options)
     workspace = (
-        Workspace(directory, fingerprint(name, stage.sources(), stage.recipe()), resume=resume, overwrite=overwrite)
+        Workspace(directory, identity, resume=resume, overwrite=overwrite, progress=progress)
         if is_first_process()
         else FollowingWorkspace(directory)
     )
-    result: dict[str, Any] = {"stage": name, "input": str(source), "output": str(directory)}
     try:
         return_freed_memory()
         with PeakMemory() as peak, listening() as interrupt:
@@ -94,12 +104,32 @@ def run_stage(
             if stage.writes_model and is_first_process():
                 result.update(stage.verify(directory))
             workspace.close()
-    except BaseException:
+    except MoetoolError:
         workspace.abandon()
         raise
+    except BaseException as error:
+        workspace.abandon()
+        if (problem := storage_problem(error, directory, plan.disk_bytes)) is None:
+            raise
+        raise problem from error
     result["seconds"] = round(time.monotonic() - began, 2)
     result["peak_memory_bytes"] = peak.bytes
     return result | told
+
+
+def output_directory(name: str | Path) -> Path:
+    """The directory to write to. Raises `UsageError` where none can be made."""
+    try:
+        path = local_path(name)
+    except InvalidInputError as error:
+        raise UsageError(str(error)) from error
+    there = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
+    if not there.is_dir() and there != path:
+        raise UsageError(f"{path} lies in {there}, which is not a directory.")
+    longest = os.pathconf(there, "PC_NAME_MAX")
+    if any(len(os.fsencode(part)) > longest for part in path.parts):
+        raise UsageError(f"A name in {path} is longer than the {longest} bytes that the file system takes.")
+    return path
 
 
 def _refuse_self(source: Path, output: Path, what: str) -> None:

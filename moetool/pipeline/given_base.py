@@ -12,6 +12,7 @@ from moetool.calibration.collectors import LayerStatistics
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import CONFIG, MANIFEST, Checkpoint
+from moetool.checkpoint.source import local_path
 from moetool.conversion.dense import DenseModel
 from moetool.errors import InvalidInputError, UsageError
 from moetool.methods.choices import UNMEASURED_MERGES, Merge
@@ -149,7 +150,7 @@ def open_base(spec: str, experts: ExpertReader, *, shared_expert: bool = False) 
     for method in UNMEASURED_MERGES:
         if spec == method:
             return MergedBase(experts, method, shared_expert)
-    directory = Path(spec).expanduser()
+    directory = local_path(spec)
     if (directory / MANIFEST).exists() and not (directory / CONFIG).exists():
         return SavedBase(experts, directory)
     if not directory.is_dir() and not ("/" in spec and not spec.startswith((".", "/", "~"))):

@@ -1,5 +1,6 @@
 """One job: an input that was checked, an output that is being made, and what is needed on the way."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self
@@ -120,9 +121,17 @@ class Job(Generic[SourceT]):
         self.interrupt.check()
         return True
 
-    def finish(self, name: str) -> None:
-        """A unit's files are in place."""
-        self.workspace.done(name)
+    def finish(
+        self,
+        name: str,
+        *,
+        made: Iterable[Path] = (),
+        digests: Mapping[Path, str] | None = None,
+        spent: Iterable[Path] = (),
+        told: Mapping[str, Any] | None = None,
+    ) -> None:
+        """A unit's files are in place; see `Workspace.done`."""
+        self.workspace.done(name, made=made, digests=digests, spent=spent, told=told)
         return_heap()
 
     @property

@@ -1,5 +1,6 @@
 """Writing a job's result: weight files as planned, then everything else, the index last."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -11,10 +12,10 @@ from torch import Tensor
 
 from moetool.architectures import mixture_of
 from moetool.calibration.collectors import LayerStatistics
-from moetool.checkpoint.files import copy_sidecars, file_sha256, patch_config, save_tensors, write_json
+from moetool.checkpoint.files import copy_sidecars, file_sha256, json_bytes, patch_config, save_tensors, write_json
 from moetool.checkpoint.format import format_entry, moetool_entry
-from moetool.checkpoint.manifest import Manifest, read_manifest, write_manifest
-from moetool.checkpoint.reader import CONFIG, MANIFEST, Checkpoint
+from moetool.checkpoint.manifest import Manifest, Origin, read_manifest, write_manifest
+from moetool.checkpoint.reader import CONFIG, INDEX, MANIFEST, Checkpoint
 from moetool.checkpoint.source import first_line
 from moetool.checkpoint.writer import CheckpointWriter, InParts, TensorSpec, is_finite
 from moetool.errors import InvalidInputError
@@ -188,11 +189,10 @@ def write_checkpoint(
     checkpoint = job.source.checkpoint
     with phase(job.progress, "Write", sum(len(shard) for shard in plan.shards)):
         for shard in range(len(plan.shards)):
-            if writer.is_written(shard):
+            if not job.unit(f"write/{shard}"):
                 for _ in plan.layers(shard):
                     job.progress.advance()
                 continue
-            job.interrupt.check()
 
             def tensors(shard: int = shard) -> Iterator[tuple[str, Tensor | InParts]]:
                 for layer in plan.layers(shard):
@@ -200,13 +200,36 @@ def write_checkpoint(
                     return_heap()
                     job.progress.advance()
 
-            writer.write_shard(shard, tensors())
+            job.finish(f"write/{shard}", made=[writer.write_shard(shard, tensors())])
     files = [writer.file(shard) for shard in range(len(plan.shards))]
     if check is not None:
         job.interrupt.check()
         check(Checkpoint.unfinished(job.output, dict(config), files))
-    copy_sidecars(checkpoint, job.output)
-    write_statistics(job.output, statistics)
+    files += [*copy_sidecars(checkpoint, job.output), *write_statistics(job.output, statistics)]
+    coming = {CONFIG: config, INDEX: writer.index()}
+    record_origin(
+        job,
+        seed=seed,
+        layers=manifest_layers(),
+        files=files,
+        coming={name: json_bytes(content) for name, content in coming.items() if content is not None},
+    )
+    write_json(job.output / CONFIG, config)
+    writer.finish()
+
+
+def record_origin(
+    job: Job[Any],
+    *,
+    seed: int,
+    layers: Mapping[str, Any],
+    files: Iterable[Path],
+    coming: Mapping[str, bytes] = MappingProxyType({}),
+) -> None:
+    """Write the manifest of a job's result: of `files` that are there, and of contents that are `coming`."""
+    checkpoint = job.source.checkpoint
+    digests = {file.relative_to(job.output).as_posix(): file_sha256(file) for file in files}
+    digests |= {name: hashlib.sha256(content).hexdigest() for name, content in coming.items()}
     write_manifest(
         job.output,
         Manifest(
@@ -215,12 +238,16 @@ def write_checkpoint(
             recipe=dict(job.record.get("recipe", {})),
             seed=seed,
             statistics={key: value for key, value in job.record.items() if key != "recipe"},
-            layers=dict(manifest_layers()),
-            files={file.name: file_sha256(file) for file in files},
+            layers=dict(layers),
+            files=dict(sorted(digests.items())),
+            lineage=_lineage(checkpoint),
+            run=job.workspace.fingerprint,
         ),
     )
-    write_json(job.output / CONFIG, config)
-    writer.finish()
+
+
+def _lineage(checkpoint: Checkpoint) -> tuple[Origin, ...]:
+    return read_manifest(checkpoint.path).origins if (checkpoint.path / MANIFEST).exists() else ()
 
 
 def down_scale(checkpoint: Checkpoint) -> float:
@@ -245,16 +272,17 @@ def original_bytes(source: Source) -> int:
     return int(entry["original_bytes"]) if entry and "original_bytes" in entry else source.checkpoint.weight_bytes
 
 
-def write_statistics(directory: Path, statistics: Mapping[int, LayerStatistics]) -> None:
-    """Keep what was measured beside the weights, in a directory of its own where no loader looks."""
+def write_statistics(directory: Path, statistics: Mapping[int, LayerStatistics]) -> list[Path]:
+    """Keep what was measured beside the weights, in a directory of its own where no loader looks; returns the files."""
     if not statistics:
-        return
+        return []
     tensors = {
         f"{layer}.{name}": tensor
         for layer, measured in sorted(statistics.items())
         for name, tensor in measured.tensors().items()
     }
     save_tensors(directory / STATISTICS, tensors)
+    return [directory / STATISTICS]
 
 
 def read_statistics(source: Source) -> dict[int, LayerStatistics]:

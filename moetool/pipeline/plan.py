@@ -1,5 +1,6 @@
 """What a job will read, compute and write, from file headers and config alone."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -74,7 +75,7 @@ class Plan:
                 "Fewer or shorter calibration windows (--samples, --sequence-length) need less."
             )
         there = output
-        while not there.exists():
+        while not there.exists() and there != there.parent:
             there = there.parent
         free = shutil.disk_usage(there).free if disk is None else disk
         written = _bytes_below(output)
@@ -87,7 +88,12 @@ class Plan:
 
 def _bytes_below(directory: Path) -> int:
     """What an earlier, interrupted run has already written."""
-    return sum((Path(root) / name).stat().st_size for root, _, names in os.walk(directory) for name in names)
+    total = 0
+    for root, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(OSError):  # another run may be at work there
+                total += (Path(root) / name).stat().st_size
+    return total
 
 
 def fingerprint(stage: str, sources: Mapping[str, str], options: Mapping[str, Any]) -> str:

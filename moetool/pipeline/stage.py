@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from moetool.calibration.data import parse_data
+from moetool.checkpoint.source import local_path
 from moetool.errors import VerificationError
 from moetool.pipeline.job import Job, Source, SourceT, joined_names
 from moetool.pipeline.options import RunOptions, fit_context
@@ -72,7 +73,7 @@ class Stage(ABC, Generic[OptionsT, SourceT]):
         options: Any = self.options
         named = [spec.source for spec in parse_data(text)] if (text := getattr(options, "calibration", None)) else []
         named += [base] if (base := getattr(options, "base", None)) else []
-        return [path for name in named if (path := Path(name).expanduser()).exists()]
+        return [path for name in named if (path := local_path(name)).exists()]
 
     def recipe(self) -> dict[str, Any]:
         """The options that decide the result, for the manifest."""

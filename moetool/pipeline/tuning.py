@@ -18,6 +18,7 @@ from moetool.pipeline.job import Job
 from moetool.pipeline.processes import check_processes, processes, sharding
 from moetool.pipeline.progress import phase
 from moetool.pipeline.tuning_options import TuneOptions
+from moetool.pipeline.workspace import TRAINER
 from moetool.training.balance import Routers
 from moetool.training.examples import Example, collate, pack
 from moetool.training.masks import WAY, MaskConstraint, parameter_groups
@@ -40,7 +41,7 @@ def train(
     Raises:
         VerificationError: the loss is not a number.
     """
-    work = job.work / "trainer"
+    work = job.work / TRAINER
     if sharding() == "FSDP 2":
         for module in model.modules():
             if isinstance(module, SharedBaseExperts):
@@ -141,7 +142,6 @@ def _arguments(output: str, options: TuneOptions, steps: int, *, on_cpu: bool, e
         use_cpu=on_cpu,
         save_strategy="steps",
         save_steps=options.save_every,
-        save_total_limit=1,
         eval_strategy="steps" if evaluates and options.eval_every else "no",
         eval_steps=options.eval_every,
         logging_strategy="steps",

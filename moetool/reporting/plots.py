@@ -1,5 +1,6 @@
 """Pictures, by matplotlib (`pip install moetool[plots]`)."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ def check_picture(path: Path) -> None:
         raise UsageError("--plot needs matplotlib: pip install matplotlib.") from error
     if path.suffix not in SUFFIXES:
         raise UsageError(f"--plot {path}: a picture's name ends in {', '.join(SUFFIXES)}.")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise UsageError(f"--plot {path}: {what}.")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UsageError(f"--plot {path}: it may not be written.")
 
 
 def plot_routing(result: dict[str, Any], path: Path) -> None:

@@ -14,9 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils.data import Sampler
 from transformers import Trainer, TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from moetool.checkpoint.files import fast_digest, is_intact, write_json
 from moetool.errors import VerificationError
 from moetool.modules.interpolation import Interpolation
 from moetool.numerics.seeding import generator
@@ -24,6 +25,7 @@ from moetool.training.balance import Routers
 from moetool.training.examples import IGNORED
 from moetool.training.masks import MaskConstraint
 
+DIGESTS = "digests.json"  # of a checkpoint's files
 _SHOWN = ("loss", "eval_loss", "balance_loss", "z_loss", "mask_sparsity", "multiplier", "grad_norm", "learning_rate")
 
 
@@ -198,6 +200,19 @@ class Told(TrainerCallback):  # type: ignore[misc]
             control.should_save = True
             control.should_training_stop = True
 
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The checkpoint is there: note what its files hold, and only then let go of the one before it."""
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # other processes have written parts of it
+        if state.is_world_process_zero:
+            directory = Path(args.output_dir)
+            last = directory / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            files = sorted(path for path in last.rglob("*") if path.is_file())
+            write_json(last / DIGESTS, {path.relative_to(last).as_posix(): fast_digest(path) for path in files})
+            for other in directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+                if other != last:
+                    shutil.rmtree(other)
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         found = {name: logs[name] for name in _SHOWN if name in (logs or {})}
         if found:
@@ -232,12 +247,13 @@ def keeps_apart(model: Any) -> bool:
 
 
 def last_checkpoint(directory: Path) -> tuple[Path | None, int]:
-    """The newest complete checkpoint of a training, and its step; removes those that were being written."""
-    found = [(int(path.name.rpartition("-")[2]), path) for path in directory.glob("checkpoint-*")]
+    """The newest checkpoint of a training that is complete and as it was written, and its step; removes newer ones."""
+    found = [(int(path.name.rpartition("-")[2]), path) for path in directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
     for step, path in sorted(found, reverse=True):
-        with contextlib.suppress(OSError, ValueError):
-            json.loads((path / TRAINER_STATE_NAME).read_bytes())  # which is written last
-            return path, step
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            noted = json.loads((path / DIGESTS).read_bytes())  # which is written last
+            if noted and all(is_intact(path / name, str(digest)) for name, digest in noted.items()):
+                return path, step
         shutil.rmtree(path)
     return None, 0
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moetool.calibration.activations import ActivationFile
 from moetool.calibration.batching import TOKENS_PER_BATCH, batch_size
+from moetool.checkpoint.files import fast_digest, is_intact
 from moetool.errors import ResourceError
 
 SHAPE = (5, 3, 4)
@@ -57,17 +58,23 @@ def test_a_short_file_is_noticed(tmp_path: Path) -> None:
 
 
 def test_no_room(tmp_path: Path) -> None:
-    file = ActivationFile(tmp_path / "nowhere" / "a.bin", SHAPE, torch.float32)
-    with pytest.raises(ResourceError, match="Could not write calibration activations"):
+    (tmp_path / "file").touch()
+    file = ActivationFile(tmp_path / "file" / "a.bin", SHAPE, torch.float32)
+    with pytest.raises(ResourceError, match=r"Cannot write .*a\.bin.* It needs \d+ bytes, \d+ are free"):
         file.replace(iter([rows(torch.float32)]))
 
 
-def test_delete_twice(tmp_path: Path) -> None:
-    file = ActivationFile(tmp_path / "a.bin", SHAPE, torch.float32)
-    file.replace(iter([rows(torch.float32)]))
-    file.delete()
-    file.delete()
-    assert not file.path.exists()
+def test_the_digest_of_what_was_written(tmp_path: Path) -> None:
+    file = ActivationFile(tmp_path / "a.bin", SHAPE, torch.bfloat16)
+    digest = file.replace(iter(rows(torch.bfloat16).split(2)))
+    assert digest == fast_digest(file.path)
+    assert is_intact(file.path, digest)
+    data = file.path.read_bytes()
+    for damaged in (data[:-1], data + b"\0", bytes([data[0] ^ 1]) + data[1:]):
+        file.path.write_bytes(damaged)
+        assert not is_intact(file.path, digest)
+    file.path.unlink()
+    assert not is_intact(file.path, digest)
 
 
 @pytest.mark.parametrize(

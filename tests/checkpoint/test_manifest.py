@@ -28,7 +28,9 @@ def manifest(**changes: Any) -> Manifest:
 def test_round_trip_and_equal_bytes(tmp_path: Path) -> None:
     file = write_manifest(tmp_path, manifest())
     assert file == tmp_path / "moetool.json"
-    assert read_manifest(tmp_path) == manifest()
+    read = read_manifest(tmp_path)
+    assert read.model_copy(update={"digest": ""}) == manifest()
+    assert read.digest == read.seal()
     first = file.read_bytes()
     write_manifest(tmp_path, manifest())
     assert file.read_bytes() == first
@@ -56,7 +58,7 @@ def test_frozen_and_strict_about_names() -> None:
         ("[]", "not an object"),
         ("{}", "source: Field required"),
         (json.dumps({**manifest().model_dump(), "colour": "red"}), "colour: Extra inputs"),
-        (json.dumps({"format_version": 2}), "format version 2; this moetool reads up to 1. Upgrade"),
+        (json.dumps({"format_version": 3}), "format version 3; this moetool reads up to 2. Upgrade"),
     ],
 )
 def test_refusals(tmp_path: Path, content: str, message: str) -> None:

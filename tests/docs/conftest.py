@@ -121,7 +121,7 @@ class Reader:
             return self._told_by("pages.py", arguments)
 
     def _told_by(self, where: str, shown: list[str]) -> dict[str, Any]:
-        key = tuple(word for word in shown if word != "--resume")  # nothing was interrupted
+        key = tuple(shown)
         if key not in self._told:
             arguments = [str(self._fixtures.get(MODELS.get(word, ""), word)) for word in smaller(list(key))]
             result = self._run_cli(*self._with_models(arguments), "--json")

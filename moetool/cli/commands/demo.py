@@ -14,7 +14,8 @@ from moetool.cli.display import Display, print_json, print_table
 from moetool.cli.generate import make_command
 from moetool.errors import UsageError
 from moetool.evaluation.perplexity import EvaluationOptions, perplexity
-from moetool.pipeline.execute import run_stage
+from moetool.pipeline.execute import output_directory, run_stage
+from moetool.pipeline.lock import Lock
 from moetool.pipeline.sizes import format_bytes
 from moetool.pipeline.stages import stages
 
@@ -36,7 +37,7 @@ def build(name: str, arguments: list[str]) -> Any:
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
     ) -> None:
         began = time.monotonic()
-        rows = run(output, steps, seed, Display())
+        rows = run(output_directory(output), steps, seed, Display())
         if json:
             print_json({"models": rows, "seconds": round(time.monotonic() - began, 1)})
             return
@@ -74,12 +75,19 @@ def run(output: Path, steps: int, seed: int, display: Display) -> list[dict[str,
     """Train a dense model, upcycle it, fine-tune both, compress the mixture; one row per model."""
     if output.exists() and not output.is_dir():
         raise UsageError(f"{output} exists and is not a directory. Choose another place.")
-    if output.exists() and any(output.iterdir()):
-        if not (output / _MARKER).exists():
-            raise UsageError(f"{output} is not empty and not an earlier demo. Choose another place.")
-        shutil.rmtree(output)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / _MARKER).touch()
+    marker = output / _MARKER
+    if output.exists() and any(output.iterdir()) and not marker.exists():
+        raise UsageError(f"{output} is not empty and not an earlier demo. Choose another place.")
+    with Lock(marker, output):
+        for path in output.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path != marker:
+                path.unlink()
+        return _run(output, steps, seed, display)
+
+
+def _run(output: Path, steps: int, seed: int, display: Display) -> list[dict[str, Any]]:
     display.log("Training a small Llama on Python's own documentation.")
     dense, train_text, held_out = demo.make_dense(output, steps, seed, display)
     evaluation = EvaluationOptions(data=str(held_out), sequence_length=demo.LENGTH)

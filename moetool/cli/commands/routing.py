@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from moetool.checkpoint.source import local_path
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json, print_table
 from moetool.cli.generate import build_options, make_command, with_options
@@ -25,6 +26,7 @@ def build(name: str, arguments: list[str]) -> Any:
         **typed: Any,
     ) -> None:
         if plot is not None:
+            plot = local_path(plot)
             check_picture(plot)
         result = routing(model, build_options(RoutingOptions, typed), Display())
         if plot is not None:

@@ -168,6 +168,9 @@ def _print_result(result: dict[str, Any]) -> None:
     if "captured" in result.get("activations", {}):
         fields.append(("experts", _captured(result["activations"])))
     fields += [("note", note) for note in result.get("notes", [])]
+    if result.get("status") == "finished":
+        print_fields([*fields, ("status", "finished already; nothing was done")])
+        return
     fields.append(("time", f"{result['seconds']:.1f} s"))
     fields.append(("peak memory", format_bytes(result["peak_memory_bytes"])))
     print_fields(fields)

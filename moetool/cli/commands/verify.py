@@ -25,7 +25,8 @@ def build(name: str, arguments: list[str]) -> Any:
             return
         fields = [("model", model), ("tensors", f"{result['tensors']:,}, all finite, {format_bytes(result['bytes'])}")]
         if against is not None:
-            fields.append(("against", f"{against}: everything outside the experts is bit for bit the same"))
+            fields.append(("against", f"{against}: {_compared(result)}"))
+        fields += [("note", note) for note in result["notes"]]
         print_fields(fields)
         if "relative_error" in result:
             errors = result["relative_error"]
@@ -34,3 +35,12 @@ def build(name: str, arguments: list[str]) -> Any:
         print("ok")
 
     return make_command(name, command, COMMANDS[name][1])
+
+
+def _compared(result: dict[str, Any]) -> str:
+    told = []
+    if result["same_tensors"]:
+        told.append("everything outside the experts is bit for bit the same")
+    if result["stages"]:
+        told.append(f"it was made from that by {', then '.join(reversed(result['stages']))}")
+    return "; ".join(told) or "the same family and shape"

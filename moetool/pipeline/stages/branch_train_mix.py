@@ -14,6 +14,7 @@ from torch import Tensor
 from moetool.calibration.data import check_vocabulary, load_tokenizer, parse_data, sample_windows
 from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.source import local_path
 from moetool.conversion.dense import DenseModel
 from moetool.conversion.experts import Experts, FromSources
 from moetool.conversion.router import centroid_router
@@ -179,7 +180,7 @@ class BranchTrainMix(Upcycle):
     def reads(self) -> list[Path]:
         texts = [parsed.source for spec in self.specs if spec.data for parsed in parse_data(spec.data)]
         named = [*(spec.model for spec in self.specs), *texts, self.options.rest]
-        return [*super().reads(), *(path for name in named if (path := Path(name).expanduser()).exists())]
+        return [*super().reads(), *(path for name in named if (path := local_path(name)).exists())]
 
     def plan(self) -> Plan:
         if len(self.specs) > self.copies:
@@ -198,9 +199,12 @@ class BranchTrainMix(Upcycle):
 
     def run(self, job: Job[DenseSource]) -> dict[str, Any]:
         for index, adapter in self._adapters.items():
-            job.progress.log(f"Merging the adapter {adapter} into {self.source.checkpoint.path}.")
-            merged = merge_adapter(adapter, self.source.checkpoint, job.work / f"merged-{index}")
-            self.sources_opened[index] = self._fitting(str(adapter), merged)
+            merged = job.work / f"merged-{index}"
+            if job.unit(f"merge/{index}"):
+                job.progress.log(f"Merging the adapter {adapter} into {self.source.checkpoint.path}.")
+                merge_adapter(adapter, self.source.checkpoint, merged)
+                job.finish(f"merge/{index}")
+            self.sources_opened[index] = self._fitting(str(adapter), Checkpoint.open(merged))
         return super().run(job)
 
     # Routers.

@@ -5,13 +5,14 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import nn
 
-from moetool.checkpoint.manifest import Manifest, write_manifest
+from moetool.checkpoint.files import place
 from moetool.errors import UsageError
 from moetool.methods.choices import UNMEASURED_MERGES, Merge
-from moetool.pipeline.bases import BASE_FILES, base_path, measured_base, unweighted_base
+from moetool.pipeline.bases import base_path, measured_base, unweighted_base
 from moetool.pipeline.calibrated import CalibratedJob
 from moetool.pipeline.job import Job, pick_compute_dtype, pick_device
 from moetool.pipeline.options import CalibrationOptions, RunOptions
+from moetool.pipeline.output import record_origin
 from moetool.pipeline.plan import CalibrationCost, Plan
 from moetool.pipeline.stage import Stage
 
@@ -67,17 +68,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
 
             calibrated.reverse(visit, passes=1)
             job.record["calibration"]["loss"] = calibrated.loss
-        for path in sorted(job.work.glob(BASE_FILES)):
-            path.replace(job.output / path.name)
-        checkpoint = self.source.checkpoint
-        write_manifest(
-            job.output,
-            Manifest(
-                source=checkpoint.source,
-                source_fingerprint=checkpoint.fingerprint(),
-                recipe=self.recipe(),
-                seed=options.seed,
-                statistics=job.record.get("calibration", {}),
-            ),
-        )
+        paths = [base_path(job.work, layer) for layer in reader.moe_layers]
+        placed = [place(path, job.output / path.name) for path in paths]
+        record_origin(job, seed=options.seed, layers={}, files=placed)
         return {"layers": {str(layer): {} for layer in reader.moe_layers}}

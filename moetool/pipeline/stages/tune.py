@@ -18,6 +18,7 @@ from moetool.calibration.opening import opening_text
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.format import check_unquantised, moetool_entry, own_entry
 from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.source import local_path
 from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.integrations.building import check_sizes, described_in
@@ -142,7 +143,7 @@ class Tune(Stage[TuneOptions, AnySource]):
             if text is not None
             for spec in parse_data(text)
         ]
-        return [path for spec in specs if (path := Path(spec.source).expanduser()).exists()]
+        return [path for spec in specs if (path := local_path(spec.source)).exists()]
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -158,10 +159,8 @@ class Tune(Stage[TuneOptions, AnySource]):
             model = load_model(self.source.checkpoint, torch.float32)
         trained = self._prepare(job, model)
         if job.unit("data"):  # from here on there may be a checkpoint to go on with
-            if is_first_process():
-                (job.work / "examples").write_text(examples.digest())
-            job.finish("data")
-        elif (job.work / "examples").read_text() != examples.digest():
+            job.finish("data", told={"examples": examples.digest()})
+        elif job.workspace.told("data")["examples"] != examples.digest():
             raise UsageError("The data has changed since this run began. Start again with --overwrite.")
         told, weights = train(job, model, self.options, examples.items, held_out.items if held_out else None)
         if not is_first_process():

@@ -1,0 +1,142 @@
+"""`moetool verify`: every file of a result, and where it comes from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import change_config, contents, copy_of
+
+MANIFEST = "moetool.json"
+
+
+def flipped(data: bytes, place: int) -> bytes:
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
+def test_one_flipped_bit_in_any_file(run_cli: Any, small: Path, tmp_path: Path) -> None:
+    """At the beginning, in the middle and at the end of each: 5, or 3 where the file cannot be read any more."""
+    output, files = copy_of(small, tmp_path / "out"), contents(small)
+    assert {"tokenizer.json", "tokenizer_config.json", "moetool/statistics.safetensors", "config.json"} <= set(files)
+    for name, data in files.items():
+        for place in (1, len(data) // 2, len(data) - 3):
+            (output / name).write_bytes(flipped(data, place))
+            result = run_cli("verify", output)
+            assert result.code in (3, 5), (name, place)
+            assert "Traceback" not in result.stderr
+            assert name in result.stderr or name == MANIFEST, (name, place, result.stderr)
+        (output / name).write_bytes(data)
+    assert run_cli("verify", output).code == 0
+
+
+def test_a_changed_number_in_the_manifest(run_cli: Any, small: Path, tmp_path: Path) -> None:
+    """What no file contradicts is kept by the manifest's own digest."""
+    output = copy_of(small, tmp_path / "out")
+    manifest = json.loads((output / MANIFEST).read_text())
+    manifest["recipe"]["ratio"] = 0.36
+    (output / MANIFEST).write_text(json.dumps(manifest, indent=2))
+    result = run_cli("verify", output)
+    assert result.code == 5
+    assert f"{MANIFEST} is not what was written" in result.stderr
+
+
+def test_what_people_add_and_write_is_noted(run_cli: Any, small: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
+    source = copy_of(tiny_mixtral, tmp_path / "source")
+    (source / "README.md").write_text("A model.")
+    output = tmp_path / "out"
+    assert run_cli("decompose", source, output).code == 0
+    assert run_cli("verify", output, "--json").json["notes"] == []
+    (output / "README.md").write_text("A smaller model.")
+    (output / "picture.png").touch()
+    notes = run_cli("verify", output, "--json").json["notes"]
+    assert len(notes) == 2
+    assert "README.md is not the file that was written" in notes[0]
+    assert "added since it was written: picture.png" in notes[1]
+    (output / "README.md").unlink()
+    assert run_cli("verify", output, "--json").json["notes"][0] == "README.md is missing"
+    (output / "tokenizer_config.json").unlink()
+    result = run_cli("verify", output)
+    assert result.code == 5
+    assert "tokenizer_config.json is missing" in result.stderr
+
+
+def test_an_older_manifest_keeps_what_it_says(run_cli: Any, small: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
+    output = copy_of(small, tmp_path / "out")
+    manifest = json.loads((output / MANIFEST).read_text())
+    weights = {name: digest for name, digest in manifest["files"].items() if name == "model.safetensors"}
+    older = {**manifest, "format_version": 1, "files": weights}
+    for name in ("digest", "run", "lineage"):
+        del older[name]
+    (output / MANIFEST).write_text(json.dumps(older, indent=2))
+    result = run_cli("verify", output, "--against", tiny_mixtral, "--json")
+    assert result.code == 0, result.stderr
+    assert result.json["notes"] == []
+    data = (output / "model.safetensors").read_bytes()
+    (output / "model.safetensors").write_bytes(flipped(data, len(data) - 3))
+    assert run_cli("verify", output).code == 5
+    again = run_cli("compress", tiny_mixtral, output, "--ratio", 0.35, "--calibration", "x.txt", "--resume")
+    assert again.code == 2
+    assert "does not say with which settings" in again.stderr
+
+
+STAGES: dict[str, tuple[Any, ...]] = {
+    "decompose": ("decompose", "{mixtral}", "{out}"),
+    "ders-quantize": ("compress", "{mixtral}", "{out}", "--method", "ders-quantize", "--bits", 4, "--group-size", 16),
+    "hybrid": ("compress", "{mixtral}", "{out}", "--method", "hybrid", "--ratio", 0.4, "--group-size", 16, "{text}"),
+    "vanilla": ("upcycle", "{llama}", "{out}", "--experts", 2, "--top-k", 1),
+    "g-moefication": ("moefy", "{llama}", "{out}", "--experts", 4, "{text}"),
+    "tune": ("tune", "{mixtral}", "{out}", "--data", "{examples}", "--steps", 1, "--warmup", 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_knows_its_source(
+    run_cli: Any, dense: Any, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path, stage: str
+) -> None:
+    """Verified against its source, and refused against its twin: one number of the config differs, which no tensor
+    shows."""
+    llama = dense("llama")
+    examples = tmp_path / "examples.jsonl"
+    examples.write_text("\n".join(json.dumps({"prompt": "Say it: ", "completion": f"word {n}"}) for n in range(4)))
+    places = {"mixtral": tiny_mixtral, "llama": llama, "out": tmp_path / "out", "examples": examples}
+    arguments: list[Any] = []
+    for part in STAGES[stage]:
+        if part == "{text}":
+            arguments += ["--calibration", tiny_text, "--samples", 8, "--sequence-length", 32]
+        else:
+            arguments.append(part.format(**places) if isinstance(part, str) else part)
+    made = run_cli(*arguments)
+    assert made.code == 0, made.stderr
+    source = llama if "{llama}" in STAGES[stage] else tiny_mixtral
+    result = run_cli("verify", tmp_path / "out", "--against", source, "--json")
+    assert result.code == 0, result.stderr
+    assert result.json["stages"] == [stage]
+    twin = change_config(copy_of(source, tmp_path / "twin"), initializer_range=0.03)
+    refused = run_cli("verify", tmp_path / "out", "--against", twin)
+    assert refused.code == 5, refused.stderr
+    assert "its manifest names another source" in refused.stderr
+
+
+def test_a_chain_of_stages_knows_where_it_began(
+    run_cli: Any, decomposed: Path, tiny_mixtral: Path, tmp_path: Path
+) -> None:
+    chain = {"svd-compress": ("--svd", "vanilla", "--rank", 4), "export": ()}
+    last = decomposed
+    for stage, options in chain.items():
+        made = run_cli(stage, last, tmp_path / stage, *options)
+        assert made.code == 0, made.stderr
+        last = tmp_path / stage
+    result = run_cli("verify", last, "--against", tiny_mixtral, "--json")
+    assert result.code == 0, result.stderr
+    assert result.json["stages"] == ["dense-experts", "svd-compress", "decompose"]
+    assert (
+        "decompose, then svd-compress, then dense-experts" in run_cli("verify", last, "--against", tiny_mixtral).stdout
+    )
+    assert run_cli("verify", last, "--against", decomposed, "--json").json["stages"] == [
+        "dense-experts",
+        "svd-compress",
+    ]
+    twin = change_config(copy_of(tiny_mixtral, tmp_path / "twin"), initializer_range=0.03)
+    refused = run_cli("verify", last, "--against", twin)
+    assert refused.code == 5
+    assert "its manifest names another source" in refused.stderr
