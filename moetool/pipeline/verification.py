@@ -14,6 +14,7 @@ from moetool.checkpoint.reader import MANIFEST, WORK_DIRECTORIES, Checkpoint
 from moetool.checkpoint.source import DOCUMENTS, DOWNLOADED
 from moetool.checkpoint.writer import is_finite
 from moetool.errors import InvalidInputError, VerificationError
+from moetool.integrations.building import check_sizes
 from moetool.pipeline.job import DenseSource, Source, joined_names
 from moetool.pipeline.progress import Progress, Silent, phase
 
