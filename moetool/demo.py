@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moetool.integrations.quiet import quiet
-from moetool.pipeline.progress import Progress, phase
+from moetool.job.progress import Progress, phase
+from moetool.runtime.quiet import quiet
 
 VOCABULARY = 2048
 LENGTH = 128
@@ -114,7 +114,7 @@ def tune(source: Path, target: Path, text: Path, steps: int, seed: int, progress
     from transformers import AutoTokenizer
 
     from moetool.checkpoint.reader import Checkpoint
-    from moetool.integrations.loading import load_model
+    from moetool.runtime.loading import load_model
 
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = load_model(Checkpoint.open(source), torch.float32)

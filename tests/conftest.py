@@ -25,11 +25,11 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from moetool.architectures import find_architecture
 from moetool.checkpoint.experts import ExpertReader
-from moetool.checkpoint.format import format_entry
 from moetool.checkpoint.reader import Checkpoint
-from moetool.integrations.quiet import quiet
+from moetool.format.entry import format_entry
+from moetool.format.layout import BASE_CHANNELS, LayerLayout
 from moetool.representations.dense import Dense
-from moetool.representations.layout import BASE_CHANNELS, LayerLayout
+from moetool.runtime.quiet import quiet
 
 VOCABULARY = 288
 END = "<|end|>"

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from moetool.integrations.loading import model_class
+from moetool.runtime.loading import model_class
 
 COMMON: dict[str, Any] = {
     "vocab_size": 288,

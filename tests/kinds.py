@@ -10,15 +10,15 @@ from families import build
 from torch import Tensor, nn
 
 from moetool.architectures import ROLES, MoEShape, Role
-from moetool.checkpoint.format import format_entry, own_entry
-from moetool.integrations.quiet import quiet
-from moetool.integrations.transformers_plugin import MoetoolConfig, MoetoolQuantizer
-from moetool.modules.experts import SharedBaseExperts
-from moetool.modules.insertion import is_guard
+from moetool.format.entry import format_entry, own_entry
+from moetool.format.layout import LayerLayout
 from moetool.representations import Representation, parse_representation
-from moetool.representations.layout import LayerLayout
 from moetool.representations.low_rank_sparse import LowRankSparse
 from moetool.representations.quantised_low_rank import QuantisedLowRank
+from moetool.runtime.modules.experts import SharedBaseExperts
+from moetool.runtime.modules.insertion import is_guard
+from moetool.runtime.plugin import MoetoolConfig, MoetoolQuantizer
+from moetool.runtime.quiet import quiet
 
 MIXTRAL = MoEShape(experts=4, top_k=2, hidden=32, intermediate=48)
 QWEN = MoEShape(experts=6, top_k=2, hidden=32, intermediate=24)

@@ -12,18 +12,19 @@ from transformers import AutoModelForCausalLM
 
 from moetool.architectures.base import fused_name
 from moetool.architectures.dense import DenseArchitecture
+from moetool.checkpoint.dense import DenseModel
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import CheckpointWriter
-from moetool.conversion.adapter_experts import WithAdapterExperts
-from moetool.conversion.dense import DenseModel
-from moetool.conversion.experts import Copies, Experts
-from moetool.conversion.interpolated import Interpolated
-from moetool.conversion.parts import Converted, Made
-from moetool.conversion.router import default_std, random_router
-from moetool.conversion.targets import choose_target
-from moetool.conversion.upcycling import Upcycled
-from moetool.integrations.quiet import quiet
-from moetool.representations.mixture import Mixture, Shared
+from moetool.convert.parts import Converted, Made
+from moetool.format.moe_spec import Mixture, Shared
+from moetool.numerics.seeding import linear_std
+from moetool.runtime.quiet import quiet
+from moetool.upcycle.experts import Copies, Experts
+from moetool.upcycle.pesc import WithAdapterExperts
+from moetool.upcycle.router import random_router
+from moetool.upcycle.simoe import Interpolated
+from moetool.upcycle.targets import choose_target
+from moetool.upcycle.upcycling import Upcycled
 
 EXPERTS, TOP_K = 4, 2
 
@@ -62,7 +63,7 @@ def upcycled(
     )
 
     def rows(layer: int) -> Tensor:
-        fresh = random_router(EXPERTS, dense.hidden, 8 * default_std(dense.hidden), 0, layer)
+        fresh = random_router(EXPERTS, dense.hidden, 8 * linear_std(dense.hidden), 0, layer)
         return fresh.repeat_interleave(granularity, 0)
 
     return Upcycled(
@@ -93,7 +94,7 @@ def with_adapters(dense: DenseModel, **options: Any) -> WithAdapterExperts:
     """Four adapters of width 8 on every layer's FFN, two per token, unless something else is said."""
 
     def rows(layer: int) -> Tensor:
-        return random_router(EXPERTS, dense.hidden, 8 * default_std(dense.hidden), 0, layer)
+        return random_router(EXPERTS, dense.hidden, 8 * linear_std(dense.hidden), 0, layer)
 
     layers = tuple(range(dense.layers))
     standard = {"experts": EXPERTS, "top_k": TOP_K, "layers": layers, "width": 8, "scale": 1.0, "dropout": 0.0}

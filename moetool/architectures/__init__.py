@@ -10,8 +10,8 @@ from functools import cache
 from typing import Any
 
 from moetool.architectures.base import EXPERT_KEYS, ROLES, Architecture, MoEShape, Role, Unsupported
-from moetool.architectures.own_mixture import mixture_of, own_mixture
-from moetool.architectures.own_modules import is_opaque, own_modules
+from moetool.architectures.custom import is_opaque, own_modules
+from moetool.architectures.custom_moe import mixture_of, own_mixture
 from moetool.errors import InvalidInputError
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""DeepSeekMoE-16B, whose own code transformers 5 cannot run; `moetool.modules.deepseek` computes it instead."""
+"""DeepSeekMoE-16B, whose own code transformers 5 cannot run; `moetool.runtime.modules.deepseek` computes it instead."""
 
 from moetool.architectures.base import Architecture, MoELayers
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from moetool.architectures import ROLES, MoEShape, Role
-from moetool.modules.fused import entering
 from moetool.numerics.gram import Gram
+from moetool.runtime.modules.fused import entering
 
 
 @dataclass

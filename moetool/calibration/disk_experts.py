@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from moetool.architectures import Role
 from moetool.checkpoint.experts import ExpertReader
-from moetool.modules import fused
+from moetool.runtime.modules import fused
 
 
 class DiskExperts:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moetool.modules import fused
+from moetool.runtime.modules import fused
 
 
 class Collector(Protocol):

@@ -31,12 +31,12 @@ from moetool.calibration.disk_experts import DiskExperts
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
-from moetool.integrations.building import described_in, model_config
-from moetool.integrations.loading import model_class, run_experts_of_any_width, surplus
-from moetool.integrations.quiet import quiet
-from moetool.modules.fused import fused_tensors
-from moetool.modules.insertion import insert_modules
-from moetool.modules.interpolation import hold_mixtures
+from moetool.runtime.building import described_in, model_config
+from moetool.runtime.loading import model_class, run_experts_of_any_width, surplus
+from moetool.runtime.modules.fused import fused_tensors
+from moetool.runtime.modules.insertion import insert_modules
+from moetool.runtime.modules.simoe_mixing import hold_mixtures
+from moetool.runtime.quiet import quiet
 
 REST = -1  # the block of everything that is not a decoder layer
 

@@ -7,13 +7,11 @@ from torch import Tensor
 
 from moetool.architectures import Architecture, MoEShape, Role
 from moetool.architectures.base import by_name
-from moetool.checkpoint.format import check_unquantised, layer_layouts
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError
-from moetool.representations import Representation
-from moetool.representations.dense import Dense
-from moetool.representations.layout import (
+from moetool.format.entry import check_unquantised, layer_layouts
+from moetool.format.layout import (
     BASE_CHANNELS,
     GUARD,
     LayerLayout,
@@ -22,6 +20,8 @@ from moetool.representations.layout import (
     native_layout,
     shared_name,
 )
+from moetool.representations import Representation
+from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moetool import __version__
 from moetool.checkpoint.files import write_json
 from moetool.checkpoint.reader import MANIFEST, read_object
 from moetool.errors import InvalidInputError
+from moetool.version import __version__
 
 FORMAT_VERSION = 2
 LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "datasets")

@@ -17,8 +17,8 @@ from torch import Tensor
 from moetool.architectures import aliases
 from moetool.checkpoint.header import Header, TensorInfo, read_header
 from moetool.checkpoint.source import resolve_source
-from moetool.checkpoint.validation import check_config, check_depth, check_headers
 from moetool.errors import InvalidInputError
+from moetool.format.validation import check_config, check_depth, check_headers
 
 __all__ = [
     "CONFIG",

@@ -64,7 +64,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from moetool import __version__
+        from moetool.version import __version__
 
         print(f"moetool {__version__}")
         raise typer.Exit

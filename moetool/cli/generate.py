@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 
 from moetool.cli.presets import presets
 from moetool.errors import InvalidInputError, UsageError, did_you_mean, explained
-from moetool.pipeline.sizes import format_bytes, parse_bytes
+from moetool.job.sizes import format_bytes, parse_bytes
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 

@@ -15,3 +15,8 @@ def generator(seed: int, *purpose: str | int) -> torch.Generator:
 def uniform(shape: tuple[int, ...], std: float, stream: torch.Generator) -> Tensor:
     """Numbers of mean 0 and that standard deviation, evenly distributed: fp32."""
     return (2 * torch.rand(shape, generator=stream) - 1) * (std * 3**0.5)
+
+
+def linear_std(hidden: int) -> float:
+    """1/√(3d), the standard deviation of a fresh `nn.Linear`: logits of about ±½ on normalised inputs."""
+    return 1.0 / (3.0 * hidden) ** 0.5

@@ -22,10 +22,9 @@ from _common import Kept, excess, made_by
 
 from moetool.calibration.data import evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
-from moetool.evaluation.perplexity import window_loss
-from moetool.integrations.loading import load_model
-from moetool.pipeline.execute import run_stage
-from moetool.pipeline.stages import stages
+from moetool.measure.perplexity import window_loss
+from moetool.runtime.loading import load_model
+from moetool.stages import run_stage, stages
 
 Options = dict[str, Any]
 Block = dict[str, Options]  # rows by name: what is changed of PAPER; the first is what the others are compared with

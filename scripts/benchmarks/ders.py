@@ -21,7 +21,7 @@ import torch
 from _common import Kept, excess, made_by
 from safetensors.torch import load_file, save_file
 
-from moetool.pipeline.job import Source
+from moetool.job.job import Source
 
 DROPS = (0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99)
 BITS = (8, 4, 3, 2, 1)

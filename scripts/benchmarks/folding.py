@@ -26,9 +26,9 @@ import torch
 from _common import made_by, publish
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from moetool.modules.interpolated import insert, sites
-from moetool.modules.interpolation import interpolation_of
 from moetool.numerics.hard_concrete import SHIFT
+from moetool.runtime.modules.simoe import insert, sites
+from moetool.runtime.modules.simoe_mixing import interpolation_of
 
 PROMPT, EXPERTS, OPEN = 16, 8, 0.125
 

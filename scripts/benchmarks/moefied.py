@@ -30,7 +30,7 @@ from _common import publish
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moetool.modules.neuron_experts import NeuronExperts
+from moetool.runtime.modules.moefied import NeuronExperts
 
 KEEPS, TOKENS, MARGIN = (0.25, 0.5, 0.75), (1, 16, 256), 0.1
 

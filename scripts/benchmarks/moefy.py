@@ -21,12 +21,12 @@ import torch
 from moetool.architectures.dense import is_encoder
 from moetool.calibration.data import evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
-from moetool.evaluation.perplexity import window_loss
-from moetool.evaluation.pseudo_perplexity import pseudo_losses
-from moetool.integrations.loading import load_model
-from moetool.modules.neuron_experts import set_keep
-from moetool.pipeline.execute import run_stage
-from moetool.pipeline.moefying import MoefyOptions
+from moetool.measure.perplexity import window_loss
+from moetool.measure.pseudo_perplexity import pseudo_losses
+from moetool.moefy.moefying import MoefyOptions
+from moetool.runtime.loading import load_model
+from moetool.runtime.modules.moefied import set_keep
+from moetool.stages import run_stage
 
 KEEP = (0.35, 0.5, 0.75, 0.85)
 METHODS: dict[str, tuple[str, dict[str, str]]] = {

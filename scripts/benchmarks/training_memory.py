@@ -29,9 +29,8 @@ from _common import made_by
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import moetool  # noqa: F401  (lets transformers load differences)
-from moetool.integrations.quiet import quiet
-from moetool.pipeline.execute import run_stage
-from moetool.pipeline.stages import stages
+from moetool.runtime.quiet import quiet
+from moetool.stages import run_stage, stages
 
 METHODS: dict[str, dict[str, Any]] = {
     "vanilla": {},

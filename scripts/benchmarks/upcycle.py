@@ -23,11 +23,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import moetool  # noqa: F401  (lets transformers load moetool's own mixtures)
 from moetool.calibration.data import evaluation_windows, load_tokenizer
-from moetool.conversion.targets import targets
 from moetool.errors import InvalidInputError
-from moetool.integrations.quiet import quiet
-from moetool.pipeline.execute import run_stage
-from moetool.pipeline.stages import stages
+from moetool.runtime.quiet import quiet
+from moetool.stages import run_stage, stages
+from moetool.upcycle.targets import targets
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests"))
 from dense_families import DENSE_FAMILIES, build_dense

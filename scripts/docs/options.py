@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from moetool.cli.app import COMMANDS
 from moetool.cli.commands.stage import CHOICES
-from moetool.pipeline.stages import stages
+from moetool.stages import stages
 
 FILE = Path(__file__).parents[2] / "docs" / "options.md"
 HEADER = """# Options
@@ -107,7 +107,7 @@ def _place(those: list[str], methods: list[str]) -> str:
 
 
 def _sources() -> list[str]:
-    from moetool.pipeline.stages.branch_train_mix import ExpertSource
+    from moetool.upcycle.methods.branch_train_mix import ExpertSource
 
     content = [
         (

@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from moetool.calibration.data import sample_windows
-from moetool.integrations.quiet import quiet
+from moetool.runtime.quiet import quiet
 
 MIX = ("--method", "branch-train-mix")
 LAYERS = 3

@@ -13,7 +13,7 @@ from checkpoints import WEIGHTS, CrashDriver, config_of, contents, load, logits,
 from safetensors.torch import load_file, save_file
 
 from moetool.architectures import architectures, unsupported
-from moetool.pipeline.job import Source
+from moetool.job.job import Source
 
 RATIO = 0.25
 

@@ -9,7 +9,7 @@ from checkpoints import WEIGHTS, config_of, logits, weight_bytes
 from safetensors.torch import load_file
 
 from moetool.architectures import Role
-from moetool.pipeline.job import Source
+from moetool.job.job import Source
 
 WIDTHS = {"192 to 97": (192, 97), "97 to 576": (97, 576)}
 LARGEST = {192: 96, 576: 96, 97: 97}  # divisors up to 128

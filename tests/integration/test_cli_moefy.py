@@ -30,9 +30,9 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 from moetool.architectures.dense import find_dense_architecture
 from moetool.calibration.activations import ActivationFile
 from moetool.calibration.data import load_tokenizer, sample_windows
-from moetool.conversion.moefied import Moefied
-from moetool.integrations.quiet import quiet
-from moetool.modules.neuron_experts import NeuronExperts, set_keep
+from moetool.moefy.clusters import Moefied
+from moetool.runtime.modules.moefied import NeuronExperts, set_keep
+from moetool.runtime.quiet import quiet
 
 FOUR = ("--experts", 4, "--keep", 0.5)
 LAYERS = 3

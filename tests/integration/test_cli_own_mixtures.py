@@ -9,8 +9,8 @@ import torch
 from checkpoints import change_config, contents, copy_of, load, logits, relative_error, tensors_of, weight_bytes
 from torch import Tensor
 
-from moetool.integrations.synthesis import synthesise
-from moetool.modules.experts import SharedBaseExperts, SharedExpertOnBase
+from moetool.runtime.modules.experts import SharedBaseExperts, SharedExpertOnBase
+from moetool.runtime.synthesis import synthesise
 
 FAMILIES = ["phi", "gpt_neox", "gpt_bigcode", "starcoder2", "falcon", "llama-mlp-bias"]
 DROP = ("--method", "drop", "--drop", 0.4, "--experts", 4)

@@ -26,7 +26,7 @@ from checkpoints import (
 )
 from torch import Tensor
 
-from moetool.modules.interpolation import interpolation_of
+from moetool.runtime.modules.simoe_mixing import interpolation_of
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 FAMILIES = ["llama", "gemma2", "phi3", "gpt_neox", "phi", "gpt_bigcode", "falcon"]

@@ -11,7 +11,7 @@ from checkpoints import config_of, load, relative_error
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from moetool.modules.batch_dependence import BATCH_DEPENDENT
+from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 PRUNED = ("--ratio", 0.35, "--prune-base", 0.5)
 SEMI_DYNAMIC = (*PRUNED, "--pruning", "semi-dynamic")

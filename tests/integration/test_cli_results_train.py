@@ -11,8 +11,8 @@ from checkpoints import load, logits
 from dense_families import build_dense
 from torch import Tensor
 
-from moetool.pipeline.stages import stages
-from moetool.training.choice import choose
+from moetool.stages import stages
+from moetool.tune.choice import choose
 
 # One layer, and enough numbers in a matrix for a rank to be cheaper.
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}

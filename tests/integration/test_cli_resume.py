@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from checkpoints import COMMAND_LINE, ONE_THREAD, contents, copy_of
 
-from moetool.pipeline.journal import Journal
+from moetool.job.journal import Journal
 
 SHARDS = ("--shard-size", "40kB")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.pipeline.job import Source
+from moetool.job.job import Source
 
 BUSY, UNREACHED, RARE = (0, 1, 2, 3), (4, 5), (6, 7)
 

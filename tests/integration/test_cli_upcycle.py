@@ -29,9 +29,9 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
 from moetool.calibration.data import sample_windows
-from moetool.conversion.experts import Copies
-from moetool.conversion.sample import sample_tokens
-from moetool.conversion.targets import targets
+from moetool.convert.sample import sample_tokens
+from moetool.upcycle.experts import Copies
+from moetool.upcycle.targets import targets
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 FOUR = ("--experts", 4)
@@ -345,7 +345,7 @@ def test_a_wrong_config_is_refused(
     known = dict(targets())
     right = known["qwen2_moe"]
     known["qwen2_moe"] = replace(right, entries=lambda dense, mixture: {**right.entries(dense, mixture), **entry})
-    monkeypatch.setattr("moetool.conversion.targets.targets", lambda: known)
+    monkeypatch.setattr("moetool.upcycle.targets.targets", lambda: known)
     result = run_cli("upcycle", llama, tmp_path / "out", *FOUR, "--target", "qwen2_moe")
     assert result.code == 5, result.stderr
     assert "config.json" not in contents(tmp_path / "out")
@@ -513,7 +513,7 @@ def test_nothing_loads_before_it_is_proved(run_cli: Any, llama: Path, monkeypatc
         assert not (tmp_path / "out" / "config.json").exists()
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("moetool.conversion.proof.run", bug)
+    monkeypatch.setattr("moetool.convert.proof.run", bug)
     assert run_cli("upcycle", llama, tmp_path / "out").code == 1
     assert not {"config.json", "moetool.json"} & set(contents(tmp_path / "out"))
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from checkpoints import contents, copy_of
 
-from moetool.pipeline.execute import run_stage
-from moetool.pipeline.stages import stages
-from moetool.pipeline.workspace import Workspace
+from moetool.job.workspace import Workspace
+from moetool.stages import run_stage, stages
 
 # A unit at whose end each job is killed: in the middle of the way back, and among the weight files.
 KILLED_AT = {"d2moe": "reverse/0", "hybrid": "write/1"}

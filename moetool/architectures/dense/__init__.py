@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any
 
 from moetool.architectures.base import EXPERT_KEYS
+from moetool.architectures.custom import OWN_MODULES, own_modules
 from moetool.architectures.dense.base import FEATURES, DenseArchitecture
-from moetool.architectures.own_modules import OWN_MODULES, own_modules
 from moetool.errors import InvalidInputError
 
 __all__ = ["FEATURES", "DenseArchitecture", "dense_architectures", "find_dense_architecture", "is_encoder"]

@@ -13,11 +13,11 @@ from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_json, print_table
 from moetool.cli.generate import make_command
 from moetool.errors import UsageError
-from moetool.evaluation.perplexity import EvaluationOptions, perplexity
-from moetool.pipeline.execute import output_directory, run_stage
-from moetool.pipeline.lock import Lock
-from moetool.pipeline.sizes import format_bytes
-from moetool.pipeline.stages import stages
+from moetool.job.execute import output_directory
+from moetool.job.lock import Lock
+from moetool.job.sizes import format_bytes
+from moetool.measure.perplexity import EvaluationOptions, perplexity
+from moetool.stages import run_stage, stages
 
 # Method, ratio, and options that this model needs: its experts are 352 wide, which groups of 128 do not divide.
 COMPRESSIONS: tuple[tuple[str, float, dict[str, Any]], ...] = (

@@ -7,8 +7,8 @@ import typer
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json
 from moetool.cli.generate import build_options, make_command, with_options
-from moetool.evaluation.perplexity import EvaluationOptions, perplexity
-from moetool.modules.batch_dependence import BATCH_DEPENDENT
+from moetool.measure.perplexity import EvaluationOptions, perplexity
+from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 
 def build(name: str, arguments: list[str]) -> Any:

@@ -10,10 +10,10 @@ from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json, print_table
 from moetool.cli.generate import build_options, make_command, with_options
 from moetool.errors import UsageError
-from moetool.modules.batch_dependence import BATCH_DEPENDENT
-from moetool.pipeline.analysis import AnalysisOptions, analyse
-from moetool.pipeline.inspection import inspect_checkpoint
-from moetool.pipeline.sizes import format_bytes, format_change
+from moetool.job.sizes import format_bytes, format_change
+from moetool.measure.analysis import AnalysisOptions, analyse
+from moetool.measure.inspection import inspect_checkpoint
+from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 BASE_ALONE = "low-rank:0"
 

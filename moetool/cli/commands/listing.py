@@ -40,7 +40,7 @@ def build(name: str, arguments: list[str]) -> Any:
 
 
 def _methods() -> list[dict[str, str]]:
-    from moetool.pipeline.stages import stages
+    from moetool.stages import stages
 
     return [
         {
@@ -71,7 +71,7 @@ def _dense_architectures() -> list[dict[str, str]]:
 
 
 def _targets() -> list[dict[str, str]]:
-    from moetool.conversion.targets import targets
+    from moetool.upcycle.targets import targets
 
     return [
         {

@@ -9,9 +9,9 @@ from moetool.checkpoint.source import local_path
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json, print_table
 from moetool.cli.generate import build_options, make_command, with_options
-from moetool.evaluation.routing import RoutingOptions, routing
-from moetool.modules.batch_dependence import BATCH_DEPENDENT
-from moetool.reporting.plots import check_picture, plot_routing
+from moetool.measure.plots import check_picture, plot_routing
+from moetool.measure.routing import RoutingOptions, routing
+from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 _MOST = 16  # experts that fit beside one another
 

@@ -18,8 +18,8 @@ from moetool.cli.generate import (
     with_options,
 )
 from moetool.errors import MoetoolError, UsageError, did_you_mean
-from moetool.pipeline.processes import is_first_process
-from moetool.pipeline.sizes import format_bytes, format_change
+from moetool.job.processes import is_first_process
+from moetool.job.sizes import format_bytes, format_change
 
 # Commands that are several stages, the option that chooses one, and the one that it is without it.
 CHOICES = {
@@ -32,7 +32,7 @@ CHOICES = {
 
 def build(name: str, arguments: list[str]) -> Any:
     """The command for one stage; `compress --method X` takes the options of X."""
-    from moetool.pipeline.stages import stages
+    from moetool.stages import stages
 
     more: list[inspect.Parameter] = []
     chosen = name
@@ -61,7 +61,7 @@ def build(name: str, arguments: list[str]) -> Any:
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
         **typed: Any,
     ) -> None:
-        from moetool.pipeline.execute import plan_stage, run_stage
+        from moetool.stages import plan_stage, run_stage
 
         if methods:
             typed.pop(choice)

@@ -1,0 +1,27 @@
+"""How many numbers a MoE model has, by several ways to count."""
+
+from moetool.checkpoint.experts import ExpertReader
+from moetool.format.layout import GUARD
+
+
+def parameter_counts(reader: ExpertReader) -> dict[str, int]:
+    """Numbers in the model.
+
+    `stored` counts what the files hold. `total` counts the weights these stand for, every expert in full; tensors that
+    are tied count once. `active` is the part of `total` that one token uses: everything but the experts, and `top_k`
+    experts per MoE layer. `added` is what the experts have beyond one dense FFN per layer, in numbers of 16 bits as the
+    DeRS paper counts them (Tables S13 to S18): differences without scales and indices.
+    """
+    tensors = reader.checkpoint.tensors
+    sizes = {name: info.nbytes // info.dtype.itemsize for name, info in tensors.items()}
+    guards = sum(info.shape == GUARD for name, info in tensors.items() if name not in reader.names)
+    other = sum(size for name, size in sizes.items() if name not in reader.names) - guards
+    layers, shape = reader.moe_layers, reader.shape
+    total = other + sum(reader.count(layer) for layer in layers) * shape.expert_parameters
+    idle = len(layers) * (shape.experts - shape.top_k) * (shape.expert_parameters + shape.bias_parameters)
+    return {
+        "total": total,
+        "active": total - idle,
+        "stored": sum(sizes.values()),
+        "added": round(sum(reader.layout(layer).added_parameters() for layer in layers)),
+    }

@@ -1,0 +1,205 @@
+"""A base that is there before a job begins: what `--base` names."""
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError
+from torch.nn import functional as F
+
+from moetool.architectures import Role
+from moetool.calibration.collectors import LayerStatistics
+from moetool.checkpoint.dense import DenseModel
+from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.manifest import read_manifest
+from moetool.checkpoint.reader import CONFIG, MANIFEST, Checkpoint
+from moetool.checkpoint.source import local_path
+from moetool.compress.base.layer_base import LayerBase, base_path, unweighted_base
+from moetool.compress.choices import UNMEASURED_MERGES, Merge
+from moetool.errors import InvalidInputError, UsageError
+from moetool.job.writing import down_scale
+from moetool.representations.bitsandbytes_formats import NF4, Int8
+from moetool.representations.quantised import QuantisedMatrix
+
+# Experts that were upcycled from a dense FFN stay close to it; below this it is hardly theirs.
+_KIN = 0.5
+
+
+class GivenBase(Protocol):
+    """Gives the base of every MoE layer."""
+
+    @property
+    def fingerprint(self) -> str:
+        """What decides the result."""
+
+    def layer(self, layer: int) -> LayerBase:
+        """The base of one layer."""
+
+    def statistics(self, layer: int) -> LayerStatistics | None:
+        """What was measured to make it."""
+
+
+class MergedBase:
+    """A merge of the experts for which nothing is measured."""
+
+    def __init__(self, experts: ExpertReader, method: Merge, shared_expert: bool) -> None:
+        self._experts, self.fingerprint, self._method = experts, method, method
+        self._shared_expert = shared_expert
+
+    def layer(self, layer: int) -> LayerBase:
+        return unweighted_base(self._experts, layer, self._method, shared_expert=self._shared_expert)
+
+    def statistics(self, layer: int) -> LayerStatistics | None:
+        return None
+
+
+class SavedBase:
+    """What `fisher-merge` wrote. Raises `InvalidInputError` unless it is complete and belongs to these experts."""
+
+    def __init__(self, experts: ExpertReader, directory: Path) -> None:
+        self._directory, self.fingerprint = directory, str(directory)
+        if missing := [layer for layer in experts.moe_layers if not base_path(directory, layer).exists()]:
+            raise InvalidInputError(f"{directory} is not a complete base: no {base_path(directory, missing[0]).name}.")
+        if read_manifest(directory).source_fingerprint != experts.checkpoint.fingerprint():
+            raise InvalidInputError(f"{directory} is the base of another model than {experts.checkpoint.path}.")
+        for layer in experts.moe_layers:
+            path = base_path(directory, layer)
+            try:
+                matrices = LayerBase.load(path).matrices
+            except (OSError, KeyError, SafetensorError) as error:
+                raise InvalidInputError(f"{path} is damaged ({error}). Run fisher-merge again.") from error
+            for role, matrix in matrices.items():
+                if tuple(matrix.shape) != experts.shape.matrix(role) or matrix.dtype != experts.dtype:
+                    raise InvalidInputError(
+                        f"The {role} base of layer {layer} in {directory} does not fit the experts."
+                    )
+
+    def layer(self, layer: int) -> LayerBase:
+        return LayerBase.load(base_path(self._directory, layer))
+
+    def statistics(self, layer: int) -> LayerStatistics | None:
+        return self.layer(layer).statistics
+
+
+class DenseBase:
+    """The FFNs of the dense model that the experts were upcycled from.
+
+    Raises:
+        InvalidInputError: its family is not known, or its FFNs have another shape or other matrices.
+    """
+
+    def __init__(self, experts: ExpertReader, source: str) -> None:
+        self._experts = experts
+        try:
+            self._dense = DenseModel(Checkpoint.open(source))
+        except InvalidInputError as error:
+            raise InvalidInputError(f"--base takes the dense model that the experts were made from. {error}") from error
+        self.fingerprint = self._dense.checkpoint.fingerprint()
+        dense, shape = self._dense, experts.shape
+        found = (dense.layers, dense.hidden, dense.intermediate, dense.architecture.roles)
+        needed = (experts.architecture.layers(experts.checkpoint.config), shape.hidden, shape.intermediate, shape.roles)
+        if found != needed:
+            raise InvalidInputError(
+                f"{source} has {_described(*found)}; the experts need {_described(*needed)}: it is not the dense model "
+                "they were made from."
+            )
+
+    def layer(self, layer: int) -> LayerBase:
+        shape = self._experts.shape
+        matrices = {role: self._dense.matrix(layer, role).to(self._experts.dtype) for role in shape.roles}
+        matrices["down"] *= down_scale(self._experts.checkpoint)
+        return LayerBase(matrices, torch.arange(shape.intermediate), shape.intermediate, None)
+
+    def statistics(self, layer: int) -> LayerStatistics | None:
+        return None
+
+    def kinship(self) -> float:
+        """The least mean cosine similarity of base and experts over the layers."""
+        lowest = 1.0
+        for layer in self._experts.moe_layers:
+            base = self.layer(layer)
+            cosines = [
+                F.cosine_similarity(
+                    base.matrices[role].float().flatten(),
+                    self._experts.dense(layer, expert, role).float().flatten(),
+                    dim=0,
+                ).item()
+                for role in self._experts.shape.roles
+                for expert in range(self._experts.shape.experts)
+            ]
+            lowest = min(lowest, sum(cosines) / len(cosines))
+        return lowest
+
+
+def _described(layers: int, hidden: int, intermediate: int, roles: tuple[Role, ...]) -> str:
+    return f"{layers} layers with FFNs of {', '.join(roles)}, {hidden} to {intermediate}"
+
+
+def open_base(spec: str, experts: ExpertReader, *, shared_expert: bool = False) -> GivenBase:
+    """The base that `--base` names: `mean`, `ties`, what `fisher-merge` wrote, or a dense checkpoint.
+
+    Raises:
+        UsageError: the experts have a base already.
+        InvalidInputError: there is no such thing, or it does not fit; or the shared expert, which is to be stored on
+            it, does not.
+    """
+    for layer in experts.moe_layers if shared_expert else ():
+        experts.shared_expert_specs(layer)
+    if experts.layouts:
+        raise UsageError(f"{experts.checkpoint.path} is already decomposed.")
+    for method in UNMEASURED_MERGES:
+        if spec == method:
+            return MergedBase(experts, method, shared_expert)
+    directory = local_path(spec)
+    if (directory / MANIFEST).exists() and not (directory / CONFIG).exists():
+        return SavedBase(experts, directory)
+    if not directory.is_dir() and not ("/" in spec and not spec.startswith((".", "/", "~"))):
+        raise InvalidInputError(
+            f"--base {spec}: no such directory. Make one with fisher-merge, give the dense model the experts were made "
+            f"from, or use {' or '.join(UNMEASURED_MERGES)}."
+        )
+    if directory.is_dir() and not (directory / CONFIG).exists():
+        return SavedBase(experts, directory)
+    return DenseBase(experts, spec)
+
+
+def kinship_warning(base: GivenBase) -> str | None:
+    """What to tell a user whose dense base does not look like the experts' origin."""
+    if not isinstance(base, DenseBase):
+        return None
+    cosine = base.kinship()
+    if cosine >= _KIN:
+        return None
+    return (
+        f"Warning: base and experts have a cosine similarity of only {cosine:.2f}; experts that were upcycled from it "
+        "would be close to 1. Differences to it will be as large as the experts themselves."
+    )
+
+
+def base_form(bits: str, group: int, shape: tuple[int, int]) -> QuantisedMatrix | NF4 | Int8:
+    """The form that `--base-bits` names for a matrix `[out, in]`; its own codes have a scale per `group` inputs, or
+    per as many below that as divide them.
+
+    Raises:
+        UsageError: only groups of one would.
+    """
+    if bits == NF4.kind:
+        return NF4()
+    if bits == Int8.kind:
+        return Int8()
+    try:
+        return QuantisedMatrix(int(bits), group).fitted(shape)
+    except ValueError as error:
+        raise UsageError(f"--base-bits {bits}: {error}, and nf4 and int8 have no groups.") from error
+
+
+def in_few_bits(base: LayerBase, bits: str | None, group: int) -> LayerBase:
+    """The base in the form that `bits` names; as it is if `bits` is `None`."""
+    if bits is None:
+        return base
+    stored = {}
+    for role, matrix in base.matrices.items():
+        rows, columns = matrix.shape
+        form = base_form(bits, group, (rows, columns))
+        stored[role] = form, form.encode(base.full(role), matrix.dtype)
+    return base.stored_as(stored)

@@ -1,0 +1,205 @@
+"""The shared base of each layer and what was measured to make it, as files of the work directory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from moetool.architectures import ROLES, Role
+from moetool.calibration.collectors import (
+    BaseGramCollector,
+    FisherCollector,
+    LayerStatistics,
+    RegressionCollector,
+    UsageCollector,
+)
+from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.files import save_tensors
+from moetool.compress.base.merging import Regression, merge
+from moetool.compress.base.pruning import PruningPlan, kept_channels, prune_base, spread
+from moetool.compress.choices import Merge
+from moetool.format.layout import base_name
+from moetool.job.calibrated import CalibratedJob
+from moetool.job.job import to_cpu
+from moetool.numerics.factorize import factorize, truncate
+from moetool.representations import Representation, parse_representation
+from moetool.representations.dense import Dense
+from moetool.representations.low_rank import LowRank
+
+
+@dataclass(frozen=True)
+class LayerBase:
+    """A layer's base as it will be stored.
+
+    Attributes:
+        matrices: by role that has a base `[out, in]`, in the storage dtype, without pruned channels; what a compact
+            form stands for, in fp32.
+        channels: `[kept]` int64, the intermediate channels that are left.
+        intermediate: how many there were.
+        statistics: `None` if nothing was measured.
+        compact: by role, the form a base is stored in, and its tensors, for those that are not dense.
+    """
+
+    matrices: dict[Role, Tensor]
+    channels: Tensor
+    intermediate: int
+    statistics: LayerStatistics | None
+    compact: Mapping[Role, tuple[Representation, dict[str, Tensor]]] = field(default_factory=dict)
+
+    def full(self, role: Role) -> Tensor:
+        """The base in fp32, with zeros where channels are gone: what differences are taken against."""
+        return spread(self.matrices[role].float(), self.channels, self.intermediate, 1 if role == "down" else 0)
+
+    def pruned(self, plan: PruningPlan) -> "LayerBase":
+        """Without the statically weakest channels."""
+        if not plan.static:
+            return self
+        assert self.statistics is not None
+        energy = self.statistics.channel_energy[self.channels]
+        kept = kept_channels(self.matrices["down"], energy, plan.static)
+        matrices = prune_base(self.matrices, kept)
+        return replace(self, matrices=matrices, channels=self.channels[kept])
+
+    def stored_as(self, compact: Mapping[Role, tuple[Representation, dict[str, Tensor]]]) -> "LayerBase":
+        """In compact forms; the matrices become what these stand for, so that differences make up for their errors."""
+        decoded = {
+            role: representation.decode(tensors, self._shape(role), self.matrices[role].dtype).float()
+            for role, (representation, tensors) in compact.items()
+        }
+        return replace(self, matrices={**self.matrices, **decoded}, compact={**self.compact, **compact})
+
+    def _shape(self, role: Role) -> tuple[int, int]:
+        rows, columns = self.matrices[role].shape
+        return rows, columns
+
+    @property
+    def representations(self) -> dict[Role, Representation]:
+        """How the base of each role is stored."""
+        return {role: self.compact[role][0] if role in self.compact else Dense() for role in self.matrices}
+
+    def save(self, path: Path) -> None:
+        """Write atomically."""
+        tensors: dict[str, Tensor] = {f"base.{role}": matrix for role, matrix in self.matrices.items()}
+        tensors["channels"] = self.channels
+        tensors["intermediate"] = torch.tensor(self.intermediate)
+        for role, (representation, own) in self.compact.items():
+            tensors.update({f"compact.{role}.{representation.spec}/{name}": tensor for name, tensor in own.items()})
+        if self.statistics is not None:
+            tensors.update(self.statistics.tensors())
+        save_tensors(path, tensors)
+
+    @classmethod
+    def load(cls, path: Path) -> "LayerBase":
+        """Inverse of `save`."""
+        tensors = load_file(path)
+        statistics = LayerStatistics.from_tensors(tensors) if "tokens" in tensors else None
+        matrices = {role: tensors[f"base.{role}"] for role in ROLES if f"base.{role}" in tensors}
+        compact: dict[Role, tuple[Representation, dict[str, Tensor]]] = {}
+        for role in ROLES:
+            own = {name.removeprefix(f"compact.{role}."): name for name in tensors if f"compact.{role}." in name}
+            if own:
+                spec = next(iter(own)).partition("/")[0]
+                parts = {name.partition("/")[2]: tensors[full] for name, full in own.items()}
+                compact[role] = parse_representation(spec), parts
+        return cls(matrices, tensors["channels"], int(tensors["intermediate"]), statistics, compact)
+
+
+BASE_FILES = "base-*.safetensors"
+
+
+def base_path(work: Path, layer: int) -> Path:
+    """Where a layer's base waits for the end of the job."""
+    return work / f"base-{layer:05d}.safetensors"
+
+
+def unweighted_base(
+    experts: ExpertReader, layer: int, method: Merge = "mean", *, shared_expert: bool = False
+) -> LayerBase:
+    """A merge of a layer's experts, with the shared one if it is to be on the base, for which nothing is measured."""
+    count = experts.shape.experts + shared_expert
+    matrices = {
+        role: merge(method, role, [experts.dense(layer, expert, role) for expert in range(count)]).to(experts.dtype)
+        for role in experts.shape.roles
+    }
+    return LayerBase(matrices, torch.arange(experts.shape.intermediate), experts.shape.intermediate, None)
+
+
+def measured_base(calibrated: CalibratedJob, index: int, layer: nn.Module, method: Merge) -> LayerBase:
+    """Run a loaded layer backwards, measure it, and merge its experts.
+
+    The base is rounded to the storage dtype here, before any difference is taken against it, so that the differences
+    absorb the rounding.
+    """
+    reader, experts, device = calibrated.job.source.experts, calibrated.experts(layer), calibrated.job.device
+    usage = UsageCollector(reader.shape)
+    frequency = None
+    if method == "fisher-frequency":  # the shares have to be known before gradients are summed
+        calibrated.sweep.forward(index, layer, [first := UsageCollector(reader.shape)], keep=False)
+        frequency = first.tokens.double() / first.tokens.sum()
+    fisher = FisherCollector(experts, reader.shape, frequency, calibrated.sweep.loss_scale)
+    regression = RegressionCollector(reader.shape, device) if method == "regmean" else None
+    calibrated.sweep.backward(index, layer, [usage, fisher, *([regression] if regression is not None else [])])
+    rows = {role: to_cpu(sums / calibrated.sweep.count).float() for role, sums in fisher.rows.items()}
+    statistics = LayerStatistics(usage.tokens, rows, usage.channel_energy)
+    sums = {} if regression is None else {role: Regression(*own) for role, own in regression.sums().items()}
+    matrices: dict[Role, Tensor] = {}
+    for role in reader.shape.roles:
+        weights = [reader.dense(index, expert, role).to(device) for expert in range(reader.shape.experts)]
+        base = merge(method, role, weights, usage.tokens, (fisher.weighted, fisher.total), sums)
+        matrices[role] = to_cpu(base.to(reader.dtype))
+    return LayerBase(matrices, torch.arange(reader.shape.intermediate), reader.shape.intermediate, statistics)
+
+
+def factored_base(calibrated: CalibratedJob, index: int, layer: nn.Module, base: LayerBase, ratio: float) -> LayerBase:
+    """The base as low-rank factors with a share of `1 - ratio` of its parameters, by truncation-aware SVD (Table 6).
+
+    The layer runs once more, to measure what the base is given.
+    """
+    reader, device = calibrated.job.source.experts, calibrated.job.device
+    collector = BaseGramCollector(reader.shape, base.full("down").to(device))
+    calibrated.sweep.forward(index, layer, [collector], keep=False)
+    compact: dict[Role, tuple[Representation, dict[str, Tensor]]] = {}
+    for role in reader.shape.roles:
+        matrix = base.full(role).to(device)
+        rank = base_rank(reader.shape.matrix(role), ratio)
+        if role != "down":
+            found = factorize(matrix, gram=collector.inputs.matrix(), rank=rank)
+        elif collector.wide_down:
+            found = factorize(matrix, output_gram=collector.down.matrix(), rank=rank)
+        else:
+            found = factorize(matrix, gram=collector.down.matrix(), rank=rank)
+        u, v = truncate(matrix, found, rank, reader.dtype)
+        compact[role] = LowRank(rank), {"u": to_cpu(u), "v": to_cpu(v)}
+    return base.stored_as(compact)
+
+
+def stored_bases(experts: ExpertReader, layer: int) -> dict[Role, tuple[Representation, dict[str, Tensor]]]:
+    """The bases of a layer of a moetool checkpoint that are not dense, as they are stored."""
+    layout, prefix = experts.layout(layer), experts.architecture.experts_prefix(layer)
+    return {
+        role: (
+            representation,
+            {
+                tensor: experts.checkpoint.read(prefix + base_name(role, tensor))
+                for tensor in representation.tensors(layout.base_shape(role))
+            },
+        )
+        for role, representation in layout.compact_bases()
+    }
+
+
+def stored_base(experts: ExpertReader, layer: int, statistics: LayerStatistics | None = None) -> LayerBase:
+    """The base of a layer of a moetool checkpoint, for the roles that have one."""
+    layout = experts.layout(layer)
+    matrices = {role: experts.base(layer, role) for role in experts.shape.roles if layout.weights[role] is not None}
+    compact = stored_bases(experts, layer)
+    return LayerBase(matrices, experts.base_channels(layer), experts.shape.intermediate, statistics, compact)
+
+
+def base_rank(shape: tuple[int, int], ratio: float) -> int:
+    """The rank whose factors have at most `1 - ratio` of the numbers of a matrix `[out, in]`, at least 1."""
+    rows, columns = shape
+    return max(1, int((1 - ratio) * rows * columns) // (rows + columns))

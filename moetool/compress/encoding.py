@@ -1,0 +1,305 @@
+"""What the stages that store differences in few bits or few numbers share: options, costs, encoding, writing.
+
+Every layer is encoded once, into a file of the work directory, and copied from there when the output is written.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BeforeValidator, Field
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from moetool.architectures import ROLES, MoEShape, Role
+from moetool.calibration.collectors import LayerStatistics
+from moetool.calibration.input_grams import InputGramCollector
+from moetool.checkpoint.files import save_tensors
+from moetool.compress.base.given import base_form
+from moetool.compress.base.layer_base import LayerBase, base_path
+from moetool.compress.delta import encode
+from moetool.compress.factors.writing import base_tensors
+from moetool.errors import InvalidInputError, UsageError
+from moetool.format.layout import LayerLayout, delta_name
+from moetool.job.calibrated import CalibratedJob
+from moetool.job.job import Job, Source, pick_compute_dtype, pick_device, to_cpu
+from moetool.job.options import CalibrationOptions, Options, RunOptions
+from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.writing import OutputPlan, entry_for, write_model
+from moetool.representations import Representation
+from moetool.representations.dense import Dense
+from moetool.representations.low_rank import LowRank
+from moetool.representations.low_rank_sparse import LowRankSparse
+from moetool.representations.quantised import Quantised
+from moetool.representations.quantised_low_rank import QuantisedLowRank
+from moetool.representations.sparse import MagnitudeSparse, Sparse
+
+Bits = Literal[1, 2, 3, 4, 8]
+# In YAML a number of bits is a number.
+BaseBits = Annotated[Literal["1", "2", "3", "4", "8", "nf4", "int8"], BeforeValidator(lambda bits: str(bits))]
+LoadBase = Callable[[int], LayerBase]
+Form = Callable[[int, int, Role, Representation], Representation]  # layer, expert, role, how it is stored now
+
+ERROR = "error"  # [experts, 2] fp64 per role: squared error of each difference, and its squared norm
+
+
+class BaseOptions(Options):
+    """Which base, and how it is stored."""
+
+    base: str = Field(
+        "mean",
+        description="What differences are taken to: `mean` or `ties` of the experts, a base written by fisher-merge, "
+        "or the dense checkpoint that the experts were upcycled from.",
+    )
+    base_bits: BaseBits | None = Field(
+        None,
+        description="Store the base in so few bits: 1, 2, 3, 4, 8, or in bitsandbytes' formats nf4 and int8; "
+        "differences then make up for its errors.",
+    )
+
+
+class ExtendedOptions(BaseOptions):
+    """The same, for stages that can store the shared expert on the base."""
+
+    shared_expert: bool = Field(
+        False, description="Store the shared expert, if it is as wide as the others, as a difference to the same base."
+    )
+
+
+class CodeOptions(Options):
+    """How few bits, and how they are chosen."""
+
+    bits: Bits = Field(4, description="Bits per number of a difference.")
+    group_size: int = Field(
+        128, ge=1, description="Inputs that share a scale; the largest divisor below if it does not divide a row."
+    )
+
+
+class SparsityOptions(Options):
+    """How few numbers, and which."""
+
+    drop: float = Field(0.9, gt=0, lt=1, description="Share of each difference that is dropped.")
+    select: Literal["random", "magnitude"] = Field(
+        "random",
+        description="Drop at random and scale up the rest (no byte is spent on where it is), or drop the smallest.",
+    )
+    rank: int = Field(
+        0,
+        ge=0,
+        description="Take a low-rank part of this rank out of each difference first, and drop from what is left.",
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of what is dropped.")
+
+
+def base_representations(shape: MoEShape, bits: str | None, group: int) -> dict[Role, Representation]:
+    """How the base of each role is stored. Raises `UsageError` if it cannot be cut into groups."""
+    return {role: Dense() if bits is None else base_form(bits, group, shape.matrix(role)) for role in shape.roles}
+
+
+def encoded_layouts(source: Source, form: Form) -> dict[int, LayerLayout]:
+    """The layouts of a decomposed checkpoint with every difference in another form.
+
+    Raises:
+        InvalidInputError: no experts have a base, or their differences are already in few bits or numbers.
+    """
+    reader = source.experts
+    if all(reader.layout(layer).is_native for layer in reader.moe_layers):
+        raise InvalidInputError(f"{source.checkpoint.path} has no shared base: run decompose on it first.")
+    layouts = {}
+    for layer in reader.moe_layers:
+        old = reader.layout(layer)
+        weights: dict[Role, tuple[Representation, ...] | None] = {}
+        for role in reader.shape.roles:
+            own = old.weights[role]
+            if own is None:  # a group that svd-compress found better off without a base
+                weights[role] = None
+                continue
+            if others := [entry.spec for entry in own if not isinstance(entry, (Dense, LowRank))]:
+                raise InvalidInputError(f"The differences of layer {layer} are already stored as '{others[0]}'.")
+            weights[role] = tuple(form(layer, expert, role, entry) for expert, entry in enumerate(own))
+        layouts[layer] = LayerLayout(reader.shape, weights, old.base_channels, old.dynamic_channels, old.base)
+    return layouts
+
+
+def decomposed_layouts(
+    source: Source, base: Mapping[Role, Representation], form: Form, *, shared_expert: bool
+) -> dict[int, LayerLayout]:
+    """The layouts of an ordinary checkpoint that gets a base, and its differences to it in some form."""
+    shape = source.experts.shape
+    count = shape.experts + shared_expert
+
+    def layout(layer: int) -> LayerLayout:
+        weights: dict[Role, tuple[Representation, ...] | None] = {
+            role: tuple(form(layer, expert, role, Dense()) for expert in range(count)) for role in shape.roles
+        }
+        return LayerLayout(shape, weights, shape.intermediate, base=base)
+
+    return {layer: layout(layer) for layer in source.experts.moe_layers}
+
+
+def quantised(bits: int, group: int, shape: MoEShape) -> Form:
+    """Full differences as codes; the factors of low-rank ones, too."""
+
+    def form(layer: int, expert: int, role: Role, old: Representation) -> Representation:
+        if isinstance(old, LowRank):
+            return in_groups(QuantisedLowRank(old.rank, bits, group), shape.matrix(role)) if old.rank else old
+        return in_groups(Quantised(bits, group), shape.matrix(role))
+
+    return form
+
+
+def in_groups(form: Quantised | QuantisedLowRank, matrix: tuple[int, int]) -> Representation:
+    """A form with the largest groups up to its own that a matrix `[out, in]` can be cut into.
+
+    Raises:
+        UsageError: only groups of one would fit.
+    """
+    try:
+        return form.fitted(matrix)
+    except ValueError as error:
+        raise UsageError(f"--group-size {form.group}: {error}.") from error
+
+
+def sparse(options: SparsityOptions) -> Form:
+    """Few numbers of each full difference."""
+
+    def form(layer: int, expert: int, role: Role, old: Representation) -> Representation:
+        if isinstance(old, LowRank):
+            raise InvalidInputError(
+                f"The differences of layer {layer} are low-rank: there is nothing to drop. quantize-delta makes their "
+                "factors smaller."
+            )
+        few: Sparse | MagnitudeSparse = Sparse.derived(options.drop, options.seed, layer, expert, role)
+        if options.select == "magnitude":
+            few = MagnitudeSparse(float(f"{1 - options.drop:.12g}"))
+        return LowRankSparse(options.rank, few) if options.rank else few
+
+    return form
+
+
+def encoding_plan(
+    stage: str,
+    source: Source,
+    options: RunOptions,
+    layouts: Mapping[int, LayerLayout],
+    text: CalibrationOptions | None = None,
+    **details: object,
+) -> Plan:
+    """Costs of encoding every difference into known forms, on a text if there is one; sizes are exact."""
+    reader = source.experts
+    output = OutputPlan(source, layouts, options.shard_size).nbytes
+    itemsize = pick_compute_dtype(options.compute_dtype, pick_device(options.device), reader.dtype).itemsize
+    cost = CalibrationCost(text.samples if text else 0, text.sequence_length if text else 1, itemsize)
+    encoded = sum(layout.nbytes(reader.dtype) for layout in layouts.values())
+    memory = cost.memory_bytes(reader, gradients=False, factors=text is not None)
+    if text is not None:
+        memory += 8 * reader.shape.intermediate**2 * 4
+    return Plan(
+        stage=stage,
+        input_bytes=source.checkpoint.weight_bytes,
+        output_bytes=output,
+        scratch_bytes=encoded + 2 * cost.boundary_bytes(reader.shape.hidden),
+        memory_bytes=memory,
+        details={"layers": len(layouts), "experts": reader.shape.experts, **details},
+    )
+
+
+def run_encoding(
+    job: Job,
+    stage: str,
+    layouts: Mapping[int, LayerLayout],
+    load_base: LoadBase,
+    statistics: Mapping[int, LayerStatistics],
+    seed: int,
+    text: CalibrationOptions | None = None,
+) -> dict[str, Any]:
+    """Encode every layer, on the text if there is one, and write the result."""
+
+    def encode_layer(layer: int, grams: InputGramCollector | None) -> None:
+        base = load_base(layer)
+        base.save(base_path(job.work, layer))
+        save_tensors(_encoded_path(job.work, layer), dict(_encoded(job, layer, layouts[layer], base, grams)))
+
+    if text is not None:
+        calibrated = CalibratedJob(job, text)
+
+        def visit(layer: int, module: nn.Module) -> None:
+            grams = InputGramCollector(job.source.experts.shape, job.device)
+            calibrated.sweep.forward(layer, module, [grams])
+            encode_layer(layer, grams)
+
+        calibrated.forward_visiting(visit)
+    else:
+        for layer in layouts:
+            if job.unit(f"encode/{layer}"):
+                encode_layer(layer, None)
+                job.finish(f"encode/{layer}")
+    record = {str(layer): {"relative_error": _errors(job.work, layer)} for layer in layouts}
+
+    def tensors(layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
+        yield from base_tensors(job.source.experts, layer, layout, LayerBase.load(base_path(job.work, layer)))
+        prefix = job.source.experts.architecture.experts_prefix(layer)
+        encoded = load_file(_encoded_path(job.work, layer))
+        for name, tensor in encoded.items():
+            if not name.startswith(f"{ERROR}."):
+                yield prefix + name, tensor
+
+    write_model(
+        job,
+        OutputPlan(job.source, layouts, job.options.shard_size),
+        tensors,
+        entry=entry_for(layouts, job.source, method=stage),
+        statistics=statistics,
+        manifest_layers=lambda: record,
+        seed=seed,
+    )
+    return {"layers": record}
+
+
+def _encoded_path(work: Path, layer: int) -> Path:
+    return work / f"encoded-{layer:05d}.safetensors"
+
+
+def _encoded(
+    job: Job, layer: int, layout: LayerLayout, base: LayerBase, grams: InputGramCollector | None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of every difference, by name relative to the experts, and their errors by role."""
+    reader = job.source.experts
+    for role in reader.shape.roles:
+        if layout.weights[role] is None:
+            continue
+        full = base.full(role)
+        errors = torch.zeros(layout.stored_experts, 2, dtype=torch.float64)
+        for expert, representation in enumerate(layout.weights[role] or ()):
+            delta = (reader.dense(layer, expert, role).float() - full).to(job.device)
+            # What the shared expert is given is not collected: its codes are the nearest ones.
+            gram = grams.gram(expert, role) if grams is not None and expert < reader.shape.experts else None
+            basis = None
+            if isinstance(representation, QuantisedLowRank):
+                factors = reader.factors(layer, expert, role)
+                assert factors is not None
+                basis = factors[0].float().to(job.device)
+            encoded = encode(representation, delta, reader.dtype, gram=gram, basis=basis)
+            decoded = representation.decode(encoded, reader.shape.matrix(role), reader.dtype)
+            errors[expert] = torch.stack(
+                [(delta - decoded).double().square().sum(), delta.double().square().sum()]
+            ).cpu()
+            for name, tensor in encoded.items():
+                yield delta_name(expert, role, name), to_cpu(tensor)
+        yield f"{ERROR}.{role}", errors
+
+
+def _errors(work: Path, layer: int) -> dict[str, list[float]]:
+    """By role and expert: the norm of a difference's error, relative to the difference."""
+    encoded = load_file(_encoded_path(work, layer))
+    pairs = {role: encoded[f"{ERROR}.{role}"].tolist() for role in ROLES if f"{ERROR}.{role}" in encoded}
+    return {
+        role: [float(f"{(lost / total) ** 0.5 if total else 0.0:.4g}") for lost, total in own]
+        for role, own in pairs.items()
+    }
+
+
+def with_text(options: CalibrationOptions) -> CalibrationOptions | None:
+    """The calibration options if they name a text."""
+    return options if options.calibration is not None else None

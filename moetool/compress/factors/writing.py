@@ -1,0 +1,283 @@
+"""What `svd-compress` and `compress` share: options, costs, and the way from factorisations to a written checkpoint."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from moetool.architectures import ROLES, Role
+from moetool.checkpoint.experts import ExpertReader
+from moetool.compress.base.layer_base import LayerBase, base_path
+from moetool.compress.choices import Allocation, Sensitivity, Share, Svd
+from moetool.compress.factors.files import FactorFile
+from moetool.compress.factors.ranking import (
+    LayerSpectra,
+    build_groups,
+    check_ratio,
+    fit_layouts,
+    layouts_from,
+    least_routed,
+    same_rank,
+)
+from moetool.errors import UsageError
+from moetool.format.layout import BASE_CHANNELS, LayerLayout, base_name, delta_name, shared_name
+from moetool.job.job import Job, Source, pick_compute_dtype, pick_device
+from moetool.job.options import CalibrationOptions, RunOptions
+from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.writing import OutputPlan, entry_for, original_bytes, write_model
+from moetool.representations import Representation
+from moetool.representations.dense import Dense
+from moetool.representations.low_rank import LowRank
+from moetool.representations.shared_factor import SharedU, SharedV
+
+
+class FactorOptions(RunOptions, CalibrationOptions):
+    """How differences become factors."""
+
+    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "rank")  # one typed replaces the other of a recipe
+
+    ratio: float | None = Field(
+        None, description="Share of the weight files' bytes that disappears: 0.4 makes the model 40 % smaller."
+    )
+    rank: int | None = Field(None, ge=0, description="Instead of a ratio: this rank for every matrix.")
+    svd: Svd = Field("truncation-aware", description="Norm in which factors are best.")
+    allocation: Allocation = Field(
+        "water-filling", description="Ranks where a byte removes most loss, or the same share for every matrix."
+    )
+    sensitivity: Sensitivity = Field(
+        "channel", description="Weigh errors by what they cost in loss: by output channel, by matrix, or not at all."
+    )
+    share: Share = Field(
+        "none", description="Let all experts of a layer share the factor V, or U, of their differences (Appendix A.6)."
+    )
+    trim: int = Field(
+        0, ge=0, description="Drop the differences of this many experts per layer, those that were given fewest tokens."
+    )
+    rank_multiple: int = Field(1, ge=1, description="Ranks are multiples of this; 8 suits tensor cores.")
+
+    @model_validator(mode="after")
+    def _one_target(self) -> "FactorOptions":
+        if (self.ratio is None) == (self.rank is None):
+            raise ValueError("give --ratio or --rank, one of them")
+        if self.share != "none" and self.trim:
+            raise ValueError(f"--share {self.share} and --trim exclude each other: what is shared cannot be dropped")
+        if self.share != "none" and self.svd == "activation-aware":
+            raise ValueError(f"--share {self.share} goes with --svd truncation-aware or vanilla")
+        return self
+
+
+class Factored:
+    """Layers whose bases and factorisations lie in the work directory, to be cut to ranks and written."""
+
+    def __init__(self, job: Job, dynamic_channels: int | Mapping[int, int], options: FactorOptions) -> None:
+        self.job, self.reader = job, job.source.experts
+        self.bases = {layer: base_path(job.work, layer) for layer in self.reader.moe_layers}
+        self.factors = {
+            layer: FactorFile(job.work, layer, self.reader.shape, options.share) for layer in self.reader.moe_layers
+        }
+        self.spectra = []
+        for layer in self.reader.moe_layers:
+            base = LayerBase.load(self.bases[layer])
+            dynamic = dynamic_channels if isinstance(dynamic_channels, int) else dynamic_channels[layer]
+            tokens = torch.empty(0) if base.statistics is None else base.statistics.tokens
+            self.spectra.append(
+                LayerSpectra(
+                    layer,
+                    self.factors[layer],
+                    len(base.channels),
+                    dynamic,
+                    base.statistics,
+                    base.representations,
+                    least_routed(tokens, options.trim),
+                )
+            )
+
+    def _plan(self, layouts: Mapping[int, LayerLayout]) -> OutputPlan:
+        return OutputPlan(self.job.source, layouts, self.job.options.shard_size)
+
+    def layouts(self, options: FactorOptions) -> dict[int, LayerLayout]:
+        """Ranks for a ratio of the original's bytes, or one rank everywhere."""
+        shape = self.reader.shape
+        groups = build_groups(self.spectra, shape, self.reader.dtype, options.rank_multiple)
+        if options.rank is not None:
+            return layouts_from(self.spectra, shape, same_rank(groups, options.rank))
+        assert options.ratio is not None
+        target = round(original_bytes(self.job.source) * (1 - options.ratio))
+        return fit_layouts(
+            options.allocation, self.spectra, groups, shape, target, lambda layouts: self._plan(layouts).nbytes
+        )
+
+    def write(self, layouts: Mapping[int, LayerLayout], seed: int, method: str) -> dict[str, Any]:
+        """Write the checkpoint; returns the per-layer record."""
+        record = self._record(layouts)
+        statistics = {entry.layer: entry.statistics for entry in self.spectra if entry.statistics is not None}
+        write_model(
+            self.job,
+            self._plan(layouts),
+            self._layer_tensors,
+            entry=entry_for(layouts, self.job.source, method=method),
+            statistics=statistics,
+            manifest_layers=lambda: record,
+            seed=seed,
+        )
+        return record
+
+    def _layer_tensors(self, layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
+        base = LayerBase.load(self.bases[layer])
+        yield from base_tensors(self.reader, layer, layout, base)
+        dtype, prefix = self.reader.dtype, self.reader.architecture.experts_prefix(layer)
+        for role in self.reader.shape.roles:
+            if layout.shared_tensors(role):
+                yield from self._joint_tensors(layer, layout, role, base)
+        for expert, role, representation in layout.deltas():
+            if not isinstance(representation, (LowRank, Dense)):
+                continue
+            own = self.reader.dense(layer, expert, role)
+            if not isinstance(representation, LowRank):
+                yield prefix + delta_name(expert, role, "matrix"), own.to(dtype)
+                continue
+            if not representation.rank:
+                continue
+            delta = (own.float() - base.full(role)).to(self.job.device)
+            u, v = self.factors[layer].cut(role, expert, delta, representation.rank, dtype)
+            yield prefix + delta_name(expert, role, "u"), u
+            yield prefix + delta_name(expert, role, "v"), v
+
+    def _joint_tensors(
+        self, layer: int, layout: LayerLayout, role: Role, base: LayerBase
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The factor that all experts share, and each one's own."""
+        reader, factors, full = self.reader, self.factors[layer], base.full(role)
+        weights = layout.weights[role]
+        assert weights is not None
+        [representation] = set(weights)
+        assert isinstance(representation, (SharedU, SharedV))
+        count = reader.shape.experts
+        deltas = [reader.dense(layer, expert, role).float() - full for expert in range(count)]
+        stacked = torch.cat(deltas, dim=0 if factors.share == "v" else 1).to(self.job.device)
+        u, v = factors.cut(role, 0, stacked, representation.rank, reader.dtype)
+        prefix = reader.architecture.experts_prefix(layer)
+        common, own = (v, u.chunk(count)) if factors.share == "v" else (u, v.chunk(count, dim=1))
+        yield prefix + shared_name(role, representation.common), common
+        for expert, tensor in enumerate(own):
+            yield prefix + delta_name(expert, role, representation.own), tensor.contiguous()
+
+    def _record(self, layouts: Mapping[int, LayerLayout]) -> dict[str, Any]:
+        """Per layer: tokens per expert, and the share of each difference's energy that its rank loses."""
+        record: dict[str, Any] = {}
+        for entry in self.spectra:
+            layout = layouts[entry.layer]
+            layer: dict[str, Any] = {}
+            if entry.statistics is not None:
+                layer["tokens"] = entry.statistics.tokens.tolist()
+            errors: dict[str, list[float]] = {role: [] for role, own in layout.weights.items() if own is not None}
+            for expert, role, representation in layout.deltas():
+                error = 0.0
+                if isinstance(representation, (LowRank, SharedU, SharedV)):
+                    spectrum, energy = entry.factors.spectrum(role, min(expert, entry.factors.count - 1))
+                    error = 1 - spectrum[: representation.rank].sum().item() / energy if energy > 0 else 0.0
+                errors[role].append(float(f"{max(error, 0.0):.4g}"))
+            layer["lost_energy"] = errors
+            record[str(entry.layer)] = layer
+        return record
+
+
+def base_tensors(
+    reader: ExpertReader, layer: int, layout: LayerLayout, base: LayerBase
+) -> Iterator[tuple[str, Tensor]]:
+    """The base of every group that has one, and all experts of every group that has none."""
+
+    def own(role: Role, expert: int) -> Tensor:
+        return reader.dense(layer, expert, role).to(reader.dtype)
+
+    for roles in reader.shape.groups:
+        if layout.weights[roles[0]] is None:
+            yield from reader.native_tensors(layer, roles, reader.shape.experts, own)
+        elif layout.has_dense_base(roles[0]):
+            yield from reader.native_tensors(layer, roles, 1, lambda role, _: base.matrices[role])
+        else:
+            yield from reader.guards(layer, roles)
+    prefix = reader.architecture.experts_prefix(layer)
+    if layout.is_pruned:
+        yield prefix + BASE_CHANNELS, base.channels.int()
+    for role, _ in layout.compact_bases():
+        for name, tensor in base.compact[role][1].items():
+            yield prefix + base_name(role, name), tensor
+
+
+def finish(job: Job, factored: Factored, options: FactorOptions, method: str) -> dict[str, Any]:
+    """Choose ranks, write, and report."""
+    missed = [f"layer {entry.layer} expert {expert}" for entry in factored.spectra for expert in unreached(entry)]
+    if missed:
+        job.progress.log(
+            f"No calibration token reached {len(missed)} experts ({', '.join(missed[:4])}"
+            f"{', …' if len(missed) > 4 else ''}): they count as one average token. More --samples may reach them."
+        )
+    layouts = factored.layouts(options)
+    record = factored.write(layouts, options.seed, method)
+    return {
+        "ratio": options.ratio,
+        "unreached_experts": missed,
+        "depends_on_batch": any(layout.dynamic_channels for layout in layouts.values()),
+        "layers": record,
+    }
+
+
+def unreached(entry: LayerSpectra) -> list[int]:
+    """Experts of a layer that no calibration token reached."""
+    energy = entry.factors.input_energy()[ROLES.index("up")]
+    return [expert for expert, given in enumerate(energy.tolist()) if given == 0] if bool(energy.any()) else []
+
+
+def factor_plan(
+    stage: str,
+    source: Source,
+    options: FactorOptions,
+    base_channels: int,
+    *,
+    gradients: bool,
+    base: Mapping[Role, Representation] | None = None,
+) -> Plan:
+    """Costs of a stage that calibrates and factorises; raises `UsageError` for a ratio that cannot be reached."""
+    reader, checkpoint = source.experts, source.checkpoint
+    original = original_bytes(source)
+    if options.trim > reader.shape.experts:
+        raise UsageError(f"--trim {options.trim} is more than the {reader.shape.experts} experts of a layer.")
+
+    def size(rank: int) -> int:
+        delta: Representation = LowRank(rank)
+        if rank and options.share != "none":
+            delta = SharedV(rank) if options.share == "v" else SharedU(rank)
+        layout = LayerLayout.uniform(reader.shape, delta, base_channels, base)
+        return OutputPlan(source, dict.fromkeys(reader.moe_layers, layout), options.shard_size).nbytes
+
+    if options.ratio is not None:
+        check_ratio(options.ratio, size(0), original)
+        output = round(original * (1 - options.ratio))
+    else:
+        output = size(min(options.rank or 0, min(reader.shape.hidden, reader.shape.intermediate)))
+    device = pick_device(options.device)
+    itemsize = pick_compute_dtype(options.compute_dtype, device, reader.dtype, gradients=gradients).itemsize
+    cost = CalibrationCost(options.samples, options.sequence_length, itemsize)
+    layers = source.architecture.layers(checkpoint.config)
+    boundaries = layers + 3 if gradients else 2
+    base_bytes = len(reader.shape.roles) * base_channels * reader.shape.hidden * reader.dtype.itemsize
+    scratch = FactorFile(Path(), 0, reader.shape, options.share).nbytes + base_bytes
+    return Plan(
+        stage=stage,
+        input_bytes=checkpoint.weight_bytes,
+        output_bytes=output,
+        scratch_bytes=boundaries * cost.boundary_bytes(reader.shape.hidden) + len(reader.moe_layers) * scratch,
+        memory_bytes=cost.memory_bytes(reader, gradients=gradients, factors=True),
+        details={
+            "original_bytes": original,
+            "smallest_possible_bytes": size(0),
+            "layers": layers,
+            "moe_layers": len(reader.moe_layers),
+            "experts": reader.shape.experts,
+            "calibration_tokens": options.samples * options.sequence_length,
+        },
+    )

@@ -1,0 +1,117 @@
+"""D²-MoE in one streamed pass: base, differences, factors (arXiv:2502.17298)."""
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
+from torch import nn
+
+from moetool.architectures import Role
+from moetool.checkpoint.counting import parameter_counts
+from moetool.compress.base.layer_base import base_path, base_rank, factored_base, measured_base
+from moetool.compress.base.pruning import plan_pruning
+from moetool.compress.choices import BaseCompression, Merge
+from moetool.compress.factors.files import measured_grams, write_factors
+from moetool.compress.factors.writing import Factored, FactorOptions, factor_plan, finish
+from moetool.compress.paper_counting import PaperRank, paper_rank
+from moetool.errors import UsageError
+from moetool.job.calibrated import CalibratedJob
+from moetool.job.job import Job
+from moetool.job.options import RunOptions
+from moetool.job.plan import Plan
+from moetool.job.stage import Stage
+from moetool.representations import Representation
+from moetool.representations.low_rank import LowRank
+from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
+
+
+class D2MoEOptions(FactorOptions):
+    """Everything that decides a D²-MoE compression."""
+
+    merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
+    prune_base: float = Field(
+        0.0, ge=0, lt=1, description="Share of the base's intermediate channels to prune (the paper uses 0.1 and 0.6)."
+    )
+    pruning: BaseCompression = Field(
+        "static",
+        description="All of it from the file; or, as in the paper, half of it and half per batch, which makes results "
+        "depend on the batch; or no channels but as large a share of the base's parameters by truncation-aware SVD.",
+    )
+    paper_counting: bool = Field(
+        False,
+        description="Take --ratio as the paper counts it: parameters, one rank for all, and channels that are skipped "
+        "at run time as gone although the file holds them.",
+    )
+
+    @model_validator(mode="after")
+    def _ratio_to_count(self) -> "D2MoEOptions":
+        if self.paper_counting and self.ratio is None:
+            raise ValueError("--paper-counting is about --ratio: give one")
+        return self
+
+
+class D2MoE(Stage[D2MoEOptions]):
+    """Fisher-weighted base, truncation-aware low-rank differences, pruned base."""
+
+    name: ClassVar[str] = "d2moe"
+    summary: ClassVar[str] = "one shared base per layer plus low-rank differences"
+    options_type: ClassVar[type[RunOptions]] = D2MoEOptions
+    method_of: ClassVar[str | None] = "compress"
+
+    def plan(self) -> Plan:
+        source, options = self.source, self.options
+        reader = source.experts
+        if reader.layouts:
+            raise UsageError(
+                f"{source.checkpoint.path} is already a moetool checkpoint. compress starts from an ordinary one; "
+                "svd-compress and prune-base go on from what is there."
+            )
+        pruning = plan_pruning(reader.shape.intermediate, options.prune_base, options.pruning)
+        bases: dict[Role, Representation] | None = None
+        if self._factored_base:
+            ranks = {role: base_rank(reader.shape.matrix(role), options.prune_base) for role in reader.shape.roles}
+            bases = {role: LowRank(rank) for role, rank in ranks.items()}
+        channels = reader.shape.intermediate - pruning.static
+        plan = factor_plan(self.name, source, self._counted, channels, gradients=True, base=bases)
+        if not options.paper_counting:
+            return plan
+        found = self._paper_rank
+        return replace(plan, details={**plan.details, "rank": found.rank, "kept_of_differences": round(found.kept, 6)})
+
+    @property
+    def _factored_base(self) -> bool:
+        return self.options.pruning == "svd" and self.options.prune_base > 0
+
+    @property
+    def _paper_rank(self) -> PaperRank:
+        reader, options = self.source.experts, self.options
+        assert options.ratio is not None
+        total = parameter_counts(self.source.experts)["total"]
+        return paper_rank(options.ratio, options.prune_base, reader.shape, len(reader.moe_layers), total)
+
+    @property
+    def _counted(self) -> D2MoEOptions:
+        """The options with a ratio of the paper's turned into the rank it stands for."""
+        if not self.options.paper_counting:
+            return self.options
+        return self.options.model_copy(update={"ratio": None, "rank": self._paper_rank.rank})
+
+    def run(self, job: Job) -> dict[str, Any]:
+        options, reader = self._counted, self.source.experts
+        pruning = plan_pruning(reader.shape.intermediate, options.prune_base, options.pruning)
+        if pruning.dynamic:
+            job.progress.log(BATCH_DEPENDENT)
+        calibrated = CalibratedJob(job, options, gradients=True)
+        calibrated.forward()
+
+        def visit(index: int, layer: nn.Module) -> None:
+            base = measured_base(calibrated, index, layer, options.merge).pruned(pruning)
+            if self._factored_base:
+                base = factored_base(calibrated, index, layer, base, options.prune_base)
+            grams = measured_grams(calibrated, index, layer, base, keep=False)
+            base.save(base_path(job.work, index))
+            write_factors(reader, job.work, index, base, options, grams, job.device)
+
+        calibrated.reverse(visit, passes=2)
+        job.record["calibration"]["loss"] = calibrated.loss
+        return finish(job, Factored(job, pruning.dynamic, options), options, self.name)

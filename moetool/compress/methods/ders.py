@@ -1,0 +1,120 @@
+"""DeRS compression in one pass: base, differences, and those in few bits or few numbers (arXiv:2503.01359)."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+from moetool.compress.base.given import (
+    GivenBase,
+    in_few_bits,
+    kinship_warning,
+    open_base,
+)
+from moetool.compress.base.layer_base import LayerBase
+from moetool.compress.encoding import (
+    CodeOptions,
+    ExtendedOptions,
+    Form,
+    SparsityOptions,
+    base_representations,
+    decomposed_layouts,
+    encoding_plan,
+    quantised,
+    run_encoding,
+    sparse,
+    with_text,
+)
+from moetool.format.layout import LayerLayout
+from moetool.job.job import Job
+from moetool.job.options import CalibrationOptions, RunOptions
+from moetool.job.plan import Plan
+from moetool.job.stage import Stage
+
+BASE_GROUP = 128  # inputs that share a scale in a base of few bits, where differences have no groups
+
+
+class DersOptions(RunOptions, ExtendedOptions):
+    """Which base."""
+
+
+class DersQuantizeOptions(DersOptions, CodeOptions, CalibrationOptions):
+    """Which base, and how few bits."""
+
+
+class DersSparsifyOptions(DersOptions, SparsityOptions):
+    """Which base, and how few numbers."""
+
+
+DersT = TypeVar("DersT", DersQuantizeOptions, DersSparsifyOptions)
+
+
+class _Ders(Stage[DersT]):
+    """`decompose` and the stage that encodes differences, in one pass."""
+
+    method_of: ClassVar[str | None] = "compress"
+
+    @abstractmethod
+    def _form(self) -> Form:
+        """How differences are stored."""
+
+    def _base_group(self) -> int:
+        """Inputs that share a scale in a base of few bits."""
+        return BASE_GROUP
+
+    def _text(self) -> CalibrationOptions | None:
+        """The calibration options, if there is a text."""
+        return None
+
+    def _base(self) -> GivenBase:
+        return open_base(self.options.base, self.source.experts, shared_expert=self.options.shared_expert)
+
+    def _layouts(self) -> dict[int, LayerLayout]:
+        options = self.options
+        base = base_representations(self.source.experts.shape, options.base_bits, self._base_group())
+        return decomposed_layouts(self.source, base, self._form(), shared_expert=options.shared_expert)
+
+    def sources(self) -> Mapping[str, str]:
+        return {**super().sources(), "base": self._base().fingerprint}
+
+    def plan(self) -> Plan:
+        self._base()
+        return encoding_plan(self.name, self.source, self.options, self._layouts(), self._text())
+
+    def run(self, job: Job) -> dict[str, Any]:
+        reader, given, options = self.source.experts, self._base(), self.options
+        if warning := kinship_warning(given):
+            job.progress.log(warning)
+
+        def base(layer: int) -> LayerBase:
+            return in_few_bits(given.layer(layer), options.base_bits, self._base_group())
+
+        measured = {layer: own for layer in reader.moe_layers if (own := given.statistics(layer)) is not None}
+        return run_encoding(job, self.name, self._layouts(), base, measured, options.seed, self._text())
+
+
+class DersQuantize(_Ders[DersQuantizeOptions]):
+    """`decompose` and `quantize-delta`."""
+
+    name: ClassVar[str] = "ders-quantize"
+    summary: ClassVar[str] = "one shared base per layer plus differences in few bits"
+    options_type: ClassVar[type[RunOptions]] = DersQuantizeOptions
+
+    def _form(self) -> Form:
+        return quantised(self.options.bits, self.options.group_size, self.source.experts.shape)
+
+    def _base_group(self) -> int:
+        return self.options.group_size
+
+    def _text(self) -> CalibrationOptions | None:
+        return with_text(self.options)
+
+
+class DersSparsify(_Ders[DersSparsifyOptions]):
+    """`decompose` and `sparsify-delta`."""
+
+    name: ClassVar[str] = "ders-sparsify"
+    summary: ClassVar[str] = "one shared base per layer plus few elements of the differences"
+    options_type: ClassVar[type[RunOptions]] = DersSparsifyOptions
+
+    def _form(self) -> Form:
+        return sparse(self.options)

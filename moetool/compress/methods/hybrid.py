@@ -1,0 +1,315 @@
+"""A base in few bits, and every difference in whichever form loses least for its bytes."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from moetool.architectures import MoEShape, Role
+from moetool.calibration.input_grams import InputGramCollector
+from moetool.checkpoint.files import save_tensors
+from moetool.compress.base.given import in_few_bits
+from moetool.compress.base.layer_base import LayerBase, base_path, measured_base
+from moetool.compress.choices import Merge, Sensitivity
+from moetool.compress.delta import encode
+from moetool.compress.encoding import BaseBits, base_representations, in_groups
+from moetool.compress.factors.ranking import check_ratio
+from moetool.compress.factors.sensitivity import LayerSensitivity, MatrixSensitivity
+from moetool.compress.factors.writing import base_tensors
+from moetool.compress.menu import Dish, Menu, choose
+from moetool.errors import UsageError
+from moetool.format.layout import LayerLayout, delta_name
+from moetool.job.calibrated import CalibratedJob
+from moetool.job.job import Job, Source, pick_compute_dtype, pick_device, to_cpu
+from moetool.job.options import CalibrationOptions, RunOptions
+from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.stage import Stage
+from moetool.job.writing import OutputPlan, entry_for, original_bytes, write_model
+from moetool.numerics.factorize import factorize, truncate
+from moetool.representations import Representation
+from moetool.representations.dense import Dense
+from moetool.representations.low_rank import LowRank, break_even_rank
+from moetool.representations.quantised import Quantised
+from moetool.representations.quantised_low_rank import QuantisedLowRank
+
+# Forms are offered from a third to three times the bits that every number of a difference can have on average.
+_REACH = 3.0
+_HEADER_BYTES = 140  # of one tensor, about: its name, dtype, shape and place
+_LOW_RANK_BITS = 3  # of factors; 3 bits of twice the rank beat 4 and 8 bits on trained experts
+_LOW_RANK_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # of the rank at which full-precision factors break even
+
+
+class HybridOptions(RunOptions, CalibrationOptions):
+    """A budget of bytes, and what may be bought with it."""
+
+    ratio: float = Field(
+        gt=0, lt=1, description="Share of the weight files' bytes that disappears: 0.8 makes the model 80 % smaller."
+    )
+    merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
+    base_bits: BaseBits = Field(
+        "2", description="Bits of the base: 1, 2, 3, 4, 8, nf4 or int8. Differences make up for its errors."
+    )
+    group_size: int = Field(
+        128, ge=1, description="Inputs that share a scale; the largest divisor below if it does not divide a row."
+    )
+    sensitivity: Sensitivity = Field(
+        "channel", description="Weigh errors by what they cost in loss: by output channel, by matrix, or not at all."
+    )
+
+
+class Hybrid(Stage[HybridOptions]):
+    """Bits and ranks together: each form of each matrix is made and measured, and the budget buys the best mix."""
+
+    name: ClassVar[str] = "hybrid"
+    summary: ClassVar[str] = "a base in few bits, and per difference the bits or ranks that lose least"
+    options_type: ClassVar[type[RunOptions]] = HybridOptions
+    method_of: ClassVar[str | None] = "compress"
+
+    def plan(self) -> Plan:
+        source, options, reader = self.source, self.options, self.source.experts
+        if reader.layouts:
+            raise UsageError(f"{source.checkpoint.path} is already a moetool checkpoint: start from an ordinary one.")
+        if options.calibration is None:
+            raise UsageError("--method hybrid measures what every form loses: give --calibration.")
+        smallest = self._planned({layer: self._layout(LowRank(0)) for layer in reader.moe_layers})
+        original = original_bytes(source)
+        check_ratio(options.ratio, smallest, original)
+        device = pick_device(options.device)
+        itemsize = pick_compute_dtype(options.compute_dtype, device, reader.dtype, gradients=True).itemsize
+        cost = CalibrationCost(options.samples, options.sequence_length, itemsize)
+        layers = source.architecture.layers(source.checkpoint.config)
+        forms = forms_for(reader.shape, self._average_bits(), options.group_size)
+        candidates = sum(form.nbytes(reader.shape.matrix(role), reader.dtype) for role in forms for form in forms[role])
+        base = reader.shape.expert_parameters * reader.dtype.itemsize
+        grams = 8 * (reader.shape.experts * reader.shape.hidden**2 + 6 * reader.shape.intermediate**2)
+        scratch = len(reader.moe_layers) * (reader.shape.experts * candidates + base)
+        return Plan(
+            stage=self.name,
+            input_bytes=source.checkpoint.weight_bytes,
+            output_bytes=round(original * (1 - options.ratio)),
+            scratch_bytes=(layers + 3) * cost.boundary_bytes(reader.shape.hidden) + scratch,
+            memory_bytes=cost.memory_bytes(reader, gradients=True, factors=False) + grams,
+            details={
+                "original_bytes": original,
+                "smallest_possible_bytes": smallest,
+                "moe_layers": len(reader.moe_layers),
+                "experts": reader.shape.experts,
+                "bits_per_number": round(self._average_bits(), 2),
+                "forms_per_matrix": len(forms["down"]),
+            },
+        )
+
+    def _layout(self, form: Representation) -> LayerLayout:
+        return LayerLayout.uniform(self.source.experts.shape, form, base=self._base)
+
+    @property
+    def _base(self) -> dict[Role, Representation]:
+        """How the base of each role is stored."""
+        options = self.options
+        return base_representations(self.source.experts.shape, options.base_bits, options.group_size)
+
+    def _planned(self, layouts: Mapping[int, LayerLayout]) -> int:
+        return OutputPlan(self.source, layouts, self.options.shard_size).nbytes
+
+    def _average_bits(self) -> float:
+        """Bits that the budget leaves for every number of a difference."""
+        reader = self.source.experts
+        smallest = self._planned({layer: self._layout(LowRank(0)) for layer in reader.moe_layers})
+        left = original_bytes(self.source) * (1 - self.options.ratio) - smallest
+        numbers = reader.shape.expert_parameters * reader.shape.experts * len(reader.moe_layers)
+        return max(8 * left / numbers, 1e-3)
+
+    def run(self, job: Job) -> dict[str, Any]:
+        options, reader = self.options, self.source.experts
+        calibrated = CalibratedJob(job, options, gradients=True)
+        calibrated.forward()
+        forms = forms_for(reader.shape, self._average_bits(), options.group_size)
+
+        def visit(index: int, layer: nn.Module) -> None:
+            base = measured_base(calibrated, index, layer, options.merge)
+            base = in_few_bits(base, options.base_bits, options.group_size)
+            base.save(base_path(job.work, index))
+            grams = InputGramCollector(reader.shape, job.device)
+            calibrated.sweep.forward(index, layer, [grams], keep=False)
+            cook(self.source, index, base, forms, grams, options.sensitivity, candidates_path(job.work, index), job)
+
+        calibrated.reverse(visit, passes=2)
+        job.record["calibration"]["loss"] = calibrated.loss
+        layouts, picked, record = self._choose(job, forms)
+
+        def tensors(layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
+            yield from base_tensors(reader, layer, layout, LayerBase.load(base_path(job.work, layer)))
+            prefix = reader.architecture.experts_prefix(layer)
+            with safe_open(candidates_path(job.work, layer), "pt") as file:
+                for expert, role, form in layout.deltas():
+                    for name in form.tensors(reader.shape.matrix(role)):
+                        if form == Dense():
+                            yield prefix + delta_name(expert, role, name), reader.dense(layer, expert, role)
+                            continue
+                        key = f"{role}.{expert}.{picked[layer, role, expert]}.{name}"
+                        yield prefix + delta_name(expert, role, name), file.get_tensor(key).clone()
+
+        statistics = {
+            layer: own
+            for layer in reader.moe_layers
+            if (own := LayerBase.load(base_path(job.work, layer)).statistics) is not None
+        }
+        write_model(
+            job,
+            OutputPlan(self.source, layouts, options.shard_size),
+            tensors,
+            entry=entry_for(layouts, self.source, method=self.name),
+            statistics=statistics,
+            manifest_layers=lambda: record,
+            seed=options.seed,
+        )
+        return {"ratio": options.ratio, "layers": record}
+
+    def _choose(
+        self, job: Job, forms: Mapping[Role, list[Representation]]
+    ) -> tuple[dict[int, LayerLayout], dict[tuple[int, Role, int], int], dict[str, Any]]:
+        """Layouts within the budget, which form each matrix got, and what that loses."""
+        reader = self.source.experts
+        target = round(original_bytes(self.source) * (1 - self.options.ratio))
+        keys = [
+            (layer, role, expert)
+            for layer in reader.moe_layers
+            for role in reader.shape.roles
+            for expert in range(reader.shape.experts)
+        ]
+        menus, losses = [], []
+        for layer, role, expert in keys:
+            with safe_open(candidates_path(job.work, layer), "pt") as file:
+                loss = file.get_tensor(f"{role}.{expert}.loss").tolist()
+            sizes = [_bytes_in_file(form, reader.shape.matrix(role), reader.dtype) for form in forms[role]]
+            menus.append(Menu([Dish(size, lost) for size, lost in zip(sizes, loss, strict=True)]))
+            losses.append(loss)
+
+        def served(budget: int) -> tuple[dict[int, LayerLayout], list[int]]:
+            chosen = choose(menus, budget)
+            by_key = dict(zip(keys, chosen, strict=True))
+            layouts = {
+                layer: LayerLayout(
+                    reader.shape,
+                    {
+                        role: tuple(forms[role][by_key[layer, role, e]] for e in range(reader.shape.experts))
+                        for role in reader.shape.roles
+                    },
+                    reader.shape.intermediate,
+                    base=self._base,
+                )
+                for layer in reader.moe_layers
+            }
+            return layouts, chosen
+
+        budget = target - self._planned({layer: self._layout(LowRank(0)) for layer in reader.moe_layers})
+        layouts, chosen = served(budget)
+        # Headers depend on the forms; what they take is taken from the budget until everything fits.
+        while (over := self._planned(layouts) - target) > 0:
+            budget -= over
+            if budget < 0:
+                raise UsageError(f"The experts cannot be made small enough for --ratio {self.options.ratio:g}.")
+            layouts, chosen = served(budget)
+        picked = dict(zip(keys, chosen, strict=True))
+        lost = summed((key, loss[dish]) for key, dish, loss in zip(keys, chosen, losses, strict=True))
+        record = {str(layer): {"loss": by_role} for layer, by_role in lost.items()}
+        return layouts, picked, record
+
+
+def summed(losses: Iterable[tuple[tuple[int, Role, int], float]]) -> dict[int, dict[Role, float]]:
+    """What all experts lose together, by layer and role, to four digits; given by layer, role and expert."""
+    parts: dict[int, dict[Role, list[float]]] = {}
+    for (layer, role, _), loss in losses:
+        parts.setdefault(layer, {}).setdefault(role, []).append(loss)
+    return {
+        layer: {role: float(f"{math.fsum(own):.4g}") for role, own in by_role.items()}
+        for layer, by_role in parts.items()
+    }
+
+
+def candidates_path(work: Path, layer: int) -> Path:
+    """Where all forms of a layer's differences wait for the choice."""
+    return work / f"candidates-{layer:05d}.safetensors"
+
+
+def forms_for(shape: MoEShape, bits: float, group: int) -> dict[Role, list[Representation]]:
+    """The forms that every difference of a role is offered in, if each of its numbers can have `bits` on average."""
+    near = [b for b in (1, 2, 3, 4, 8) if bits / _REACH <= b <= bits * _REACH] or [1 if bits < 1 else 8]
+    forms: dict[Role, list[Representation]] = {}
+    for role in shape.roles:
+        matrix = shape.matrix(role)
+        own: list[Representation] = [LowRank(0), *(in_groups(Quantised(b, group), matrix) for b in near)]
+        if bits <= _LOW_RANK_BITS:
+            ranks = sorted({max(1, math.floor(break_even_rank(matrix) * share)) for share in _LOW_RANK_SHARES})
+            own += [in_groups(QuantisedLowRank(rank, _LOW_RANK_BITS, group), matrix) for rank in ranks]
+        if bits * _REACH >= 16 or not near[1:]:
+            own.append(Dense())
+        forms[role] = own
+    return forms
+
+
+def _bytes_in_file(form: Representation, shape: tuple[int, int], dtype: torch.dtype) -> int:
+    """Bytes of a form with its entries in the file's header, which small matrices notice."""
+    return form.nbytes(shape, dtype) + _HEADER_BYTES * len(form.tensors(shape))
+
+
+def cook(
+    source: Source,
+    layer: int,
+    base: LayerBase,
+    forms: Mapping[Role, list[Representation]],
+    grams: InputGramCollector,
+    choice: Sensitivity,
+    path: Path,
+    job: Job,
+) -> None:
+    """Make every form of every difference of a layer, measure what it loses, and leave both in the work directory."""
+    reader = source.experts
+    sensitivity = LayerSensitivity(choice, base.statistics, grams.energy(), grams.tokens())
+    made: dict[str, Tensor] = {}
+    for role in reader.shape.roles:
+        full, matrix = base.full(role), reader.shape.matrix(role)
+        for expert in range(reader.shape.experts):
+            delta = (reader.dense(layer, expert, role).float() - full).to(job.device)
+            gram = grams.gram(expert, role)
+            counts = sensitivity.of(role, expert, matrix[1], whitened=True)
+            ranks = [form.rank for form in forms[role] if isinstance(form, QuantisedLowRank)]
+            basis = _basis(delta, gram, counts.row_scale, max(ranks, default=0))
+            losses = []
+            for index, form in enumerate(forms[role]):
+                if form == Dense():
+                    losses.append(0.0)
+                    continue
+                if isinstance(form, LowRank):
+                    losses.append(_loss(delta, gram, counts))
+                    continue
+                rank = form.rank if isinstance(form, QuantisedLowRank) else 0
+                encoded = encode(
+                    form, delta, reader.dtype, gram=gram, basis=basis[:, :rank], row_scale=counts.row_scale
+                )
+                losses.append(_loss(delta - form.decode(encoded, matrix, reader.dtype).float(), gram, counts))
+                made.update({f"{role}.{expert}.{index}.{name}": to_cpu(tensor) for name, tensor in encoded.items()})
+            made[f"{role}.{expert}.loss"] = torch.tensor(losses, dtype=torch.float64)
+    save_tensors(path, made)
+
+
+def _basis(delta: Tensor, gram: Tensor, row_scale: Tensor | None, rank: int) -> Tensor:
+    """`[out, rank]`, nested: what the factor U of every rank should span."""
+    if not rank:
+        return delta.new_zeros(len(delta), 0)
+    scale = None if row_scale is None else row_scale.to(delta.device)
+    scaled = delta if scale is None else scale[:, None] * delta
+    return truncate(delta, factorize(scaled, gram=gram, rank=rank), rank, torch.float32, row_scale=scale)[0]
+
+
+def _loss(error: Tensor, gram: Tensor, counts: MatrixSensitivity) -> float:
+    """What an error `[out, in]` costs on the inputs behind `gram`, row by row as much as its channel counts."""
+    rows = ((error.double() @ gram) * error.double()).sum(1)
+    if counts.row_scale is not None:
+        rows = rows * counts.row_scale.to(rows.device).double().square()
+    return counts.weight * float(rows.sum())

@@ -1,0 +1,93 @@
+"""The second stage of D²-MoE alone: experts as base and difference, losing nothing (§3.1, Eq. 3)."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from moetool.compress.base.given import GivenBase, in_few_bits, kinship_warning, open_base
+from moetool.compress.encoding import ExtendedOptions, base_representations
+from moetool.compress.factors.writing import base_tensors
+from moetool.format.layout import LayerLayout, delta_name
+from moetool.job.job import Job
+from moetool.job.options import RunOptions
+from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.stage import Stage
+from moetool.job.writing import OutputPlan, entry_for, write_model
+from moetool.representations.dense import Dense
+
+
+class DecomposeOptions(RunOptions, ExtendedOptions):
+    """Against which base."""
+
+    group_size: int = Field(
+        128,
+        ge=1,
+        description="Inputs that share a scale in a base of few bits; the largest divisor below if it does not divide "
+        "a row.",
+    )
+
+
+class Decompose(Stage[DecomposeOptions]):
+    """Adds a base to every MoE layer.
+
+    A difference is kept as the expert's own weight beside the base. That is the same information in the same bytes, and
+    it is exact: the difference of two bf16 numbers usually is not a bf16 number.
+    """
+
+    name: ClassVar[str] = "decompose"
+    summary: ClassVar[str] = "split experts into a shared base and differences, without loss"
+    options_type: ClassVar[type[RunOptions]] = DecomposeOptions
+
+    def _output_plan(self) -> OutputPlan:
+        reader, options = self.source.experts, self.options
+        layout = LayerLayout.uniform(
+            reader.shape,
+            Dense(),
+            base=base_representations(reader.shape, options.base_bits, options.group_size),
+            extended=options.shared_expert,
+        )
+        return OutputPlan(self.source, dict.fromkeys(reader.moe_layers, layout), options.shard_size)
+
+    def _base(self) -> GivenBase:
+        options = self.options
+        return open_base(options.base, self.source.experts, shared_expert=options.shared_expert)
+
+    def sources(self) -> Mapping[str, str]:
+        return {**super().sources(), "base": self._base().fingerprint}
+
+    def plan(self) -> Plan:
+        reader = self.source.experts
+        self._base()
+        return Plan(
+            stage=self.name,
+            input_bytes=self.source.checkpoint.weight_bytes,
+            output_bytes=self._output_plan().nbytes,
+            scratch_bytes=0,
+            memory_bytes=CalibrationCost(0, 1, reader.dtype.itemsize).memory_bytes(
+                reader, gradients=False, factors=False
+            ),
+            details={"moe_layers": len(reader.moe_layers), "experts": reader.shape.experts},
+        )
+
+    def run(self, job: Job) -> dict[str, Any]:
+        reader, options = self.source.experts, self.options
+        given = self._base()
+        if warning := kinship_warning(given):
+            job.progress.log(warning)
+
+        def tensors(layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
+            base = in_few_bits(given.layer(layer), options.base_bits, options.group_size)
+            yield from base_tensors(reader, layer, layout, base)
+            prefix = reader.architecture.experts_prefix(layer)
+            for expert, role, _ in layout.deltas():
+                yield prefix + delta_name(expert, role, "matrix"), reader.dense(layer, expert, role)
+
+        plan = self._output_plan()
+        statistics = {layer: given.statistics(layer) for layer in reader.moe_layers}
+        measured = {layer: own for layer, own in statistics.items() if own is not None}
+        write_model(
+            job, plan, tensors, entry=entry_for(plan.layouts, self.source, method=self.name), statistics=measured
+        )
+        return {}

@@ -1,0 +1,64 @@
+"""Back to the model's original layout: any engine that ran the source runs the result."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from moetool.architectures import Role
+from moetool.errors import UsageError
+from moetool.format.layout import LayerLayout, native_layout
+from moetool.job.job import Job
+from moetool.job.options import RunOptions
+from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.stage import Stage
+from moetool.job.writing import OutputPlan, write_model
+
+
+class Export(Stage[RunOptions]):
+    """Synthesises every expert from base and difference. What the compression lost stays lost; the file grows back."""
+
+    name: ClassVar[str] = "dense-experts"
+    summary: ClassVar[str] = "write the experts back in the model's original layout"
+    options_type: ClassVar[type[RunOptions]] = RunOptions
+    method_of: ClassVar[str | None] = "export"
+
+    def _output_plan(self) -> OutputPlan:
+        reader = self.source.experts
+        if not reader.layouts:
+            raise UsageError(
+                f"{self.source.checkpoint.path} is not a moetool checkpoint: it is in its original layout."
+            )
+        layouts = {layer: native_layout(reader.shape) for layer in reader.layouts}
+        return OutputPlan(self.source, layouts, self.options.shard_size)
+
+    def plan(self) -> Plan:
+        reader = self.source.experts
+        dynamic = sum(1 for layout in reader.layouts.values() if layout.dynamic_channels)
+        return Plan(
+            stage=self.name,
+            input_bytes=self.source.checkpoint.weight_bytes,
+            output_bytes=self._output_plan().nbytes,
+            scratch_bytes=0,
+            memory_bytes=CalibrationCost(0, 1, 4).memory_bytes(reader, gradients=False, factors=False),
+            details={"layers_without_dynamic_pruning": dynamic} if dynamic else {},
+        )
+
+    def run(self, job: Job) -> dict[str, Any]:
+        reader = self.source.experts
+        if any(layout.dynamic_channels for layout in reader.layouts.values()):
+            job.progress.log(
+                "Dynamic pruning of the base depends on the batch and has no dense form: the export runs without it."
+            )
+
+        def tensors(layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
+            def dense(role: Role, expert: int) -> Tensor:
+                return reader.dense(layer, expert, role).to(reader.dtype)
+
+            for roles in reader.shape.groups:
+                yield from reader.native_tensors(layer, roles, reader.shape.experts, dense)
+            if reader.layout(layer).is_extended:
+                yield from reader.shared_expert_tensors(layer, lambda role: dense(role, reader.shape.experts))
+
+        write_model(job, self._output_plan(), tensors, entry=None, statistics={})
+        return {}

@@ -1,0 +1,74 @@
+"""The first stage of D²-MoE alone: one shared base per layer (§3.2)."""
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+from torch import nn
+
+from moetool.checkpoint.files import place
+from moetool.compress.base.layer_base import base_path, measured_base, unweighted_base
+from moetool.compress.choices import UNMEASURED_MERGES, Merge
+from moetool.errors import UsageError
+from moetool.job.calibrated import CalibratedJob
+from moetool.job.job import Job, pick_compute_dtype, pick_device
+from moetool.job.options import CalibrationOptions, RunOptions
+from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.stage import Stage
+from moetool.job.writing import record_origin
+
+
+class FisherMergeOptions(RunOptions, CalibrationOptions):
+    """How the base is made."""
+
+    merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
+
+
+class FisherMerge(Stage[FisherMergeOptions]):
+    """Writes a base: not a model, but what `decompose --base` needs, with what was measured to make it."""
+
+    name: ClassVar[str] = "fisher-merge"
+    summary: ClassVar[str] = "merge the experts of each layer into one shared base"
+    options_type: ClassVar[type[RunOptions]] = FisherMergeOptions
+    writes_model: ClassVar[bool] = False
+
+    def plan(self) -> Plan:
+        reader, options = self.source.experts, self.options
+        if options.calibration is None and options.merge not in UNMEASURED_MERGES:
+            raise UsageError(f"--merge {options.merge} needs calibration text: give --calibration.")
+        device = pick_device(options.device)
+        itemsize = pick_compute_dtype(options.compute_dtype, device, reader.dtype, gradients=True).itemsize
+        cost = CalibrationCost(options.samples, options.sequence_length, itemsize)
+        layers = self.source.architecture.layers(self.source.checkpoint.config)
+        base = reader.shape.expert_parameters * reader.dtype.itemsize
+        measured = options.calibration is not None
+        shape = reader.shape
+        channels = 8 * shape.intermediate + 1024  # which are kept, and the header
+        rows = sum(shape.matrix(role)[0] for role in shape.roles)
+        statistics = shape.experts * (4 * rows + 8) + 8 * shape.intermediate if measured else 0
+        return Plan(
+            stage=self.name,
+            input_bytes=self.source.checkpoint.weight_bytes,
+            output_bytes=len(reader.moe_layers) * (base + channels + statistics),
+            scratch_bytes=(layers + 3) * cost.boundary_bytes(reader.shape.hidden) if measured else 0,
+            memory_bytes=cost.memory_bytes(reader, gradients=measured, factors=False),
+            details={"layers": layers, "moe_layers": len(reader.moe_layers), "experts": reader.shape.experts},
+        )
+
+    def run(self, job: Job) -> dict[str, Any]:
+        reader, options = self.source.experts, self.options
+        if options.calibration is None:
+            for layer in reader.moe_layers:
+                unweighted_base(reader, layer, options.merge).save(base_path(job.work, layer))
+        else:
+            calibrated = CalibratedJob(job, options, gradients=True)
+            calibrated.forward()
+
+            def visit(index: int, layer: nn.Module) -> None:
+                measured_base(calibrated, index, layer, options.merge).save(base_path(job.work, index))
+
+            calibrated.reverse(visit, passes=1)
+            job.record["calibration"]["loss"] = calibrated.loss
+        paths = [base_path(job.work, layer) for layer in reader.moe_layers]
+        placed = [place(path, job.output / path.name) for path in paths]
+        record_origin(job, seed=options.seed, layers={}, files=placed)
+        return {"layers": {str(layer): {} for layer in reader.moe_layers}}

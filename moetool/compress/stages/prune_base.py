@@ -1,0 +1,141 @@
+"""The last stage of D²-MoE alone: intermediate channels of the base are pruned (§3.4)."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from moetool.calibration.collectors import LayerStatistics, UsageCollector
+from moetool.checkpoint.files import save_tensors
+from moetool.compress.base.layer_base import stored_base
+from moetool.compress.base.pruning import PruningPlan, plan_pruning
+from moetool.compress.choices import Pruning
+from moetool.compress.factors.writing import base_tensors
+from moetool.errors import InvalidInputError, UsageError
+from moetool.format.layout import BASE_CHANNELS, LayerLayout
+from moetool.job.calibrated import CalibratedJob
+from moetool.job.job import Job, pick_compute_dtype, pick_device, refuse_shared_expert
+from moetool.job.options import CalibrationOptions, RunOptions
+from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.stage import Stage
+from moetool.job.writing import OutputPlan, entry_for, read_statistics, write_model
+from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
+
+
+class PruneBaseOptions(RunOptions, CalibrationOptions):
+    """How much of the base to prune, and when."""
+
+    ratio: float = Field(0.1, gt=0, lt=1, description="Share of the base's intermediate channels to prune.")
+    pruning: Pruning = Field(
+        "static",
+        description="All of it from the file; or, as in the paper, half of it and half per batch, which makes results "
+        "depend on the batch.",
+    )
+
+
+class PruneBase(Stage[PruneBaseOptions]):
+    """Removes the weakest channels from stored bases, and if asked sets how many more each batch skips.
+
+    Uses the channel energies that an earlier stage measured and left in the checkpoint; without them, calibration text
+    is needed.
+    """
+
+    name: ClassVar[str] = "prune-base"
+    summary: ClassVar[str] = "prune intermediate channels of the shared base"
+    options_type: ClassVar[type[RunOptions]] = PruneBaseOptions
+
+    def _pruning(self) -> PruningPlan:
+        return plan_pruning(self.source.experts.shape.intermediate, self.options.ratio, self.options.pruning)
+
+    def _output_plan(self) -> OutputPlan:
+        reader, pruning = self.source.experts, self._pruning()
+        refuse_shared_expert(self.source, self.name)
+        layouts = {}
+        for layer in reader.moe_layers:
+            old = reader.layout(layer)
+            if old.is_native:
+                continue
+            if old.is_pruned or old.dynamic_channels:
+                raise InvalidInputError(f"The base of layer {layer} is already pruned.")
+            if any(old.compact_bases()):
+                raise InvalidInputError(
+                    f"The base of layer {layer} is stored as {old.base['down'].spec}: prune it before it is compressed."
+                )
+            dynamic = pruning.dynamic if old.weights["down"] is not None else 0
+            layouts[layer] = LayerLayout(reader.shape, old.weights, reader.shape.intermediate - pruning.static, dynamic)
+        if not pruning.static + pruning.dynamic:
+            raise UsageError(
+                f"--ratio {self.options.ratio:g} of {reader.shape.intermediate} channels is not one channel."
+            )
+        if not layouts:
+            raise InvalidInputError(f"{self.source.checkpoint.path} has no shared base: run decompose on it first.")
+        return OutputPlan(self.source, layouts, self.options.shard_size)
+
+    def plan(self) -> Plan:
+        reader, options = self.source.experts, self.options
+        output = self._output_plan()
+        measured = bool(read_statistics(self.source))
+        if not measured and options.calibration is None:
+            raise UsageError("The checkpoint carries no channel energies: give --calibration to measure them.")
+        itemsize = pick_compute_dtype(options.compute_dtype, pick_device(options.device), reader.dtype).itemsize
+        cost = CalibrationCost(0 if measured else options.samples, options.sequence_length, itemsize)
+        pruning = self._pruning()
+        return Plan(
+            stage=self.name,
+            input_bytes=self.source.checkpoint.weight_bytes,
+            output_bytes=output.nbytes,
+            scratch_bytes=2 * cost.boundary_bytes(reader.shape.hidden),
+            memory_bytes=cost.memory_bytes(reader, gradients=False, factors=False),
+            details={"static_channels": pruning.static, "dynamic_channels": pruning.dynamic},
+        )
+
+    def run(self, job: Job) -> dict[str, Any]:
+        reader, pruning = self.source.experts, self._pruning()
+        statistics = read_statistics(self.source) or self._measure(job)
+
+        def tensors(layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
+            base = stored_base(reader, layer, statistics[layer])
+            if "down" not in base.matrices:
+                # Channels are scored by what the down base makes of them; where down has none, by the experts' mean.
+                down = [reader.dense(layer, expert, "down").float() for expert in range(reader.shape.experts)]
+                base.matrices["down"] = torch.stack(down).mean(0)
+            yield from base_tensors(reader, layer, layout, base.pruned(pruning))
+            prefix = reader.architecture.experts_prefix(layer)
+            for name, _ in layout.own_tensors():
+                if name != BASE_CHANNELS:
+                    yield prefix + name, self.source.checkpoint.read(prefix + name)
+
+        plan = self._output_plan()
+        depends = any(layout.dynamic_channels for layout in plan.layouts.values())
+        if depends:
+            job.progress.log(BATCH_DEPENDENT)
+        write_model(
+            job,
+            plan,
+            tensors,
+            entry=entry_for(plan.layouts, self.source),
+            statistics=statistics,
+            seed=self.options.seed,
+        )
+        return {
+            "static_channels": pruning.static,
+            "dynamic_channels": pruning.dynamic,
+            "depends_on_batch": depends,
+        }
+
+    def _measure(self, job: Job) -> dict[int, LayerStatistics]:
+        shape = self.source.experts.shape
+        calibrated = CalibratedJob(job, self.options)
+
+        def visit(index: int, layer: nn.Module) -> None:
+            usage = UsageCollector(shape)
+            calibrated.sweep.forward(index, layer, [usage])
+            measured = LayerStatistics.from_usage(usage, shape)
+            save_tensors(job.work / f"usage-{index:05d}.safetensors", measured.tensors())
+
+        calibrated.forward_visiting(visit)
+        files = {layer: job.work / f"usage-{layer:05d}.safetensors" for layer in self.source.experts.moe_layers}
+        return {layer: LayerStatistics.from_tensors(load_file(file)) for layer, file in files.items()}

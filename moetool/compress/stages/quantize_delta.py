@@ -1,0 +1,49 @@
+"""Differences in few bits (DeRS compression, arXiv:2503.01359, Eq. 5), alone or on top of low-rank factors."""
+
+from typing import Any, ClassVar
+
+from moetool.compress.base.layer_base import LayerBase, stored_base
+from moetool.compress.encoding import (
+    CodeOptions,
+    encoded_layouts,
+    encoding_plan,
+    quantised,
+    run_encoding,
+    with_text,
+)
+from moetool.format.layout import LayerLayout
+from moetool.job.job import Job
+from moetool.job.options import CalibrationOptions, RunOptions
+from moetool.job.plan import Plan
+from moetool.job.stage import Stage
+from moetool.job.writing import read_statistics
+
+
+class QuantizeDeltaOptions(RunOptions, CodeOptions, CalibrationOptions):
+    """How few bits; with calibration text, codes make up for each other's errors on it."""
+
+
+class QuantizeDelta(Stage[QuantizeDeltaOptions]):
+    """Stores full differences, or the factors of low-rank ones, as packed codes and scales."""
+
+    name: ClassVar[str] = "quantize-delta"
+    summary: ClassVar[str] = "store the differences of a decomposed checkpoint in few bits"
+    options_type: ClassVar[type[RunOptions]] = QuantizeDeltaOptions
+
+    def _layouts(self) -> dict[int, LayerLayout]:
+        form = quantised(self.options.bits, self.options.group_size, self.source.experts.shape)
+        return encoded_layouts(self.source, form)
+
+    def plan(self) -> Plan:
+        options = self.options
+        text = with_text(options)
+        return encoding_plan(self.name, self.source, options, self._layouts(), text, bits=options.bits)
+
+    def run(self, job: Job) -> dict[str, Any]:
+        reader, options = self.source.experts, self.options
+        statistics = read_statistics(self.source)
+
+        def base(layer: int) -> LayerBase:
+            return stored_base(reader, layer)
+
+        return run_encoding(job, self.name, self._layouts(), base, statistics, options.seed, with_text(options))

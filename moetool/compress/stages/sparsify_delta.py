@@ -1,0 +1,39 @@
+"""Differences of which few elements are stored (DeRS compression, arXiv:2503.01359, Eq. 4)."""
+
+from typing import Any, ClassVar
+
+from moetool.compress.base.layer_base import LayerBase, stored_base
+from moetool.compress.encoding import SparsityOptions, encoded_layouts, encoding_plan, run_encoding, sparse
+from moetool.format.layout import LayerLayout
+from moetool.job.job import Job
+from moetool.job.options import RunOptions
+from moetool.job.plan import Plan
+from moetool.job.stage import Stage
+from moetool.job.writing import read_statistics
+
+
+class SparsifyDeltaOptions(RunOptions, SparsityOptions):
+    """How few."""
+
+
+class SparsifyDelta(Stage[SparsifyDeltaOptions]):
+    """Drops most of each full difference."""
+
+    name: ClassVar[str] = "sparsify-delta"
+    summary: ClassVar[str] = "store few elements of the differences of a decomposed checkpoint"
+    options_type: ClassVar[type[RunOptions]] = SparsifyDeltaOptions
+
+    def _layouts(self) -> dict[int, LayerLayout]:
+        return encoded_layouts(self.source, sparse(self.options))
+
+    def plan(self) -> Plan:
+        return encoding_plan(self.name, self.source, self.options, self._layouts(), drop=self.options.drop)
+
+    def run(self, job: Job) -> dict[str, Any]:
+        reader = self.source.experts
+        statistics = read_statistics(self.source)
+
+        def base(layer: int) -> LayerBase:
+            return stored_base(reader, layer)
+
+        return run_encoding(job, self.name, self._layouts(), base, statistics, self.options.seed)

@@ -1,0 +1,67 @@
+"""The third stage of D²-MoE alone: differences become low-rank (§3.3)."""
+
+from typing import Any, ClassVar
+
+from torch import nn
+
+from moetool.compress.base.layer_base import base_path, stored_base
+from moetool.compress.factors.files import measured_grams, write_factors
+from moetool.compress.factors.writing import Factored, FactorOptions, factor_plan, finish
+from moetool.errors import InvalidInputError, UsageError
+from moetool.job.calibrated import CalibratedJob
+from moetool.job.job import Job, refuse_shared_expert
+from moetool.job.options import RunOptions
+from moetool.job.plan import Plan
+from moetool.job.stage import Stage
+from moetool.job.writing import read_statistics
+
+
+class SvdCompress(Stage[FactorOptions]):
+    """Factorises the differences of a decomposed checkpoint against the bases it holds."""
+
+    name: ClassVar[str] = "svd-compress"
+    summary: ClassVar[str] = "make the differences of a decomposed checkpoint low-rank"
+    options_type: ClassVar[type[RunOptions]] = FactorOptions
+
+    def plan(self) -> Plan:
+        reader, options = self.source.experts, self.options
+        layouts = [reader.layout(layer) for layer in reader.moe_layers]
+        if any(weights is None for layout in layouts for weights in layout.weights.values()):
+            raise InvalidInputError(
+                f"{self.source.checkpoint.path} has experts without a shared base: run decompose on it first."
+            )
+        refuse_shared_expert(self.source, self.name)
+        if options.calibration is None and options.svd != "vanilla":
+            raise UsageError(f"--svd {options.svd} needs calibration text: give --calibration.")
+        if options.trim and not read_statistics(self.source):
+            raise UsageError("--trim needs to know how often experts are used: decompose with a base of fisher-merge.")
+        channels = max(layout.base_channels for layout in layouts)
+        return factor_plan(self.name, self.source, options, channels, gradients=False, base=layouts[0].base)
+
+    def run(self, job: Job) -> dict[str, Any]:
+        reader, options = self.source.experts, self.options
+        statistics = read_statistics(self.source)
+        if options.sensitivity != "none" and not any(measured.has_fisher for measured in statistics.values()):
+            job.progress.log(
+                "The input carries no Fisher statistics (decompose --base BASE from fisher-merge would): "
+                "all errors count the same."
+            )
+
+        def visit(index: int, layer: nn.Module) -> None:
+            base = stored_base(reader, index, statistics.get(index))
+            grams = measured_grams(calibrated, index, layer, base, keep=True)
+            base.save(base_path(job.work, index))
+            write_factors(reader, job.work, index, base, options, grams, job.device)
+
+        if options.calibration is not None:
+            calibrated = CalibratedJob(job, options)
+            calibrated.forward_visiting(visit)
+        else:
+            for layer in reader.moe_layers:
+                if job.unit(f"factor/{layer}"):
+                    base = stored_base(reader, layer, statistics.get(layer))
+                    base.save(base_path(job.work, layer))
+                    write_factors(reader, job.work, layer, base, options, None, job.device)
+                    job.finish(f"factor/{layer}")
+        dynamic = {layer: reader.layout(layer).dynamic_channels for layer in reader.moe_layers}
+        return finish(job, Factored(job, dynamic, options), options, self.name)

@@ -1,0 +1,102 @@
+"""The tensors of a converted model, each made from the dense one when it is its turn to be written."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moetool.checkpoint.dense import DenseModel
+from moetool.checkpoint.writer import InParts, TensorSpec
+
+REST = -1  # the unit of everything that belongs to no layer
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor of the output, and how it is made."""
+
+    spec: TensorSpec
+    make: Callable[[], Tensor | InParts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted(ABC):
+    """A model made from a dense one, tensor by tensor.
+
+    Attributes:
+        dense: the model that gives config and tokenizer.
+        rest: models whose mean everything outside the experts is; `dense` alone unless they are given.
+        dtype: to store everything in; `None` keeps each tensor's own.
+        seed: of what is drawn.
+    """
+
+    dense: DenseModel
+    rest: Sequence[DenseModel] = ()
+    dtype: torch.dtype | None
+    seed: int
+
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """`config.json` of the result."""
+
+    @abstractmethod
+    def units(self) -> list[tuple[int, list[Made]]]:
+        """The tensors by layer, those of no layer first. Raises `InvalidInputError` for what cannot be written."""
+
+    @abstractmethod
+    def parameters(self) -> dict[str, int]:
+        """Numbers in the model, those that one token uses, and those that the dense model has not: `total`, `active`,
+        `added`."""
+
+    def names(self) -> dict[int, list[str]]:
+        """Names of the dense model's tensors by layer, those of no layer under `REST`."""
+        prefixes = [self.dense.architecture.layer_prefix(layer) for layer in range(self.dense.layers)]
+        found: dict[int, list[str]] = {layer: [] for layer in range(REST, self.dense.layers)}
+        for name in self.dense.checkpoint.tensors:
+            found[next((layer for layer, prefix in enumerate(prefixes) if name.startswith(prefix)), REST)].append(name)
+        return found
+
+    def dtype_entry(self) -> dict[str, str]:
+        """What `config.json` says of the dtype, if it changes."""
+        if self.dtype is None:
+            return {}
+        source = self.dense.checkpoint.config
+        key = "torch_dtype" if "torch_dtype" in source and "dtype" not in source else "dtype"
+        return {key: str(self.dtype).removeprefix("torch.")}
+
+    def stored(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a tensor of `dtype` is written."""
+        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
+
+    def copied(self, name: str, to: str | None = None) -> Made:
+        """A tensor as it is, the mean of it over the models of `rest`, under another name if one is given."""
+        info = self.dense.checkpoint.info(name)
+        spec = TensorSpec(to or name, self.stored(info.dtype), info.shape)
+        return Made(spec, lambda: InParts(spec.dtype, spec.shape, self._blocks(name)))
+
+    def filled(self, name: str, shape: tuple[int, ...], value: float = 0.0) -> Made:
+        """A constant in the dtype of the FFNs."""
+        dtype = self.stored(self.dense.dtype)
+        return Made(TensorSpec(name, dtype, shape), lambda: torch.full(shape, value, dtype=dtype))
+
+    def joined(self, name: str, shape: tuple[int, ...], parts: Sequence[Callable[[], Tensor]]) -> Made:
+        """A tensor from parts that lie one below the other, in the dtype of the FFNs."""
+        dtype = self.stored(self.dense.dtype)
+        return Made(TensorSpec(name, dtype, shape), lambda: InParts(dtype, shape, (part().to(dtype) for part in parts)))
+
+    def _blocks(self, name: str) -> Iterator[Tensor]:
+        """A tensor in flat blocks of the dtype to store."""
+        dtype = self.stored(self.dense.checkpoint.info(name).dtype)
+        models = [model for model in self.rest if name in model.checkpoint.tensors] or [self.dense]
+        for blocks in zip(*(model.checkpoint.blocks(name) for model in models), strict=True):
+            yield mean(blocks).to(dtype)
+
+
+def mean(parts: Sequence[Tensor]) -> Tensor:
+    """The mean of several tensors, formed in fp32; the tensor itself if there is one."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.stack([part.float() for part in parts]).mean(0).to(parts[0].dtype)

@@ -1,0 +1,127 @@
+"""Evidence that a conversion computes what it should: both models on the same tokens, a layer in memory at a time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moetool.calibration.disk_experts import DiskExperts
+from moetool.calibration.streaming import StreamedModel
+from moetool.runtime.modules.insertion import Routed
+from moetool.runtime.modules.routers import is_router, routed
+
+# What conversions that preserve the model may differ by, in fp32: ‖Δ logits‖ / ‖logits‖.
+TOLERANCE = 1e-5
+
+
+@dataclass
+class Routing:
+    """How one layer routes a text.
+
+    Attributes:
+        shares: `[experts]` fp64, the part of all assignments that each expert gets; they sum to 1.
+        entropy: mean over tokens of the entropy of the routing probabilities over all experts, in nats.
+    """
+
+    shares: Tensor
+    entropy: float
+
+
+@dataclass
+class Run:
+    """A model's answer to some tokens.
+
+    Attributes:
+        logits: `[windows, length, vocabulary]` fp32, on the CPU.
+        routing: by mixture layer.
+    """
+
+    logits: Tensor
+    routing: dict[int, Routing] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def run(model: StreamedModel, tokens: Tensor, tick: Callable[[], None]) -> Run:
+    """Token ids `[windows, length]` through a streamed model; `tick` is called once per layer."""
+    hidden = model.embed(tokens)
+    routing = {}
+    for index in range(model.layer_count):
+        with model.layer(index) as layer:
+            with _Watched(layer) as watched:
+                hidden = model.run_layer(index, layer, hidden)
+            if watched.probabilities is not None:
+                routing[index] = watched.summary()
+        tick()
+    return Run(model.head(tokens, hidden).float().cpu(), routing)
+
+
+class _Watched:
+    """Sees a layer's routing for the time of a `with` block, whatever the family's router returns."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.probabilities: Tensor | None = None
+        self.counts: Tensor | None = None
+        self._handles: list[Any] = []
+        for module in layer.modules():
+            if isinstance(module, Routed):
+                self._handles.append(module.gate.register_forward_hook(self._own(module)))
+        self._disk: list[Any] = [
+            m.forward for m in layer.modules() if isinstance(m.__dict__.get("forward"), DiskExperts)
+        ]
+        if self._disk:
+            routers = filter(is_router, layer.modules())
+            self._handles += [router.register_forward_hook(self._native) for router in routers]
+
+    def _own(self, module: Routed) -> Callable[..., None]:
+        def hook(_: nn.Module, inputs: Any, logits: Tensor) -> None:
+            self.probabilities = logits.float().softmax(-1)
+            chosen = self.probabilities.topk(module.top_k, dim=-1).indices
+            self.counts = torch.bincount(chosen.flatten(), minlength=module.num_experts)
+
+        return hook
+
+    def _native(self, _: nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
+        self.probabilities = routed(output)[0].float().softmax(-1)
+
+    def __enter__(self) -> "_Watched":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if self._disk:
+            self.counts = self._disk[0].tokens
+
+    def summary(self) -> Routing:
+        assert self.probabilities is not None
+        assert self.counts is not None
+        entropy = torch.special.entr(self.probabilities.double()).sum(-1).mean().item()
+        return Routing(self.counts.double() / self.counts.sum(), entropy)
+
+
+def mean_loss(logits: Tensor, tokens: Tensor) -> float:
+    """Mean next-token loss of `[windows, length, vocabulary]` logits, in nats."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).item()
+
+
+def compare(dense: Run, mixture: Run, tokens: Tensor, *, predicts: bool = True) -> dict[str, Any]:
+    """What a reader wants to know of a conversion: the difference of the logits, the losses of a model that predicts
+    tokens, and the routing."""
+    difference = (mixture.logits - dense.logits).double().norm() / dense.logits.double().norm()
+    found: dict[str, Any] = {
+        "tokens": tokens.numel(),
+        "relative_logit_error": float(f"{difference.item():.3g}"),
+    }
+    if predicts:
+        found["loss_dense"] = round(mean_loss(dense.logits, tokens), 6)
+        found["loss_mixture"] = round(mean_loss(mixture.logits, tokens), 6)
+    if mixture.routing:
+        shares = torch.stack([layer.shares for layer in mixture.routing.values()])
+        entropies = [layer.entropy for layer in mixture.routing.values()]
+        found["least_expert_share"] = round(shares.min().item(), 4)
+        found["largest_expert_share"] = round(shares.max().item(), 4)
+        found["router_entropy"] = round(sum(entropies) / len(entropies), 4)
+    return found

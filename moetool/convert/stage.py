@@ -1,0 +1,211 @@
+"""What all conversions of a dense model share: plan, writing, and the proof that the result computes what it should."""
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moetool.architectures import find_architecture, is_opaque
+from moetool.calibration.data import load_tokenizer
+from moetool.checkpoint.dense import DenseModel
+from moetool.checkpoint.reader import CONFIG, Checkpoint
+from moetool.convert.parts import Converted
+from moetool.convert.sample import sample_tokens
+from moetool.errors import InvalidInputError, VerificationError
+from moetool.job.calibrated import calibration_windows
+from moetool.job.job import DenseSource, Job, Source
+from moetool.job.options import RunOptions, TextOptions
+from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.progress import phase
+from moetool.job.stage import OptionsT, Stage
+from moetool.job.writing import ShardPlan, write_checkpoint
+
+PROOF_WINDOWS, PROOF_LENGTH = 4, 64
+
+
+class ConversionOptions(RunOptions, TextOptions):
+    """How weights are stored, and what is proved on which text."""
+
+    dtype: Literal["auto", "float32"] = Field("auto", description="To store weights in (auto: as the source has them).")
+    proof: bool = Field(
+        True, description="Run both models on real tokens before it is done, and refuse a result that differs."
+    )
+    calibration: str | None = Field(
+        None, description="Text for the proof: a .txt, .jsonl or .parquet file, a folder of them, or a hub data set "
+        "name[:config[:split[:column]]]; several with commas."
+    )  # fmt: skip
+    samples: int = Field(8, ge=1, description="Windows of calibration text.")
+    sequence_length: int = Field(512, ge=2, description="Tokens per window; by default no more than the context.")
+
+
+class Conversion(Stage[OptionsT, DenseSource]):
+    """A dense model into something else of the same function."""
+
+    source_type: ClassVar[type[Any]] = DenseSource
+    takes_any_network: ClassVar[bool] = False  # encoders too, and networks that are no module of their own
+    options: Any
+
+    def __init__(self, source: DenseSource, options: OptionsT) -> None:
+        super().__init__(source, options)
+        architecture, model_type = source.dense.architecture, source.checkpoint.config["model_type"]
+        if not self.takes_any_network and architecture.is_encoder:
+            raise InvalidInputError(
+                f"This model ({model_type}) only encodes. Upcycling needs a decoder: a causal language model. "
+                "moefy takes encoders."
+            )
+        if not self.takes_any_network and architecture.spread is not None:
+            raise InvalidInputError(
+                f"{architecture.name}'s feed-forward networks are no modules of their own, in whose place experts "
+                "could stand. moefy takes them."
+            )
+
+    @property
+    def dense(self) -> DenseModel:
+        """The model that gives config and tokenizer."""
+        return self.source.dense
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of the experts in the result."""
+        return self.dense.dtype if self.options.dtype == "auto" else torch.float32
+
+    @property
+    def new_dtype(self) -> torch.dtype | None:
+        """The dtype to store everything in; `None` keeps each tensor's own."""
+        return None if self.options.dtype == "auto" else self.stored_dtype
+
+    @property
+    def preserves(self) -> bool:
+        """Whether the result computes what the dense model computes."""
+        return True
+
+    @property
+    def measures(self) -> bool:
+        """Whether the calibration text runs through the dense model before anything is written."""
+        return False
+
+    @abstractmethod
+    def planned(self) -> Converted:
+        """The result as far as its headers go."""
+
+    @abstractmethod
+    def converted(self, job: Job[DenseSource]) -> Converted:
+        """The result, for which whatever it needs has been measured."""
+
+    @abstractmethod
+    def details(self) -> dict[str, Any]:
+        """What a plan tells beyond its costs."""
+
+    def record(self) -> dict[str, Any]:
+        """What the manifest keeps of it, by topic."""
+        return {}
+
+    def notes(self, config: dict[str, Any]) -> list[str]:
+        """What a user of the result with this config has to know."""
+        return []
+
+    # What it will cost.
+
+    def plan(self) -> Plan:
+        planned = self.planned()
+        parameters = planned.parameters()
+        return Plan(
+            stage=self.name,
+            input_bytes=self.source.checkpoint.weight_bytes,
+            output_bytes=self._shards(planned).nbytes,
+            scratch_bytes=self._scratch_bytes(),
+            memory_bytes=self._memory_bytes(),
+            details={
+                **self.details(),
+                "parameters": parameters["total"],
+                "active_parameters": parameters["active"],
+                "added_parameters": parameters["added"],
+            },
+        )
+
+    def _scratch_bytes(self) -> int:
+        cost = CalibrationCost(self.options.samples, self.options.sequence_length, 4)
+        return 2 * cost.boundary_bytes(self.dense.hidden) if self.measures else 0
+
+    def _memory_bytes(self) -> int:
+        runs = self.options.proof or self.measures
+        cost = CalibrationCost(self.options.samples, self.options.sequence_length, 4)
+        moments = 4 * 8 * self.dense.hidden**2 if self.measures else 0
+        return cost.dense_memory_bytes(self.dense, runs=runs, calibrated=self.measures) + moments
+
+    def _shards(self, model: Converted) -> ShardPlan:
+        units = ((layer, [made.spec for made in unit]) for layer, unit in model.units() if unit)
+        return ShardPlan(units, self.options.shard_size)
+
+    # Doing it.
+
+    def run(self, job: Job[DenseSource]) -> dict[str, Any]:
+        model = self.converted(job)
+        units = dict(model.units())
+        config = model.config()
+        job.record |= self.record()
+        proof: dict[str, Any] = {}
+        tokens = self._tokens() if self.options.proof else None  # before anything is written, in case there are none
+        write_checkpoint(
+            job,
+            self._shards(model),
+            lambda layer: ((made.spec.name, made.make()) for made in units[layer]),
+            config=config,
+            seed=self.options.seed,
+            check=None if tokens is None else lambda made: proof.update(self._proved(job, made, tokens)),
+        )
+        told: dict[str, Any] = {"parameters": model.parameters()}
+        if proof:
+            told["proof"] = proof
+        told["notes"] = self.notes(config)
+        return told
+
+    # Evidence.
+
+    def _tokens(self) -> Tensor:
+        options, config = self.options, self.dense.config
+        length = min(PROOF_LENGTH, int(getattr(config, "max_position_embeddings", PROOF_LENGTH)))
+        if options.calibration is not None:
+            short = options.model_copy(update={"samples": PROOF_WINDOWS, "sequence_length": length})
+            return calibration_windows(self.source, short)
+        try:
+            tokenizer = load_tokenizer(self.dense.checkpoint.path)
+        except InvalidInputError:
+            tokenizer = None
+        return sample_tokens(tokenizer, int(config.vocab_size), PROOF_WINDOWS, length)
+
+    def _proved(self, job: Job[DenseSource], made: Checkpoint, tokens: Tensor) -> dict[str, Any]:
+        """Whether both models make the same of some tokens. Raises `VerificationError` if it is not."""
+        from moetool.calibration.streaming import StreamedModel
+        from moetool.convert import proof
+
+        family = self.dense.architecture if is_opaque(made.config) else find_architecture(made.config)
+        with phase(job.progress, "Compare with the dense model", 2 * self.dense.layers):
+            dense = proof.run(
+                StreamedModel(self.dense.checkpoint, self.dense.architecture, torch.float32, job.device),
+                tokens,
+                job.progress.advance,
+            )
+            mixture = proof.run(
+                StreamedModel(made, family, torch.float32, job.device, experts_on_disk=True),
+                tokens,
+                job.progress.advance,
+            )
+        found = proof.compare(dense, mixture, tokens, predicts=not self.dense.architecture.is_encoder)
+        error = found["relative_logit_error"]
+        if not error < float("inf") or (self.preserves and error > proof.TOLERANCE):
+            raise VerificationError(
+                f"The result's logits differ from the dense model's by {error:.2g} of their size, more than "
+                f"{proof.TOLERANCE:g}: it does not compute what this model computes. "
+                f"{job.output} has no {CONFIG}, so that nothing loads it."
+            )
+        return {**found, "preserves": self.preserves}
+
+    def verify(self, output: Path) -> dict[str, Any]:
+        made = Checkpoint.open(output)
+        if not is_opaque(made.config):
+            Source.of(made)
+        return {"bytes_before": self.source.checkpoint.weight_bytes, "bytes_after": made.weight_bytes}

@@ -1,0 +1,82 @@
+"""What makes a checkpoint a moetool checkpoint: the entry `quantization_config` in its `config.json`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moetool.architectures import find_architecture
+from moetool.architectures.custom import METHOD, moetool_entry
+from moetool.errors import InvalidInputError
+from moetool.format.layout import LayerLayout
+
+__all__ = [
+    "FORMAT_VERSION",
+    "METHOD",
+    "check_format_version",
+    "check_unquantised",
+    "format_entry",
+    "layer_layouts",
+    "moetool_entry",
+    "own_entry",
+]
+
+FORMAT_VERSION = 1
+
+
+def check_unquantised(config: Mapping[str, Any]) -> None:
+    """Raise `InvalidInputError` for a checkpoint that another tool has quantised."""
+    entry = config.get("quantization_config")
+    if entry is not None and moetool_entry(config) is None:
+        method = entry.get("quant_method", "unknown") if isinstance(entry, Mapping) else entry
+        raise InvalidInputError(
+            f"This checkpoint is already quantised (quant_method '{method}'). moetool needs the weights in 16 or 32 "
+            "bits: take the unquantised checkpoint, or dequantise this one first."
+        )
+
+
+def check_format_version(entry: Mapping[str, Any]) -> None:
+    """Raise `InvalidInputError` for a checkpoint written by a newer moetool."""
+    version = entry.get("format_version", 1)
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise InvalidInputError(
+            f"This checkpoint has moetool format version {version}; this moetool reads up to {FORMAT_VERSION}. "
+            "Upgrade moetool."
+        )
+
+
+def layer_layouts(config: Mapping[str, Any]) -> dict[int, LayerLayout]:
+    """The layout of every layer that is not stored natively, by layer.
+
+    Raises:
+        InvalidInputError: the entry lists layers the model does not have, or cannot be read.
+    """
+    entry = moetool_entry(config)
+    if entry is None:
+        return {}
+    check_format_version(entry)
+    if not (layers := entry.get("layers")):
+        return {}
+    architecture = find_architecture(config)
+    shape, count = architecture.numbers(config), architecture.layers(config)
+    names = {str(layer): layer for layer in range(count)}
+    if absent := [key for key in layers if key not in names]:
+        raise InvalidInputError(
+            f"quantization_config.layers has {absent[0]!r}; the layers of this model are 0 to {count - 1}."
+        )
+    layouts = {}
+    for key, layout in layers.items():
+        try:
+            layouts[names[key]] = LayerLayout.from_config(shape, layout)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"quantization_config, layer {key}: {error}") from error
+    return layouts
+
+
+def own_entry(kind: str, described: Mapping[str, Any]) -> dict[str, Any]:
+    """The `quantization_config` of a model that has modules of moetool's own of one kind."""
+    return {"quant_method": METHOD, "format_version": FORMAT_VERSION, kind: dict(described)}
+
+
+def format_entry(layouts: Mapping[int, LayerLayout], **more: Any) -> dict[str, Any]:
+    """The `quantization_config` to write for these layouts; native layers are left out."""
+    layers = {str(layer): layout.to_config() for layer, layout in sorted(layouts.items()) if not layout.is_native}
+    return {"quant_method": METHOD, "format_version": FORMAT_VERSION, **more, "layers": layers}

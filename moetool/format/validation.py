@@ -1,0 +1,363 @@
+"""What `config.json` and moetool's entry in it have to be. Every checkpoint that is opened is checked here, once.
+
+Of a family that moetool knows, the numbers that it computes with are checked; the rest, and all of any other family, is
+left to transformers. No check refuses what transformers computes: names of activations and of rotary embeddings that
+are not listed here are looked up there.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from moetool.architectures import Architecture, architectures, find_architecture, mixture_of
+from moetool.architectures.base import Role
+from moetool.architectures.custom import METHOD, OWN_MODULES
+from moetool.architectures.dense import DenseArchitecture, dense_architectures, find_dense_architecture
+from moetool.errors import InvalidInputError
+from moetool.format.entry import check_format_version, layer_layouts
+from moetool.format.moe_spec import Shared
+
+MOST = 2**31 - 1  # of any number of things
+MOST_LAYERS, MOST_EXPERTS = 10_000, 100_000  # each has a name, of which lists are made
+DEEPEST = 64  # objects and lists in one another
+# What families in this package use; any other name is looked up in transformers, which takes seconds to import.
+_ACTIVATIONS = frozenset({"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"})
+_ROPES = frozenset({"default", "linear", "dynamic", "yarn", "llama3", "longrope"})
+_ROPES_OF_OLD = frozenset({"su", "mrope"})  # names that families translate
+
+
+def _activation(name: str | None) -> str | None:
+    if name is not None and name not in _ACTIVATIONS:
+        from transformers.activations import ACT2FN
+
+        if name not in ACT2FN:
+            raise ValueError(f"transformers has no such activation; it has {', '.join(sorted(ACT2FN))}")
+    return name
+
+
+def _rope_type(name: str | None) -> str | None:
+    if name is not None and name not in _ROPES | _ROPES_OF_OLD:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        known = {"default", *ROPE_INIT_FUNCTIONS}
+        if name not in known:
+            raise ValueError(f"transformers has no such rotary embedding; it has {', '.join(sorted(known))}")
+    return name
+
+
+def _typed(value: Any) -> Any:
+    """Rotary embeddings may be listed by kind of layer."""
+    if isinstance(value, Mapping) and value and all(isinstance(inner, Mapping | None) for inner in value.values()):
+        return {"by_kind": value}
+    return value
+
+
+Count = Annotated[int, Field(strict=True, ge=1, le=MOST)]
+Layers = Annotated[int, Field(strict=True, ge=1, le=MOST_LAYERS)]
+Experts = Annotated[int, Field(strict=True, ge=1, le=MOST_EXPERTS)]
+Whole = Annotated[int, Field(strict=True, ge=0, le=MOST)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+Name = Annotated[str, Field(strict=True, min_length=1)]
+Activation = Annotated[str, Field(strict=True), AfterValidator(_activation)]
+RopeType = Annotated[str, Field(strict=True), AfterValidator(_rope_type)]
+
+
+class _Entries(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+class _Rope(_Entries):
+    rope_type: RopeType | None = None
+    type: RopeType | None = None
+    rope_theta: Positive | None = None
+    factor: Positive | None = None
+    original_max_position_embeddings: Count | None = None
+    by_kind: dict[str, "_Rope | None"] | None = None
+
+
+class _Any(_Entries):
+    """What holds for every model of transformers."""
+
+    model_type: Name | None = None
+    architectures: list[str] | None = None
+    quantization_config: dict[str, Any] | None = None
+
+
+class _Known(_Any):
+    """What the families of this package have in common, each under one of several names."""
+
+    vocab_size: Count = 1
+    hidden_size: Count = 1
+    n_embd: Count = 1
+    num_hidden_layers: Layers = 1
+    n_layer: Layers = 1
+    num_attention_heads: Count = 1
+    n_head: Count = 1
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    intermediate_size: Count | None = None
+    moe_intermediate_size: Count | None = None
+    n_inner: Count | None = None
+    ffn_hidden_size: Count | None = None
+    max_position_embeddings: Count | None = None
+    n_positions: Count | None = None
+    hidden_act: Activation | None = None
+    hidden_activation: Activation | None = None
+    activation_function: Activation | None = None
+    rope_theta: Positive | None = None
+    rope_parameters: Annotated[_Rope, BeforeValidator(_typed)] | None = None
+    rope_scaling: Annotated[_Rope, BeforeValidator(_typed)] | None = None
+    tie_word_embeddings: Annotated[bool, Field(strict=True)] | None = None
+    rms_norm_eps: Share | None = None
+    layer_norm_eps: Share | None = None
+    layer_norm_epsilon: Share | None = None
+    n_group: Count | None = None
+    topk_group: Count | None = None
+    attention_dropout: Share | None = None
+    attention_probs_dropout_prob: Share | None = None
+    attn_pdrop: Share | None = None
+    resid_pdrop: Share | None = None
+    embd_pdrop: Share | None = None
+    hidden_dropout: Share | None = None
+    hidden_dropout_prob: Share | None = None
+
+    @model_validator(mode="after")
+    def _heads(self) -> Self:
+        heads, shared = self.num_attention_heads, self.num_key_value_heads
+        if shared is not None and "num_attention_heads" in self.model_fields_set and heads % shared:
+            raise ValueError(f"num_key_value_heads is {shared}, which does not divide num_attention_heads, {heads}")
+        return self
+
+
+class _OfLayers(_Entries):
+    layers: list[Whole]
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        if self.layers != sorted(set(self.layers)):
+            raise ValueError(f"layers is {self.layers}: each may be there once, in ascending order")
+        return self
+
+
+class _Routed(_OfLayers):
+    experts: Experts
+    top_k: Experts
+
+    @model_validator(mode="after")
+    def _choice(self) -> Self:
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k is {self.top_k}, more than the {self.experts} experts")
+        return self
+
+
+class _Mixture(_Routed):
+    hidden: Count
+    intermediate: Count
+    of: Layers
+    shared: Shared
+    roles: list[Role]
+    biases: list[Role]
+
+
+class _Adapters(_Routed):
+    width: Count
+    scale: Number
+    dropout: Annotated[float, Field(strict=True, ge=0, lt=1)]
+
+
+class _Interpolated(_Entries):
+    experts: Experts
+    router_width: Count
+    sparsity: Share
+    channels: dict[str, Whole] | None
+
+
+class _Neurons(_OfLayers):
+    experts: Experts
+    keep: Annotated[float, Field(strict=True, gt=0, le=1)]
+    selector: Literal["mlp", "oracle", "fixed"]
+
+    @model_validator(mode="after")
+    def _some(self) -> Self:
+        if not round(self.keep * self.experts):
+            raise ValueError(f"keep is {self.keep}, which leaves none of {self.experts} experts")
+        return self
+
+
+class _Entry(_Entries):
+    """moetool's `quantization_config`."""
+
+    format_version: Count = 1
+    mixture: _Mixture | None = None
+    adapter_experts: _Adapters | None = None
+    interpolated: _Interpolated | None = None
+    neuron_experts: _Neurons | None = None
+    layers: dict[str, dict[str, Any]] = {}
+    original_bytes: Count | None = None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if len(found := [kind for kind in OWN_MODULES if getattr(self, kind) is not None]) > 1:
+            raise ValueError(f"has {' and '.join(found)}: a model is one of these")
+        return self
+
+
+def check_depth(parsed: Any, file: Path) -> None:
+    """Raise `InvalidInputError` for JSON that nests deeper than anything that is meant: libraries recurse into it."""
+    level, depth = [parsed], 0
+    while level:
+        if depth > DEEPEST:
+            raise InvalidInputError(f"{file} has more than {DEEPEST} objects and lists in one another.")
+        inner = [value.values() if isinstance(value, dict) else value for value in level]
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+        depth += 1
+
+
+def check_config(config: Mapping[str, Any], file: Path) -> None:
+    """Check a parsed `config.json`.
+
+    Raises:
+        InvalidInputError: a field is not what it has to be; the message has its name, its value and what was expected.
+    """
+    _validate(_Any if _named(config.get("model_type")) is None else _Known, config, str(file))
+    entry = config.get("quantization_config")
+    if isinstance(entry, Mapping) and entry.get("quant_method") == METHOD:
+        check_format_version(entry)
+        _validate(_Entry, entry, f"{file}, quantization_config")
+        _check_entry(config, entry, file)
+    family = _family(config)
+    if isinstance(family, Architecture):
+        _check_experts(family, config, file)
+    layer_layouts(config)
+
+
+def check_headers(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """Check sizes in a `config.json` against those in the files, before anything is made in these sizes.
+
+    Raises:
+        InvalidInputError: no tensor has that size, or the last layer no tensor.
+    """
+    family = _family(config)
+    if family is None:
+        return
+    sizes = {size for shape in shapes.values() for size in shape}
+    promised = {key: config[key] for key in ("vocab_size", "hidden_size", "n_embd") if key in config}
+    for key in ("num_hidden_layers", "n_layer"):
+        if key not in config:
+            continue
+        last = family.layer_prefix(config[key] - 1)
+        end = ".".join(last.split(".")[-3:])  # the bare decoder's tensors have shorter names
+        if not any(end in name for name in shapes):
+            raise InvalidInputError(
+                f"Every tensor of {last.rstrip('.')} is missing from {path}: config.json promises {config[key]} layers "
+                f"({key})."
+            )
+    for key, size in promised.items():
+        if size not in sizes:
+            raise InvalidInputError(
+                f"config.json of {path}: {key} is {size}, and no tensor of the files has that size."
+            )
+    experts = _experts(family, config)[1] if isinstance(family, Architecture) else None
+    if experts is not None and experts > max([len(shapes), *sizes]):
+        raise InvalidInputError(f"config.json of {path} promises {experts} experts, more than the files can hold.")
+
+
+def _experts(family: Architecture, config: Mapping[str, Any]) -> tuple[str, int | None]:
+    """The number of experts as far as a config says it, and under which key."""
+    if mixture_of(config) is not None:
+        return "experts", family.numbers(config).experts
+    key = next((key for key in family.experts_keys if key in config), family.experts_keys[0])
+    return key, config.get(key)
+
+
+def _check_experts(family: Architecture, config: Mapping[str, Any], file: Path) -> None:
+    """What the config says of experts; what it does not say, transformers knows."""
+    key, experts = _experts(family, config)
+    for name, most in ((key, MOST_EXPERTS), (family.top_k_key, MOST_EXPERTS), (family.intermediate_key, MOST)):
+        if name in config and family.number(config, name) > most:
+            raise InvalidInputError(f"{file}: {name} is {config[name]}, but should be less than or equal to {most}.")
+    if experts is not None and family.top_k_key in config:
+        family.numbers({**config, family.intermediate_key: 1, "hidden_size": 1})
+    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    if experts is not None and (experts % groups or chosen > groups):
+        raise InvalidInputError(
+            f"{file}: n_group is {groups} and topk_group {chosen}; {experts} experts cannot be divided and chosen so."
+        )
+    if "num_hidden_layers" in config and mixture_of(config) is None:
+        family.moe_layers_rule.among(config["num_hidden_layers"], config)
+
+
+def _family(config: Mapping[str, Any]) -> Architecture | DenseArchitecture | None:
+    """The family of a config, by its model type and moetool's entry; `None` if it is not known."""
+    if mixture_of(config) is not None:
+        return find_architecture(config)
+    return _named(config.get("model_type"))
+
+
+def _named(model_type: object) -> Architecture | DenseArchitecture | None:
+    families: tuple[Architecture | DenseArchitecture, ...] = (*architectures(), *dense_architectures())
+    return next((family for family in families if model_type in family.model_types), None)
+
+
+def _check_entry(config: Mapping[str, Any], entry: Mapping[str, Any], file: Path) -> None:
+    """What the entry says against what the rest of the config says."""
+
+    def refuse(what: str) -> None:
+        raise InvalidInputError(f"{file}, quantization_config: {what}.")
+
+    kind = next((kind for kind in OWN_MODULES if entry.get(kind) is not None), None)
+    if kind is None:
+        return
+    described = entry[kind]
+    dense = find_dense_architecture({**config, "quantization_config": None})
+    count = config.get("num_hidden_layers", config.get("n_layer"))
+    if count is not None and (absent := [layer for layer in described.get("layers", ()) if layer >= count]):
+        refuse(f"{kind}.layers has {absent}, and the model has {count} layers")
+    if kind != "mixture":
+        return
+    if count is not None and described["of"] != count:
+        refuse(f"mixture.of is {described['of']}, and the model has {count} layers")
+    hidden = config.get("hidden_size", config.get("n_embd", described["hidden"]))
+    if described["hidden"] != hidden:
+        refuse(f"mixture.hidden is {described['hidden']}, and the model's hidden size {hidden}")
+    if tuple(described["roles"]) != dense.roles:
+        refuse(f"mixture.roles is {described['roles']}, and a {dense.name} has {list(dense.roles)}")
+    for group in (dense.roles[:-1], dense.roles[-1:]):
+        if 0 < sum(role in described["biases"] for role in group) < len(group):
+            refuse(f"mixture.biases is {described['biases']}: {' and '.join(group)} have both a bias or none")
+    if len(set(described["biases"])) < len(described["biases"]) or not {*described["biases"]} <= {*dense.roles}:
+        refuse(f"mixture.biases is {described['biases']}, not some of {list(dense.roles)}")
+
+
+def _validate(model: type[BaseModel], values: Mapping[str, Any], where: str) -> None:
+    try:
+        model.model_validate(dict(values))
+    except ValidationError as error:
+        problems = [_explain(problem) for problem in error.errors(include_url=False)]
+        raise InvalidInputError(f"{where}: {'; '.join(dict.fromkeys(problems))}.") from error
+
+
+def _explain(problem: Any) -> str:
+    """`head_dim is -4, but should be greater than or equal to 1`."""
+    place = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
+    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ").partition(" or instance of ")[0]
+    if problem["type"] == "missing":
+        return f"{place} is missing"
+    if not place:
+        return message
+    if problem["type"] == "value_error" and isinstance(problem["input"], Mapping):
+        return f"{place}: {message}"
+    joint = ", but" if message.startswith("should") else ":"
+    return f"{place} is {_short(problem['input'])}{joint} {message}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"

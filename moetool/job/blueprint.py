@@ -1,0 +1,70 @@
+"""The headers that a checkpoint would have, from its `config.json` alone: what a job costs before anything is there."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetool.checkpoint.header import TensorInfo
+from moetool.checkpoint.reader import CONFIG, SINGLE, Checkpoint, has_weights, read_config
+from moetool.checkpoint.source import resolve_source
+from moetool.checkpoint.writer import TensorSpec, shard_nbytes
+from moetool.errors import InvalidInputError
+from moetool.runtime.building import empty_model, names_on_disk
+
+
+def open_for_planning(source: str | Path) -> Checkpoint:
+    """A checkpoint whose headers are all that is needed: the real ones, or where there are no weight files (a hub id is
+    not downloaded for this) the ones that follow from its config. Raises `InvalidInputError`."""
+    path = resolve_source(source, weights=False)
+    if has_weights(path) or not (path / CONFIG).exists():
+        return Checkpoint.open(path)
+    return imagine(str(source), path, read_config(path)[1])
+
+
+def check_against_config(checkpoint: Checkpoint) -> None:
+    """Raise `InvalidInputError` unless the files hold the tensors that the config promises, in these shapes, and no
+    layers beyond them."""
+    promised = imagine(checkpoint.source, checkpoint.path, checkpoint.config).tensors
+    shapes = {_today(name): info.shape for name, info in checkpoint.tensors.items()}
+    for name, info in promised.items():
+        if name not in shapes:
+            raise InvalidInputError(f"{checkpoint.path} has no tensor {name}, which its config.json promises.")
+        if (found := shapes[name]) != info.shape:
+            raise InvalidInputError(
+                f"Tensor {name} of {checkpoint.path} has shape {list(found)}, config.json promises {list(info.shape)}."
+            )
+    layers = {layer_of(name) for name in promised}
+    for name in checkpoint.tensors:
+        if name not in promised and layer_of(name) not in layers:
+            raise InvalidInputError(f"{checkpoint.path} has a tensor {name} of a layer that config.json does not know.")
+
+
+def _today(name: str) -> str:
+    """The name that transformers gives a tensor today: first BERTs on the hub have TensorFlow's for their norms."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+
+
+def layer_of(name: str) -> str:
+    """`model.layers.3` of a tensor in a decoder layer, an empty string of any other."""
+    found = re.match(r".*?\.(layers?|h)\.\d+(?=\.)", name)
+    return found[0] if found else ""
+
+
+def imagine(source: str, path: Path, config: dict[str, Any]) -> Checkpoint:
+    """The checkpoint that transformers would save for this config; its tensors cannot be read.
+
+    Multi-token-prediction layers, which transformers does not have, are not among them.
+
+    Raises:
+        InvalidInputError: transformers cannot build the model.
+    """
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), torch.bfloat16)
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    promised = names_on_disk(empty_model(plain, path, dtype))
+    specs = [TensorSpec(name, own, shape) for name, (own, shape) in promised.items()]
+    file = path / SINGLE
+    tensors = {spec.name: TensorInfo(spec.name, spec.dtype, spec.shape, spec.nbytes, file, 0) for spec in specs}
+    ordered = dict(sorted(tensors.items()))
+    return Checkpoint(source, path, config, ordered, (), shard_nbytes(specs), f"{CONFIG} alone")

@@ -1,0 +1,136 @@
+"""From a kind of stage and its options to a finished, verified output."""
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moetool.checkpoint.files import storage_problem
+from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.source import local_path
+from moetool.errors import InvalidInputError, MoetoolError, UsageError
+from moetool.job.blueprint import open_for_planning
+from moetool.job.calibrated import calibration_windows
+from moetool.job.interrupt import listening
+from moetool.job.job import Job
+from moetool.job.memory import PeakMemory, anonymous_bytes, return_freed_memory
+from moetool.job.options import RunOptions, TextOptions
+from moetool.job.plan import Plan, fingerprint
+from moetool.job.processes import is_first_process, processes
+from moetool.job.progress import Progress, Silent
+from moetool.job.stage import Stage
+from moetool.job.workspace import FollowingWorkspace, Workspace, check_finished, is_finished
+from moetool.job.writing import check_records
+
+
+def plan_stage(kind: type[Stage[Any, Any]], source: str | Path, options: RunOptions) -> Plan:
+    """What a stage would cost, from headers alone, or from `config.json` alone if that is all there is. Writes nothing
+    and downloads no weights."""
+    checkpoint = open_for_planning(source)
+    opened = kind.source_type.of(checkpoint)
+    check_records(opened)
+    plan = kind(opened, options).plan()
+    return replace(plan, details={**plan.details, "headers": "config.json alone"}) if checkpoint.is_imagined else plan
+
+
+def run_stage(
+    kind: type[Stage[Any, Any]],
+    source: str | Path,
+    output: str | Path,
+    options: RunOptions,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Run one stage from `source` to `output` and say what came of it.
+
+    Args:
+        kind: of stage.
+        source: a checkpoint directory or hub id.
+        output: a directory that does not exist or is empty.
+        options: of the type the stage asks for.
+        resume: go on with an interrupted run of the same settings.
+        overwrite: throw away what an earlier run of moetool left in `output`.
+        progress: told where the job is.
+
+    Returns:
+        `bytes_before`, `bytes_after`, `achieved_ratio`, `seconds`, `peak_memory_bytes` and what the stage adds. Of a
+        run to be resumed that had finished already: `status` "finished", and sizes.
+
+    Raises:
+        MoetoolError: anything a user can do something about.
+    """
+    began = time.monotonic()
+    progress = progress or Silent()
+    if processes() > 1 and not kind.is_parallel:
+        raise UsageError(f"{kind.name} runs in one process; this is one of {processes()}. Start it without a launcher.")
+    opened = kind.source_type.of(Checkpoint.open(source))
+    check_records(opened)
+    stage = kind(opened, options)
+    plan = stage.plan()
+    directory = output_directory(output)
+    identity = fingerprint(kind.name, stage.sources(), stage.recipe())
+    result: dict[str, Any] = {"stage": kind.name, "input": str(source), "output": str(directory)}
+    _refuse_self(opened.checkpoint.path, directory, "the input")
+    for path in stage.reads():
+        _refuse_self(path, directory, f"{path}, which this job reads")
+    if resume and not overwrite and is_finished(directory):
+        if is_first_process():
+            check_finished(directory, identity)
+        result |= {"status": "finished", **(stage.verify(directory) if stage.writes_model else {})}
+        return {**result, "seconds": round(time.monotonic() - began, 2), "peak_memory_bytes": anonymous_bytes()}
+    plan.check(directory, memory=options.memory, disk=options.disk)
+    if overwrite and isinstance(stage.options, TextOptions) and stage.options.calibration:
+        # No earlier result is thrown away for a text that cannot be used.
+        calibration_windows(opened, stage.options)
+    workspace = (
+        Workspace(directory, identity, resume=resume, overwrite=overwrite, progress=progress)
+        if is_first_process()
+        else FollowingWorkspace(directory)
+    )
+    try:
+        return_freed_memory()
+        with PeakMemory() as peak, listening() as interrupt:
+            job = Job(opened, workspace, options, progress, interrupt, {"recipe": stage.recipe()})
+            if workspace.is_resumed:
+                progress.log(f"Going on with the run in {directory}.")
+            told = stage.run(job)
+            if "calibration" in job.record:
+                result["calibration"] = job.record["calibration"]
+            if stage.writes_model and is_first_process():
+                result.update(stage.verify(directory))
+            workspace.close()
+    except MoetoolError:
+        workspace.abandon()
+        raise
+    except BaseException as error:
+        workspace.abandon()
+        if (problem := storage_problem(error, directory, plan.disk_bytes)) is None:
+            raise
+        raise problem from error
+    result["seconds"] = round(time.monotonic() - began, 2)
+    result["peak_memory_bytes"] = peak.bytes
+    return result | told
+
+
+def output_directory(name: str | Path) -> Path:
+    """The directory to write to. Raises `UsageError` where none can be made."""
+    try:
+        path = local_path(name)
+    except InvalidInputError as error:
+        raise UsageError(str(error)) from error
+    there = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
+    if not there.is_dir() and there != path:
+        raise UsageError(f"{path} lies in {there}, which is not a directory.")
+    longest = os.pathconf(there, "PC_NAME_MAX")
+    if any(len(os.fsencode(part)) > longest for part in path.parts):
+        raise UsageError(f"A name in {path} is longer than the {longest} bytes that the file system takes.")
+    return path
+
+
+def _refuse_self(source: Path, output: Path, what: str) -> None:
+    there, here = output.resolve(), source.resolve()
+    if there == here or here in there.parents or there in here.parents:
+        raise UsageError(f"{output} is {what}, inside it or around it. Write somewhere else.")

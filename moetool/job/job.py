@@ -1,0 +1,206 @@
+"""One job: an input that was checked, an output that is being made, and what is needed on the way."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Protocol, Self
+
+import torch
+from torch import Tensor
+from typing_extensions import TypeVar
+
+from moetool.architectures import Architecture, find_architecture
+from moetool.architectures.dense import DenseArchitecture
+from moetool.checkpoint.dense import DenseModel
+from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.reader import Checkpoint
+from moetool.errors import InvalidInputError, UsageError
+from moetool.job.blueprint import check_against_config, open_for_planning
+from moetool.job.interrupt import Interrupt
+from moetool.job.memory import return_heap
+from moetool.job.options import RunOptions
+from moetool.job.progress import Progress, Silent
+from moetool.job.workspace import Workspace
+
+
+class Input(Protocol):
+    """A checkpoint that a stage can work on."""
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """Where it lies."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of most of its weights."""
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Self:
+        """Check it by its headers. Raises `InvalidInputError`."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A mixture of experts."""
+
+    checkpoint: Checkpoint
+    architecture: Architecture
+    experts: ExpertReader
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Source":
+        """Open and check a mixture of experts by its headers. Raises `InvalidInputError`."""
+        return cls.of(Checkpoint.open(path))
+
+    @classmethod
+    def open_for_planning(cls, path: str | Path) -> "Source":
+        """The same, or where there are no weight files what `config.json` promises. Raises `InvalidInputError`."""
+        return cls.of(open_for_planning(path))
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "Source":
+        architecture = find_architecture(checkpoint.config)
+        return cls(checkpoint, architecture, ExpertReader(checkpoint, architecture))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.experts.dtype
+
+
+@dataclass(frozen=True)
+class DenseSource:
+    """A dense model."""
+
+    checkpoint: Checkpoint
+    dense: DenseModel
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "DenseSource":
+        dense = DenseModel(checkpoint)
+        if not checkpoint.is_imagined:
+            check_against_config(checkpoint)
+        return cls(checkpoint, dense)
+
+    @property
+    def architecture(self) -> DenseArchitecture:
+        return self.dense.architecture
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dense.dtype
+
+
+SourceT = TypeVar("SourceT", bound=Input, default=Source)
+
+
+@dataclass
+class Job(Generic[SourceT]):
+    """A running job."""
+
+    source: SourceT
+    workspace: Workspace
+    options: RunOptions
+    progress: Progress = field(default_factory=Silent)
+    interrupt: Interrupt = field(default_factory=Interrupt)
+    record: dict[str, Any] = field(default_factory=dict)  # what the manifest will say about the recipe
+
+    @property
+    def output(self) -> Path:
+        """Where the result goes."""
+        return self.workspace.output
+
+    @property
+    def work(self) -> Path:
+        """Where unfinished files live."""
+        return self.workspace.work
+
+    def unit(self, name: str) -> bool:
+        """Whether a unit is still to be done; between units, a requested stop is obeyed."""
+        if self.workspace.is_done(name):
+            return False
+        self.interrupt.check()
+        return True
+
+    def finish(
+        self,
+        name: str,
+        *,
+        made: Iterable[Path] = (),
+        digests: Mapping[Path, str] | None = None,
+        spent: Iterable[Path] = (),
+        told: Mapping[str, Any] | None = None,
+    ) -> None:
+        """A unit's files are in place; see `Workspace.done`."""
+        self.workspace.done(name, made=made, digests=digests, spent=spent, told=told)
+        return_heap()
+
+    @property
+    def device(self) -> torch.device:
+        """The device to compute on."""
+        return pick_device(self.options.device)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype to run the model in."""
+        return pick_compute_dtype(self.options.compute_dtype, self.device, self.source.dtype)
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The same where gradients are taken."""
+        return pick_compute_dtype(self.options.compute_dtype, self.device, self.source.dtype, gradients=True)
+
+
+def joined_names(source: Source) -> set[str]:
+    """Native names that a checkpoint lacks because its shared experts are stored on the base of the routed ones."""
+    reader = source.experts
+    layers = [layer for layer in reader.moe_layers if reader.layout(layer).is_extended]
+    return {name for layer in layers for name in source.architecture.shared_expert_names(layer).values()}
+
+
+def refuse_shared_expert(source: Source, stage: str) -> None:
+    """Raise `InvalidInputError` for a checkpoint whose shared experts are on the base, where a stage cannot do that."""
+    if joined_names(source):
+        raise InvalidInputError(
+            f"{source.checkpoint.path} has its shared experts stored on the base; {stage} works on routed ones only. "
+            "Decompose without --shared-expert, or use quantize-delta or sparsify-delta."
+        )
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is CUDA when there is a card. Raises `UsageError` for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0].partition(". ")[0].rstrip(".")
+        raise UsageError(f"Device '{name}' cannot be used here: {reason}.") from error
+    if device.type == "meta":
+        raise UsageError("Device 'meta' holds no numbers: nothing can be computed there.")
+    return device
+
+
+def pick_compute_dtype(name: str, device: torch.device, stored: torch.dtype, *, gradients: bool = False) -> torch.dtype:
+    """`auto` is fp32 on a CPU, where it costs little, and the checkpoint's own dtype on a card.
+
+    Where gradients are taken it is not fp16, whose range they leave on either side: bf16, or fp32 on a card without.
+    fp16 that is asked for is used; what then keeps gradients in its range is `Sweep.loss_scale`.
+    """
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type != "cuda":
+        return torch.float32
+    if gradients and stored == torch.float16:
+        return torch.bfloat16 if has_bfloat16(device) else torch.float32
+    return stored
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a card computes in bf16 itself, from compute capability 8.0 on."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def to_cpu(tensor: Tensor) -> Tensor:
+    """Detached, contiguous, on the CPU."""
+    return tensor.detach().to("cpu").contiguous()

@@ -1,0 +1,71 @@
+"""Options that many commands share, as frozen pydantic models. Command line and YAML are both generated from these."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from moetool.calibration.opening import BOS_HELP, Bos
+from moetool.errors import UsageError
+from moetool.job.sizes import ByteSize
+
+
+class Options(BaseModel):
+    """Base of every set of options: frozen, strict about names, and with finite numbers only."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+class TextOptions(Options):
+    """Which text statistics are measured on."""
+
+    calibration: str | None = Field(
+        None,
+        description="Calibration text: a .txt, .jsonl or .parquet file, a folder of them, or a hub data set "
+        "name[:config[:split[:column]]]; several with commas.",
+    )
+    samples: int = Field(128, ge=1, description="Windows of calibration text.")
+    sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
+    bos: Bos = Field("auto", description=BOS_HELP)
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of everything random.")
+
+
+class CalibrationOptions(TextOptions):
+    """Which text the statistics are measured on, gradients among them."""
+
+    labels: Literal["true", "sampled"] = Field(
+        "true", description="Gradients of the loss on the true next token, or on one drawn from the model's prediction."
+    )
+
+
+class RunOptions(Options):
+    """Where and how a job runs. None of these changes what is computed, except the compute dtype."""
+
+    device: str = Field("auto", description="cpu, cuda, cuda:1 … (auto: CUDA when there is a card).")
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="For running the model (auto: float32 on CPU, the checkpoint's own on a card; for gradients not "
+        "float16).",
+    )
+    memory: ByteSize | None = Field(None, description="Refuse to start if the job needs more memory, e.g. 8GiB.")
+    disk: ByteSize | None = Field(None, description="Refuse to start if the job needs more disk, e.g. 200GB.")
+    shard_size: ByteSize = Field(5_000_000_000, description="Largest weight file to write.")
+
+
+OptionsT = TypeVar("OptionsT", bound=Options)
+
+
+def fit_context(options: OptionsT, config: Mapping[str, Any], marks: int = 0) -> OptionsT:
+    """Shorten windows to the model's context, less `marks` tokens around each, unless their length was asked for.
+
+    Raises:
+        UsageError: it was, and is more than the model can take.
+    """
+    length = getattr(options, "sequence_length", None)
+    context = config.get("max_position_embeddings", config.get("n_positions"))
+    if length is None or not isinstance(context, int) or length <= context - marks:
+        return options
+    if "sequence_length" in options.model_fields_set:
+        less = f", less {marks} for marks of beginning and end" if marks else ""
+        raise UsageError(f"--sequence-length {length} is more than the model's context of {context} tokens{less}.")
+    return options.model_copy(update={"sequence_length": context - marks})

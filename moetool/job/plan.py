@@ -1,0 +1,161 @@
+"""What a job will read, compute and write, from file headers and config alone."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from moetool.calibration.batching import batch_size
+from moetool.checkpoint.dense import DenseModel
+from moetool.checkpoint.experts import ExpertReader
+from moetool.errors import ResourceError
+from moetool.job.sizes import format_bytes
+from moetool.version import __version__
+
+# Tokens of the proof that a conversion is right.
+_FEW = 256
+# Python, torch and transformers themselves, before any work.
+_BASELINE = 600_000_000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Costs of a job, known before it starts. All sizes in bytes.
+
+    Attributes:
+        stage: which stage.
+        input_bytes: weight files to read.
+        output_bytes: weight files to write, exactly where `exact`, else at most.
+        scratch_bytes: room for unfinished work beside the output, removed at the end.
+        memory_bytes: estimated peak of anonymous memory.
+        details: more that a reader wants to know, in order.
+    """
+
+    stage: str
+    input_bytes: int
+    output_bytes: int
+    scratch_bytes: int
+    memory_bytes: int
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Peak disk use: output and scratch."""
+        return self.output_bytes + self.scratch_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--dry-run --json`."""
+        return {
+            "stage": self.stage,
+            "input_bytes": self.input_bytes,
+            "output_bytes": self.output_bytes,
+            "scratch_bytes": self.scratch_bytes,
+            "disk_bytes": self.disk_bytes,
+            "peak_memory_bytes": self.memory_bytes,
+            **self.details,
+        }
+
+    def check(self, output: Path, *, memory: int | None, disk: int | None) -> None:
+        """Refuse a job that cannot end well, with the numbers.
+
+        Raises:
+            ResourceError: more memory or disk is needed than allowed or there.
+        """
+        available = psutil.virtual_memory().available if memory is None else memory
+        if self.memory_bytes > available:
+            raise ResourceError(
+                f"This job needs about {format_bytes(self.memory_bytes)} of memory and has {format_bytes(available)}. "
+                "Fewer or shorter calibration windows (--samples, --sequence-length) need less."
+            )
+        there = output
+        while not there.exists() and there != there.parent:
+            there = there.parent
+        free = shutil.disk_usage(there).free if disk is None else disk
+        written = _bytes_below(output)
+        if self.disk_bytes - written > free:
+            raise ResourceError(
+                f"This job needs {format_bytes(self.disk_bytes)} of disk in {there} ({format_bytes(self.output_bytes)} "
+                f"for the result, {format_bytes(self.scratch_bytes)} while it works) and has {format_bytes(free)}."
+            )
+
+
+def _bytes_below(directory: Path) -> int:
+    """What an earlier, interrupted run has already written."""
+    total = 0
+    for root, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(OSError):  # another run may be at work there
+                total += (Path(root) / name).stat().st_size
+    return total
+
+
+def fingerprint(stage: str, sources: Mapping[str, str], options: Mapping[str, Any]) -> str:
+    """Hash of everything that decides the result; `--resume` refuses to mix two of them."""
+    content = {"stage": stage, "sources": dict(sources), "options": dict(options), "version": __version__}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class CalibrationCost:
+    """What calibrating on `samples` windows of `length` tokens takes."""
+
+    samples: int
+    length: int
+    itemsize: int
+
+    def boundary_bytes(self, hidden: int) -> int:
+        """Hidden states of the whole calibration set at one layer boundary."""
+        return self.samples * self.length * hidden * self.itemsize
+
+    def dense_memory_bytes(self, dense: DenseModel, *, runs: bool, calibrated: bool) -> int:
+        """Estimated peak of anonymous memory of converting a dense model, which `runs` layer by layer in fp32, and if
+        `calibrated` on the whole calibration text."""
+        matrix = dense.hidden * dense.intermediate
+        if not runs:
+            return _BASELINE + 4 * 3 * matrix
+        prefixes = tuple(dense.architecture.layer_prefix(layer) for layer in range(dense.layers))
+        tensors = dense.checkpoint.tensors
+        sizes = {name: info.nbytes // info.dtype.itemsize for name, info in tensors.items()}
+        layer = max(sum(size for name, size in sizes.items() if name.startswith(prefix)) for prefix in prefixes)
+        rest = sum(size for name, size in sizes.items() if not name.startswith(prefixes))
+        read = sum(info.nbytes for name, info in tensors.items() if not name.startswith(prefixes))
+        tokens = self.length * batch_size(self.samples, self.length) if calibrated else _FEW
+        activations = 4 * tokens * (16 * dense.hidden + 5 * dense.intermediate)
+        logits = 3 * 4 * _FEW * int(dense.config.vocab_size)
+        return _BASELINE + 4 * (rest + layer + 3 * matrix) + read + activations + logits
+
+    def memory_bytes(self, experts: ExpertReader, *, gradients: bool, factors: bool) -> int:
+        """Estimated peak of anonymous memory: one layer, one batch, statistics, and what is not a layer."""
+        shape, tensors = experts.shape, experts.checkpoint.tensors
+        prefixes = {layer: experts.architecture.layer_prefix(layer) for layer in experts.moe_layers}
+        layer = max(
+            sum(info.nbytes // info.dtype.itemsize for name, info in tensors.items() if name.startswith(prefix))
+            for prefix in prefixes.values()
+        )
+        matrices = shape.expert_parameters
+        rest = sum(
+            info.nbytes // info.dtype.itemsize
+            for name, info in tensors.items()
+            if not name.startswith(tuple(prefixes.values()))
+        )
+        batch = batch_size(self.samples, self.length) * self.length
+        activations = batch * (16 * shape.hidden + 5 * shape.top_k * shape.intermediate) * 4
+        vocabulary = int(experts.checkpoint.config.get("vocab_size", 0))
+        logits = 4 * 4 * self.length * vocabulary if gradients else 0
+        native = max(layer, shape.experts * matrices)
+        statistics = 0
+        if gradients:
+            statistics = 4 * (2 * matrices + 2 * shape.hidden * shape.intermediate)
+        if factors:
+            small = min(shape.hidden, shape.intermediate)
+            grams = 8 * shape.experts * (shape.hidden**2 + small**2) + 8 * small * shape.intermediate
+            work = 8 * 6 * small * max(shape.hidden, shape.intermediate)
+            statistics = max(statistics, grams + work + 4 * matrices)
+        return _BASELINE + (native + rest) * self.itemsize + max(activations, logits) + statistics

@@ -1,0 +1,80 @@
+"""What a stage is: options, a plan from headers alone, and the work."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from moetool.calibration.data import parse_data
+from moetool.checkpoint.source import local_path
+from moetool.errors import VerificationError
+from moetool.job.job import Job, Source, SourceT, joined_names
+from moetool.job.options import RunOptions, fit_context
+from moetool.job.plan import Plan
+from moetool.job.writing import original_bytes
+
+OptionsT = TypeVar("OptionsT", bound=RunOptions)
+
+# Options that say where and how a job runs; the result does not depend on them.
+_INCIDENTAL = {"device", "memory", "disk"}
+
+
+class Stage(ABC, Generic[OptionsT, SourceT]):
+    """One step from a checkpoint to a checkpoint. A file of `stages/` that defines a subclass adds a stage.
+
+    Attributes:
+        name, summary: for the command line and the manifest.
+        options_type: its options.
+        source_type: what it works on: a mixture of experts, unless it says otherwise.
+        writes_model: whether its output is a model.
+        is_parallel: whether several processes, as `accelerate launch` starts them, share the work.
+        method_of: the command that offers it as one of its methods, if it is not a command of its own.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    options_type: ClassVar[type[RunOptions]]
+    writes_model: ClassVar[bool] = True
+    source_type: ClassVar[type[Any]] = Source
+    method_of: ClassVar[str | None] = None
+    is_parallel: ClassVar[bool] = False
+
+    def __init__(self, source: SourceT, options: OptionsT) -> None:
+        self.source, self.options = source, fit_context(options, source.checkpoint.config)
+
+    @abstractmethod
+    def plan(self) -> Plan:
+        """Costs, from headers and config. Raises for options that this input cannot satisfy."""
+
+    @abstractmethod
+    def run(self, job: Job[SourceT]) -> dict[str, Any]:
+        """Do it. Returns what is worth telling beyond sizes and time."""
+
+    def verify(self, output: Path) -> dict[str, Any]:
+        """Open what was written as a reader would, and compare sizes. Raises if something is wrong."""
+        before: Any = self.source
+        after = Source.open(output)
+        lost = set(before.checkpoint.tensors) - set(after.checkpoint.tensors)
+        if missing := sorted(lost - before.experts.names - joined_names(after)):
+            raise VerificationError(f"The output lacks {len(missing)} tensors of the input, the first {missing[0]}.")
+        original = original_bytes(before)
+        return {
+            "bytes_before": original,
+            "bytes_after": after.checkpoint.weight_bytes,
+            "achieved_ratio": round(1 - after.checkpoint.weight_bytes / original, 6),
+        }
+
+    def sources(self) -> Mapping[str, str]:
+        """Fingerprints of everything that is read."""
+        return {"input": self.source.checkpoint.fingerprint()}
+
+    def reads(self) -> list[Path]:
+        """What else on this disk the job needs, besides its input, and an output must not take the place of."""
+        options: Any = self.options
+        named = [spec.source for spec in parse_data(text)] if (text := getattr(options, "calibration", None)) else []
+        named += [base] if (base := getattr(options, "base", None)) else []
+        return [path for name in named if (path := local_path(name)).exists()]
+
+    def recipe(self) -> dict[str, Any]:
+        """The options that decide the result, for the manifest."""
+        return {"stage": self.name, **self.options.model_dump(mode="json", exclude=_INCIDENTAL)}

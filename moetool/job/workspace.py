@@ -1,0 +1,297 @@
+"""The output directory while a job is at work in it, and the journal that lets the job be resumed.
+
+Everything unfinished lives in `OUTPUT/.moetool`, which is removed at the end. Each unit of work leaves its files there
+(written to a temporary name and renamed) and then one line in the journal, with their digests, so what the journal
+lists is done, whatever happened to the process, and what is no longer what was written is made again. The fingerprint
+of the plan must match to go on. One process works in it at a time.
+"""
+
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from moetool.checkpoint.files import fast_digest, is_intact, storage_errors
+from moetool.checkpoint.manifest import read_manifest
+from moetool.checkpoint.reader import MANIFEST
+from moetool.errors import UsageError
+from moetool.job.journal import Journal
+from moetool.job.lock import Lock
+from moetool.job.progress import Progress, Silent, phase
+
+WORK_DIRECTORY = ".moetool"
+FINISHED = "finished"  # the journal's last unit
+TRAINER = "trainer"  # checkpoints of a training, which have digests of their own
+_LOCK, _JOURNAL = "lock", "journal.jsonl"
+_UNJOURNALED = {_LOCK, _JOURNAL, TRAINER}
+
+
+class Workspace:
+    """One job's output directory, locked until `close`, `abandon` or the end of the process.
+
+    Args:
+        output: the directory.
+        fingerprint: of everything that decides the result.
+        resume: go on with what is there.
+        overwrite: throw away what an earlier run has left.
+        progress: told what is checked, and what has to be made again.
+
+    Raises:
+        UsageError: the directory is not empty and neither resuming nor overwriting was asked for; there is nothing to
+            resume; what is there was started with other settings; or another run is at work in it.
+        ResourceError: the file system refuses.
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        fingerprint: str,
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        self.output, self.work, self.fingerprint = output, output / WORK_DIRECTORY, fingerprint
+        self._progress = progress or Silent()
+        if resume and overwrite:
+            raise UsageError("--resume goes on with what is there, --overwrite throws it away: give one of them.")
+        if output.exists() and not output.is_dir():
+            raise UsageError(f"{output} exists and is not a directory.")
+        self._is_new = not output.exists()
+        was_there = self.work.exists()
+        if not was_there:  # else somebody may be at work in it
+            self._check_occupied(resume, overwrite, is_begun=False)
+        self._lock = Lock(self.work / _LOCK, output)
+        try:
+            is_begun = was_there or not _holds_only(self.work, self._lock.path)
+            self._check_occupied(resume, overwrite, is_begun=is_begun and not is_finished(output))
+            if not self._lock.is_real:
+                self._progress.log(f"{output} is on a file system without locks: nothing stops two runs at once.")
+            self._begin(overwrite)
+        except BaseException:
+            self._lock.release(remove=_holds_only(self.work, self._lock.path))
+            self._leave_nothing()
+            raise
+
+    def _check_occupied(self, resume: bool, overwrite: bool, *, is_begun: bool) -> None:
+        """Raise `UsageError` unless something may be written here, where there may be a run that is not finished."""
+        output = self.output
+        occupied = _entries(output) - {self.work}
+        if is_begun and not resume and not overwrite:
+            raise UsageError(
+                f"{output} is not empty. It holds an unfinished run: --resume goes on with it. "
+                "--overwrite deletes what is there."
+            )
+        if is_begun or not occupied:
+            return
+        if resume:
+            raise UsageError(
+                f"{output} is not empty and holds no unfinished run of moetool: there is nothing to resume."
+            )
+        if not overwrite:
+            raise UsageError(f"{output} is not empty. --overwrite deletes what is there.")
+        if not (output / MANIFEST).exists():
+            raise UsageError(
+                f"{output} is not empty and was not written by moetool (no {MANIFEST}): not deleting it. "
+                "Remove it yourself or choose another place."
+            )
+
+    def _begin(self, overwrite: bool) -> None:
+        path = self.work / _JOURNAL
+        if overwrite:
+            with storage_errors(path):
+                path.write_bytes(b"")  # from here on what is left belongs to this run
+                _delete(_entries(self.output) - {self.work})
+                _delete(_entries(self.work) - {path, self._lock.path})
+        is_lost = not path.exists() and not _holds_only(self.work, self._lock.path)
+        with storage_errors(path):
+            path.touch()
+        self._journal = Journal(path, self.fingerprint)
+        if self._journal.run not in (None, self.fingerprint):
+            raise UsageError(
+                f"The run in {self.output} was started with other settings or another input. "
+                "Repeat the first command with --resume, or start again with --overwrite."
+            )
+        if is_lost or (path.stat().st_size and not self._journal.units):
+            self._progress.log(f"The journal of the run in {self.output} is lost: starting again.")
+        self._check_files()
+        self._seen = {path: _signature(path) for path in self._working_files()}
+
+    def _check_files(self) -> None:
+        """Find units whose files are not what was written, and forget them, and with them those on the way to them;
+        remove files that belong to nothing."""
+        journal, damaged = self._journal, set()
+        expected = [(unit, name) for unit, found in journal.units.items() for name in found.files]
+        if expected:
+            with phase(self._progress, "Check", len(expected)):
+                for unit, name in expected:
+                    if not is_intact(self.output / name, journal.units[unit].files[name]):
+                        damaged.add(unit)
+                    self._progress.advance()
+        if damaged or journal.gaps:
+            last = max([journal.units[unit].order for unit in damaged] + journal.gaps)
+            on_the_way = {name for name, unit in journal.units.items() if unit.has_spent_files and unit.order < last}
+            again = (damaged | on_the_way) - journal.again
+            journal.undo(again)
+            what = f"{len(damaged)} finished units ({_listed(damaged)})" if damaged else "lines of the journal"
+            self._progress.log(
+                f"{what} in {self.work} are damaged: making {len(again)} of {len(journal.units)} units again."
+            )
+        kept = {self.output / name for unit in journal.units.values() for name in unit.files}
+        _delete(set(self._working_files()) - kept)
+
+    def _working_files(self) -> Iterator[Path]:
+        """Every file of the work directory that a unit may have made."""
+        for top in _entries(self.work):
+            if top.name not in _UNJOURNALED:
+                yield from (path for path in [top, *top.rglob("*")] if path.is_file())
+
+    def is_done(self, unit: str) -> bool:
+        """Whether a unit's files are in place."""
+        return self._journal.is_done(unit)
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether anything had been finished before this process began."""
+        return bool(self._journal.units)
+
+    def told(self, unit: str) -> Mapping[str, Any]:
+        """What a unit noted when it was done, though it may have to be made again; empty if it never was."""
+        found = self._journal.units.get(unit)
+        return {} if found is None else found.told
+
+    def done(
+        self,
+        unit: str,
+        *,
+        made: Iterable[Path] = (),
+        digests: Mapping[Path, str] | None = None,
+        spent: Iterable[Path] = (),
+        told: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Note that a unit's files are in place.
+
+        Args:
+            unit: its name.
+            made: what it wrote into the output; what is new in the work directory is found.
+            digests: `FastDigest`s that are known already.
+            spent: files that only this unit needed; they are deleted.
+            told: what it has to note, in words of JSON.
+        """
+        signatures = {path: _signature(path) for path in self._working_files()}
+        fresh = [path for path, signature in signatures.items() if self._seen.get(path) != signature]
+        known, used = digests or {}, list(spent)
+        found = {
+            path.relative_to(self.output).as_posix(): known.get(path) or fast_digest(path)
+            for path in [*fresh, *made]
+            if path not in used
+        }
+        self._journal.done(unit, found, [path.relative_to(self.output).as_posix() for path in used], told or {})
+        self._seen = {path: signature for path, signature in signatures.items() if path not in used}
+        _delete(used)
+
+    def abandon(self) -> None:
+        """The job failed. If nothing is there to go on with, leave nothing at all: a mended command can start."""
+        is_empty = not self._journal.units and _entries(self.output) == {self.work}
+        if is_empty:
+            _delete(_entries(self.work) - {self._lock.path})
+        self._lock.release(remove=is_empty)
+        self._leave_nothing()
+
+    def _leave_nothing(self) -> None:
+        if self._is_new and not _entries(self.output):
+            self.output.rmdir()
+
+    def close(self) -> None:
+        """The job is finished: remove everything that was only for the work, the journal that says so last."""
+        self._journal.done(FINISHED)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        path = self.work / _JOURNAL
+        _delete(_entries(self.work) - {path, self._lock.path})
+        _delete([path])
+        self._lock.release(remove=True)
+
+
+class FollowingWorkspace(Workspace):
+    """That of a process beside the first of a job: it works in the same place, and the first does all bookkeeping."""
+
+    def __init__(self, output: Path) -> None:
+        self.output, self.work, self.fingerprint = output, output / WORK_DIRECTORY, ""
+
+    def is_done(self, unit: str) -> bool:
+        return False
+
+    @property
+    def is_resumed(self) -> bool:
+        return False
+
+    def told(self, unit: str) -> Mapping[str, Any]:
+        return {}
+
+    def done(self, unit: str, **_: Any) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def is_finished(output: Path) -> bool:
+    """Whether a directory holds what a run has finished, though it may have died while it was tidying up."""
+    work = output / WORK_DIRECTORY
+    if not (output / MANIFEST).is_file():
+        return False
+    return _holds_only(work, work / _LOCK) or Journal(work / _JOURNAL, "").is_done(FINISHED)
+
+
+def check_finished(output: Path, fingerprint: str) -> None:
+    """Remove what a finished run may have left when it died.
+
+    Raises:
+        UsageError: it was made with other settings, or an older moetool, which did not note them.
+        InvalidInputError: its manifest is damaged.
+    """
+    made_by = read_manifest(output).run
+    if made_by is None:
+        raise UsageError(f"{output} is finished, and does not say with which settings: there is nothing to resume.")
+    if made_by != fingerprint:
+        raise UsageError(
+            f"{output} is finished, and was made with other settings or from another input. "
+            "--overwrite makes it again with these."
+        )
+    work = output / WORK_DIRECTORY
+    if work.exists():
+        lock = Lock(work / _LOCK, output)
+        _delete(_entries(work) - {lock.path})
+        lock.release(remove=True)
+
+
+def _entries(directory: Path) -> set[Path]:
+    return set(directory.iterdir()) if directory.is_dir() else set()
+
+
+def _holds_only(directory: Path, path: Path) -> bool:
+    return _entries(directory) <= {path}
+
+
+def _delete(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _signature(path: Path) -> tuple[int, int, int]:
+    """Another one if a file was written anew."""
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:4]) + (", …" if len(ordered) > 4 else "")

@@ -1,0 +1,332 @@
+"""Writing a job's result: weight files as planned, then everything else, the index last."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moetool.architectures import mixture_of
+from moetool.calibration.collectors import LayerStatistics
+from moetool.checkpoint.files import copy_sidecars, file_sha256, json_bytes, patch_config, save_tensors, write_json
+from moetool.checkpoint.manifest import Manifest, Origin, read_manifest, write_manifest
+from moetool.checkpoint.reader import CONFIG, INDEX, MANIFEST, Checkpoint
+from moetool.checkpoint.source import first_line
+from moetool.checkpoint.writer import CheckpointWriter, InParts, TensorSpec, is_finite
+from moetool.errors import InvalidInputError
+from moetool.format.entry import format_entry, moetool_entry
+from moetool.format.layout import LayerLayout
+from moetool.format.moe_spec import routed_scale
+from moetool.job.job import Job, Source
+from moetool.job.memory import return_heap
+from moetool.job.progress import phase
+
+STATISTICS = Path("moetool") / "statistics.safetensors"
+
+LayerTensors = Callable[[int, LayerLayout], Iterator[tuple[str, Tensor]]]
+
+
+class ShardPlan:
+    """Which tensors go into which shard: as many layers as fit, in order.
+
+    Args:
+        units: by layer, the tensors to write; -1 stands for everything that belongs to no layer.
+        shard_size: most bytes in a shard, if a layer is not larger.
+    """
+
+    def __init__(self, units: Iterable[tuple[int, Sequence[TensorSpec]]], shard_size: int) -> None:
+        self._units = list(units)
+        self.shards: list[list[int]] = []
+        size = 0
+        for unit, (_, specs) in enumerate(self._units):
+            nbytes = sum(spec.nbytes for spec in specs)
+            if not self.shards or size + nbytes > shard_size:
+                self.shards.append([])
+                size = 0
+            self.shards[-1].append(unit)
+            size += nbytes
+
+    def layers(self, shard: int) -> list[int]:
+        """The layers of a shard."""
+        return [self._units[unit][0] for unit in self.shards[shard]]
+
+    def specs(self, shard: int) -> list[TensorSpec]:
+        """The tensors of a shard."""
+        return [spec for unit in self.shards[shard] for spec in self._units[unit][1]]
+
+    def unit(self, layer: int) -> Sequence[TensorSpec]:
+        """The tensors of a layer."""
+        return next(specs for owner, specs in self._units if owner == layer)
+
+    def writer(self, directory: Path) -> CheckpointWriter:
+        """The writer for this plan."""
+        return CheckpointWriter(directory, [self.specs(shard) for shard in range(len(self.shards))])
+
+    @property
+    def nbytes(self) -> int:
+        """Exact bytes of all weight files."""
+        return self.writer(Path()).nbytes
+
+
+class OutputPlan(ShardPlan):
+    """The same for given layouts of the MoE layers of a model that is otherwise left as it is."""
+
+    def __init__(self, source: Source, layouts: Mapping[int, LayerLayout], shard_size: int) -> None:
+        self.source, self.layouts = source, dict(layouts)
+        super().__init__(_units(source, self.layouts), shard_size)
+
+
+def _units(source: Source, layouts: Mapping[int, LayerLayout]) -> Iterator[tuple[int, list[TensorSpec]]]:
+    """Everything outside the layers, then the layers in order; tensors that are not experts pass through."""
+    architecture, tensors = source.architecture, source.checkpoint.tensors
+    count = architecture.layers(source.checkpoint.config)
+    prefixes = [architecture.layer_prefix(layer) for layer in range(count)]
+    gone = {layer: source.experts.names | _joined(source, layer, layout) for layer, layout in layouts.items()}
+    names: dict[int, list[str]] = {layer: [] for layer in range(-1, count)}
+    for name in tensors:
+        owner = next((layer for layer, prefix in enumerate(prefixes) if name.startswith(prefix)), -1)
+        if owner not in layouts or name not in gone[owner]:
+            names[owner].append(name)
+    for layer, passed in names.items():
+        specs = [TensorSpec(name, tensors[name].dtype, tensors[name].shape) for name in passed]
+        if layer in layouts:
+            specs += source.experts.specs(layer, layouts[layer])
+            if source.experts.layout(layer).is_extended and not layouts[layer].is_extended:
+                specs += source.experts.shared_expert_specs(layer)
+        if specs:
+            yield layer, specs
+
+
+def _joined(source: Source, layer: int, layout: LayerLayout) -> set[str]:
+    """Native names of a shared expert that joins the routed ones on their base."""
+    if not layout.is_extended or source.experts.layout(layer).is_extended:
+        return set()
+    return {spec.name for spec in source.experts.shared_expert_specs(layer)}
+
+
+def write_model(
+    job: Job,
+    plan: OutputPlan,
+    layer_tensors: LayerTensors,
+    *,
+    entry: Mapping[str, Any] | None,
+    statistics: Mapping[int, LayerStatistics],
+    manifest_layers: Callable[[], Mapping[str, Any]] = dict,
+    seed: int = 0,
+) -> None:
+    """Write a model whose MoE layers have new layouts: everything else passes through.
+
+    Args:
+        job: the job.
+        plan: which tensors go where.
+        layer_tensors: makes the expert tensors of one MoE layer, by full name on disk, one at a time.
+        entry: `quantization_config` to write; `None` leaves an ordinary checkpoint.
+        statistics: what was measured, by layer, kept beside the weights for later stages.
+        manifest_layers: per-layer record for the manifest, asked for after the weights are written.
+        seed: of the job.
+    """
+    checkpoint = job.source.checkpoint
+
+    def tensors(layer: int) -> Iterator[tuple[str, Tensor]]:
+        made: set[str] = set()
+        if layer in plan.layouts:
+            for name, tensor in layer_tensors(layer, plan.layouts[layer]):
+                made.add(name)
+                yield name, tensor
+        for spec in plan.unit(layer):
+            if spec.name not in made:
+                yield spec.name, checkpoint.read(spec.name)
+
+    if entry is None and (mixture := mixture_of(checkpoint.config)) is not None:
+        config = patch_config(checkpoint.config, quantization_config=format_entry({}, mixture=dict(mixture)))
+    elif entry is None:
+        config = patch_config(checkpoint.config, remove=["quantization_config"])
+    else:
+        config = patch_config(checkpoint.config, quantization_config=dict(entry))
+    job.record.update(origin(checkpoint))
+    write_checkpoint(
+        job, plan, tensors, config=config, statistics=statistics, manifest_layers=manifest_layers, seed=seed
+    )
+
+
+def origin(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the manifest says of how a mixture was upcycled, if moetool did that: as long as it is one, it can be
+    un-merged."""
+    if not (checkpoint.path / MANIFEST).exists():
+        return {}
+    told = read_manifest(checkpoint.path).statistics
+    return {"upcycled": told["upcycled"]} if "upcycled" in told else {}
+
+
+def write_checkpoint(
+    job: Job[Any],
+    plan: ShardPlan,
+    unit_tensors: Callable[[int], Iterator[tuple[str, Tensor | InParts]]],
+    *,
+    config: Mapping[str, Any],
+    statistics: Mapping[int, LayerStatistics] = MappingProxyType({}),
+    manifest_layers: Callable[[], Mapping[str, Any]] = dict,
+    seed: int = 0,
+    check: Callable[[Checkpoint], None] | None = None,
+) -> None:
+    """Write a whole checkpoint: shards, sidecars, manifest, config, index.
+
+    Args:
+        job: the job.
+        plan: which tensors go where.
+        unit_tensors: makes the tensors of one layer (-1: of everything else), one at a time.
+        config: `config.json` to write.
+        statistics: what was measured, by layer, kept beside the weights for later stages.
+        manifest_layers: per-layer record for the manifest, asked for after the weights are written.
+        seed: of the job.
+        check: is shown the result while nothing can load it yet; what it raises stops the job there.
+    """
+    writer = plan.writer(job.output)
+    checkpoint = job.source.checkpoint
+    with phase(job.progress, "Write", sum(len(shard) for shard in plan.shards)):
+        for shard in range(len(plan.shards)):
+            if not job.unit(f"write/{shard}"):
+                for _ in plan.layers(shard):
+                    job.progress.advance()
+                continue
+
+            def tensors(shard: int = shard) -> Iterator[tuple[str, Tensor | InParts]]:
+                for layer in plan.layers(shard):
+                    yield from unit_tensors(layer)
+                    return_heap()
+                    job.progress.advance()
+
+            job.finish(f"write/{shard}", made=[writer.write_shard(shard, tensors())])
+    files = [writer.file(shard) for shard in range(len(plan.shards))]
+    if check is not None:
+        job.interrupt.check()
+        check(Checkpoint.unfinished(job.output, dict(config), files))
+    files += [*copy_sidecars(checkpoint, job.output), *write_statistics(job.output, statistics)]
+    coming = {CONFIG: config, INDEX: writer.index()}
+    record_origin(
+        job,
+        seed=seed,
+        layers=manifest_layers(),
+        files=files,
+        coming={name: json_bytes(content) for name, content in coming.items() if content is not None},
+    )
+    write_json(job.output / CONFIG, config)
+    writer.finish()
+
+
+def record_origin(
+    job: Job[Any],
+    *,
+    seed: int,
+    layers: Mapping[str, Any],
+    files: Iterable[Path],
+    coming: Mapping[str, bytes] = MappingProxyType({}),
+) -> None:
+    """Write the manifest of a job's result: of `files` that are there, and of contents that are `coming`."""
+    checkpoint = job.source.checkpoint
+    digests = {file.relative_to(job.output).as_posix(): file_sha256(file) for file in files}
+    digests |= {name: hashlib.sha256(content).hexdigest() for name, content in coming.items()}
+    write_manifest(
+        job.output,
+        Manifest(
+            source=checkpoint.source,
+            source_fingerprint=checkpoint.fingerprint(),
+            recipe=dict(job.record.get("recipe", {})),
+            seed=seed,
+            statistics={key: value for key, value in job.record.items() if key != "recipe"},
+            layers=dict(layers),
+            files=dict(sorted(digests.items())),
+            lineage=_lineage(checkpoint),
+            run=job.workspace.fingerprint,
+        ),
+    )
+
+
+def _lineage(checkpoint: Checkpoint) -> tuple[Origin, ...]:
+    return read_manifest(checkpoint.path).origins if (checkpoint.path / MANIFEST).exists() else ()
+
+
+def down_scale(checkpoint: Checkpoint) -> float:
+    """What upcycling multiplied the down matrices of experts by."""
+    told = origin(checkpoint).get("upcycled", {})
+    return routed_scale(told.get("mixture", {}).get("shared", "none"), native=told.get("target") != "moetool")
+
+
+def entry_for(layouts: Mapping[int, LayerLayout], source: Source, **more: Any) -> dict[str, Any] | None:
+    """The `quantization_config` for these layouts on top of what the source had; `None` if every layer is native."""
+    merged = {**source.experts.layouts, **layouts}
+    if all(layout.is_native for layout in merged.values()):
+        return None
+    old = moetool_entry(source.checkpoint.config) or {}
+    kept = {key: old[key] for key in old if key not in ("layers", "quant_method", "format_version")}
+    return format_entry(merged, **{**kept, "original_bytes": original_bytes(source), **more})
+
+
+def original_bytes(source: Source) -> int:
+    """Bytes of the weight files before anything was done to the model: what a ratio refers to."""
+    entry = moetool_entry(source.checkpoint.config)
+    return int(entry["original_bytes"]) if entry and "original_bytes" in entry else source.checkpoint.weight_bytes
+
+
+def write_statistics(directory: Path, statistics: Mapping[int, LayerStatistics]) -> list[Path]:
+    """Keep what was measured beside the weights, in a directory of its own where no loader looks; returns the files."""
+    if not statistics:
+        return []
+    tensors = {
+        f"{layer}.{name}": tensor
+        for layer, measured in sorted(statistics.items())
+        for name, tensor in measured.tensors().items()
+    }
+    save_tensors(directory / STATISTICS, tensors)
+    return [directory / STATISTICS]
+
+
+def read_statistics(source: Source) -> dict[int, LayerStatistics]:
+    """Inverse of `write_statistics`; empty if nothing was measured.
+
+    Raises:
+        InvalidInputError: the file is damaged, or does not fit the model.
+    """
+    path, shape = source.checkpoint.path / STATISTICS, source.experts.shape
+    if not path.exists():
+        return {}
+    try:
+        tensors = load_file(path)
+        layers = sorted({int(name.split(".")[0]) for name in tensors})
+        found = {
+            layer: LayerStatistics.from_tensors(
+                {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{layer}.")}
+            )
+            for layer in layers
+        }
+    except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(
+            f"{path} is damaged ({first_line(error)}). Delete it: what a stage needs of it is measured again."
+        ) from error
+    rows = {role: (shape.experts, shape.matrix(role)[0]) for role in shape.roles}
+    for layer, measured in found.items():
+        fits = layer in source.experts.moe_layers and measured.tokens.shape == (shape.experts,)
+        fits = fits and measured.channel_energy.shape == (shape.intermediate,)
+        fits = fits and {role: tuple(fisher.shape) for role, fisher in measured.fisher.items()} == rows
+        if not fits or not all(map(is_finite, measured.tensors().values())):
+            raise InvalidInputError(
+                f"{path} does not fit the experts of layer {layer}. Delete it: what a stage needs of it is measured "
+                "again."
+            )
+    return found
+
+
+def check_records(source: Any) -> None:
+    """Read what earlier stages have left in a checkpoint's directory beside the weights, if they have.
+
+    Raises:
+        InvalidInputError: the manifest or the statistics are damaged.
+    """
+    if (source.checkpoint.path / MANIFEST).exists():
+        read_manifest(source.checkpoint.path)
+    if isinstance(source, Source):
+        read_statistics(source)

@@ -1,0 +1,119 @@
+"""Perplexity of a model that transformers loads.
+
+Protocol: the text is tokenised as one stream without special tokens and cut into consecutive windows, the rest dropped;
+perplexity is exp of the mean next-token loss over the length − 1 predictions of every window. Where the tokenizer
+begins every text with a BOS token, so does every window: that token is one of its own, and the next is predicted from
+it, so that there are as many predictions (`--bos never` leaves it out, as most published numbers of Llama do). Of an
+encoder it is the pseudo-perplexity, for which every token of a window is hidden once.
+"""
+
+import math
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from moetool.architectures.dense import is_encoder
+from moetool.calibration.data import check_vocabulary, evaluation_windows, load_tokenizer
+from moetool.calibration.opening import BOS_HELP, Bos, opening_text
+from moetool.checkpoint.reader import Checkpoint
+from moetool.errors import VerificationError
+from moetool.job.options import Options, fit_context
+from moetool.job.progress import Progress, Silent, phase
+from moetool.measure.pseudo_perplexity import marks, pseudo_losses
+from moetool.runtime.modules.batch_dependence import depends_on_batch
+from moetool.runtime.modules.moefied import set_keep
+from moetool.runtime.synthesis import Synthesis, apply_synthesis
+
+
+class EvaluationOptions(Options):
+    """What to evaluate on, and how."""
+
+    data: str = Field(description="Text: a file, folder or hub data set, as for --calibration.")
+    sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
+    windows: int | None = Field(None, ge=1, description="Only the first so many windows.")
+    bos: Bos = Field("auto", description=BOS_HELP)
+    batch_tokens: int = Field(2048, ge=1, description="Tokens per batch.")
+    device: str = Field("auto", description="cpu, cuda, … or `map` to spread a large model over what there is.")
+    synthesize: Synthesis = Field(
+        "auto",
+        description="Make a compressed model's experts dense when it is loaded (fast, needs the original's memory) or "
+        "as they run (auto: when loaded, if differences are in few bits or numbers and the experts fit in memory).",
+    )
+    keep: float | None = Field(
+        None, gt=0, le=1, description="Of a moefied model, the share of experts to compute [default: as it was made]."
+    )
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="For running the model (auto: float32 on CPU, else as stored)."
+    )
+
+
+@torch.inference_mode()
+def window_loss(model: Any, windows: Tensor) -> Tensor:
+    """Mean next-token loss of each window `[batch, length]`: `[batch]` fp64."""
+    tokens = windows.to(model.device)
+    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+    losses = [F.cross_entropy(row.float(), target) for row, target in zip(logits, tokens[:, 1:], strict=True)]
+    return torch.stack(losses).double().cpu()
+
+
+def perplexity(path: str, options: EvaluationOptions, progress: Progress | None = None) -> dict[str, Any]:
+    """Evaluate a checkpoint; any that transformers loads, moetool's among them.
+
+    Returns:
+        `perplexity`, by which `protocol`, `nll` (mean loss per token in nats), `tokens`, `windows`, `sequence_length`,
+        with what every window begins (`begin`, `None` for the text itself), and how a compressed model's experts were
+        made (`synthesized`).
+
+        Also how many windows were in a batch (of an encoder: copies of a window), `batch_rows`, and whether the result
+        depends on it, `depends_on_batch`.
+
+    Raises:
+        InvalidInputError: model, tokenizer or text cannot be used.
+        VerificationError: the model's output is not a number.
+    """
+    from moetool.measure.loading import load_for
+
+    progress = progress or Silent()
+    checkpoint = Checkpoint.open(path)
+    tokenizer = load_tokenizer(checkpoint.path)
+    encoder = is_encoder(checkpoint.config)
+    options = fit_context(options, checkpoint.config, sum(map(len, marks(tokenizer))) if encoder else 0)
+    bos: Bos = "never" if encoder else options.bos
+    windows = evaluation_windows(
+        options.data, tokenizer, sequence_length=options.sequence_length, limit=options.windows, bos=bos
+    )
+    check_vocabulary(windows, checkpoint.config.get("vocab_size"))
+    model = load_for(checkpoint, options.device, options.compute_dtype)
+    synthesised = apply_synthesis(model, options.synthesize)
+    if options.keep is not None:
+        set_keep(model, options.keep)
+    batch = max(1, options.batch_tokens // options.sequence_length)
+    if encoder:
+        with phase(progress, "Evaluate", len(windows)):
+            nll = pseudo_losses(model, windows, tokenizer, batch, progress.advance).mean().item()
+    else:
+        losses = []
+        with phase(progress, "Evaluate", -(-len(windows) // batch)):
+            for rows in windows.split(batch):
+                losses.append(window_loss(model, rows))
+                progress.advance()
+        nll = torch.cat(losses).mean().item()
+    if not math.isfinite(nll):
+        raise VerificationError(f"{path} gives a loss of {nll} on {options.data}: its weights are damaged.")
+    return {
+        "model": path,
+        "data": options.data,
+        "perplexity": math.exp(nll) if nll < 700 else math.inf,
+        "nll": nll,
+        "windows": len(windows),
+        "tokens": windows.numel(),
+        "sequence_length": options.sequence_length,
+        "begin": opening_text(tokenizer, bos),
+        "protocol": "pseudo-perplexity" if encoder else "perplexity",
+        "synthesized": "load" if synthesised else "on-the-fly",
+        "batch_rows": batch,
+        "depends_on_batch": depends_on_batch(model),
+    }

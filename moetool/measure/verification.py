@@ -1,0 +1,188 @@
+"""Checking a checkpoint file by file and tensor by tensor, alone or against one that it was made from."""
+
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetool.architectures import is_opaque
+from moetool.checkpoint.files import file_sha256
+from moetool.checkpoint.manifest import Manifest, read_manifest
+from moetool.checkpoint.reader import MANIFEST, WORK_DIRECTORIES, Checkpoint
+from moetool.checkpoint.source import DOCUMENTS, DOWNLOADED
+from moetool.checkpoint.writer import is_finite
+from moetool.errors import InvalidInputError, VerificationError
+from moetool.job.job import DenseSource, Source, joined_names
+from moetool.job.progress import Progress, Silent, phase
+from moetool.runtime.building import check_sizes
+
+# Stages whose input moetool wrote itself: without its manifest nobody knows what that was made from.
+_CHAINED = {"svd-compress", "prune-base", "quantize-delta", "sparsify-delta", "dense-experts", "dense"}
+_TRAINING = "tune"
+
+
+def verify_checkpoint(
+    path: str | Path, against: str | Path | None = None, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Read every file and every tensor, and compare with a source if one is given.
+
+    Always checked: headers, names and shapes against the config, that every number is finite, and that all files are
+    those that were written, by the digests in the manifest (packed codes have no other sign of damage). A document that
+    was changed, such as a model card, and files that were added are no errors but notes.
+
+    Against a source: that the manifest names it, as what the checkpoint or one of its sources was made from. If it is
+    of the same family and shape: every tensor outside the experts bit for bit, unless it was trained in between, and
+    how far each layer's experts are from the originals (relative Frobenius norm; reported, not judged).
+
+    Returns:
+        `path`, `tensors`, `bytes`, `notes`; with a source `against`, `stages` (what lies between, the last first; empty
+        if the checkpoint says nothing of it), `same_tensors` (how many were compared bit for bit) and where they are
+        comparable `relative_error` by layer and role.
+
+    Raises:
+        InvalidInputError: a file or the config cannot be used.
+        VerificationError: something is wrong, named file by file and tensor by tensor.
+    """
+    progress = progress or Silent()
+    checkpoint = Checkpoint.open(path)
+    made = _mixture(checkpoint)
+    manifest = read_manifest(checkpoint.path) if (checkpoint.path / MANIFEST).exists() else None
+    problems: list[str] = []
+    notes: list[str] = []
+    if manifest is not None:
+        _check_files(checkpoint.path, manifest, problems, notes)
+    result: dict[str, Any] = {"path": str(path), "tensors": len(checkpoint.tensors), "bytes": checkpoint.weight_bytes}
+    same: set[str] = set()
+    pair = None
+    if against is not None:
+        original = Checkpoint.open(against)
+        is_itself = original.fingerprint() == checkpoint.fingerprint()
+        stages = [] if is_itself else _stages(manifest, original, notes)
+        if stages is None:
+            problems.append(f"its manifest names another source than {against}")
+        pair = _comparable(made, _mixture(original))
+        if pair is None and not stages and not is_itself:
+            problems.append(f"it is not made from {against}: family or shape differ, and no manifest says otherwise")
+        if pair is not None:
+            lost = _passed(*pair) - checkpoint.tensors.keys()
+            problems += [f"{name} is missing" for name in sorted(lost)]
+            if _TRAINING not in (stages or ()):
+                same = checkpoint.tensors.keys() - pair[0].experts.names
+        result |= {"against": str(against), "stages": stages or [], "same_tensors": len(same)}
+    with phase(progress, "Verify", len(checkpoint.tensors)):
+        for name in checkpoint.tensors:
+            tensor = checkpoint.read(name)
+            if not is_finite(tensor):
+                problems.append(f"{name} holds NaN or infinity")
+            if name in same and pair is not None:
+                if name not in pair[1].checkpoint.tensors:
+                    problems.append(f"{name} is not in {against}")
+                elif not torch.equal(tensor, pair[1].checkpoint.read(name)):
+                    problems.append(f"{name} differs from {against}")
+            progress.advance()
+    if pair is not None and not problems:
+        result["relative_error"] = _expert_errors(*pair, progress)
+    _raise_for(path, problems)
+    return {**result, "notes": notes}
+
+
+def _raise_for(path: str | Path, problems: list[str]) -> None:
+    if problems:
+        more = f" … and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise VerificationError(f"{path}: " + "; ".join(problems[:5]) + more)
+
+
+def _mixture(checkpoint: Checkpoint) -> Source | None:
+    """The checkpoint as a mixture of experts, or `None` for one of a dense family or of moetool's own networks. Raises
+    `InvalidInputError` for one that is neither."""
+    if is_opaque(checkpoint.config):
+        check_sizes(checkpoint)
+        return None
+    try:
+        return Source.of(checkpoint)
+    except InvalidInputError:
+        try:
+            DenseSource.of(checkpoint)
+        except InvalidInputError:
+            pass
+        else:
+            return None
+        raise
+
+
+def _comparable(made: Source | None, original: Source | None) -> tuple[Source, Source] | None:
+    """Both, if they are of one family and shape."""
+    if made is None or original is None:
+        return None
+    is_same = made.architecture == original.architecture and made.experts.shape == original.experts.shape
+    return (made, original) if is_same else None
+
+
+def _passed(made: Source, original: Source) -> set[str]:
+    """Names of the tensors of a source that have to be in what was made from it."""
+    return set(original.checkpoint.tensors) - original.experts.names - joined_names(made)
+
+
+def _check_files(path: Path, manifest: Manifest, problems: list[str], notes: list[str]) -> None:
+    """Compare all files with the digests that were noted when they were written. Manifests of format 1 hold those of
+    the weight files only, and none of their own."""
+    if manifest.format_version > 1 and manifest.digest != manifest.seal():
+        problems.append(f"{MANIFEST} is not what was written (its own digest differs)")
+    for name, digest in manifest.files.items():
+        is_document = any(fnmatch(Path(name).name, pattern) for pattern in DOCUMENTS)
+        if not (path / name).is_file():
+            # What the hub holds beside a model is not downloaded.
+            counts = not is_document and any(fnmatch(name, pattern) for pattern in DOWNLOADED)
+            (problems if counts else notes).append(f"{name} is missing")
+        elif file_sha256(path / name) != digest:
+            changed = f"{name} is not the file that was written (its SHA-256 differs from the one in {MANIFEST})"
+            (notes if is_document else problems).append(changed)
+    if manifest.format_version > 1 and (added := sorted(_present(path) - manifest.files.keys())):
+        notes.append(f"added since it was written: {', '.join(added[:5])}{', …' if len(added) > 5 else ''}")
+
+
+def _present(path: Path) -> set[str]:
+    """Names of all files of a checkpoint but its manifest."""
+
+    def found() -> Iterator[Path]:
+        for top in path.iterdir():
+            if top.name not in {*WORK_DIRECTORIES, MANIFEST}:
+                yield from (file for file in [top, *top.rglob("*")] if file.is_file())
+
+    return {file.relative_to(path).as_posix() for file in found()}
+
+
+def _stages(manifest: Manifest | None, original: Checkpoint, notes: list[str]) -> list[str] | None:
+    """The stages from a source to what a manifest describes, the last first; empty if nothing tells; `None` if the
+    manifest names other sources."""
+    if manifest is None:
+        notes.append(f"it has no {MANIFEST} that would say what it was made from")
+        return []
+    origins = manifest.origins
+    for index, origin in enumerate(origins):
+        if origin.source_fingerprint == original.fingerprint():
+            return [step.stage for step in origins[: index + 1]]
+    if origins[-1].stage in _CHAINED:
+        notes.append(f"its manifest goes back to {origins[-1].source}, and does not say what that was made from")
+        return []
+    return None
+
+
+def _expert_errors(made: Source, original: Source, progress: Progress) -> dict[str, dict[str, float]]:
+    """Per layer and role: `‖W' − W‖ / ‖W‖` over all experts."""
+    errors: dict[str, dict[str, float]] = {}
+    with phase(progress, "Compare experts", len(made.experts.moe_layers)):
+        for layer in made.experts.moe_layers:
+            errors[str(layer)] = {}
+            for role in made.experts.shape.roles:
+                lost = total = 0.0
+                for expert in range(made.experts.count(layer)):
+                    before = original.experts.dense(layer, expert, role).double()
+                    after = made.experts.dense(layer, expert, role).double()
+                    lost += (after - before).square().sum().item()
+                    total += before.square().sum().item()
+                errors[str(layer)][role] = float(f"{(lost / total) ** 0.5 if total else 0.0:.4g}")
+            progress.advance()
+    return errors

@@ -1,0 +1,185 @@
+"""The tensors of a moefied model: its own weights, neurons reordered so that every expert is a run of them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from moetool.architectures import Role
+from moetool.checkpoint.dense import DenseModel
+from moetool.checkpoint.files import patch_config
+from moetool.checkpoint.writer import TensorSpec
+from moetool.convert.parts import REST, Converted, Made
+from moetool.errors import UsageError
+from moetool.format.entry import own_entry
+from moetool.numerics.balanced_kmeans import balanced_kmeans
+
+SelectorKind = Literal["mlp", "oracle", "fixed"]
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """How one FFN is split, and what its selector is.
+
+    Attributes:
+        order: `[intermediate]` int64, neurons expert by expert.
+        centre: `[intermediate]` fp32, representative values in that order; zeros for the original MoEfication.
+        first, second: of the selector, `[experts, hidden]` and `[experts, experts]`; `None` if it is no network.
+        ranking: `[experts]` int64, experts as a fixed selector takes them.
+    """
+
+    order: Tensor
+    centre: Tensor
+    first: Tensor | None = None
+    second: Tensor | None = None
+    ranking: Tensor | None = None
+
+
+def chosen_experts(keep: float, experts: int) -> int:
+    """How many experts a share of them is. Raises `UsageError` if it is none."""
+    chosen = round(keep * experts)
+    if chosen < 1:
+        raise UsageError(f"--keep {keep:g} of {experts} experts is less than one. The smallest is {1 / experts:.4g}.")
+    return chosen
+
+
+def check_experts(experts: int, intermediate: int) -> None:
+    """Raise `UsageError` unless the experts divide the neurons, with the numbers near that do."""
+    if intermediate % experts:
+        divisors = [d for d in range(2, intermediate + 1) if intermediate % d == 0]
+        near = sorted(sorted(divisors, key=lambda d: (abs(d - experts), d))[:4])
+        raise UsageError(
+            f"--experts {experts} does not divide the FFN's {intermediate} neurons. Near it: "
+            f"{', '.join(map(str, near))}."
+        )
+
+
+def clustered_order(dense: DenseModel, layer: int, experts: int, seed: int) -> Tensor:
+    """Neurons `[intermediate]` by balanced k-means on their normalised input weights, gate and up side by side."""
+    roles: list[Role] = [role for role in dense.architecture.roles if role != "down"]
+    rows = torch.cat([dense.matrix(layer, role).float() for role in roles], dim=1)
+    rows /= rows.norm(dim=1, keepdim=True).clamp_min(1e-30)
+    return balanced_kmeans(rows, experts, seed=seed + layer).argsort(stable=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moefied(Converted):
+    """A dense model whose feed-forward networks compute the experts that a selector chooses.
+
+    Attributes:
+        experts: per layer.
+        keep: share of them per token.
+        selector: what chooses.
+        layers: which layers, ascending.
+        layer_plan: gives what was found for a layer.
+    """
+
+    experts: int
+    keep: float
+    selector: SelectorKind
+    layers: tuple[int, ...]
+    layer_plan: Callable[[int], LayerPlan]
+
+    def config(self) -> dict[str, Any]:
+        described = {
+            "experts": self.experts,
+            "keep": self.keep,
+            "selector": self.selector,
+            "layers": list(self.layers),
+        }
+        entry = own_entry("neuron_experts", described)
+        return patch_config(self.dense.checkpoint.config, quantization_config=entry, **self.dtype_entry())
+
+    def units(self) -> list[tuple[int, list[Made]]]:
+        return [(layer, list(self._unit(layer, names))) for layer, names in self.names().items()]
+
+    def _unit(self, layer: int, names: list[str]) -> Iterator[Made]:
+        if layer == REST or layer not in self.layers:
+            yield from map(self.copied, names)
+            return
+        inside = self.dense.ffn_names(layer)
+        yield from (self.copied(name) for name in names if name not in inside)
+        yield from self._network(layer)
+        prefix, hidden, experts = self.dense.architecture.ffn_prefix(layer), self.dense.hidden, self.experts
+        yield self._found(f"{prefix}centre", layer, "centre", (self.dense.intermediate,), torch.float32)
+        if self.selector == "mlp":
+            yield self._found(f"{prefix}selector.first.weight", layer, "first", (experts, hidden), None)
+            yield self._found(f"{prefix}selector.second.weight", layer, "second", (experts, experts), None)
+        elif self.selector == "fixed":
+            yield self._found(f"{prefix}order", layer, "ranking", (experts,), torch.int64)
+        yield self.filled(self.dense.architecture.weight_name(layer, "up"), (1, 1))
+
+    def _found(self, name: str, layer: int, what: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Made:
+        stored = dtype or self.stored(self.dense.dtype)
+        spec = TensorSpec(name, stored, shape)
+        return Made(spec, lambda: getattr(self.layer_plan(layer), what).to(stored))
+
+    def _network(self, layer: int) -> Iterator[Made]:
+        """The network's tensors under the name of the module that wraps it, neurons in their new order."""
+        dense, architecture = self.dense, self.dense.architecture
+        prefix = architecture.ffn_prefix(layer)
+        width = dense.intermediate
+        joined = architecture.is_joined
+        for role in architecture.roles:
+            if joined and role == "gate":
+                continue  # with `up`, in one tensor
+            halves: list[Role] = ["gate", "up"] if joined and role == "up" else [role]
+            stem = architecture.weights[role].removesuffix(".weight")
+            name = f"{prefix}ffn.{role if architecture.spread else stem}"
+            rows, columns = dense.shape(role)
+            shape = (len(halves) * rows, columns)
+            yield self.joined(f"{name}.weight", shape, [partial(self._matrix, layer, half) for half in halves])
+            if role in dense.biases:
+                length = dense.hidden if role == "down" else width * len(halves)
+                yield self.joined(f"{name}.bias", (length,), [partial(self._bias, layer, role)])
+
+    def _matrix(self, layer: int, role: Role) -> Tensor:
+        order = self.layer_plan(layer).order
+        return self.dense.matrix(layer, role).index_select(1 if role == "down" else 0, order)
+
+    def _bias(self, layer: int, role: Role) -> Tensor:
+        bias, width = self.dense.bias(layer, role), self.dense.intermediate
+        if role == "down":
+            return bias
+        order = self.layer_plan(layer).order
+        return torch.cat([part[order] for part in bias.split(width)])
+
+    @property
+    def selector_size(self) -> int:
+        """Numbers in one layer's selector."""
+        return {"mlp": self.experts * (self.dense.hidden + self.experts), "fixed": self.experts}.get(self.selector, 0)
+
+    def parameters(self) -> dict[str, int]:
+        dense = self.dense
+        added = len(self.layers) * (self.selector_size + dense.intermediate)
+        neuron = sum(dense.hidden + (role != "down" and role in dense.biases) for role in dense.architecture.roles)
+        chosen = chosen_experts(self.keep, self.experts)
+        idle = len(self.layers) * (self.experts - chosen) * (dense.intermediate // self.experts) * neuron
+        total = dense.parameters + added
+        return {"total": total, "active": total - idle, "added": added}
+
+
+def flops(dense: DenseModel, layers: int, keep: float, experts: int, length: int, selector: SelectorKind) -> float:
+    """FLOPs of a model that keeps a share of the neurons of `layers` of its FFNs, over those of the dense one.
+
+    Counted as the paper does: multiplications of decoder or encoder layers with their weights, of attention with a text
+    of `length` tokens, and of the selectors (an oracle computes all activations first). Table 1 of G-MoEfication
+    follows at a length of 128.
+    """
+    config, hidden = dense.config, dense.hidden
+    heads = int(config.num_attention_heads)
+    groups = int(getattr(config, "num_key_value_heads", None) or heads)
+    if getattr(config, "new_decoder_architecture", False):
+        groups = int(config.num_kv_heads)
+    elif getattr(config, "multi_query", False):
+        groups = 1
+    width = dense.head_dim
+    attention = 2 * hidden * heads * width + 2 * hidden * groups * width + 2 * length * heads * width
+    matrix, roles = hidden * dense.intermediate, len(dense.architecture.roles)
+    whole = dense.layers * (attention + roles * matrix)
+    chosen = chosen_experts(keep, experts) / experts
+    selecting = {"mlp": experts * (hidden + experts), "oracle": (roles - 1) * matrix, "fixed": 0}[selector]
+    return (whole - layers * ((1 - chosen) * roles * matrix - selecting)) / whole

@@ -1,0 +1,134 @@
+"""Loading a model through transformers, quietly, and refusing one that is not all that its files are."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+from moetool.architectures import aliases, find_architecture
+from moetool.architectures.dense import dense_architectures, is_encoder
+from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.reader import Checkpoint
+from moetool.errors import InvalidInputError
+from moetool.runtime.quiet import quiet
+
+# Buffers that files of older versions of transformers hold, and that it has computed itself ever since.
+_COMPUTED = re.compile(r"\.(inv_freq|masked_bias|position_ids)$")
+_LAYER = re.compile(r"\.(?:layers?|h)\.(\d+)\.")
+_NAMED = 3  # tensors that an error names
+
+
+def model_class(config: Mapping[str, Any]) -> Any:
+    """`AutoModelForMaskedLM` for a family of encoders, `AutoModelForCausalLM` for any other."""
+    return AutoModelForMaskedLM if is_encoder(config) else AutoModelForCausalLM
+
+
+def load_model(
+    checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"], device: torch.device | str | None = None
+) -> Any:
+    """A language model in evaluation mode, every tensor of which is the file's; `device` may be a device map such as
+    `"auto"`.
+
+    Raises:
+        InvalidInputError: transformers cannot load it, or it has other tensors than the files, in names or shapes.
+    """
+    renamed = {re.escape(alias): own for alias, own in aliases(checkpoint.config).items()}
+    try:
+        with quiet():
+            model, told = model_class(checkpoint.config).from_pretrained(
+                checkpoint.path,
+                dtype=dtype,
+                device_map=device,
+                trust_remote_code=False,
+                key_mapping=renamed or None,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        _refuse_experts(checkpoint)
+        reason = " ".join(str(error).split())[:300]
+        raise InvalidInputError(f"transformers cannot load {checkpoint.path}: {reason}") from error
+    _refuse_loaded(checkpoint, told)
+    _forget_aliases(model, renamed)
+    run_experts_of_any_width(model)
+    return model.eval()
+
+
+def surplus(names: Sequence[str], config: Mapping[str, Any]) -> list[str]:
+    """Of names that a model has no tensor for, those that may be missed: not of the heads that its family's files have
+    for other tasks, of layers that predict further tokens, or of buffers that transformers computes itself."""
+    family = next((own for own in dense_architectures() if config.get("model_type") in own.model_types), None)
+    unused = () if family is None else family.unused
+    layers, further = (config.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    beyond = range(layers, layers + further) if isinstance(layers, int) and isinstance(further, int) else range(0)
+
+    def is_known(name: str) -> bool:
+        layer = _LAYER.search(name)
+        return (
+            name.startswith(unused) or bool(_COMPUTED.search(name)) or (layer is not None and int(layer[1]) in beyond)
+        )
+
+    return sorted(name for name in names if not is_known(name))
+
+
+def run_experts_of_any_width(model: Any) -> None:
+    """Let a model's experts run one after the other if torch's grouped products cannot take their shapes.
+
+    These want rows of whole 16 bytes, in every matrix and in what it is multiplied with, forward and backward.
+    """
+    fused = [
+        parameter
+        for module in model.modules()
+        if hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")  # transformers' fused experts
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() == 3
+    ]
+    if any(size * parameter.element_size() % 16 for parameter in fused for size in parameter.shape[1:]):
+        model.set_experts_implementation("eager")
+
+
+def _refuse_loaded(checkpoint: Checkpoint, told: Mapping[str, Any]) -> None:
+    """Raise for what transformers would only have warned of."""
+    wrong = {
+        "missing from the files": sorted(told["missing_keys"]),
+        "in the files, but not in the model that config.json describes": surplus(
+            list(told["unexpected_keys"]), checkpoint.config
+        ),
+        "of another shape than config.json promises": [
+            f"{name} {list(found)} instead of {list(promised)}"
+            for name, found, promised in sorted(told["mismatched_keys"])
+        ],
+    }
+    problems = [
+        f"{len(names)} {'tensor is' if len(names) == 1 else 'tensors are'} {what} ({', '.join(names[:_NAMED])}"
+        f"{', …' if len(names) > _NAMED else ''})"
+        for what, names in wrong.items()
+        if names
+    ]
+    if problems:
+        _refuse_experts(checkpoint)
+        raise InvalidInputError(
+            f"{checkpoint.path} is not a whole {checkpoint.config.get('model_type')} model: {'; '.join(problems)}. "
+            "Results would be wrong; refusing. Download it again, or give its tensors the names of its family."
+        )
+
+
+def _refuse_experts(checkpoint: Checkpoint) -> None:
+    """Raise if the headers already tell which experts are not as config.json promises, with their names on disk."""
+    try:
+        architecture = find_architecture(checkpoint.config)
+    except InvalidInputError:
+        return  # dense, or a family that only transformers knows
+    ExpertReader(checkpoint, architecture)
+
+
+def _forget_aliases(model: Any, renamed: Mapping[str, str]) -> None:
+    """Let the model be saved under the hub's names, not under those of the files."""
+    if rules := getattr(model, "_weight_conversions", None):
+        model._weight_conversions = [rule for rule in rules if not _is_alias(rule, renamed)]
+
+
+def _is_alias(rule: Any, renamed: Mapping[str, str]) -> bool:
+    return any([alias] == list(rule.source_patterns) for alias in renamed)

@@ -1,0 +1,153 @@
+"""DeepSeekMoE-16B (`model_type: deepseek`) for transformers 5, which has no class for it and cannot run its own code.
+
+Llama's attention and norms, fine-grained experts with a softmax router, and shared experts beside them
+(arXiv:2401.06066). The layout on disk is that of the hub's checkpoint, which is also Qwen2-MoE's.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModel, AutoModelForCausalLM
+from transformers.activations import ACT2FN
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.integrations.moe import use_experts_implementation
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaMLP,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+from transformers.utils.output_capturing import OutputRecorder
+
+
+@use_experts_implementation
+class DeepseekExperts(nn.Module):
+    """All experts of a layer, fused: `gate_up_proj [experts, 2·intermediate, hidden]`, `down_proj`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.num_experts, self.hidden_dim = config.n_routed_experts, config.hidden_size
+        self.intermediate_dim = config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`."""
+        output = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            rows, choice = torch.where(top_k_index == expert)
+            gate, up = F.linear(hidden_states[rows], self.gate_up_proj[expert]).chunk(2, -1)
+            own = F.linear(self.act_fn(gate) * up, self.down_proj[expert])
+            output.index_add_(0, rows, (own * top_k_weights[rows, choice, None]).to(output.dtype))
+        return output
+
+
+class DeepseekTopKRouter(nn.Module):
+    """Softmax over all experts, then the k highest, renormalised only if the config says so."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.top_k, self.renormalise = config.num_experts_per_tok, config.norm_topk_prob
+        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`[tokens, hidden]` → logits `[tokens, experts]`, weights `[tokens, k]`, experts `[tokens, k]`."""
+        logits = F.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
+        weights, index = torch.topk(logits.softmax(-1, dtype=torch.float32), self.top_k, dim=-1, sorted=False)
+        if self.renormalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return logits, weights.to(hidden_states.dtype), index
+
+
+class DeepseekMoE(nn.Module):
+    """Routed experts plus shared experts, which every token passes."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.gate, self.experts = DeepseekTopKRouter(config), DeepseekExperts(config)
+        self.shared_experts = None
+        if config.n_shared_experts:
+            width = config.moe_intermediate_size * config.n_shared_experts
+            shared = SimpleNamespace(
+                hidden_size=config.hidden_size,
+                intermediate_size=width,
+                hidden_act=config.hidden_act,
+                mlp_bias=config.mlp_bias,
+            )
+            self.shared_experts = LlamaMLP(shared)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`[batch, length, hidden]` → the same."""
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        _, weights, index = self.gate(flat)
+        routed = self.experts(flat, index, weights).view_as(hidden_states)
+        return routed if self.shared_experts is None else routed + self.shared_experts(hidden_states)
+
+
+class DeepseekDecoderLayer(LlamaDecoderLayer):  # type: ignore[misc]
+    """Llama's layer, with experts from `first_k_dense_replace` on."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        if layer_idx >= config.first_k_dense_replace and layer_idx % config.moe_layer_freq == 0:
+            self.mlp = DeepseekMoE(config)
+
+
+class DeepseekPreTrainedModel(LlamaPreTrainedModel):  # type: ignore[misc]
+    """What transformers asks of a family."""
+
+    _no_split_modules = ["DeepseekDecoderLayer"]  # noqa: RUF012
+    _can_record_outputs = {  # noqa: RUF012
+        "router_logits": OutputRecorder(DeepseekTopKRouter, index=0),
+        "hidden_states": DeepseekDecoderLayer,
+        "attentions": LlamaAttention,
+    }
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, (DeepseekExperts, DeepseekTopKRouter)):
+            for parameter in module.parameters():
+                parameter.data.normal_(0, self.config.initializer_range)
+
+
+class DeepseekModel(DeepseekPreTrainedModel, LlamaModel):  # type: ignore[misc]
+    """The decoder."""
+
+    def __init__(self, config: Any) -> None:
+        # Not LlamaModel's: a Llama inside could not be told which implementation of the experts to use.
+        DeepseekPreTrainedModel.__init__(self, config)  # type: ignore[call-arg]
+        self.padding_idx, self.vocab_size = config.pad_token_id, config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList([DeepseekDecoderLayer(config, index) for index in range(config.num_hidden_layers)])
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+
+class DeepseekForCausalLM(DeepseekPreTrainedModel, LlamaForCausalLM):  # type: ignore[misc]
+    """The language model."""
+
+    def __init__(self, config: Any) -> None:
+        DeepseekPreTrainedModel.__init__(self, config)  # type: ignore[call-arg]
+        self.model, self.vocab_size = DeepseekModel(config), config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+def register(config: type[PreTrainedConfig]) -> None:
+    """Make the Auto classes know the model by its config. Safe to call twice."""
+    DeepseekPreTrainedModel.config_class = config
+    AutoModel.register(config, DeepseekModel, exist_ok=True)
+    AutoModelForCausalLM.register(config, DeepseekForCausalLM, exist_ok=True)
+    layout = get_checkpoint_conversion_mapping("qwen2_moe")
+    register_checkpoint_conversion_mapping(config.model_type, layout, overwrite=True)

@@ -1,0 +1,331 @@
+"""The run-time module for compressed experts: a drop-in for the fused experts of transformers 5.
+
+`y = Σ_i G_i · down_i(act(gate_i x) · up_i x)` with `W_i = base + Δ_i`. The gate and up bases are multiplied once per
+token, whatever the number of routed experts. The down base is multiplied once per token too, on the routing-weighted
+sum of the activations: `Σ_i G_i (B + Δ_i) h_i = B (Σ_i G_i h_i) + Σ_i Δ_i (G_i h_i)`, exact by linearity
+(D²-MoE, Eq. 10). With the base inside every expert the model would be slower than the original.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from moetool.architectures import Role
+from moetool.architectures.base import fused_name
+from moetool.format.layout import LayerLayout
+from moetool.representations.base import Weight, empty_parameter
+from moetool.runtime.modules.fused import activated, entering
+from moetool.runtime.modules.networks import dropout_of
+from moetool.runtime.modules.offloading import below, loaded
+from moetool.runtime.modules.rows import add_rows
+
+
+class SharedBaseExperts(nn.Module):
+    """Experts of one layer as a shared base and one small difference per expert and matrix.
+
+    Parameters keep their native names: `gate_up_proj` (`up_proj` without gates) and `down_proj` hold the base (leading
+    dimension 1), a guard if the base is stored in another form, or all experts where that group was left alone; biases
+    are every expert's own. `moetool.{expert}.{role}` holds the differences, `moetool.base.{role}` a base that is not
+    dense.
+    """
+
+    moetool: nn.ModuleDict
+    down_proj: nn.Parameter
+
+    def __init__(self, native: nn.Module, layout: LayerLayout) -> None:
+        """Build empty on the device and in the dtype of `native`, the fused experts module it replaces."""
+        super().__init__()
+        fused = entering(native)
+        dtype, device, shape = fused.dtype, fused.device, layout.shape
+        self.layout = layout
+        self.config: Any = native.config
+        self.act_fn: Any = native.act_fn
+        self.num_experts, self.hidden_dim, self.intermediate_dim = (
+            shape.experts,
+            shape.hidden,
+            shape.intermediate,
+        )
+        self.native_class = type(native)
+        self.gate_up_base = layout.weights["up"] is not None
+        self.down_base = layout.weights["down"] is not None
+        for roles, has_base in zip(shape.groups, (self.gate_up_base, self.down_base), strict=True):
+            rows, columns = layout.native_shape(roles[0]) if has_base else shape.matrix(roles[0])
+            count = 1 if has_base else shape.experts
+            setattr(self, fused_name(roles), empty_parameter((count, len(roles) * rows, columns), dtype, device))
+            if roles[0] in shape.biases:
+                bias = empty_parameter((shape.experts, len(roles) * shape.matrix(roles[0])[0]), dtype, device)
+                setattr(self, f"{fused_name(roles)}_bias", bias)
+        if layout.is_pruned:
+            self.register_buffer("base_channels", torch.zeros(layout.base_channels, dtype=torch.int32, device=device))
+        self.moetool = nn.ModuleDict({str(expert): nn.ModuleDict() for expert in range(layout.stored_experts)})
+        shared = {
+            str(role): nn.ParameterDict(
+                {name: empty_parameter(stored.shape, stored.dtype or dtype, device) for name, stored in common.items()}
+            )
+            for role in shape.roles
+            if (common := layout.shared_tensors(role))
+        }
+        if shared:
+            self.moetool["shared"] = nn.ModuleDict(shared)
+        for expert, role, representation in layout.deltas():
+            deltas: nn.ModuleDict = self.moetool[str(expert)]  # type: ignore[assignment]
+            deltas[role] = weight = representation.build(shape.matrix(role), dtype, device)
+            if role in shared:
+                weight.share(shared[role])
+        if bases := {
+            str(role): representation.build(layout.base_shape(role), dtype, device)
+            for role, representation in layout.compact_bases()
+        }:
+            self.moetool["base"] = nn.ModuleDict(bases)
+
+    def delta(self, expert: int, role: Role) -> Weight:
+        """The stored form of one matrix."""
+        return self.moetool[str(expert)][role]  # type: ignore[index]
+
+    def _compact(self, role: Role) -> Weight:
+        """The stored form of a base that is not dense."""
+        return self.moetool["base"][role]  # type: ignore[index]
+
+    def _bases(self, role: Role) -> list[nn.Module]:
+        """The modules that store a base that is not dense."""
+        if self.layout.has_dense_base(role):
+            return []
+        compact = self._compact(role)
+        return [compact, *below(compact)]
+
+    def _shared(self) -> list[nn.Module]:
+        """The modules that hold what differences have in common."""
+        return below(self.moetool["shared"]) if "shared" in self.moetool else []
+
+    def _uses_base(self, expert: int, role: Role) -> bool:
+        weights = self.layout.weights[role]
+        return weights is not None and weights[expert].uses_base
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """Put the base's stored channels `[tokens, base_channels]` where they belong among all of them."""
+        if not self.layout.is_pruned:
+            return values
+        full = values.new_zeros(values.shape[0], self.intermediate_dim)
+        return full.index_copy(1, self.base_channels.long(), values)  # type: ignore[operator]
+
+    def _base_gate_up(self, hidden: Tensor) -> dict[Role, Tensor]:
+        """Gate and up of the base, once per token: `[tokens, intermediate]` each."""
+        roles = self.layout.shape.entering
+        if not self.gate_up_base:
+            return {}
+        if self.layout.has_dense_base("up"):
+            values: Sequence[Tensor] = F.linear(hidden, self._fused(0, "up")).chunk(len(roles), dim=-1)
+        else:
+            values = [self._compact(role)(hidden) for role in roles]
+        return {role: self._spread(own) for role, own in zip(roles, values, strict=True)}
+
+    def _biases(self, expert: int) -> dict[Role, Tensor]:
+        """Those of a routed expert, `[out]` each."""
+        found: dict[Role, Tensor] = {}
+        for roles in self.layout.shape.groups:
+            if roles[0] in self.layout.shape.biases:
+                fused: Tensor = getattr(self, f"{fused_name(roles)}_bias")
+                found.update(zip(roles, fused[expert].chunk(len(roles)), strict=True))
+        return found
+
+    def _activation(
+        self, expert: int, hidden: Tensor, base: dict[Role, Tensor], tokens: Tensor, biases: Mapping[Role, Tensor]
+    ) -> Tensor:
+        """`act(gate x) · up x` of one expert for its tokens: `[routed, intermediate]`."""
+        roles = self.layout.shape.entering
+        if not self.gate_up_base:
+            values = list(F.linear(hidden, self._fused(expert, "up")).chunk(len(roles), dim=-1))
+        else:
+            values = [
+                base[role][tokens] + self.delta(expert, role)(hidden)
+                if self._uses_base(expert, role)
+                else self.delta(expert, role)(hidden)
+                for role in roles
+            ]
+        return activated(
+            self.act_fn,
+            [own + biases[role] if role in biases else own for role, own in zip(roles, values, strict=True)],
+        )
+
+    def _base_down(self, activations: Tensor) -> Tensor:
+        """The down base on summed activations `[tokens, intermediate]`, without the batch's weakest channels.
+
+        Semi-dynamic pruning (Eq. 9): the score of channel j is `‖base_down[:, j]‖ · ‖h_j‖`, with h_j the activations
+        that the base is about to multiply, so the score is exactly the size of what would be lost. By then gate and up
+        are computed, so leaving the channel in them costs nothing. No state: a batch gives the same result whatever
+        came before it.
+        """
+        if self.layout.is_pruned:
+            activations = activations[:, self.base_channels.long()]  # type: ignore[operator]
+        if not self.layout.has_dense_base("down") and not self.layout.dynamic_channels:
+            return self._compact("down")(activations)
+        with loaded(*self._bases("down")):
+            base = self._base("down").to(activations.dtype)
+        if self.layout.dynamic_channels:
+            scores = base.detach().float().norm(dim=0) * activations.detach().float().norm(dim=0)
+            weakest = scores.argsort(stable=True)[: self.layout.dynamic_channels]
+            activations = activations.index_fill(1, weakest, 0)
+        return F.linear(activations, base)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`.
+
+        For the backward nothing is kept of an expert with a base: its activations follow from those of the base, which
+        are kept once per token, and its difference, and are computed again, expert by expert.
+        """
+        with loaded(*self._shared()):
+            return self._forward(hidden_states, top_k_index, top_k_weights)
+
+    def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        tokens, top_k = top_k_index.shape
+        experts, order = top_k_index.reshape(-1).sort(stable=True)
+        weights = top_k_weights.reshape(-1, 1)
+        ends = torch.bincount(experts, minlength=self.num_experts).cumsum(0).tolist()
+        base = self._base_gate_up(hidden_states)
+        recomputes = torch.is_grad_enabled() and self.gate_up_base and self.down_base
+        # Added up in fp32 at least, whatever the dtype; experts come in the same order for every batch.
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        routed = hidden_states.new_zeros(tokens, self.intermediate_dim, dtype=wide) if self.down_base else None
+        output = hidden_states.new_zeros(tokens, self.hidden_dim, dtype=wide)
+        start = 0
+        for expert, end in enumerate(ends[: self.num_experts]):
+            if start == end:
+                continue
+            pairs, start = order[start:end], end
+            rows = pairs // top_k
+            arguments = expert, hidden_states, base, weights[pairs], rows
+            if recomputes:
+                activation, product = checkpoint(
+                    self._routed, *arguments, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                activation, product = self._routed(*arguments)
+            output = add_rows(output, rows, product.to(wide))
+            if routed is not None and self._uses_base(expert, "down"):
+                routed = add_rows(routed, rows, activation.to(wide))
+        output = output.to(hidden_states.dtype)
+        if routed is not None:
+            output = output + self._base_down(routed.to(hidden_states.dtype))
+        return output.to(hidden_states.dtype)
+
+    def _routed(
+        self, expert: int, hidden: Tensor, base: dict[Role, Tensor], weights: Tensor, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """One expert on the tokens `rows`: activations times `weights` [routed, 1], and what its own matrix makes of
+        them, `[routed, intermediate]` and `[routed, hidden]`."""
+        biases = self._biases(expert)
+        activation = self._activation(expert, hidden[rows], base, rows, biases)
+        activation = (activation * weights).to(hidden.dtype)
+        if self.down_base:
+            product = self.delta(expert, "down")(activation)
+        else:
+            product = F.linear(activation, self._fused(expert, "down"))
+        return activation, product + weights * biases["down"] if "down" in biases else product
+
+    def _base(self, role: Role) -> Tensor:
+        """The base `[out, in]` without pruned channels."""
+        if not self.layout.has_dense_base(role):
+            return self._compact(role).dense()
+        return self._native(0, role)
+
+    def _native(self, index: int, role: Role) -> Tensor:
+        """The matrix `[out, in]` of a role that stands in the fused tensors."""
+        group = self.layout.shape.group(role)
+        return self._fused(index, role).chunk(len(group))[group.index(role)]
+
+    def _fused(self, index: int, role: Role) -> Tensor:
+        """A part of a fused tensor, with the matrices of a role's group one below the other."""
+        fused = self.down_proj if role == "down" else entering(self)
+        return fused if fused.dim() == 2 else fused[index]
+
+    def flatten_bases(self) -> None:
+        """Let bases be matrices, without the leading dimension of 1: sharding cuts tensors by their first."""
+        for roles, has_base in zip(self.layout.shape.groups, (self.gate_up_base, self.down_base), strict=True):
+            if has_base:
+                base = getattr(self, name := fused_name(roles))
+                setattr(self, name, nn.Parameter(base.detach()[0], requires_grad=base.requires_grad))
+
+    def shared_expert(self, hidden_states: Tensor, biases: Mapping[Role, Tensor]) -> Tensor:
+        """The shared expert where it is stored on the base: `[…, hidden]` → the same. It is the last of the experts,
+        and its `biases` are elsewhere."""
+        with loaded(self, *self._shared()):
+            return self._shared_expert(hidden_states, biases)
+
+    def _shared_expert(self, hidden_states: Tensor, biases: Mapping[Role, Tensor]) -> Tensor:
+        hidden, last = hidden_states.reshape(-1, self.hidden_dim), self.num_experts
+        everywhere = torch.arange(len(hidden), device=hidden.device)
+        activation = self._activation(last, hidden, self._base_gate_up(hidden), everywhere, biases).to(hidden.dtype)
+        output = self.delta(last, "down")(activation)
+        if "down" in biases:
+            output = output + biases["down"]
+        if self._uses_base(last, "down"):
+            output = output + self._base_down(activation)
+        return output.to(hidden_states.dtype).view_as(hidden_states)
+
+    @torch.no_grad()
+    def dense(self, expert: int, role: Role) -> Tensor:
+        """The matrix `[out, in]` that an expert's stored form stands for, in fp32 (dynamic pruning left out)."""
+        if self.layout.weights[role] is None:
+            return self._native(expert, role).float()
+        delta = self.delta(expert, role).dense().float()
+        if not self._uses_base(expert, role):
+            return delta
+        base = self._base(role)
+        if not self.layout.is_pruned:
+            return base.float() + delta
+        dimension = 1 if role == "down" else 0
+        return delta.index_add(dimension, self.base_channels.long(), base.float())  # type: ignore[operator]
+
+    @torch.no_grad()
+    def fill(self, tensors: dict[str, Tensor]) -> None:
+        """Set every parameter from `tensors` by name; all of them, with the right shapes."""
+        self.load_state_dict(tensors, strict=True, assign=True)
+
+    def extra_repr(self) -> str:
+        weights = self.layout.weights
+        ranks = {role: [weight.spec for weight in own or ()] or "native" for role, own in weights.items()}
+        return f"channels={self.layout.base_channels}/{self.intermediate_dim}, {ranks}"
+
+
+class SharedExpertOnBase(nn.Module):
+    """Stands where the family has its shared expert; the routed experts, whose base it shares, compute it.
+
+    Holds no more than the biases, under their native names: both modules are kept in a tuple, so that neither is
+    registered a second time.
+    """
+
+    def __init__(self, experts: SharedBaseExperts, native: nn.Module, names: Mapping[Role, str]) -> None:
+        """`native` is the module this one replaces; `names` are those of its matrices, by role."""
+        super().__init__()
+        self._modules_elsewhere = experts, native
+        self.names = dict(names)
+        for role in experts.layout.shape.biases:
+            path = names[role].removesuffix(".weight")
+            holder = nn.Module()
+            holder.bias = native.get_submodule(path).bias
+            self.add_module(path, holder)
+
+    @property
+    def experts(self) -> SharedBaseExperts:
+        """The routed experts, and this one as the last of them."""
+        return self._modules_elsewhere[0]
+
+    @property
+    def native(self) -> nn.Module:
+        """What was here, without weights."""
+        return self._modules_elsewhere[1]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`[…, hidden]` → the same."""
+        with loaded(*below(self)):
+            biases: dict[Role, Tensor] = {role: self.bias(role) for role in self.experts.layout.shape.biases}
+            output = self.experts.shared_expert(hidden_states, biases)
+        return F.dropout(output, dropout_of(self.native), self.training)
+
+    def bias(self, role: Role) -> nn.Parameter:
+        """The shared expert's own, beside one of its matrices."""
+        return self.get_parameter(self.names[role].removesuffix("weight") + "bias")

@@ -1,0 +1,81 @@
+"""Putting moetool's own modules where the config of a checkpoint lists them, and keeping others from loading these.
+
+The module that an entry describes is in the file of its name in this directory, which has a function `insert`.
+
+Where the dense model had a weight that a module of ours replaces, there is a guard of one number: a loader that does
+not know moetool fails on its shape instead of filling the weight at random.
+"""
+
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from moetool.architectures import own_modules
+from moetool.errors import InvalidInputError
+from moetool.representations.base import KeepsWide
+
+# Entry of `quantization_config` → the file beside this one that builds it.
+_MODULES = {"mixture": "moe", "adapter_experts": "pesc", "interpolated": "simoe", "neuron_experts": "moefied"}
+
+
+class OwnModule(KeepsWide):
+    """A module that only moetool's checkpoints have: all its tensors must be in the file.
+
+    Attributes:
+        is_efficient: its experts are few numbers beside what they share, and trained alone unless one asks for more.
+    """
+
+    is_efficient: ClassVar[bool] = False
+
+    def expert_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that are its experts and their router."""
+        return self.parameters()
+
+
+class Routed(OwnModule):
+    """A module whose router `gate` gives logits `[tokens, experts]`, of which the `top_k` largest count."""
+
+    gate: nn.Linear
+    num_experts: int
+    top_k: int
+
+
+def experts_per_token(model: Any) -> int:
+    """The k of top-k routing, 1 for a model that has none."""
+    own = next((module.top_k for module in model.modules() if isinstance(module, Routed)), 1)
+    return int(getattr(model.config.get_text_config(), "num_experts_per_tok", 0) or own)
+
+
+def add_guard(module: nn.Module, path: str, like: Tensor) -> None:
+    """Put a guard at `path.weight` below `module`, or at its own `weight` for an empty path."""
+    guard = nn.Module() if path else module
+    guard.register_buffer("weight", torch.zeros(1, 1, device=like.device, dtype=like.dtype))
+    if path:
+        module.add_module(path, guard)
+
+
+def is_guard(tensor: Tensor) -> bool:
+    """Whether a tensor of a model is one."""
+    return tuple(tensor.shape) == (1, 1)
+
+
+def path_in(model: Any, path: str) -> str:
+    """Where the module of a causal language model that `path` names is in `model`, which may be its bare decoder."""
+    prefix = f"{model.base_model_prefix}."
+    return path.removeprefix(prefix) if not hasattr(model, model.base_model_prefix) else path
+
+
+def insert_modules(model: Any, config: Mapping[str, Any]) -> None:
+    """Build everything that the `quantization_config` of `config` lists, empty, in its place.
+
+    Raises:
+        InvalidInputError: it cannot be read, or does not fit the model.
+    """
+    for kind, described in own_modules(config).items():
+        try:
+            importlib.import_module(f"moetool.runtime.modules.{_MODULES[kind]}").insert(model, config, described)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidInputError(f"quantization_config: {kind} cannot be read: {error!r}.") from error

@@ -1,0 +1,90 @@
+"""Mixtures of a model's own feed-forward networks, for families that have no mixture-of-experts sibling.
+
+Their experts are fused as transformers has them, which makes everything that works on a mixture-of-experts family work
+on these: on disk `{ffn}.experts.gate_up_proj` (`up_proj` without gates), `{ffn}.experts.down_proj`, and the same with
+`_bias` at the end. The router is `{ffn}.gate.weight`.
+"""
+
+import copy
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moetool.architectures.custom_moe import mixture_shape
+from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
+from moetool.runtime.modules.fused import FusedExperts
+from moetool.runtime.modules.insertion import Routed, add_guard, path_in
+from moetool.runtime.modules.networks import activation_of, dropout_of, wide
+
+
+class Router(nn.Linear):
+    """A linear layer whose products are at least fp32, whatever dtype its weights have.
+
+    In 16 bits two experts' logits are often equal (of 8 experts, for one token in 300 in bfloat16), and which of them
+    top-k takes is then nobody's choice. Where copies are cut in pieces it takes some pieces of each.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[tokens, hidden]` → `[tokens, experts]`."""
+        dtype = wide(input)
+        with torch.autocast(input.device.type, enabled=False):
+            return F.linear(input.to(dtype), self.weight.to(dtype))
+
+
+class MixtureOfFFNs(Routed):
+    """Softmax routing to the top-k of several feed-forward networks, renormalised, beside a shared one if there is one.
+
+    The weight of the shared network, and what is left for the others, is ½ (`half`), 1 − the largest routing
+    probability (`xft`; XFT, arXiv:2404.15247), or 1 on top of un-renormalised routing (`med`; Med-MoE,
+    arXiv:2404.10237).
+    """
+
+    def __init__(self, ffn: nn.Module, architecture: DenseArchitecture, described: Mapping[str, Any]) -> None:
+        """Build empty on the device and in the dtype of `ffn`, the dense network of the layer."""
+        super().__init__()
+        shape = mixture_shape(described)
+        self.num_experts, self.top_k = shape.experts, shape.top_k
+        self.shared: str = described["shared"]
+        self.dropout = dropout_of(ffn)
+        like = next(ffn.parameters())
+        with torch.device(like.device):
+            config = SimpleNamespace(shape=shape, act_fn=activation_of(ffn))
+            self.experts: nn.Module = FusedExperts(config).to(like.dtype)
+        self.gate = Router(shape.hidden, shape.experts, bias=False, device=like.device, dtype=like.dtype)
+        if self.shared != "none":
+            self.shared_expert = copy.deepcopy(ffn)
+        add_guard(self, architecture.weights["up"].removesuffix(".weight"), like)
+
+    def route(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Experts `[tokens, k]`, their weights `[tokens, k]` and the largest probability `[tokens, 1]`, fp32."""
+        probabilities = self.gate(rows).float().softmax(-1)
+        weights, chosen = probabilities.topk(self.top_k, dim=-1)
+        largest = weights[:, :1]
+        if self.shared == "xft":
+            weights = weights.softmax(-1) * largest
+        elif self.shared != "med":
+            weights = weights / weights.sum(-1, keepdim=True)
+        return chosen, weights / 2 if self.shared == "half" else weights, largest
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`[..., hidden]` → `[..., hidden]`."""
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        chosen, weights, largest = self.route(rows)
+        result = F.dropout(self.experts(rows, chosen, weights.to(rows.dtype)), self.dropout, self.training)
+        if self.shared != "none":
+            share: Any = {"half": 0.5, "med": 1.0, "xft": (1 - largest).to(rows.dtype)}[self.shared]
+            result = result + share * self.shared_expert(rows)
+        return result.view_as(hidden_states)
+
+
+def insert(model: Any, config: Mapping[str, Any], described: Mapping[str, Any]) -> None:
+    """Put mixtures in the layers that are listed."""
+    architecture = find_dense_architecture({**config, "quantization_config": None})
+    for layer in described["layers"]:
+        path = path_in(model, architecture.ffn_prefix(int(layer)).removesuffix("."))
+        mixture = MixtureOfFFNs(model.get_submodule(path), architecture, described)
+        model.set_submodule(path, mixture)

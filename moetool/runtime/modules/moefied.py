@@ -1,0 +1,250 @@
+"""Experts that are the neurons of a dense feed-forward network: (G-)MoEfication (Lee et al., 2024).
+
+    F(x) = b2 + W2 r + Σ_{j in the selected experts} (a_j − r_j) W2[:, j]
+
+with a the activations that W2 multiplies, and r their representative values, `centre` (zeros: MoEfication, Zhang et
+al., arXiv:2110.01786). Expert k is the neurons k·s to (k+1)·s, s = f / K. What unselected experts give, Eq. 14's
+embeddings, is one constant vector.
+
+On disk: the network under `{ffn}.ffn.`, r in `{ffn}.centre [f]`, and `{ffn}.selector.first.weight [K, d]` and
+`{ffn}.selector.second.weight [K, K]`, or `{ffn}.order [K]` for a selection that is the same for all tokens.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moetool.architectures.base import Role
+from moetool.architectures.dense import find_dense_architecture
+from moetool.errors import UsageError
+from moetool.runtime.modules.insertion import add_guard, path_in
+from moetool.runtime.modules.networks import SplitFFN, activation_of, dropout_of, wide
+from moetool.runtime.modules.offloading import below, loaded
+
+SELECTORS = ("mlp", "oracle", "fixed")
+
+# When it pays to run experts one after the other, each on its own tokens, instead of all of them on all tokens: from
+# how many tokens per expert on, and up to what share of the experts. And up to what share of the experts, used by any
+# of the tokens, it pays to leave out the others. As measured with scripts/benchmarks/moefied.py, in 32 and in 16 bits.
+_RULES = {torch.float32: (4, 1.0, 1.0), torch.float64: (4, 1.0, 1.0)}
+_RULE_IN_16_BITS = (64, 0.5, 0.5)
+
+
+class Selector(nn.Module):
+    """`second(tanh(first(x / ‖x‖)))`, a score per expert."""
+
+    def __init__(self, hidden: int, experts: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(hidden, experts, bias=False)
+        self.second = nn.Linear(experts, experts, bias=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """`[tokens, hidden]` → `[tokens, experts]`, at least fp32 from the first product on."""
+        dtype = wide(rows)
+        norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=dtype).clamp_min(torch.finfo(dtype).tiny)
+        return F.linear((self.first(rows) / norms).tanh(), self.second.weight.to(dtype))
+
+
+class NeuronExperts(SplitFFN):
+    """A feed-forward network of which every token uses the experts that it is expected to need.
+
+    Attributes:
+        keep: the share of the experts that is used.
+        kept: how many that is.
+        on_selection: called with the experts `[tokens, kept]` of every call, the highest score first; None by default.
+    """
+
+    order: Tensor
+
+    def __init__(
+        self,
+        ffn: nn.Module,
+        names: Mapping[Role, str],
+        act_fn: Callable[[Tensor], Tensor],
+        hidden: int,
+        intermediate: int,
+        described: Mapping[str, Any],
+        guarded: str | None,
+    ) -> None:
+        """Build around `ffn`, on its device and in its dtype.
+
+        Args:
+            ffn: holds the linear layers, whose neurons are ordered by expert. It is not called itself.
+            names: path below `ffn` of the linear layer of every role: gate, up and down, or up and down. Gate and up
+                may be one layer, the gate's rows first.
+            act_fn: the activation function.
+            hidden: d, the width of inputs and outputs.
+            intermediate: f, the number of neurons.
+            described: `experts`, `keep`, and `selector`: `mlp`, `oracle` (the true Σ (a − r)² per expert, from all
+                activations: for measuring only) or `fixed` (the first of the buffer `order`).
+            guarded: path of a weight that others expect, if there is one.
+
+        Raises:
+            ValueError: the experts do not divide the neurons, or the selector, `keep` or a shape is not possible.
+        """
+        super().__init__(ffn, names, act_fn, hidden, intermediate, int(described["experts"]))
+        self.selector_kind = str(described["selector"])
+        if self.selector_kind not in SELECTORS:
+            raise ValueError(f"selector is {self.selector_kind!r}, not one of {', '.join(SELECTORS)}")
+        self.dropout = dropout_of(ffn)
+        self.on_selection: Callable[[Tensor], object] | None = None
+        self._cached: dict[str, tuple[object, Any]] = {}
+        self.set_keep(float(described["keep"]))
+        like = self.linear("down").weight
+        with torch.device(like.device):
+            if self.selector_kind == "mlp":
+                self.selector = Selector(hidden, self.num_experts).to(like.dtype)
+            elif self.selector_kind == "fixed":
+                self.register_buffer("order", torch.arange(self.num_experts))
+        if guarded is not None:
+            add_guard(self, guarded, like)
+        self.register_load_state_dict_post_hook(_forget)
+
+    def set_keep(self, keep: float) -> None:
+        """Use that share of the experts from now on.
+
+        Raises:
+            ValueError: it is not above 0 and at most 1, or less than half an expert.
+        """
+        if not 0 < keep <= 1 or not (kept := round(keep * self.num_experts)):
+            raise ValueError(
+                f"keep is {keep}: it must be above 0, at most 1, and leave one of {self.num_experts} experts"
+            )
+        self.keep, self.kept = keep, kept
+        if kept == self.num_experts and not (down := self.linear("down").weight).is_contiguous():
+            with torch.inference_mode(False):
+                down.data = down.data.contiguous()
+
+    @torch.no_grad()
+    def scores(self, rows: Tensor) -> Tensor:
+        """How much a token `[tokens, hidden]` needs each expert: `[tokens, experts]`. Not for a fixed selection."""
+        if self.selector_kind == "mlp":
+            return self.selector(rows)
+        residual = self.activation(rows, [(0, self.intermediate)]) - self.subtracted
+        return residual.to(wide(rows)).square().unflatten(-1, (self.num_experts, self.size)).sum(-1)
+
+    def select(self, rows: Tensor) -> Tensor:
+        """The experts that tokens `[tokens, hidden]` use, `[tokens, kept]`, the highest score first."""
+        if self.kept == self.num_experts:
+            return torch.arange(self.num_experts, device=rows.device).expand(len(rows), -1)
+        if self.selector_kind == "fixed":
+            return self.order[: self.kept].expand(len(rows), -1)
+        return self.scores(rows).topk(self.kept, dim=-1).indices
+
+    def constant(self) -> Tensor:
+        """`b2 + W2 r [hidden]`, the output with no expert selected; at least fp32 where it needs no gradient."""
+        down = self.linear("down")
+        tensors = [tensor for tensor in (down.weight, down.bias, self.centre) if tensor is not None]
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return F.linear(self.subtracted, down.weight, down.bias)
+
+        def compute() -> Tensor:
+            dtype = wide(down.weight)
+            bias = None if down.bias is None else down.bias.to(dtype)
+            return F.linear(self.subtracted.to(dtype), down.weight.to(dtype), bias)
+
+        return self._cache("constant", tensors, compute)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`[..., hidden]` → `[..., hidden]`."""
+        with loaded(*below(self)):  # whose weights are read, not called
+            return self._forward(hidden_states)
+
+    def _forward(self, hidden_states: Tensor) -> Tensor:
+        rows = hidden_states.reshape(-1, self.hidden)
+        chosen = self.select(rows) if self.kept < self.num_experts or self.on_selection else None
+        if self.on_selection is not None and chosen is not None:
+            self.on_selection(chosen)
+        if self.kept == self.num_experts or not len(rows):
+            result = self.whole(rows)
+        else:
+            assert chosen is not None
+            result = (self._selected(rows, chosen) + self.constant()).to(rows.dtype)
+        return F.dropout(result, self.dropout, self.training).view_as(hidden_states)
+
+    def _selected(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        """`Σ (a − r) W2` over the selected neurons, `[tokens, hidden]`, at least fp32."""
+        if self.selector_kind == "fixed":
+            experts = self._cache("order", [self.order], lambda: sorted(self.order[: self.kept].tolist()), self.kept)
+            return self.by_runs(rows, experts, None)
+        if self.can_group(rows):
+            pieces = zip(*(part.split(max(1, 2**15 // self.kept)) for part in (rows, chosen)), strict=True)
+            return torch.cat([self.grouped(*piece) for piece in pieces])
+        if len(rows) == 1:
+            return self.by_runs(rows, sorted(chosen[0].tolist()), None)
+        tokens_per_expert, most_kept, most_used = _RULES.get(rows.dtype, _RULE_IN_16_BITS)
+        share = self.kept / self.num_experts
+        if len(rows) * share >= tokens_per_expert and share <= most_kept:
+            return self.by_expert(rows, chosen)
+        used = torch.zeros(len(rows), self.num_experts, dtype=torch.bool, device=rows.device).scatter_(1, chosen, True)
+        experts = used.any(0).nonzero()[:, 0].tolist()
+        if len(experts) > most_used * self.num_experts:
+            experts = list(range(self.num_experts))
+        return self.by_runs(rows, experts, used)
+
+    def _cache(self, name: str, tensors: list[Tensor], compute: Callable[[], Any], *more: object) -> Any:
+        """What `compute` gives, until one of the tensors is changed or replaced."""
+        key = more, [(t.data_ptr(), t.dtype, t.device, t.is_inference() or t._version) for t in tensors]
+        found = self._cached.get(name)  # once: another thread may be here, too
+        if found is None or found[0] != key:
+            with torch.inference_mode(False), torch.no_grad():
+                found = self._cached[name] = key, compute()
+        return found[1]
+
+    def train(self, mode: bool = True) -> Self:
+        """See `nn.Module.train`."""
+        self._cached.clear()
+        return super().train(mode)
+
+    def _apply(self, *arguments: Any, **options: Any) -> Self:
+        self._cached.clear()
+        return super()._apply(*arguments, **options)
+
+    def extra_repr(self) -> str:
+        return f"{self.kept} of {self.num_experts} experts of {self.size} neurons, {self.selector_kind}"
+
+
+def _forget(module: NeuronExperts, _: object) -> None:
+    module._cached.clear()
+
+
+def set_keep(model: Any, keep: float) -> None:
+    """Let every token of a moefied model use that share of the experts, now and when it is saved.
+
+    Raises:
+        UsageError: the model is not moefied, or the share is less than half an expert.
+    """
+    moefied = [module for module in model.modules() if isinstance(module, NeuronExperts)]
+    if not moefied:
+        raise UsageError("keep: this model is not moefied.")
+    for module in moefied:
+        try:
+            module.set_keep(keep)
+        except ValueError as error:
+            raise UsageError(f"{error}.") from error
+    model.config.quantization_config.neuron_experts["keep"] = keep
+
+
+def insert(model: Any, config: Mapping[str, Any], described: Mapping[str, Any]) -> None:
+    """Split the networks of the layers that are listed."""
+    architecture = find_dense_architecture({**config, "quantization_config": None})
+    names = {role: name.removesuffix(".weight") for role, name in architecture.weights.items()}
+    for number in described["layers"]:
+        layer = model.get_submodule(path_in(model, architecture.layer_prefix(int(number)).removesuffix(".")))
+        ffn = layer.get_submodule(architecture.ffn)
+        act_fn, guarded = None, names["up"]
+        if (spread := architecture.spread) is not None:
+            act_fn = activation_of(ffn if spread.activation is None else layer, spread.activation)
+            ffn = nn.ModuleDict({role: layer.get_submodule(name) for role, name in names.items()})
+            guarded = names["up"].removeprefix(architecture.ffn).removeprefix(".")
+            for emptied in (spread.exit, spread.activation):
+                if emptied is not None:
+                    layer.set_submodule(emptied, nn.Identity())
+        within = names if spread is None else {role: role for role in names}
+        hidden, intermediate = ffn.get_submodule(within["down"]).weight.shape
+        act_fn = act_fn or activation_of(ffn)
+        experts = NeuronExperts(ffn, within, act_fn, hidden, intermediate, described, guarded)
+        layer.set_submodule(architecture.ffn, experts)

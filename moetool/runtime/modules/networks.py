@@ -1,0 +1,218 @@
+"""The neurons of a dense feed-forward network, which may be computed a part at a time."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moetool.architectures.base import Role
+from moetool.runtime.modules.insertion import OwnModule
+
+Runs = list[tuple[int, int]]  # of neurons that lie side by side: from, to
+
+
+class SplitFFN(OwnModule):
+    """A feed-forward network in `num_experts` groups of neurons, group k the neurons k·size to (k+1)·size.
+
+    It gives `Σ (a − r) W2` over the groups that tokens use, with a the activations that W2 multiplies and r the buffer
+    `centre [intermediate]`, zeros at first. The ways to compute it give the same, in different times.
+    """
+
+    centre: Tensor
+    kept_wide: ClassVar[tuple[str, ...]] = ("centre",)
+
+    def __init__(
+        self,
+        ffn: nn.Module,
+        names: Mapping[Role, str],
+        act_fn: Callable[[Tensor], Tensor],
+        hidden: int,
+        intermediate: int,
+        experts: int,
+    ) -> None:
+        """Build around `ffn`, which holds the linear layers that `names` names by role and is not called itself.
+
+        Raises:
+            ValueError: the experts do not divide the neurons, or a matrix has another shape.
+        """
+        super().__init__()
+        if experts < 1 or intermediate % experts:
+            raise ValueError(f"{intermediate} neurons cannot be divided among {experts} experts of equal size")
+        self.ffn, self.names, self.act_fn = ffn, dict(names), act_fn
+        self.hidden, self.intermediate, self.num_experts = hidden, intermediate, experts
+        self.size = intermediate // experts
+        self.is_joined = names.get("gate") == names["up"]
+        for role in self.names:
+            shape = (hidden, intermediate) if role == "down" else (intermediate * (1 + self.is_joined), hidden)
+            if (found := tuple(self.linear(role).weight.shape)) != shape:
+                raise ValueError(f"{self.names[role]} is {found}, not {shape}")
+        down = self.linear("down").weight
+        self.register_buffer("centre", torch.zeros(intermediate, device=down.device, dtype=wide(down)))
+        self.register_state_dict_post_hook(_contiguous)
+
+    def linear(self, role: Role) -> nn.Linear:
+        """The layer of a role.
+
+        Raises:
+            TypeError: it is no linear layer any more, so that its weight is not all that it computes with.
+        """
+        linear = self.ffn.get_submodule(self.names[role])
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"{self.names[role]} is a {type(linear).__name__}: its neurons cannot be taken apart")
+        return linear
+
+    @property
+    def subtracted(self) -> Tensor:
+        """`centre` as it is computed with, in the dtype of the weights."""
+        return self.centre.to(self.linear("down").weight.dtype)
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """The network as it was, in the same operations: bit for bit what it gave."""
+        up = self.linear("up")(rows)
+        if "gate" not in self.names:
+            return self.linear("down")(self.act_fn(up))
+        gate, up = up.chunk(2, dim=-1) if self.is_joined else (self.linear("gate")(rows), up)
+        return self.linear("down")(self.act_fn(gate) * up)
+
+    def activation(self, rows: Tensor, runs: Runs) -> Tensor:
+        """`a` of the neurons in `runs`, one after the other: `[tokens, neurons]`."""
+
+        def project(role: Role) -> Tensor:
+            weight, bias = self._neurons(role)
+            columns = weight.t()
+            if bias is None:
+                parts = [torch.mm(rows, columns[:, start:stop]) for start, stop in runs]
+            else:
+                parts = [torch.addmm(bias[start:stop], rows, columns[:, start:stop]) for start, stop in runs]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+        return self._activated(project)
+
+    def _activated(self, project: Callable[[Role], Tensor]) -> Tensor:
+        if "gate" not in self.names:
+            return self.act_fn(project("up"))
+        return self.act_fn(project("gate")) * project("up")
+
+    def _neurons(self, role: Role) -> tuple[Tensor, Tensor | None]:
+        """The gate's or the up matrix `[intermediate, hidden]`, and its bias."""
+        linear = self.linear(role)
+        weight, bias = linear.weight, linear.bias
+        if not self.is_joined:
+            return weight, bias
+        half = slice(self.intermediate, None) if role == "up" else slice(self.intermediate)
+        return weight[half], None if bias is None else bias[half]
+
+    def _runs(self, experts: list[int]) -> Runs:
+        runs: Runs = []
+        for expert in experts:
+            start, stop = expert * self.size, (expert + 1) * self.size
+            if runs and runs[-1][1] == start:
+                runs[-1] = runs[-1][0], stop
+            else:
+                runs.append((start, stop))
+        return runs
+
+    def by_runs(self, rows: Tensor, experts: list[int], used: Tensor | None) -> Tensor:
+        """All tokens through the same experts, in views of the weights.
+
+        `used [tokens, num_experts]` says which of them a token uses, all where it is None: → `[tokens, hidden]`.
+        """
+        runs, weight = self._runs(experts), self.linear("down").weight
+        index = torch.tensor(experts, device=rows.device)
+        residual = self.activation(rows, runs) - self.subtracted.view(-1, self.size).index_select(0, index).flatten()
+        if used is not None:
+            unused = ~used.index_select(1, index).unsqueeze(-1)
+            residual = residual.unflatten(-1, (-1, self.size)).masked_fill(unused, 0).flatten(-2)
+        if len(rows) == 1 and weight.device.type == "cpu" and not torch.is_grad_enabled() and not weight.is_inference():
+            # Columns are slow to read one part at a time; as rows, one call adds up those that are needed.
+            neurons = index.unsqueeze(1) * self.size + torch.arange(self.size)
+            values = residual.reshape(neurons.shape).to(weight.dtype)
+            bags = F.embedding_bag(neurons, self._by_neuron(), mode="sum", per_sample_weights=values)
+            return bags.sum(0, keepdim=True, dtype=wide(rows))
+        parts = zip(residual.split([stop - start for start, stop in runs], dim=-1), runs, strict=True)
+        sums = (F.linear(part, weight[:, slice(*run)]).to(wide(rows)) for part, run in parts)
+        return functools.reduce(Tensor.add, sums)
+
+    def by_expert(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        """Each expert on its tokens, one expert after the other; `chosen [tokens, k]`: → `[tokens, hidden]`."""
+        experts, order = chosen.reshape(-1).sort(stable=True)
+        ends = torch.bincount(experts, minlength=self.num_experts).cumsum(0).tolist()
+        weight, centre = self.linear("down").weight, self.subtracted
+        result = rows.new_zeros(rows.shape, dtype=wide(rows))
+        for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            if start == end:
+                continue
+            tokens, run = order[start:end] // chosen.shape[1], (expert * self.size, (expert + 1) * self.size)
+            residual = self.activation(rows.index_select(0, tokens), [run]) - centre[slice(*run)]
+            # Deterministic on every device: no token is twice among an expert's.
+            result.index_add_(0, tokens, F.linear(residual, weight[:, slice(*run)]).to(result.dtype))
+        return result
+
+    def can_group(self, rows: Tensor) -> bool:
+        """Whether grouped products have a kernel of their own for these: they need no sizes on the host."""
+        aligned = self.size % 8 == 0 and self.hidden % 8 == 0 and self.intermediate % 8 == 0
+        if not rows.is_cuda or torch.is_grad_enabled() or rows.dtype != torch.bfloat16 or not aligned:
+            return False
+        return torch.cuda.get_device_capability(rows.device) >= (9, 0)
+
+    def grouped(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        """All experts in one product per matrix, with nothing that waits for the device; as `by_expert`."""
+        experts, order = chosen.reshape(-1).sort(stable=True)
+        ends = torch.searchsorted(experts, torch.arange(self.num_experts, device=rows.device), right=True).int()
+        routed = rows.index_select(0, order // chosen.shape[1])
+
+        def project(role: Role) -> Tensor:
+            weight, bias = self._neurons(role)
+            by_expert = weight.unflatten(0, (self.num_experts, self.size)).transpose(1, 2)
+            output = F.grouped_mm(routed, by_expert, offs=ends)
+            return output if bias is None else output + bias.view(self.num_experts, self.size)[experts]
+
+        residual = self._activated(project) - self.subtracted.view(self.num_experts, self.size)[experts]
+        down = self.linear("down").weight.unflatten(1, (self.num_experts, self.size)).permute(1, 2, 0)
+        output = F.grouped_mm(residual, down, offs=ends)
+        return torch.empty_like(output).index_copy_(0, order, output).view(*chosen.shape, -1).sum(1, dtype=wide(rows))
+
+    def _by_neuron(self) -> Tensor:
+        """W2 as `[intermediate, hidden]`, contiguous: from then on it lies so in memory, in the shape that it had."""
+        weight = self.linear("down").weight
+        if not weight.t().is_contiguous():
+            with torch.inference_mode(False), torch.no_grad():
+                weight.data = weight.data.t().contiguous().t()
+        return weight.t()
+
+
+def wide(tensor: Tensor) -> torch.dtype:
+    """Its dtype, or fp32 if that is wider."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _contiguous(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    """Weights that lie in memory otherwise are saved as they lay: files hold nothing else."""
+    for name, tensor in state.items():
+        if name.startswith(prefix) and isinstance(tensor, Tensor) and not tensor.is_contiguous():
+            state[name] = tensor.contiguous()
+
+
+def activation_of(ffn: nn.Module, known: str | None = None) -> Callable[[Tensor], Tensor]:
+    """The activation function of a feed-forward network, whatever its family calls it, if its name is not `known`.
+
+    Raises:
+        ValueError: there is none, or more than one candidate.
+    """
+    for name in (known,) if known else ("act_fn", "activation_fn", "act", "intermediate_act_fn"):
+        if callable(found := getattr(ffn, name, None)):
+            return found
+    free = [m for m in ffn.children() if not isinstance(m, nn.Dropout) and not any(True for _ in m.parameters())]
+    if len(free) != 1:
+        raise ValueError(f"{type(ffn).__name__}: {len(free)} modules could be the activation function")
+    return free[0]
+
+
+def dropout_of(ffn: nn.Module) -> float:
+    """The probability of dropout on what a feed-forward network gives."""
+    if isinstance(module := getattr(ffn, "dropout", None), nn.Dropout):
+        return module.p
+    return float(getattr(ffn, "residual_dropout", 0.0))

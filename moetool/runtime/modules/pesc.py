@@ -1,0 +1,78 @@
+"""Adapters as experts on one shared feed-forward network (PESC, arXiv:2401.02731).
+
+`h = FFN(x)`, once; `y = h + Σ_i p_i · scale · up_i(GELU(down_i(h)))` over the top-k experts, p the softmax over their
+logits. Since the p sum to 1, this is Eq. 7 with the shared network taken out of the sum.
+
+On disk: the network under `{ffn}.ffn.`, the router `{ffn}.gate.weight`, all adapters in `{ffn}.adapters.down_proj
+[experts, width, hidden]` and `{ffn}.adapters.up_proj [experts, hidden, width]`.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moetool.architectures.dense import find_dense_architecture
+from moetool.runtime.modules.fused import weighted_sum
+from moetool.runtime.modules.insertion import Routed, add_guard, path_in
+
+
+class Adapters(nn.Module):
+    """The adapters of one layer, `scale · up(GELU(down(h)))` each."""
+
+    def __init__(self, experts: int, hidden: int, width: int, scale: float, dropout: float) -> None:
+        super().__init__()
+        self.scale, self.dropout = scale, dropout
+        self.down_proj = nn.Parameter(torch.empty(experts, width, hidden))
+        self.up_proj = nn.Parameter(torch.empty(experts, hidden, width))
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`."""
+        hidden = F.dropout(hidden, self.dropout, self.training)
+
+        def run(expert: int, rows: Tensor) -> Tensor:
+            return F.linear(F.gelu(F.linear(rows, self.down_proj[expert])), self.up_proj[expert]) * self.scale
+
+        return weighted_sum(run, hidden, chosen, weights)
+
+
+class AdapterExperts(Routed):
+    """A feed-forward network, and adapters on its output that a router chooses from by its input."""
+
+    is_efficient: ClassVar[bool] = True
+
+    def __init__(self, ffn: nn.Module, hidden: int, described: Mapping[str, Any], guarded: str) -> None:
+        """Build around `ffn`, on its device and in its dtype; `guarded` is the path of a weight that others expect."""
+        super().__init__()
+        like = next(ffn.parameters())
+        self.num_experts, self.top_k = int(described["experts"]), int(described["top_k"])
+        self.ffn = ffn
+        self.gate = nn.Linear(hidden, self.num_experts, bias=False, device=like.device, dtype=like.dtype)
+        width, scale, dropout = int(described["width"]), float(described["scale"]), float(described["dropout"])
+        with torch.device(like.device):
+            self.adapters = Adapters(self.num_experts, hidden, width, scale, dropout).to(like.dtype)
+        add_guard(self, guarded, like)
+
+    def expert_parameters(self) -> Iterator[nn.Parameter]:
+        yield from (*self.gate.parameters(), *self.adapters.parameters())
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`[..., hidden]` → `[..., hidden]`."""
+        shared = self.ffn(hidden_states)
+        logits = self.gate(hidden_states.reshape(-1, hidden_states.shape[-1])).float()
+        largest, chosen = logits.topk(self.top_k, dim=-1)
+        rows = shared.reshape(-1, shared.shape[-1])
+        added = self.adapters(rows, chosen, largest.softmax(-1).to(rows.dtype))
+        return (rows + added).view_as(shared)
+
+
+def insert(model: Any, config: Mapping[str, Any], described: Mapping[str, Any]) -> None:
+    """Put adapters on the networks of the layers that are listed."""
+    architecture = find_dense_architecture({**config, "quantization_config": None})
+    guarded = architecture.weights["up"].removesuffix(".weight")
+    for layer in described["layers"]:
+        path = path_in(model, architecture.ffn_prefix(int(layer)).removesuffix("."))
+        ffn = model.get_submodule(path)
+        model.set_submodule(path, AdapterExperts(ffn, model.config.hidden_size, described, guarded))

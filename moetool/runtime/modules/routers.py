@@ -1,0 +1,80 @@
+"""Routers of transformers' mixture-of-experts families, whose classes have in common how they are called."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from moetool.runtime.modules.insertion import Routed
+
+
+def is_router(module: nn.Module) -> bool:
+    """Whether a module is a family's own router."""
+    return type(module).__name__.lower().endswith("topkrouter")
+
+
+def routed(output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
+    """Logits `[tokens, experts]` and the experts taken `[tokens, k]`, where it says so, of what a router has returned.
+
+    The order is logits, weights, experts; Granite's, in older versions, has it the other way round.
+    """
+    ordered = output if output[0].is_floating_point() else output[::-1]
+    return ordered[0], ordered[2] if len(ordered) > 2 else None
+
+
+class Routers:
+    """The routers of a model, and what they said in the last forward pass.
+
+    Attributes:
+        logits: `[tokens, experts]` of each router, in the order in which they ran.
+        chosen: `[tokens, k]`, the experts that each took, where it says so.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.logits: list[Tensor] = []
+        self.chosen: list[Tensor | None] = []
+        self._watching = False
+        self._found: list[tuple[nn.Module, bool]] = []
+        for module in model.modules():
+            if isinstance(module, Routed):
+                self._found.append((module.gate, False))
+            elif is_router(module):
+                self._found.append((module, True))
+        for module, is_native in self._found:
+            module.register_forward_hook(self._native if is_native else self._own)
+
+    @property
+    def modules(self) -> set[nn.Module]:
+        """The routers themselves."""
+        return {module for module, _ in self._found}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def _native(self, _: nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
+        self._add(*routed(output))
+
+    def _own(self, _: nn.Module, inputs: Any, output: Tensor) -> None:
+        self._add(output, None)
+
+    def _add(self, logits: Tensor, chosen: Tensor | None) -> None:
+        # Gradient checkpointing runs layers a second time, outside of the block.
+        if self._watching:
+            self.logits.append(logits.reshape(-1, logits.shape[-1]))
+            self.chosen.append(None if chosen is None else chosen.reshape(-1, chosen.shape[-1]))
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Gather logits for the time of the `with` block."""
+        self.clear()
+        self._watching = True
+        try:
+            yield
+        finally:
+            self._watching = False
+
+    def clear(self) -> None:
+        """Forget the last pass."""
+        self.logits.clear()
+        self.chosen.clear()

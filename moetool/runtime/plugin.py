@@ -1,0 +1,110 @@
+"""How transformers loads a moetool checkpoint: a quantizer plug-in used as a loader only.
+
+`config.json` says `"quantization_config": {"quant_method": "moetool", ...}`. On loading, the experts of the listed
+layers are replaced by `SharedBaseExperts` before the weights arrive; afterwards the model is an ordinary float model
+that generates, trains, moves between devices and saves.
+"""
+
+from typing import Any
+
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from moetool.architectures import find_architecture
+from moetool.format.entry import METHOD, check_format_version, layer_layouts
+from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
+from moetool.runtime.modules.experts import SharedBaseExperts, SharedExpertOnBase
+from moetool.runtime.modules.insertion import OwnModule, insert_modules
+
+# Below transformers' own logger, so that its verbosity is ours.
+_LOGGER = logging.get_logger(f"transformers.{__name__}")
+
+
+class MoetoolConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """The `quantization_config` of a moetool checkpoint, kept as it was read."""
+
+    def __init__(self, **entries: Any) -> None:
+        entries.pop("quant_method", None)
+        self.quant_method = METHOD
+        check_format_version(entries)
+        for name, value in entries.items():
+            setattr(self, name, value)
+
+
+class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Puts `SharedBaseExperts` where the config lists them, and gets out of the way."""
+
+    requires_calibration = True  # a dense checkpoint cannot be compressed by passing a quantization_config
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        config = {**model.config.to_dict(), "quantization_config": self.quantization_config.to_dict()}
+        insert_modules(model, config)
+        if config["quantization_config"].get("layers"):
+            self._replace_experts(model, config)
+        self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+
+    def _replace_experts(self, model: Any, config: dict[str, Any]) -> None:
+        architecture = find_architecture(config)
+        layouts = layer_layouts(config)
+        if any(layout.dynamic_channels for layout in layouts.values()):
+            _LOGGER.warning(BATCH_DEPENDENT)
+        for layer, layout in layouts.items():
+            path = f"{architecture.layer_prefix(layer)}{architecture.experts_module}"
+            if not path.startswith(model.base_model_prefix) or not hasattr(model, model.base_model_prefix):
+                path = path.removeprefix(f"{model.base_model_prefix}.")  # the bare decoder, AutoModel
+            experts = SharedBaseExperts(model.get_submodule(path), layout)
+            model.set_submodule(path, experts)
+            if layout.is_extended:
+                beside = path.removesuffix(architecture.experts_module) + architecture.shared_expert_module
+                names = architecture.shared_expert
+                model.set_submodule(beside, SharedExpertOnBase(experts, model.get_submodule(beside), names))
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        # transformers does not fail on tensors that are missing from a file; it leaves memory as it found it.
+        missing = [
+            f"{name}.{parameter}"
+            for name, module in model.named_modules()
+            if isinstance(module, SharedBaseExperts | OwnModule)
+            for parameter, tensor in [*module.named_parameters(), *module.named_buffers()]
+            if not getattr(tensor, "_is_hf_initialized", False) and tensor.device.type != "meta"
+        ]
+        if missing:
+            raise RuntimeError(
+                f"moetool tensors are missing from the checkpoint: {missing[:4]} ({len(missing)} in all)"
+            )
+        # Older transformers leave tensors that they rename in the dtype of the file, whatever was asked for.
+        for name, parameter in model.named_parameters():
+            if parameter.device.type != "meta" and parameter.dtype != self._dtypes.get(name, parameter.dtype):
+                parameter.data = parameter.data.to(self._dtypes[name])
+        # As long as the model counts as quantized, .half(), Trainer fine-tuning and save_pretrained(state_dict=...)
+        # are blocked or ignored. Only `config.quantization_config` stays, so that saving writes it back.
+        model.is_quantized = False
+        del model.hf_quantizer, model.quantization_method
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def register() -> None:
+    """Make `AutoModelForCausalLM.from_pretrained` know moetool checkpoints. Safe to call twice."""
+    if METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantization_config(METHOD)(MoetoolConfig)
+        register_quantizer(METHOD)(MoetoolQuantizer)
+
+
+register()

@@ -1,0 +1,71 @@
+"""What of a model is trained."""
+
+from typing import Any, Literal
+
+from torch import nn
+
+from moetool.errors import UsageError
+from moetool.runtime.modules.experts import SharedBaseExperts
+from moetool.runtime.modules.fused import entering
+from moetool.runtime.modules.insertion import OwnModule, is_guard
+from moetool.runtime.modules.routers import Routers
+from moetool.runtime.modules.simoe_mixing import interpolation_of
+
+Train = Literal["auto", "all", "experts", "none"]
+
+
+def is_efficient(model: nn.Module) -> bool:
+    """Whether a model's experts are few numbers beside what they all share."""
+    return any(
+        isinstance(module, SharedBaseExperts) or (isinstance(module, OwnModule) and module.is_efficient)
+        for module in model.modules()
+    )
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether a model has routers, or experts of moetool's own."""
+    return bool(len(Routers(model))) or any(isinstance(module, OwnModule) for module in model.modules())
+
+
+def choose(model: Any, train: Train, *, freeze_shared: bool) -> int:
+    """Let what is to be trained require gradients, and nothing else; returns how many numbers that is.
+
+    Raises:
+        UsageError: the model has nothing of the kind.
+    """
+    shared = [module for module in model.modules() if isinstance(module, SharedBaseExperts)]
+    if freeze_shared and not shared:
+        raise UsageError("--freeze-shared: this model's experts are no differences to a base.")
+    if train == "all" and interpolation_of(model) is not None:
+        raise UsageError("--train all: interpolated experts (SIMoE) are differences to a model that stays as it is.")
+    if train == "none":
+        model.requires_grad_(False)
+    elif train == "experts" or (train == "auto" and is_efficient(model)):
+        _experts_only(model)
+    if freeze_shared:
+        for module in shared:
+            entering(module).requires_grad_(False)
+            module.down_proj.requires_grad_(False)
+    for parameter in model.parameters():
+        if is_guard(parameter) or not parameter.is_floating_point():
+            parameter.requires_grad_(False)
+    return trained_parameters(model)
+
+
+def trained_parameters(model: nn.Module) -> int:
+    """Numbers that training changes."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _experts_only(model: nn.Module) -> None:
+    if not has_experts(model):
+        raise UsageError("--train experts: this model has none. Upcycle it first.")
+    routers = Routers(model).modules
+    own = [module for module in model.modules() if isinstance(module, OwnModule)]
+    model.requires_grad_(False)
+    for name, module in model.named_modules():
+        if module in routers or name.endswith(".experts"):
+            module.requires_grad_(True)
+    for module in own:
+        for parameter in module.expert_parameters():
+            parameter.requires_grad_(True)

@@ -1,0 +1,61 @@
+"""What `tune` can be told."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from moetool.calibration.opening import BOS_HELP, Bos
+from moetool.job.options import RunOptions
+
+
+class TuneOptions(RunOptions):
+    """On what, for how long, and what may change."""
+
+    data: str = Field(
+        description="Examples: .jsonl or .parquet with messages, prompt and completion, or text; a .txt file; a hub "
+        "data set name[:config[:split]]; several with commas."
+    )
+    eval_data: str | None = Field(None, description="The same, to measure the loss on while training.")
+    sequence_length: int = Field(1024, ge=2, description="Tokens per row; longer examples are cut.")
+    bos: Bos = Field("auto", description=f"{BOS_HELP} Chat templates say so themselves.")
+    packing: bool = Field(True, description="Several short examples in one row, none of which sees another.")
+    epochs: float = Field(1.0, gt=0, description="Passes over the data, unless --steps says how long.")
+    steps: int | None = Field(None, ge=1, description="Optimizer steps.")
+    batch_size: int = Field(8, ge=1, description="Rows per step and device.")
+    accumulation: int = Field(1, ge=1, description="Batches per optimizer step.")
+    learning_rate: float = Field(2e-5, gt=0, description="Peak of the schedule.")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="How the learning rate falls.")
+    warmup: float = Field(0.03, ge=0, lt=1, description="Share of the steps in which it rises.")
+    weight_decay: float = Field(0.0, ge=0, description="Of AdamW.")
+    balance: float = Field(
+        0.01, ge=0, description="Weight of the load-balancing loss, which is 1 for even routing and E at worst."
+    )
+    z: float = Field(0.0, ge=0, description="Weight of the router z-loss; 0.001 is usual.")
+    train: Literal["auto", "all", "experts"] = Field(
+        "auto", description="What changes: everything, or experts and routers (auto: these where they are few numbers)."
+    )
+    freeze_shared: bool = Field(False, description="Of experts that are differences to a base, leave the base alone.")
+    lora_rank: int | None = Field(
+        None, ge=1, description="Train low-rank factors on all linear layers that do not change otherwise, and merge "
+        "them at the end."
+    )  # fmt: skip
+    lora_alpha: float = Field(16.0, gt=0, description="These count alpha / rank times.")
+    quantize_base: Literal["none", "nf4", "int8"] = Field(
+        "none", description="While others are trained, hold frozen linear layers in few bits (QLoRA, by bitsandbytes)."
+    )
+    mask_learning_rate: float | None = Field(
+        None, gt=0, description="Of SIMoE's masks [default: so that one can close in a third of the steps]."
+    )
+    multiplier_rate: float | None = Field(
+        None, gt=0, description="How fast SIMoE's Lagrangian multiplier rises, per step and missing share of zeros "
+        "[default: 4 / steps]."
+    )  # fmt: skip
+    overlap: float = Field(5e-6, ge=0, description="Weight of what SIMoE's masks have in common.")
+    sample_masks: bool = Field(False, description="Draw SIMoE's masks in every step instead of taking their medians.")
+    gradient_checkpointing: bool = Field(False, description="Less memory for a third more time.")
+    bf16: bool = Field(False, description="Compute in bfloat16; weights stay in fp32 while they are trained.")
+    eval_every: int | None = Field(None, ge=1, description="Steps between evaluations [default: at the end].")
+    save_every: int = Field(100, ge=1, description="Steps between checkpoints that --resume goes on from.")
+    log_every: int = Field(10, ge=1, description="Steps between lines of log.")
+    report_to: str = Field("none", description="wandb, tensorboard … as transformers knows them; several with commas.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Order of the data.")

@@ -1,0 +1,311 @@
+"""Instruction-tuning of a mixture of experts, or of any causal language model."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from moetool.architectures import own_modules
+from moetool.architectures.dense import is_encoder
+from moetool.calibration.data import check_vocabulary, data_files, load_tokenizer, parse_data
+from moetool.calibration.opening import opening_text
+from moetool.checkpoint.files import patch_config
+from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.source import local_path
+from moetool.checkpoint.writer import TensorSpec
+from moetool.errors import InvalidInputError, UsageError, VerificationError
+from moetool.format.entry import check_unquantised, moetool_entry, own_entry
+from moetool.job.blueprint import layer_of
+from moetool.job.job import Job
+from moetool.job.options import RunOptions
+from moetool.job.plan import Plan
+from moetool.job.processes import is_first_process, sharding
+from moetool.job.stage import Stage
+from moetool.job.writing import ShardPlan, origin, write_checkpoint
+from moetool.runtime.building import check_sizes, described_in
+from moetool.tune.options import TuneOptions
+
+if TYPE_CHECKING:
+    from moetool.tune.examples import Examples
+
+# What the names of experts and their routers hold.
+_EXPERTS = (".experts.", ".adapters.", ".delta", ".log_phi", ".interpolation.")
+
+
+@dataclass(frozen=True)
+class AnySource:
+    """Any causal language model that transformers loads."""
+
+    checkpoint: Checkpoint
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "AnySource":
+        check_unquantised(checkpoint.config)
+        if is_encoder(checkpoint.config):
+            kind = checkpoint.config["model_type"]
+            raise InvalidInputError(f"{checkpoint.path} is an encoder ({kind}); tune trains causal language models.")
+        if not checkpoint.is_imagined:
+            check_sizes(checkpoint)
+        return cls(checkpoint)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of most of its numbers."""
+        sizes: dict[torch.dtype, int] = {}
+        for info in self.checkpoint.tensors.values():
+            sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+        return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+class Tune(Stage[TuneOptions, AnySource]):
+    """Fine-tuning by transformers' Trainer, of everything or of what a method trains, with active router losses."""
+
+    name: ClassVar[str] = "tune"
+    summary: ClassVar[str] = "fine-tune on instructions or text, with a load-balancing loss"
+    options_type: ClassVar[type[RunOptions]] = TuneOptions
+    source_type: ClassVar[type[Any]] = AnySource
+    is_parallel: ClassVar[bool] = True
+
+    def plan(self) -> Plan:
+        _check_trackers(self.options.report_to)
+        if self.options.freeze_shared and self.options.train == "all":
+            raise UsageError("--freeze-shared leaves the base alone, --train all does not: give one of them.")
+        if self.options.compute_dtype not in ("auto", "bfloat16" if self.options.bf16 else "float32"):
+            raise UsageError(
+                f"--compute-dtype {self.options.compute_dtype}: tune holds weights in float32 and computes in it, or "
+                "with --bf16 in bfloat16; float16 would need a loss scale that it does not search for."
+            )
+        if (tool := sharding()) is not None:
+            self._check_sharding(tool)
+        checkpoint = self.source.checkpoint
+        numbers = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
+        options, config = self.options, checkpoint.config
+        trained = (
+            sum(math.prod(info.shape) for name, info in checkpoint.tensors.items() if self._may_train(name))
+            + self._lora_parameters()
+        )
+        tokens = options.batch_size * options.sequence_length
+        logits = 3 * 4 * tokens * int(config.get("vocab_size", 0))
+        layers = int(config.get("num_hidden_layers", 1))
+        width = int(config.get("hidden_size", 0))
+        kept = 2 * layers + 60 if options.gradient_checkpointing else 40 * layers
+        texts = [file for path in self.reads() for file in data_files(path)]
+        examples = 2 * sum(file.stat().st_size for file in texts)  # 8 bytes per token, of some 4 bytes of text
+        return Plan(
+            stage=self.name,
+            input_bytes=checkpoint.weight_bytes,
+            output_bytes=checkpoint.weight_bytes,
+            scratch_bytes=2 * (8 * trained + 4 * (numbers if sharding() else trained)),  # a checkpoint, and the next
+            memory_bytes=600_000_000 + 4 * numbers + 12 * trained + logits + 4 * tokens * width * kept + examples,
+            details={"parameters": numbers, "tokens_per_step": tokens * options.accumulation},
+        )
+
+    def _check_sharding(self, tool: str) -> None:
+        """Raise `UsageError` for what does not work where processes share one copy of the weights or of their state."""
+        from torch.distributed.fsdp import FSDPModule
+
+        if tool == "FSDP 1":
+            raise UsageError("tune has not been tried with FSDP 1: set fsdp_version: 2 (FSDP_VERSION=2).")
+        if tool == "FSDP 2" and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise UsageError("This version of torch waits for ever for experts without tokens: FSDP needs torch 2.13.")
+        if tool == "ZeRO 3":
+            raise UsageError("ZeRO 3 fails in the backward pass of moetool's experts: use ZeRO 2, or FSDP 2.")
+        if self.options.quantize_base != "none":
+            raise UsageError(f"--quantize-base has not been tried with {tool}: leave one of them out.")
+        if tool.startswith("ZeRO") and self.options.bf16:
+            raise UsageError(f"--bf16: {tool} would hand out weights rounded to bfloat16: use FSDP 2.")
+        if "interpolated" in own_modules(self.source.checkpoint.config):
+            raise UsageError(f"SIMoE's masks are constrained as a whole, and {tool} has them in parts: train without.")
+
+    def _may_train(self, name: str) -> bool:
+        """Whether a tensor is among those that change, as far as its name tells."""
+        entry = moetool_entry(self.source.checkpoint.config) or {}
+        few = any(entry.get(kind) for kind in ("layers", "adapter_experts", "interpolated"))
+        few = few or self.options.lora_rank is not None or self.options.quantize_base != "none"
+        if self.options.train == "all" or (self.options.train == "auto" and not few):
+            return True
+        return any(part in name for part in _EXPERTS) or name.endswith(("gate.weight", "router.layer.weight"))
+
+    def _lora_parameters(self) -> int:
+        shapes = [info.shape for name, info in self.source.checkpoint.tensors.items() if layer_of(name)]
+        return (self.options.lora_rank or 0) * sum(sum(shape) for shape in shapes if len(shape) == 2)
+
+    def reads(self) -> list[Path]:
+        specs = [
+            spec
+            for text in (self.options.data, self.options.eval_data)
+            if text is not None
+            for spec in parse_data(text)
+        ]
+        return [path for spec in specs if (path := local_path(spec.source)).exists()]
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self.source.checkpoint.path)
+
+    def run(self, job: Job[AnySource]) -> dict[str, Any]:
+        from moetool.runtime.loading import load_model
+        from moetool.tune.masks import all_closed
+        from moetool.tune.tuning import train
+
+        examples, held_out = self._examples(job)
+        with described_in(self.source.checkpoint.path):
+            model = load_model(self.source.checkpoint, torch.float32)
+        trained = self._prepare(job, model)
+        if job.unit("data"):  # from here on there may be a checkpoint to go on with
+            job.finish("data", told={"examples": examples.digest()})
+        elif job.workspace.told("data")["examples"] != examples.digest():
+            raise UsageError("The data has changed since this run began. Start again with --overwrite.")
+        told, weights = train(job, model, self.options, examples.items, held_out.items if held_out else None)
+        if not is_first_process():
+            return {}
+        if "mask_sparsity" in told and all_closed(model):
+            raise VerificationError(
+                "All masks have closed: the result would be the model that it was made from. More --steps, or a lower "
+                "--mask-learning-rate or --multiplier-rate, leave experts open."
+            )
+        if weights is not None:
+            model = load_model(self.source.checkpoint, torch.float32)
+            self._prepare(job, model)
+            shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+            model.load_state_dict({name: weights[name].view(shapes[name]) for name in weights}, assign=True)
+        self._write(job, model)
+        return {
+            "examples": len(examples.items),
+            "truncated": examples.truncated,
+            "left_out": examples.silent,
+            "answer_tokens": examples.answer_tokens,
+            "begin": opening_text(self._tokenizer, self.options.bos),
+            "trained_parameters": trained,
+            **told,
+        }
+
+    def _examples(self, job: Job[AnySource]) -> "tuple[Examples, Examples | None]":
+        """What is learnt, and what is held out to be evaluated on; says what was left out."""
+        from moetool.tune.examples import load_examples
+
+        options, vocabulary = self.options, self.source.checkpoint.config.get("vocab_size")
+        texts = [
+            None if text is None else load_examples(text, self._tokenizer, options.sequence_length, options.bos)
+            for text in (options.data, options.eval_data)
+        ]
+        for example in (example for text in texts if text for example in text.items):
+            check_vocabulary(torch.tensor(example.ids), vocabulary)
+        examples, held_out = texts
+        assert examples is not None
+        job.progress.log(f"{len(examples.items)} examples with {examples.answer_tokens} tokens to learn.")
+        if begin := opening_text(self._tokenizer, options.bos):
+            job.progress.log(f"All but conversations begin with {begin}.")
+        if examples.truncated:
+            job.progress.log(
+                f"{examples.truncated} are longer than {options.sequence_length} tokens and lost their end."
+            )
+        if examples.ends_added:
+            end = self._tokenizer.eos_token
+            job.progress.log(f"The chat template writes nothing that ends an answer: each was given {end}.")
+        if examples.silent:
+            job.progress.log(f"{examples.silent} have nothing to learn and were left out.")
+        return examples, held_out
+
+    def _prepare(self, job: Job[AnySource], model: Any) -> int:
+        """Let everything that is to be trained require gradients; returns how many numbers that is."""
+        from moetool.runtime.modules.simoe_mixing import interpolation_of
+        from moetool.tune.choice import Train, choose, has_experts, trained_parameters
+        from moetool.tune.lora import add_lora, frozen_linears, quantise_linears
+
+        options = self.options
+        few: Train = options.train
+        if (options.lora_rank or options.quantize_base != "none") and few == "auto":
+            few = "none" if options.lora_rank and not has_experts(model) else "experts"
+        if options.lora_rank is not None and interpolation_of(model) is not None:
+            raise UsageError(
+                "--lora-rank: interpolated experts (SIMoE) are differences to a model that stays as it is."
+            )
+        choose(model, few, freeze_shared=options.freeze_shared)
+        frozen = frozen_linears(model)
+        if options.quantize_base != "none":
+            quantise_linears(model, frozen, options.quantize_base, job.device)
+        if options.lora_rank is not None:
+            if not frozen:
+                raise UsageError("--lora-rank: no linear layer is left that is not trained itself.")
+            add_lora(model, frozen, options.lora_rank, options.lora_alpha, options.seed)
+        return trained_parameters(model)
+
+    def _finish(self, model: Any) -> dict[str, Any]:
+        """Bring a trained model into the form in which it is written; returns its `config.json`."""
+        from moetool.runtime.modules.simoe import sites
+        from moetool.runtime.modules.simoe_mixing import interpolation_of
+        from moetool.tune.lora import merge_lora
+
+        source = self.source.checkpoint
+        if self.options.lora_rank is not None or self.options.quantize_base != "none":
+            merge_lora(model, source)
+        config = patch_config(source.config)
+        interpolation = interpolation_of(model)
+        if interpolation is not None and interpolation.trains_masks:
+            for site in sites(model).values():
+                site.prune()
+            del interpolation.multiplier
+            described = own_modules(config)["interpolated"]
+            channels = {name: site.delta.shape[1] for name, site in sites(model).items()}
+            entry = own_entry("interpolated", {**described, "channels": channels})
+            config = patch_config(config, quantization_config=entry)
+        return config
+
+    def _write(self, job: Job[AnySource], model: Any) -> None:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        source, config = self.source.checkpoint, self._finish(model)
+        state = model.to("cpu").state_dict()
+        for tied in getattr(model, "all_tied_weights_keys", None) or {}:
+            if tied not in source.tensors:
+                state.pop(tied, None)
+        tensors: dict[str, Tensor] = dict(revert_weight_conversion(model, state))
+        units: dict[str, list[TensorSpec]] = {}
+        for name, tensor in sorted(tensors.items()):
+            stored = self.source.dtype if tensor.is_floating_point() else tensor.dtype
+            dtype = source.tensors[name].dtype if name in source.tensors else stored
+            units.setdefault(layer_of(name), []).append(TensorSpec(name, dtype, tuple(tensor.shape)))
+        order = list(units)
+
+        def made(unit: int) -> Iterator[tuple[str, Tensor]]:
+            for spec in units[order[unit]]:
+                yield spec.name, tensors[spec.name].to(spec.dtype)
+
+        job.record.update(origin(source))
+        plan = ShardPlan(((index, units[unit]) for index, unit in enumerate(order)), self.options.shard_size)
+        write_checkpoint(job, plan, made, config=config, seed=self.options.seed)
+
+    def verify(self, output: Path) -> dict[str, Any]:
+        made, source = Checkpoint.open(output), self.source.checkpoint
+        closed = (".log_phi", ".multiplier")  # of masks, which are fixed now
+        gone = [name for name in source.tensors if name not in made.tensors and "inv_freq" not in name]
+        lost = [name for name in gone if not (name.endswith(closed) and "interpolated" in own_modules(made.config))]
+        if lost:
+            raise InvalidInputError(f"{output} lacks {len(lost)} tensors of {source.path}, the first {lost[0]}.")
+        return {"bytes_before": source.weight_bytes, "bytes_after": made.weight_bytes}
+
+
+def _check_trackers(names: str) -> None:
+    """Raise `UsageError` for a tracker that transformers does not know, or that is not installed."""
+    if names in ("none", "all"):
+        return
+    from transformers.integrations.integration_utils import (
+        INTEGRATION_TO_CALLBACK,
+        get_available_reporting_integrations,
+    )
+
+    installed = {*get_available_reporting_integrations(), *(["flyte"] if find_spec("flytekit") else [])}
+    for name in names.split(","):
+        if name not in INTEGRATION_TO_CALLBACK:
+            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise UsageError(f"--report-to {names}: there is no {name!r}. Give none, all, or some of {known}.")
+        if name not in installed:
+            there = ", ".join(sorted(installed)) or "none"
+            raise UsageError(f"--report-to {names}: {name} is not installed here; of those that are known, {there} is.")

@@ -1,0 +1,265 @@
+"""transformers' Trainer with the losses of a mixture of experts."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
+from torch.utils.data import Sampler
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+from moetool.checkpoint.files import fast_digest, is_intact, write_json
+from moetool.errors import VerificationError
+from moetool.numerics.seeding import generator
+from moetool.runtime.modules.routers import Routers
+from moetool.runtime.modules.simoe_mixing import Interpolation
+from moetool.tune.balance import balance_of, z_of
+from moetool.tune.examples import IGNORED
+from moetool.tune.masks import MaskConstraint
+
+DIGESTS = "digests.json"  # of a checkpoint's files
+_SHOWN = ("loss", "eval_loss", "balance_loss", "z_loss", "mask_sparsity", "multiplier", "grad_norm", "learning_rate")
+
+
+class MixtureTrainer(Trainer):  # type: ignore[misc]
+    """Loss: next tokens of the answers, averaged over the answer tokens of the whole step, plus the router losses,
+    averaged over its batches.
+    """
+
+    def __init__(
+        self,
+        *,
+        routers: Routers,
+        top_k: int,
+        balance: float,
+        z: float,
+        interpolation: Interpolation | None,
+        constraint: MaskConstraint | None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.routers, self.top_k, self.balance, self.z = routers, top_k, balance, z
+        self.interpolation, self.constraint = interpolation, constraint
+        if constraint is not None:
+            self.add_callback(constraint)
+        self.model_accepts_loss_kwargs = True
+        self.is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        self._told: dict[str, list[float]] = {}
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        given, labels, real = self._split(inputs)
+        with self.routers.watched():
+            outputs = model(**given, use_cache=False)
+        targets = labels[:, 1:].flatten()
+        summed = F.cross_entropy(
+            outputs.logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORED, reduction="sum"
+        )
+        answers = (targets != IGNORED).sum()
+        if num_items_in_batch is None:
+            loss = summed / answers.clamp_min(1)
+        else:
+            # The count is that of all processes, whose gradients are averaged.
+            loss = summed / num_items_in_batch * self.accelerator.num_processes
+        if len(self.routers):
+            loss = loss + self._router_losses(real.flatten()) / self.current_gradient_accumulation_steps
+        if self.constraint is not None:
+            loss = loss + self.constraint.loss() / self.current_gradient_accumulation_steps
+        self.routers.clear()
+        self._require_finite(self.accelerator.reduce(loss.detach(), "sum"))  # of all processes, or one would wait
+        return (loss, outputs) if return_outputs else loss
+
+    def _split(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """What the model takes of a batch, the labels, and which tokens are real."""
+        inputs = dict(batch)
+        ends = inputs.pop("prompt_ends")
+        if self.interpolation is not None:
+            self.interpolation.prompt_ends = ends
+        return inputs, inputs.pop("labels"), inputs.pop("real")
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        return SeededOrder(len(train_dataset if train_dataset is not None else self.train_dataset), self.args.seed)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """A checkpoint of the training: what is trained, under the names that it has in memory.
+
+        Under the names of the hub, in which transformers saves, its Trainer does not find experts again when it
+        resumes, and goes on with those that it began with. What is not trained is in the source.
+        """
+        directory = Path(output_dir or self.args.output_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        if self.is_sharded or not self.args.should_save:  # parts of a model are written and found again beside this
+            return
+        model = self.accelerator.unwrap_model(self.model)
+        changed = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if self.constraint is not None:
+            changed |= {name for name, _ in model.named_buffers() if name.endswith(".multiplier")}
+        state = model.state_dict() if state_dict is None else state_dict
+        tensors = {name: state[name].detach().cpu().contiguous() for name in sorted(changed)}
+        save_file(tensors, directory / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+        torch.save(self.args, directory / "training_args.bin")
+
+    def restore(self, checkpoint: Path, steps: int) -> None:
+        """Put the weights of a training's last checkpoint, that of step `steps`, in their place."""
+        if self.is_sharded:
+            self._prepare_for_training(steps, None, str(checkpoint))
+        else:
+            self._load_from_checkpoint(str(checkpoint))
+
+    def _prepare_for_training(self, *arguments: Any) -> Any:
+        model, batches = super()._prepare_for_training(*arguments)
+        if isinstance(model, FSDPModule):
+            model.set_reduce_scatter_unused_params(True)  # some process may give an expert no token
+        return model, batches
+
+    @torch.no_grad()
+    def evaluate(self, eval_dataset: Any = None, *_: Any, **__: Any) -> dict[str, float]:
+        """Mean next-token loss over all answer tokens of a data set, however it is cut into batches and processes."""
+        model = self.model_wrapped
+        model.eval()
+        total = torch.zeros(2, dtype=torch.float64)
+        for batch in self.get_eval_dataloader(eval_dataset):
+            given, labels, _real = self._split(self._prepare_inputs(batch))
+            logits = model(**given, use_cache=False).logits[:, :-1].float()
+            losses = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], ignore_index=IGNORED, reduction="none")
+            rows = torch.stack([losses.double().sum(1), (labels[:, 1:] != IGNORED).double().sum(1)], dim=1)
+            # What fills up the last batch of some process does not count.
+            total += self.accelerator.gather_for_metrics(rows).sum(0).cpu()
+        model.train()
+        found = {"eval_loss": (total[0] / total[1]).item()}
+        self.log(found)
+        return found
+
+    def _require_finite(self, loss: Tensor) -> None:
+        if not torch.isfinite(loss):
+            step = self.state.global_step
+            raise VerificationError(
+                f"The loss is {loss.item()} at step {step}. The last checkpoint before it is kept and --resume starts "
+                "from there; a smaller --learning-rate needs a new start with --overwrite."
+            )
+
+    def _router_losses(self, real: Tensor) -> Tensor:
+        def summed(tensor: Tensor) -> Tensor:
+            return self.accelerator.reduce(tensor, "sum")
+
+        balance = balance_of(self.routers, self.top_k, real, summed)
+        z = z_of(self.routers, real, summed)
+        self._tell("balance_loss", balance)
+        self._tell("z_loss", z)
+        return self.balance * balance + self.z * z
+
+    def _tell(self, name: str, value: Tensor) -> None:
+        self._told.setdefault(name, []).append(value.item())
+
+    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+        """Add the mean of the router losses since the last time."""
+        if "loss" in logs:
+            logs |= {name: round(sum(values) / len(values), 6) for name, values in self._told.items() if values}
+            logs |= {} if self.constraint is None else self.constraint.told()
+            self._told.clear()
+        super().log(logs, *arguments, **options)
+
+
+class SeededOrder(Sampler[int]):
+    """Every index once, in an order that follows from seed and epoch alone, however many processes share the work."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self._count, self._seed, self._epoch = count, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called before each pass."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self._count, generator=generator(self._seed, "order", self._epoch)).tolist())
+
+    def __len__(self) -> int:
+        return self._count
+
+
+class Told(TrainerCallback):  # type: ignore[misc]
+    """Passes on that a step is done, and what was logged; stops where somebody asks it to."""
+
+    def __init__(
+        self, step: Callable[[], None], log: Callable[[str], None], stop_requested: Callable[[], bool]
+    ) -> None:
+        self._step, self._log, self._stop_requested = step, log, stop_requested
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._step()
+        if _by_any(self._stop_requested()):
+            control.should_save = True
+            control.should_training_stop = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The checkpoint is there: note what its files hold, and only then let go of the one before it."""
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # other processes have written parts of it
+        if state.is_world_process_zero:
+            directory = Path(args.output_dir)
+            last = directory / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            files = sorted(path for path in last.rglob("*") if path.is_file())
+            write_json(last / DIGESTS, {path.relative_to(last).as_posix(): fast_digest(path) for path in files})
+            for other in directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+                if other != last:
+                    shutil.rmtree(other)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        found = {name: logs[name] for name in _SHOWN if name in (logs or {})}
+        if found:
+            values = ", ".join(f"{name} {float(value):.4g}" for name, value in found.items())
+            self._log(f"step {state.global_step}: {values}")
+
+
+def _by_any(asked: bool) -> bool:
+    """Whether any process of the job was asked: they have to stop at the same step."""
+    if not torch.distributed.is_initialized():
+        return asked
+    flag = torch.tensor(float(asked), device="cuda" if torch.distributed.get_backend() == "nccl" else "cpu")
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+    return bool(flag)
+
+
+@torch.no_grad()
+def keeps_apart(model: Any) -> bool:
+    """Whether examples that share a row do not see each other, as far as a try can tell: not every family's attention
+    heeds positions that begin anew."""
+    model.eval()
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    second = torch.arange(1, 7) % vocabulary
+    positions = torch.cat([torch.arange(6), torch.arange(6)])[None]
+    seen = []
+    for first in (torch.arange(7, 13) % vocabulary, torch.arange(40, 46) % vocabulary):
+        row = torch.cat([first, second])[None].to(model.device)
+        logits = model(input_ids=row, position_ids=positions.to(model.device), use_cache=False).logits
+        seen.append(logits[0, 6:].float())
+    model.train()
+    return bool((seen[0] - seen[1]).norm() < 1e-3 * seen[0].norm())
+
+
+def last_checkpoint(directory: Path) -> tuple[Path | None, int]:
+    """The newest checkpoint of a training that is complete and as it was written, and its step; removes newer ones."""
+    found = [(int(path.name.rpartition("-")[2]), path) for path in directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
+    for step, path in sorted(found, reverse=True):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            noted = json.loads((path / DIGESTS).read_bytes())  # which is written last
+            if noted and all(is_intact(path / name, str(digest)) for name, digest in noted.items()):
+                return path, step
+        shutil.rmtree(path)
+    return None, 0
+
+
+def recompute_activations(model: Any) -> None:
+    """Keep only what enters each layer, and run it again on the way back."""
+    newer = getattr(model, "activation_checkpointing_enable", None)  # what transformers 5.23 calls it
+    (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})

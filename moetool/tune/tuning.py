@@ -1,0 +1,160 @@
+"""One training by transformers' Trainer: from a model and examples to a model that has learnt them."""
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import TrainingArguments, get_scheduler
+from transformers.trainer_callback import PrinterCallback
+
+from moetool.job.job import Job
+from moetool.job.processes import check_processes, processes, sharding
+from moetool.job.progress import phase
+from moetool.job.workspace import TRAINER
+from moetool.runtime.modules.experts import SharedBaseExperts
+from moetool.runtime.modules.insertion import experts_per_token
+from moetool.runtime.modules.routers import Routers
+from moetool.runtime.modules.simoe_mixing import interpolation_of
+from moetool.runtime.quiet import quiet
+from moetool.tune.examples import Example, collate, pack
+from moetool.tune.masks import WAY, MaskConstraint, parameter_groups
+from moetool.tune.options import TuneOptions
+from moetool.tune.trainer import MixtureTrainer, Told, keeps_apart, last_checkpoint, recompute_activations
+
+
+class Trained(NamedTuple):
+    """What came of a training: what is worth telling, and the weights by their names in memory where the model that was
+    given has them in parts (of the first process; others get none)."""
+
+    told: dict[str, Any]
+    weights: dict[str, Tensor] | None
+
+
+def train(
+    job: Job[Any], model: Any, options: TuneOptions, examples: Sequence[Example], held_out: Sequence[Example] | None
+) -> Trained:
+    """Train what requires gradients, or go on where an interrupted run stopped.
+
+    Raises:
+        VerificationError: the loss is not a number.
+    """
+    work = job.work / TRAINER
+    if sharding() == "FSDP 2":
+        for module in model.modules():
+            if isinstance(module, SharedBaseExperts):
+                module.flatten_bases()
+    packs = options.packing and keeps_apart(model)
+    if options.packing and not packs:
+        job.progress.log("In this family examples that share a row would see each other: each gets its own.")
+    rows = pack(examples, options.sequence_length) if packs else [[example] for example in examples]
+    batches = math.ceil(len(rows) / (options.batch_size * processes()))
+    steps = options.steps or math.ceil(math.ceil(batches / options.accumulation) * options.epochs)
+    if options.gradient_checkpointing:
+        recompute_activations(model)
+    constraint = _constraint(model, options, steps)
+    with quiet():
+        arguments = _arguments(str(work), options, steps, on_cpu=job.device.type == "cpu", evaluates=bool(held_out))
+        with arguments.main_process_first(local=False):
+            last, done = last_checkpoint(work)
+        told = Told(job.progress.advance, job.progress.log, lambda: job.interrupt.requested)
+        began = time.monotonic()
+        with phase(job.progress, "Train", steps - done):
+            trainer = MixtureTrainer(
+                model=model,
+                args=arguments,
+                train_dataset=rows,
+                eval_dataset=[[example] for example in held_out] if held_out else None,
+                data_collator=lambda batch: collate(batch, padding=0),
+                callbacks=[told],
+                optimizers=_optimizers(model, options, steps),
+                routers=Routers(model),
+                top_k=experts_per_token(model),
+                balance=options.balance,
+                z=options.z,
+                interpolation=interpolation_of(model),
+                constraint=constraint,
+            )
+            check_processes(trainer.accelerator.num_processes)
+            trainer.remove_callback(PrinterCallback)
+            if (tool := sharding()) and not trainer.is_sharded:
+                job.progress.log(f"accelerate does not use {tool} here: every process holds the whole model.")
+            if done < steps:
+                trainer.train(resume_from_checkpoint=str(last) if last else None)
+            elif last is not None:  # stopped after the last step; the Trainer would go one further
+                trainer.restore(last, steps)
+        job.interrupt.check()
+        found: dict[str, Any] = {"steps": steps, "training_seconds": round(time.monotonic() - began, 2)}
+        if held_out:
+            loss = trainer.evaluate()["eval_loss"]
+            found |= {"eval_loss": round(loss, 6), "eval_perplexity": round(math.exp(min(loss, 700)), 4)}
+        if constraint is not None:
+            found |= constraint.told()
+            if found["multiplier"]:
+                job.progress.log(
+                    f"Masks closed {found['mask_sparsity']:.1%} of their elements, not the {constraint.target:.1%} "
+                    "asked for: more --steps, or a higher --multiplier-rate, would."
+                )
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_sharded else None
+    if torch.distributed.is_initialized():  # the first process writes alone, and others may end before it
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    return Trained(found, weights)
+
+
+def _constraint(model: Any, options: TuneOptions, steps: int) -> MaskConstraint | None:
+    interpolation = interpolation_of(model)
+    if interpolation is None or not interpolation.trains_masks:
+        return None
+    interpolation.samples = options.sample_masks
+    return MaskConstraint(model, interpolation.sparsity, options.multiplier_rate or 4 / steps, options.overlap)
+
+
+def _optimizers(model: Any, options: TuneOptions, steps: int) -> tuple[Any, Any]:
+    """Optimizer and schedule: the Trainer's own, unless there are masks, whose rate is another and stays as it is."""
+    if _constraint(model, options, steps) is None:
+        return None, None
+    groups = parameter_groups(model, options.mask_learning_rate or 3 * WAY / steps, options.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.999), eps=1e-8)
+    scheduler: Any = get_scheduler(options.schedule, optimizer, math.ceil(options.warmup * steps), steps)
+    scheduler.lr_lambdas[1] = lambda step: 1.0
+    return optimizer, scheduler
+
+
+def _arguments(output: str, options: TuneOptions, steps: int, *, on_cpu: bool, evaluates: bool) -> TrainingArguments:
+    several = processes() > 1
+    arguments = TrainingArguments(
+        output_dir=output,
+        per_device_train_batch_size=options.batch_size,
+        per_device_eval_batch_size=options.batch_size,
+        gradient_accumulation_steps=options.accumulation,
+        num_train_epochs=options.epochs,
+        max_steps=options.steps or -1,
+        learning_rate=options.learning_rate,
+        lr_scheduler_type=options.schedule,
+        warmup_steps=math.ceil(options.warmup * steps),
+        weight_decay=options.weight_decay,
+        bf16=options.bf16,
+        seed=options.seed % 2**32,
+        data_seed=options.seed % 2**32,
+        use_cpu=on_cpu,
+        save_strategy="steps",
+        save_steps=options.save_every,
+        eval_strategy="steps" if evaluates and options.eval_every else "no",
+        eval_steps=options.eval_every,
+        logging_strategy="steps",
+        logging_steps=options.log_every,
+        report_to=options.report_to.split(","),
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        label_names=["labels"],
+        prediction_loss_only=True,
+        average_tokens_across_devices=True,
+        ddp_backend="gloo" if several and on_cpu else None,
+        ddp_find_unused_parameters=True if several else None,  # an expert may be given no token
+    )
+    if not several:
+        arguments._n_gpu = min(arguments.n_gpu, 1)  # or it would split batches over all cards, by threads
+    return arguments

@@ -1,0 +1,75 @@
+"""What other engines make of an upcycled model, by their source: vLLM 0.33.0, and llama.cpp as of October 2026.
+
+transformers runs all of it. A rule is listed if an engine refuses a model, or, worse, computes something else.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moetool.checkpoint.dense import DenseModel
+from moetool.format.entry import moetool_entry
+from moetool.format.moe_spec import Mixture
+from moetool.upcycle.targets import Target
+
+_GRANITE = ("granitemoe", "granitemoeshared")
+_QWEN = ("qwen2_moe", "qwen3_moe")
+
+
+def lint(target: Target, dense: DenseModel, mixture: Mixture, config: Mapping[str, Any]) -> list[str]:
+    """Warnings about what vLLM or llama.cpp cannot express, a sentence each."""
+    name, features = target.name, dense.features
+    if name == "moetool":
+        return ["only transformers, after `import moetool`, runs a mixture of this model's own FFNs"]
+    notes = []
+
+    def note(condition: object, text: str) -> None:
+        if condition:
+            notes.append(text)
+
+    note(
+        moetool_entry(config) is not None,
+        "only transformers, after `import moetool`, runs differences; `moetool export` writes experts in full",
+    )
+    note(name == "flex_olmo", "llama.cpp does not know flex_olmo; older vLLM ignores norm_topk_prob for it")
+    note(
+        name == "qwen2_moe" and mixture.shared != "med",
+        "llama.cpp never renormalises the routing of qwen2_moe and would scale the experts' output down",
+    )
+    note(
+        name == "qwen2_moe" and mixture.shared == "none",
+        "qwen2_moe always has a shared expert: this one is narrow, and its output is zero until it is trained",
+    )
+    note(
+        name in _QWEN and mixture.dense_layers,
+        f"llama.cpp cannot convert {name} with dense layers among the mixtures",
+    )
+    note(
+        name == "qwen2_moe" and config.get("tie_word_embeddings") and "lm_head.weight" not in dense.checkpoint.tensors,
+        "llama.cpp does not load qwen2_moe with tied embeddings",
+    )
+    note(
+        "head_dim" in features and name in (*_GRANITE, "qwen2_moe"),
+        f"vLLM and llama.cpp ignore head_dim in {name} and do not load this model",
+    )
+    biases = "attention_bias" in features or "qkv_bias" in features
+    note(biases and name in _GRANITE, f"vLLM silently drops the attention's biases of {name}; llama.cpp has them")
+    note(
+        "attention_bias" in features and name == "qwen3_moe",
+        "vLLM silently drops the bias of the attention's output; llama.cpp does not load it",
+    )
+    activation = config.get("hidden_act")
+    note(
+        activation not in ("silu", "swish"),
+        f"vLLM and llama.cpp have SiLU built into {name} and would run it instead of {activation}, or refuse",
+    )
+    windows = "sliding_window" in features or "mixed_attention" in features
+    note(
+        windows and name in ("mixtral", *_QWEN),
+        f"llama.cpp ignores the sliding window of {name}: beyond {config.get('sliding_window')} tokens it differs",
+    )
+    note("mixed_attention" in features and name == "qwen2_moe", "vLLM ignores windows in some layers of qwen2_moe")
+    note(
+        mixture.intermediate % 256,
+        f"experts are {mixture.intermediate} wide, no multiple of 256: llama.cpp's K-quants fall back to larger types",
+    )
+    return notes

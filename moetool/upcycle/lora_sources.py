@@ -1,0 +1,80 @@
+"""LoRA adapters as models: merged into the model they were trained on, by peft."""
+
+import hashlib
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import torch
+
+from moetool.checkpoint.files import storage_problem
+from moetool.checkpoint.reader import CONFIG, Checkpoint
+from moetool.checkpoint.source import resolve_source
+from moetool.errors import InvalidInputError
+
+ADAPTER = "adapter_config.json"
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a directory holds an adapter and no model."""
+    return (path / ADAPTER).exists() and not (path / CONFIG).exists()
+
+
+def adapter_fingerprint(path: Path) -> str:
+    """SHA-256 over an adapter's config and weights, in hexadecimal."""
+    digest = hashlib.sha256()
+    for file in sorted(path.glob("adapter_*")):
+        digest.update(file.name.encode())
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def merge_adapter(adapter: Path, base: Checkpoint, target: Path) -> None:
+    """The model that `base` is with an adapter, written to `target`. The whole model is in memory meanwhile.
+
+    Raises:
+        InvalidInputError: the adapter does not fit the model, or cannot be read.
+        ResourceError: the disk is full.
+    """
+    from peft import PeftModel
+
+    from moetool.runtime.loading import load_model
+    from moetool.runtime.quiet import quiet
+
+    model = load_model(base, "auto")
+    try:
+        with quiet(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of peft about transformers
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            merged = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+            shutil.rmtree(target, ignore_errors=True)
+            merged.save_pretrained(target)
+    except Exception as error:  # of four libraries
+        if (explained := storage_problem(error, target)) is not None:
+            raise explained from error
+        raise InvalidInputError(f"Adapter {adapter} cannot be merged into {base.path}: {error}") from error
+    del model, merged
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def open_adapter(source: str) -> Path | None:
+    """The directory of an adapter, or `None` for what is a model. Raises `InvalidInputError` for neither."""
+    path = resolve_source(source, weights=False)
+    if not (path / CONFIG).exists() and not (path / ADAPTER).exists():
+        path = resolve_source(source)  # on the hub, where an adapter has no config.json to begin with
+    if not is_adapter(path):
+        return None
+    try:
+        kind = json.loads((path / ADAPTER).read_bytes()).get("peft_type")
+    except (ValueError, AttributeError) as error:
+        raise InvalidInputError(f"{path / ADAPTER} is not valid JSON: {error}.") from error
+    if not (path / "adapter_model.safetensors").exists():
+        raise InvalidInputError(
+            f"{path} has no adapter_model.safetensors: the adapter has no weights that moetool reads."
+        )
+    if kind != "LORA":
+        raise InvalidInputError(f"{path} is an adapter of type {kind}; only LoRA can be merged into a model.")
+    return path

@@ -1,0 +1,274 @@
+"""Several fine-tuned models into one mixture of experts (Branch-Train-MiX)."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import AliasChoices, BeforeValidator, Field, field_validator
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moetool.calibration.data import check_vocabulary, load_tokenizer, parse_data, sample_windows
+from moetool.checkpoint.dense import DenseModel
+from moetool.checkpoint.files import save_tensors
+from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.source import local_path
+from moetool.errors import InvalidInputError, UsageError
+from moetool.job.blueprint import open_for_planning
+from moetool.job.job import DenseSource, Job
+from moetool.job.options import Options, RunOptions
+from moetool.job.plan import Plan
+from moetool.job.progress import phase
+from moetool.upcycle.experts import Experts, FromSources
+from moetool.upcycle.lora_sources import adapter_fingerprint, merge_adapter, open_adapter
+from moetool.upcycle.router import centroid_router
+from moetool.upcycle.stage import Upcycle, UpcycleOptions
+
+# What models that are mixed have to agree on beyond the shapes of their tensors, or else one of them computes wrongly.
+_COMMON = ("model_type", "num_attention_heads", "num_key_value_heads", "rope_parameters", "rms_norm_eps", "hidden_act",
+           "sliding_window", "tie_word_embeddings")  # fmt: skip
+
+
+class ExpertSource(Options):
+    """A model whose FFNs become experts, and what its router rows are to answer to."""
+
+    model: str = Field(
+        validation_alias=AliasChoices("model", "source_model"), description="A checkpoint, or a LoRA adapter of INPUT."
+    )
+    prompts: tuple[str, ...] = Field(
+        (), validation_alias=AliasChoices("prompts", "positive_prompts"), description="Text that it should get."
+    )
+    negative_prompts: tuple[str, ...] = Field((), description="Text that it should not get.")
+    data: str | None = Field(None, description="Text that it should get, as for --calibration.")
+
+
+def _source_named(given: Any) -> Any:
+    return {"model": given} if isinstance(given, str) else given
+
+
+class BranchTrainMixOptions(UpcycleOptions):
+    """Which models, where the rest comes from, and what routers start as."""
+
+    experts: int | None = Field(
+        None, ge=2, le=10_000, description="Routed experts per layer [default: one per source]."
+    )
+    source: tuple[Annotated[ExpertSource, BeforeValidator(_source_named)], ...] = Field(
+        (),
+        validation_alias=AliasChoices("source", "sources"),
+        description="A model whose FFNs become an expert; several times. Checkpoints, or LoRA adapters of INPUT.",
+    )
+    rest: str = Field(
+        "average", description="Attention, norms and embeddings: average (of the sources), input, or a checkpoint."
+    )
+
+    @field_validator("experts", mode="before")
+    @classmethod
+    def _is_number(cls, given: Any) -> Any:
+        if isinstance(given, list):
+            raise ValueError("it is a number here; what mergekit lists under `experts` goes under `sources`")
+        return given
+
+    gate_mode: Literal["random", "prompts", "data"] = Field(
+        "random", description="Routers: random, or from each source's prompts or data (see recipes)."
+    )
+
+
+class BranchTrainMix(Upcycle):
+    """Experts from models that were fine-tuned apart from one another."""
+
+    name: ClassVar[str] = "branch-train-mix"
+    summary: ClassVar[str] = "experts from several fine-tuned models, the rest averaged"
+    options_type: ClassVar[type[RunOptions]] = BranchTrainMixOptions
+    options: BranchTrainMixOptions
+
+    @cached_property
+    def specs(self) -> list[ExpertSource]:
+        """The sources, each with what there is to say of it. Raises `UsageError` for too few."""
+        found = list(self.options.source)
+        if len(found) < 2:
+            raise UsageError("--method branch-train-mix needs at least two models: --source A --source B.")
+        mode = self.options.gate_mode
+        if mode != "random":
+            lacking = [entry.model for entry in found if not (entry.prompts if mode == "prompts" else entry.data)]
+            if lacking:
+                raise UsageError(f"--gate-mode {mode}: the source {lacking[0]} has no {mode}. Give them in a recipe.")
+        return found
+
+    @cached_property
+    def _adapters(self) -> dict[int, Path]:
+        opened = {index: open_adapter(spec.model) for index, spec in enumerate(self.specs)}
+        return {index: path for index, path in opened.items() if path is not None}
+
+    @cached_property
+    def sources_opened(self) -> list[DenseModel]:
+        """The models, checked against INPUT. Adapters stand for INPUT until they are merged."""
+        models = []
+        for index, spec in enumerate(self.specs):
+            checkpoint = self.source.checkpoint if index in self._adapters else self._open(spec.model)
+            models.append(self._fitting(spec.model, checkpoint))
+        return models
+
+    def _open(self, name: str) -> Checkpoint:
+        return open_for_planning(name) if self.source.checkpoint.is_imagined else Checkpoint.open(name)
+
+    def _fitting(self, name: str, checkpoint: Checkpoint) -> DenseModel:
+        """A model with the very tensors of INPUT. Raises `InvalidInputError` with the first that differs."""
+        own, other = self.source.checkpoint, checkpoint
+        if surplus := sorted(name for name in set(other.tensors) - set(own.tensors) if not self._is_optional(name)):
+            raise InvalidInputError(
+                f"{name} has a tensor {surplus[0]}, which {own.path} has not: they cannot be mixed."
+            )
+        for tensor, info in own.tensors.items():
+            if tensor not in other.tensors and self._is_optional(tensor):
+                continue
+            if tensor not in other.tensors:
+                raise InvalidInputError(f"{name} has no tensor {tensor}, which {own.path} has: they cannot be mixed.")
+            if (found := other.tensors[tensor].shape) != info.shape:
+                kind = "vocabularies" if "embed" in tensor or "lm_head" in tensor else "shapes"
+                raise InvalidInputError(
+                    f"Sources of different {kind} cannot be mixed: {tensor} has shape {list(found)} in {name} and "
+                    f"{list(info.shape)} in {own.path}."
+                )
+        model = DenseModel(other)
+        for key in _COMMON:
+            mine, theirs = getattr(self.dense.config, key, None), getattr(model.config, key, None)
+            if mine != theirs:
+                raise InvalidInputError(
+                    f"{name} has {key} {theirs!r} and {own.path} has {mine!r}: as parts of one model, one of them "
+                    "would compute something else. Take sources of one kind, or write another INPUT's config."
+                )
+        return model
+
+    def _is_optional(self, tensor: str) -> bool:
+        """Whether a model may or may not store a tensor: it follows from its config, or from the embedding."""
+        tied = bool(self.dense.config.tie_word_embeddings) and tensor == "lm_head.weight"
+        return tied or tensor.endswith("inv_freq")
+
+    @property
+    def copies(self) -> int:
+        return self.options.experts or len(self.specs)
+
+    @property
+    def preserves(self) -> bool:
+        return False
+
+    def experts(self) -> Experts:
+        return FromSources(self.sources_opened)
+
+    def rest(self) -> Sequence[DenseModel]:
+        choice = self.options.rest
+        if choice == "average":
+            return self.sources_opened
+        return [self.dense] if choice == "input" else [self._donor]
+
+    @cached_property
+    def _donor(self) -> DenseModel:
+        return self._fitting(self.options.rest, self._open(self.options.rest))
+
+    def sources(self) -> Mapping[str, str]:
+        found = dict(super().sources())
+        for index, model in enumerate(self.sources_opened):
+            adapter = self._adapters.get(index)
+            found[f"source/{index}"] = adapter_fingerprint(adapter) if adapter else model.checkpoint.fingerprint()
+        if self.options.rest not in ("average", "input"):
+            found["rest"] = self._donor.checkpoint.fingerprint()
+        return found
+
+    def reads(self) -> list[Path]:
+        texts = [parsed.source for spec in self.specs if spec.data for parsed in parse_data(spec.data)]
+        named = [*(spec.model for spec in self.specs), *texts, self.options.rest]
+        return [*super().reads(), *(path for name in named if (path := local_path(name)).exists())]
+
+    def plan(self) -> Plan:
+        if len(self.specs) > self.copies:
+            raise UsageError(f"--experts {self.copies}: there are {len(self.specs)} sources. Leave some out.")
+        plan = super().plan()
+        more = [model.checkpoint.weight_bytes for model in self.sources_opened]
+        return replace(plan, input_bytes=plan.input_bytes + sum(more))
+
+    def _scratch_bytes(self) -> int:
+        return super()._scratch_bytes() + len(self._adapters) * self.source.checkpoint.weight_bytes
+
+    def _memory_bytes(self) -> int:
+        options, merging = self.options, self.source.checkpoint.weight_bytes if self._adapters else 0
+        tokens = options.samples * options.sequence_length * len(self.specs) if options.gate_mode == "data" else 0
+        return super()._memory_bytes() + merging + 4 * tokens * self.dense.hidden
+
+    def run(self, job: Job[DenseSource]) -> dict[str, Any]:
+        for index, adapter in self._adapters.items():
+            merged = job.work / f"merged-{index}"
+            if job.unit(f"merge/{index}"):
+                job.progress.log(f"Merging the adapter {adapter} into {self.source.checkpoint.path}.")
+                merge_adapter(adapter, self.source.checkpoint, merged)
+                job.finish(f"merge/{index}")
+            self.sources_opened[index] = self._fitting(str(adapter), Checkpoint.open(merged))
+        return super().run(job)
+
+    # Routers.
+
+    def routers(self, job: Job[DenseSource]) -> Callable[[int], Tensor]:
+        if self.options.gate_mode == "random":
+            return super().routers(job)
+        if job.unit("routers"):
+            with phase(job.progress, "Routers", self.dense.layers):
+                rows = {str(layer): rows for layer, rows in self._measured_rows(job)}
+            save_tensors(job.work / "routers.safetensors", rows)
+            job.finish("routers")
+        saved = load_file(job.work / "routers.safetensors")
+        return lambda layer: saved[str(layer)]
+
+    def _measured_rows(self, job: Job[DenseSource]) -> Iterator[tuple[int, Tensor]]:
+        """The router of every layer from the inputs that INPUT's own FFNs have on each source's text."""
+        from moetool.calibration.streaming import StreamedModel
+        from moetool.convert.inputs import prompt_moments
+
+        model = StreamedModel(self.source.checkpoint, self.dense.architecture, job.compute_dtype, job.device)
+        groups = self._texts()
+        count, ffn = len(self.specs), self.dense.architecture.ffn
+        for layer, moments in enumerate(prompt_moments(model, groups, ffn, job.progress.advance)):
+            if layer not in self.mixture.layers:
+                continue
+            means = moments.means
+            centroids = means[:count] - torch.where(moments.count[count:, None] > 0, means[count:] - moments.mean, 0)
+            rows = centroid_router(centroids, moments.mean, moments.covariance)
+            yield layer, self._spread_over_copies(rows, layer)
+
+    def _spread_over_copies(self, rows: Tensor, layer: int) -> Tensor:
+        """Rows `[sources, hidden]` for every expert; where a source has several, with a little noise between them."""
+        index = torch.arange(self.copies) % len(rows)
+        noise = 0.1 * self.random_rows(layer) if self.copies > len(rows) else 0
+        return rows[index] + noise
+
+    def _texts(self) -> list[list[Tensor]]:
+        """Token ids by source, then (maybe none) those that it should not get."""
+        tokenizer = load_tokenizer(self.source.checkpoint.path)
+        options, context = self.options, int(getattr(self.dense.config, "max_position_embeddings", 2048))
+
+        def encoded(prompts: Sequence[str]) -> list[Tensor]:
+            ids = [torch.tensor(tokenizer(prompt)["input_ids"][:context], dtype=torch.long) for prompt in prompts]
+            if any(not len(row) for row in ids):
+                raise InvalidInputError("A prompt is empty.")
+            return ids
+
+        wanted, unwanted = [], []
+        for spec in self.specs:
+            if options.gate_mode == "data":
+                assert spec.data is not None
+                windows = sample_windows(
+                    spec.data,
+                    tokenizer,
+                    samples=options.samples,
+                    sequence_length=options.sequence_length,
+                    seed=options.seed,
+                    bos=options.bos,
+                )
+                wanted.append(list(windows))
+            else:
+                wanted.append(encoded(spec.prompts))
+            unwanted.append(encoded(spec.negative_prompts))
+        for row in (row for group in [*wanted, *unwanted] for row in group):
+            check_vocabulary(row, int(self.dense.config.vocab_size))
+        return [*wanted, *unwanted]

@@ -1,0 +1,151 @@
+"""Back to a dense model: one expert per layer in the place of them all."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+
+from moetool.architectures import Architecture, find_architecture
+from moetool.checkpoint.dense import DenseModel
+from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.files import patch_config
+from moetool.checkpoint.reader import Checkpoint
+from moetool.errors import InvalidInputError, UsageError
+from moetool.job.blueprint import imagine
+from moetool.job.job import Job
+from moetool.job.options import RunOptions
+from moetool.job.plan import Plan
+from moetool.job.stage import Stage
+from moetool.job.writing import ShardPlan, down_scale, origin, write_checkpoint
+from moetool.upcycle.unmerging import Unmerging, dense_config
+
+
+@dataclass(frozen=True)
+class UpcycledSource:
+    """A mixture of experts of a known family, or one of moetool's own, and how it came about, if moetool made it."""
+
+    checkpoint: Checkpoint
+    architecture: Architecture
+    experts: ExpertReader
+    record: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "UpcycledSource":
+        record = origin(checkpoint).get("upcycled")
+        architecture = find_architecture(checkpoint.config)
+        return cls(checkpoint, architecture, ExpertReader(checkpoint, architecture), record)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.experts.dtype
+
+
+class ExportDenseOptions(RunOptions):
+    """Which expert."""
+
+    expert: int = Field(0, ge=0, description="The expert that takes the place of all of its layer.")
+
+
+class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
+    """Un-merges a mixture of experts: of a model that was upcycled without changes, the very tensors it came from."""
+
+    name: ClassVar[str] = "dense"
+    summary: ClassVar[str] = "un-merge: one expert per layer becomes the FFN of a dense model"
+    options_type: ClassVar[type[RunOptions]] = ExportDenseOptions
+    source_type: ClassVar[type[Any]] = UpcycledSource
+    method_of: ClassVar[str | None] = "export"
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        """`config.json` of the dense model. Raises `InvalidInputError` if there is no dense family for it."""
+        source = self.source
+        if source.record is not None:
+            return dict(source.record["source_config"])
+        config = dense_config(source.checkpoint.config)
+        if config is None:
+            raise InvalidInputError(
+                f"There is no dense family with the layers of {source.checkpoint.config.get('model_type')}. "
+                "Models that moetool upcycled itself can always be un-merged."
+            )
+        return config
+
+    @cached_property
+    def _dense(self) -> DenseModel:
+        path = self.source.checkpoint.path
+        return DenseModel(imagine(self.source.checkpoint.source, path, self._config))
+
+    @cached_property
+    def _unmerging(self) -> Unmerging:
+        source, dense, expert = self.source, self._dense, self.options.expert
+        record = source.record or {}
+        granularity = int(record.get("granularity", 1))
+        count = source.experts.shape.experts // granularity
+        if source.experts.shape.intermediate * granularity != dense.intermediate:
+            raise InvalidInputError(
+                f"Experts are {source.experts.shape.intermediate} wide and dense layers {dense.intermediate}: "
+                "no dense model has both."
+            )
+        if expert >= count:
+            raise UsageError(f"--expert {expert}: there are experts 0 to {count - 1}.")
+        native = record.get("target") != "moetool"
+        tensors = dict(dense.checkpoint.tensors)
+        if "lm_head.weight" in source.checkpoint.tensors:
+            tensors.setdefault("lm_head.weight", source.checkpoint.tensors["lm_head.weight"])
+        original = getattr(torch, record["dtype"]) if "dtype" in record else source.dtype
+        return Unmerging(
+            source.checkpoint,
+            source.experts,
+            dense.architecture,
+            dict(sorted(tensors.items())),
+            source.experts.moe_layers,
+            expert=expert,
+            native=native,
+            granularity=granularity,
+            down_scale=down_scale(source.checkpoint),
+            dtype=original if original != source.dtype else None,
+        )
+
+    def _shards(self) -> ShardPlan:
+        units = self._unmerging.units(self._prefixes)
+        return ShardPlan(((layer, [made.spec for made in unit]) for layer, unit in units), self.options.shard_size)
+
+    @property
+    def _prefixes(self) -> list[str]:
+        return [self._dense.architecture.layer_prefix(layer) for layer in range(self._dense.layers)]
+
+    def plan(self) -> Plan:
+        matrix = self._dense.hidden * self._dense.intermediate
+        return Plan(
+            stage=self.name,
+            input_bytes=self.source.checkpoint.weight_bytes,
+            output_bytes=self._shards().nbytes,
+            scratch_bytes=0,
+            memory_bytes=600_000_000 + 8 * 4 * matrix,
+            details={"model_type": self._config["model_type"], "expert": self.options.expert},
+        )
+
+    def run(self, job: Job[UpcycledSource]) -> dict[str, Any]:
+        record = self.source.record or {}
+        if record.get("mixture", {}).get("shared", "none") != "none" or "shared_expert_intermediate_size" in (
+            self.source.checkpoint.config
+        ):
+            job.progress.log("The shared expert is left out: the dense model is the routed expert alone.")
+        units = dict(self._unmerging.units(self._prefixes))
+        write_checkpoint(
+            job,
+            self._shards(),
+            lambda layer: ((made.spec.name, made.make()) for made in units[layer]),
+            config=patch_config(self._config),
+        )
+        return {}
+
+    def verify(self, output: Path) -> dict[str, Any]:
+        made = DenseModel(Checkpoint.open(output))
+        return {
+            "bytes_before": self.source.checkpoint.weight_bytes,
+            "bytes_after": made.checkpoint.weight_bytes,
+        }

@@ -1,0 +1,30 @@
+"""FlexOlmo: for OLMo 2."""
+
+from typing import Any
+
+from moetool.architectures.flex_olmo import ARCHITECTURE
+from moetool.checkpoint.dense import DenseModel
+from moetool.format.moe_spec import Mixture
+from moetool.upcycle.targets.base import Target, common
+
+
+def _entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
+    return {
+        **common(dense),
+        "intermediate_size": mixture.intermediate,
+        "num_experts": mixture.experts,
+        "num_experts_per_tok": mixture.top_k,
+        "norm_topk_prob": True,
+        "attention_bias": "attention_bias" in dense.features,
+        "router_aux_loss_coef": 0.01,
+    }
+
+
+TARGET = Target(
+    name="flex_olmo",
+    architecture=ARCHITECTURE,
+    model_class="FlexOlmoForCausalLM",
+    entries=_entries,
+    expresses=frozenset({"query_norm", "attention_bias"}),
+    needs=frozenset({"query_norm"}),
+)

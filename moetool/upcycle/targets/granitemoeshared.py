@@ -1,0 +1,25 @@
+"""Granite-MoE with a shared expert, which is simply added."""
+
+from typing import Any
+
+from moetool.architectures.granitemoeshared import ARCHITECTURE
+from moetool.checkpoint.dense import DenseModel
+from moetool.format.moe_spec import Mixture
+from moetool.upcycle.targets import granitemoe
+from moetool.upcycle.targets.base import Target
+
+
+def _entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
+    return {**granitemoe.entries(dense, mixture), "shared_intermediate_size": dense.intermediate}
+
+
+TARGET = Target(
+    name="granitemoeshared",
+    architecture=ARCHITECTURE,
+    model_class="GraniteMoeSharedForCausalLM",
+    entries=_entries,
+    expresses=granitemoe.EXPRESSES | {"shared_half", "shared_on_base"},
+    needs=frozenset({"shared_half"}),
+    last_resort_for=granitemoe.TARGET.last_resort_for,
+    completed_biases=granitemoe.TARGET.completed_biases,
+)

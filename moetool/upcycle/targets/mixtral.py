@@ -1,0 +1,29 @@
+"""Mixtral: the family that most engines know, for everything that is a plain Llama or Mistral."""
+
+from typing import Any
+
+from moetool.architectures.mixtral import ARCHITECTURE
+from moetool.checkpoint.dense import DenseModel
+from moetool.format.moe_spec import Mixture
+from moetool.upcycle.targets.base import Target, common
+
+
+def _entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
+    return {
+        **common(dense),
+        "intermediate_size": mixture.intermediate,
+        "num_local_experts": mixture.experts,
+        "num_experts_per_tok": mixture.top_k,
+        "sliding_window": dense.config.sliding_window if "sliding_window" in dense.features else None,
+        "router_aux_loss_coef": 0.02,
+        "router_jitter_noise": 0.0,
+    }
+
+
+TARGET = Target(
+    name="mixtral",
+    architecture=ARCHITECTURE,
+    model_class="MixtralForCausalLM",
+    entries=_entries,
+    expresses=frozenset({"sliding_window", "head_dim"}),
+)

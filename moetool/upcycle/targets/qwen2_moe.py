@@ -1,0 +1,61 @@
+"""Qwen2-MoE: biases on queries, keys and values, dense layers among the mixtures, a gated shared expert."""
+
+from typing import Any
+
+from moetool.architectures.qwen2_moe import ARCHITECTURE
+from moetool.checkpoint.dense import DenseModel
+from moetool.format.moe_spec import Mixture
+from moetool.upcycle.targets.base import Target, common
+
+# Of a shared expert that is only there because the family always has one. Fused kernels want a multiple of 64.
+IDLE_WIDTH = 64
+
+
+def sliding(dense: DenseModel) -> dict[str, Any]:
+    """Which layers see a window only, layer by layer: the families' own rules for this differ."""
+    used = any(name in dense.features for name in ("sliding_window", "mixed_attention"))
+    kinds = getattr(dense.config, "layer_types", None) or ["sliding_attention"] * dense.layers
+    return {
+        "use_sliding_window": used,
+        "sliding_window": dense.config.sliding_window if used else None,
+        "layer_types": list(kinds) if used else ["full_attention"] * dense.layers,
+        "max_window_layers": dense.layers,
+    }
+
+
+def fine_grained(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
+    """What the two Qwen families share."""
+    return {
+        **common(dense),
+        "intermediate_size": dense.intermediate,
+        "moe_intermediate_size": mixture.intermediate,
+        "num_experts": mixture.experts,
+        "num_experts_per_tok": mixture.top_k,
+        "norm_topk_prob": mixture.shared != "med",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": mixture.dense_layers,
+        "router_aux_loss_coef": 0.001,
+    }
+
+
+def _entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
+    return {
+        **fine_grained(dense, mixture),
+        **sliding(dense),
+        "shared_expert_intermediate_size": IDLE_WIDTH if mixture.shared == "none" else dense.intermediate,
+        "qkv_bias": True,
+    }
+
+
+TARGET = Target(
+    name="qwen2_moe",
+    architecture=ARCHITECTURE,
+    model_class="Qwen2MoeForCausalLM",
+    entries=_entries,
+    expresses=frozenset(
+        {"qkv_bias", "dense_layers", "sliding_window", "mixed_attention", "shared_half", "shared_med", "head_dim"}
+    ),
+    shared_gate="mlp.shared_expert_gate.weight",
+    has_idle_shared=True,
+    biases=("q_proj", "k_proj", "v_proj"),
+)

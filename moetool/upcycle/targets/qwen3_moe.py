@@ -1,0 +1,29 @@
+"""Qwen3-MoE: for Qwen3."""
+
+from typing import Any
+
+from moetool.architectures.qwen3_moe import ARCHITECTURE
+from moetool.checkpoint.dense import DenseModel
+from moetool.format.moe_spec import Mixture
+from moetool.upcycle.targets.base import Target
+from moetool.upcycle.targets.qwen2_moe import fine_grained
+
+
+def _entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
+    used = "sliding_window" in dense.features
+    return {
+        **fine_grained(dense, mixture),
+        "attention_bias": "attention_bias" in dense.features,
+        "use_sliding_window": used,
+        "sliding_window": dense.config.sliding_window if used else None,
+    }
+
+
+TARGET = Target(
+    name="qwen3_moe",
+    architecture=ARCHITECTURE,
+    model_class="Qwen3MoeForCausalLM",
+    entries=_entries,
+    expresses=frozenset({"head_norm", "attention_bias", "dense_layers", "sliding_window", "head_dim"}),
+    needs=frozenset({"head_norm"}),
+)

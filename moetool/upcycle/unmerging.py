@@ -1,0 +1,161 @@
+"""A mixture of experts back into a dense model: one expert per layer takes the place of them all."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moetool.architectures import Role
+from moetool.architectures.dense import DenseArchitecture
+from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.header import TensorInfo
+from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.writer import InParts, TensorSpec
+from moetool.convert.parts import REST, Made
+from moetool.errors import InvalidInputError
+from moetool.upcycle.upcycling import PROJECTIONS
+
+Parts = list[Callable[[], Iterator[Tensor]]]
+
+
+class Unmerging:
+    """The tensors of the dense model that a mixture of experts holds.
+
+    Args:
+        checkpoint: the mixture.
+        experts: reads its experts.
+        architecture: the dense family to write.
+        native: whether the mixture is of another family, and has its norms.
+        tensors: headers of the dense checkpoint that is wanted.
+        layers: which of its layers are mixtures.
+        expert: which expert to take; a whole copy where experts are pieces.
+        granularity: pieces per copy.
+        down_scale: what the experts' down matrices were multiplied by beyond that.
+        dtype: to store in; `None` keeps each tensor's own.
+
+    Raises:
+        InvalidInputError: a tensor of the dense model is nowhere in the mixture.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        experts: ExpertReader,
+        architecture: DenseArchitecture,
+        tensors: Mapping[str, TensorInfo],
+        layers: tuple[int, ...],
+        *,
+        expert: int,
+        native: bool = True,
+        granularity: int = 1,
+        down_scale: float = 1.0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._checkpoint, self._experts, self._dense = checkpoint, experts, architecture
+        self._expert, self._granularity, self._down_scale = expert, granularity, down_scale
+        self._native = native
+        ffn = {architecture.ffn_prefix(layer): layer for layer in layers}
+        self._made: dict[str, Made] = {}
+        for name, info in tensors.items():
+            layer = next((layer for prefix, layer in ffn.items() if name.startswith(prefix)), None)
+            own, parts = self._passed(name, info) if layer is None else self._ffn_part(name, layer)
+            stored = own if dtype is None else dtype
+            self._made[name] = Made(TensorSpec(name, stored, info.shape), partial(_in_parts, stored, info.shape, parts))
+
+    def units(self, prefixes: list[str]) -> list[tuple[int, list[Made]]]:
+        """The tensors by layer, given the layers' prefixes; those of no layer first."""
+        found: dict[int, list[Made]] = {layer: [] for layer in range(REST, len(prefixes))}
+        for name, made in self._made.items():
+            owner = next((layer for layer, prefix in enumerate(prefixes) if name.startswith(prefix)), REST)
+            found[owner].append(made)
+        return [(layer, unit) for layer, unit in found.items() if unit]
+
+    def _passed(self, name: str, info: TensorInfo) -> tuple[torch.dtype, Parts]:
+        """What is not a feed-forward network that became a mixture."""
+        there = self._checkpoint.tensors
+        if name in there and there[name].shape == info.shape:
+            if self._native and self._dense.norm_offset and name.endswith("norm.weight"):
+                return there[name].dtype, [partial(self._shifted, name)]
+            return there[name].dtype, [partial(self._checkpoint.blocks, name)]
+        if self._dense.joined_qkv and name.endswith(self._dense.joined_qkv):
+            apart = [name.replace("qkv_proj", projection) for projection in PROJECTIONS]
+        elif "gate_up_proj" in name:
+            apart = [name.replace("gate_up_proj", f"{role}_proj") for role in ("gate", "up")]
+        else:
+            apart = []
+        if not apart or not all(part in there for part in apart):
+            raise InvalidInputError(
+                f"{self._checkpoint.path} has no tensor {name} of shape {list(info.shape)}: it does not hold this "
+                "dense model."
+            )
+        return there[apart[0]].dtype, [partial(self._checkpoint.blocks, part) for part in apart]
+
+    def _shifted(self, name: str) -> Iterator[Tensor]:
+        weight = self._checkpoint.read(name)
+        yield (weight.double() - self._dense.norm_offset).to(weight.dtype)
+
+    def _ffn_part(self, name: str, layer: int) -> tuple[torch.dtype, Parts]:
+        relative = name.removeprefix(self._dense.ffn_prefix(layer))
+        bias = relative.endswith("bias")
+        matrix = relative.removesuffix("bias") + "weight" if bias else relative
+        roles: list[Role] = [role for role, own in self._dense.weights.items() if own == matrix]
+        if not roles:
+            raise InvalidInputError(f"{name} is no part of a feed-forward network that moetool knows.")
+        return self._experts.dtype, [partial(self._role, layer, role, bias) for role in roles]
+
+    def _role(self, layer: int, role: Role, bias: bool) -> Iterator[Tensor]:
+        """One matrix or bias of the chosen expert, put together from its pieces."""
+        first = self._expert * self._granularity
+        pieces = [self._piece(layer, expert, role, bias) for expert in range(first, first + self._granularity)]
+        if bias:
+            yield pieces[0] if role == "down" else torch.cat(pieces)
+        elif role == "down":
+            whole = torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
+            scale = 1.0 / (self._granularity * self._down_scale)
+            yield (whole.double() * scale).to(whole.dtype) if scale != 1.0 else whole
+        else:
+            yield from pieces
+
+    def _piece(self, layer: int, expert: int, role: Role, bias: bool) -> Tensor:
+        if bias:
+            return self._experts.bias(layer, expert, role)
+        return self._experts.dense(layer, expert, role).to(self._experts.dtype)
+
+
+def _in_parts(dtype: torch.dtype, shape: tuple[int, ...], parts: Parts) -> InParts:
+    return InParts(dtype, shape, (block.to(dtype) for part in parts for block in part()))
+
+
+def dense_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config of the dense model beside a mixture that moetool did not make, where its family has a dense sibling
+    with the same layers; else `None`."""
+    sibling = _SIBLINGS.get(str(config.get("model_type")))
+    if sibling is None:
+        return None
+    model_type, model_class = sibling
+    kept = {key: value for key, value in config.items() if key not in _MIXTURE_KEYS}
+    width = config.get("moe_intermediate_size", config.get("intermediate_size"))
+    return {**kept, "model_type": model_type, "architectures": [model_class], "intermediate_size": width}
+
+
+_SIBLINGS = {
+    "mixtral": ("mistral", "MistralForCausalLM"),
+    "qwen3_moe": ("qwen3", "Qwen3ForCausalLM"),
+    "flex_olmo": ("olmo2", "Olmo2ForCausalLM"),
+    "granitemoe": ("granite", "GraniteForCausalLM"),
+}
+_MIXTURE_KEYS = {
+    "num_local_experts",
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "quantization_config",
+}

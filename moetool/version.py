@@ -1,0 +1,3 @@
+"""The version of this package, for manifests and `--version`."""
+
+__version__ = "0.1.0"

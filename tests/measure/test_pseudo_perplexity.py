@@ -1,0 +1,110 @@
+"""Losses of windows: of causal models as ever, of encoders with every token hidden once."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dense_families import build_dense
+from torch import Tensor
+
+from moetool.errors import InvalidInputError
+from moetool.measure.perplexity import window_loss
+from moetool.measure.pseudo_perplexity import pseudo_losses
+
+
+@pytest.fixture(scope="module")
+def bert() -> Any:
+    return build_dense("bert")
+
+
+@pytest.fixture(scope="module")
+def windows(tiny_tokens: Tensor) -> Tensor:
+    return tiny_tokens[:33].view(3, 11)
+
+
+@torch.no_grad()
+def naive(model: Any, window: Tensor, mask: int, before: list[int], after: list[int]) -> float:
+    """−log p of each token, all the others being there."""
+    total = 0.0
+    for place, token in enumerate(window.tolist()):
+        ids = [*before, *window.tolist(), *after]
+        ids[place + len(before)] = mask
+        logits = model(torch.tensor([ids])).logits[0, place + len(before)]
+        total -= logits.double().log_softmax(-1)[token].item()
+    return total / len(window)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 11, 64])
+def test_every_token_is_hidden_once(bert: Any, windows: Tensor, masking_tokenizer: Any, rows: int) -> None:
+    ticks: list[int] = []
+    found = pseudo_losses(bert, windows, masking_tokenizer, rows, lambda: ticks.append(1))
+    mask, end = masking_tokenizer.mask_token_id, masking_tokenizer.cls_token_id
+    expected = [naive(bert, window, mask, [end], [end]) for window in windows]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=0)
+    assert len(ticks) == len(windows)
+
+
+def test_without_marks_there_are_none(bert: Any, windows: Tensor, tiny_tokenizer: Any, masking_tokenizer: Any) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.mask_token = masking_tokenizer.mask_token
+    found = pseudo_losses(bert, windows[:1], tokenizer, 4, lambda: None)
+    expected = naive(bert, windows[0], tokenizer.mask_token_id, [], [])
+    assert found.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_without_a_mask_token_it_cannot_be_told(bert: Any, windows: Tensor, tiny_tokenizer: Any) -> None:
+    with pytest.raises(InvalidInputError, match="no mask token"):
+        pseudo_losses(bert, windows, tiny_tokenizer, 4, lambda: None)
+
+
+def test_causal_losses_are_those_of_transformers(windows: Tensor) -> None:
+    model = build_dense("gpt_neox")
+    with torch.no_grad():
+        expected = [model(row[None], labels=row[None]).loss.double() for row in windows]
+    torch.testing.assert_close(window_loss(model, windows), torch.stack(expected), rtol=1e-6, atol=0)
+
+
+@pytest.fixture
+def checkpoint(save_model: Any, tmp_path: Path) -> Any:
+    return lambda family, tokenizer: _saved(save_model, tmp_path / family, family, tokenizer)
+
+
+def _saved(save_model: Any, path: Path, family: str, tokenizer: Any) -> Path:
+    save_model(build_dense(family), path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_eval_of_an_encoder_fits_its_marks_into_the_context(
+    run_cli: Any, checkpoint: Any, bert: Any, tiny_text: Path, tiny_tokens: Tensor, masking_tokenizer: Any
+) -> None:
+    path = checkpoint("bert", masking_tokenizer)
+    result = run_cli("eval", path, "--data", tiny_text, "--windows", 1, "--json")
+    assert result.code == 0, result.stderr
+    assert (result.json["protocol"], result.json["sequence_length"]) == ("pseudo-perplexity", 126)
+    end, mask = masking_tokenizer.cls_token_id, masking_tokenizer.mask_token_id
+    expected = naive(bert, tiny_tokens[:126], mask, [end], [end])
+    assert result.json["nll"] == pytest.approx(expected, rel=1e-5)
+    assert result.json["perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
+    for length in (127, 128, 129):
+        refused = run_cli("eval", path, "--data", tiny_text, "--sequence-length", length)
+        assert refused.code == 2
+        assert "128 tokens, less 2 for marks" in refused.stderr
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt_bigcode"])
+def test_eval_of_a_causal_model_fills_its_context(
+    run_cli: Any, checkpoint: Any, tiny_tokenizer: Any, tiny_text: Path, tiny_tokens: Tensor, family: str
+) -> None:
+    path = checkpoint(family, tiny_tokenizer)
+    result = run_cli("eval", path, "--data", tiny_text, "--windows", 2, "--json")
+    assert result.code == 0, result.stderr
+    assert (result.json["protocol"], result.json["sequence_length"]) == ("perplexity", 128)
+    expected = window_loss(build_dense(family), tiny_tokens[:256].view(2, 128)).mean().item()
+    assert result.json["nll"] == pytest.approx(expected, rel=1e-5)
+    refused = run_cli("eval", path, "--data", tiny_text, "--sequence-length", 129)
+    assert refused.code == 2
+    assert "context of 128 tokens" in refused.stderr
