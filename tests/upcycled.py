@@ -20,9 +20,9 @@ from moetool.format.moe_spec import Mixture, Shared
 from moetool.numerics.seeding import linear_std
 from moetool.runtime.quiet import quiet
 from moetool.upcycle.experts import Copies, Experts
-from moetool.upcycle.pesc import WithAdapterExperts
+from moetool.upcycle.methods.pesc import WithAdapterExperts
+from moetool.upcycle.methods.simoe import Interpolated
 from moetool.upcycle.router import random_router
-from moetool.upcycle.simoe import Interpolated
 from moetool.upcycle.targets import choose_target
 from moetool.upcycle.upcycling import Upcycled
 

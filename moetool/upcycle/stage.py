@@ -1,21 +1,27 @@
-"""What all ways of upcycling to a mixture of whole FFNs share: its shape and its family."""
+"""Upcycling to a MoE model of whole FFNs: what a method says of it, and the stage that all methods share."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
+import torch
 from pydantic import Field
-from torch import Tensor
 
+from moetool.architectures import Role
 from moetool.checkpoint.dense import DenseModel
+from moetool.convert.layers import parse_layers
+from moetool.convert.stage import Conversion
+from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout
 from moetool.format.moe_spec import Mixture, Shared
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import RunOptions
+from moetool.representations import Representation
 from moetool.upcycle.experts import Experts
 from moetool.upcycle.lint import lint
-from moetool.upcycle.routed import RoutedConversion, RoutedOptions
+from moetool.upcycle.routing import RoutedOptions, Rows, check_routing, fresh_rows, starting_rows
 from moetool.upcycle.targets import Target, choose_target
 from moetool.upcycle.upcycling import Upcycled
 
@@ -32,69 +38,122 @@ class UpcycleOptions(RoutedOptions):
     )  # fmt: skip
 
 
-class Upcycle(RoutedConversion[UpcycleOptions]):
-    """A dense model into a mixture of experts."""
+@dataclass(frozen=True)
+class Start:
+    """What a method makes of a dense FFN: all in which the methods differ.
+
+    Attributes:
+        experts: what every expert starts as.
+        preserves: whether these compute what the dense FFN computes.
+        pieces: into which each copy of the FFN is cut, every one an expert.
+        form: how the delta of an expert (layer, expert, role) to the dense FFN is stored, if experts are deltas.
+    """
+
+    experts: Experts
+    preserves: bool = True
+    pieces: int = 1
+    form: Callable[[int, int, Role], Representation] | None = None
+
+
+class Upcycle(Conversion[UpcycleOptions]):
+    """A dense model into a MoE model."""
 
     options_type: ClassVar[type[RunOptions]] = UpcycleOptions
     method_of: ClassVar[str | None] = "upcycle"
 
+    @cached_property
     @abstractmethod
-    def experts(self) -> Experts:
-        """What every expert starts as."""
+    def start(self) -> Start:
+        """What the experts start as. Raises `UsageError` for options that this model cannot satisfy."""
 
     @property
-    def preserves(self) -> bool:
-        return self.options.shared != "med"
+    def copies(self) -> int:
+        """FFNs per layer, before any is cut in pieces."""
+        if self.options.experts is None:
+            raise UsageError("--experts is required.")
+        return int(self.options.experts)
 
     @property
-    def granularity(self) -> int:
-        """Pieces into which each of them is cut."""
-        return 1
-
     def rest(self) -> Sequence[DenseModel]:
         """Models whose mean everything outside the experts is."""
         return [self.dense]
 
+    @property
+    def preserves(self) -> bool:
+        return self.start.preserves and self.options.shared != "med"
+
+    @property
+    def measures(self) -> bool:
+        return bool(self.options.center_router)
+
     @cached_property
     def mixture(self) -> Mixture:
         """What is to be made. Raises `UsageError` for numbers that do not fit."""
-        options, dense = self.options, self.dense
+        options, dense, pieces = self.options, self.dense, self.start.pieces
         return Mixture(
-            experts=self.copies * self.granularity,
-            top_k=options.top_k * self.granularity,
-            intermediate=dense.intermediate // self.granularity,
-            layers=self.layers,
+            experts=self.copies * pieces,
+            top_k=options.top_k * pieces,
+            intermediate=dense.intermediate // pieces,
+            layers=parse_layers(options.layers, dense.layers),
             of=dense.layers,
             shared=options.shared,
         )
 
     @cached_property
     def target(self) -> Target:
-        """The family to write."""
-        return choose_target(self.options.target, self.features)
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """What the family must be able to express, by the names of `FEATURES`."""
+        """The family to write, which must be able to express what `FEATURES` names."""
         narrow = self.dense.architecture.norm_offset and self.stored_dtype.itemsize < 4
-        return (*self.dense.features, *self.mixture.features, *(("narrow_norms",) if narrow else ()))
+        on_base = any(layout.is_extended for layout in self.layouts.values())
+        asked = (("narrow_norms", narrow), ("shared_on_base", on_base))
+        features = (*self.dense.features, *self.mixture.features, *(name for name, wanted in asked if wanted))
+        return choose_target(self.options.target, features)
 
-    def with_router(self, router: Callable[[int], Tensor]) -> Upcycled:
+    @cached_property
+    def layouts(self) -> dict[int, LayerLayout]:
+        """By layer, how experts are stored if they are deltas to one base, the dense FFN; none if they are not."""
+        if (form := self.start.form) is None:
+            return {}
+        extended = getattr(self.options, "shared_expert", False)
+        if extended and self.mixture.shared == "none":
+            raise UsageError("--shared-expert: there is none without --shared half, xft or med.")
+        shape = self.dense.mixture_shape(self.mixture)
+        count = range(shape.experts + extended)
+        return {
+            layer: LayerLayout(
+                shape,
+                {role: tuple(form(layer, expert, role) for expert in count) for role in shape.roles},
+                shape.intermediate,
+            )
+            for layer in self.mixture.layers
+        }
+
+    def fresh(self) -> Rows:
+        """Fresh router rows, one for every copy."""
+        return fresh_rows(self.options, self.dense, self.copies)
+
+    def rows(self, job: Job[DenseSource]) -> Rows:
+        """What the routers start as, a row for every copy."""
+        return starting_rows(job, self.options, self.mixture.layers, self.fresh())
+
+    def planned(self) -> Upcycled:
+        check_routing(self.options, self.copies)
+        return self._upcycled(self.fresh())
+
+    def converted(self, job: Job[DenseSource]) -> Upcycled:
+        return self._upcycled(self.rows(job))
+
+    def _upcycled(self, rows: Rows) -> Upcycled:
         return Upcycled(
             dense=self.dense,
             target=self.target,
             mixture=self.mixture,
-            experts=self.experts(),
-            router=router,
-            rest=self.rest(),
+            experts=self.start.experts,
+            router=lambda layer: rows(layer).repeat_interleave(self.start.pieces, 0),
+            rest=self.rest,
             dtype=self.new_dtype,
             seed=self.options.seed,
-            layouts=self.layouts(),
+            layouts=self.layouts,
         )
-
-    def layouts(self) -> Mapping[int, LayerLayout]:
-        """By layer, how experts are stored if they are differences to one base; none if they are not."""
-        return {}
 
     def details(self) -> dict[str, Any]:
         return {
@@ -110,17 +169,40 @@ class Upcycle(RoutedConversion[UpcycleOptions]):
                 "source_config": self.dense.checkpoint.config,
                 "target": self.target.name,
                 "mixture": self.mixture.to_config(),
-                "granularity": self.granularity,
+                "granularity": self.start.pieces,
                 "dtype": str(self.dense.dtype).removeprefix("torch."),
             }
         }
 
     def notes(self, config: dict[str, Any]) -> list[str]:
-        return lint(self.target, self.dense, self.mixture, config)
+        notes = lint(self.target, self.dense, self.mixture, config)
+        if self.start.pieces > 1 and self.target.architecture is not None:
+            notes.append(
+                "run in 16 bits, two copies' logits are sometimes equal (bfloat16: for about 1 token in 300 per layer) "
+                f"and top-k may then take pieces of both: {self.target.name} routes in the model's dtype, --target "
+                "moetool in fp32"
+            )
+        return notes
 
     def run(self, job: Job[DenseSource]) -> dict[str, Any]:
         return {"target": self.target.name, **super().run(job)}
 
-    def routers(self, job: Job[DenseSource]) -> Callable[[int], Tensor]:
-        copies = super().routers(job)
-        return lambda layer: copies(layer).repeat_interleave(self.granularity, 0)
+
+Begin = Callable[[DenseModel, Any, torch.dtype], Start]
+
+
+def method(name: str, summary: str, options: type[UpcycleOptions] = UpcycleOptions) -> Callable[[Begin], type[Upcycle]]:
+    """Make a method of upcycling of a function `(dense model, options, dtype of the result) -> Start`.
+
+    Args:
+        name: what `upcycle --method` calls it.
+        summary: one line for `list methods`.
+        options: what it can be told.
+    """
+
+    def stage(begin: Begin) -> type[Upcycle]:
+        start = cached_property(lambda self: begin(self.dense, self.options, self.stored_dtype))
+        own = {"name": name, "summary": summary, "options_type": options, "start": start}
+        return type(begin.__name__, (Upcycle,), {**own, "__module__": begin.__module__, "__doc__": begin.__doc__})
+
+    return stage

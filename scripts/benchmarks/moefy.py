@@ -23,7 +23,7 @@ from moetool.calibration.data import evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.measure.perplexity import window_loss
 from moetool.measure.pseudo_perplexity import pseudo_losses
-from moetool.moefy.moefying import MoefyOptions
+from moetool.moefy.stage import MoefyOptions
 from moetool.runtime.loading import load_model
 from moetool.runtime.modules.moefied import set_keep
 from moetool.stages import run_stage

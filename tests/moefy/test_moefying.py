@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moetool.moefy.moefying import _mean_where_left_out
 from moetool.moefy.selector import Selector
+from moetool.moefy.stage import _mean_where_left_out
 from moetool.moefy.statistics import CHUNK
 
 TOKENS, HIDDEN, EXPERTS, SIZE = CHUNK + 100, 6, 4, 3

@@ -1,6 +1,6 @@
 """Several fine-tuned models into one mixture of experts (Branch-Train-MiX)."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -22,10 +22,11 @@ from moetool.job.job import DenseSource, Job
 from moetool.job.options import Options, RunOptions
 from moetool.job.plan import Plan
 from moetool.job.progress import phase
-from moetool.upcycle.experts import Experts, FromSources
+from moetool.upcycle.experts import FromSources
 from moetool.upcycle.lora_sources import adapter_fingerprint, merge_adapter, open_adapter
 from moetool.upcycle.router import centroid_router
-from moetool.upcycle.stage import Upcycle, UpcycleOptions
+from moetool.upcycle.routing import Rows
+from moetool.upcycle.stage import Start, Upcycle, UpcycleOptions
 
 # What models that are mixed have to agree on beyond the shapes of their tensors, or else one of them computes wrongly.
 _COMMON = ("model_type", "num_attention_heads", "num_key_value_heads", "rope_parameters", "rms_norm_eps", "hidden_act",
@@ -151,13 +152,11 @@ class BranchTrainMix(Upcycle):
     def copies(self) -> int:
         return self.options.experts or len(self.specs)
 
+    @cached_property
+    def start(self) -> Start:
+        return Start(FromSources(self.sources_opened), preserves=False)
+
     @property
-    def preserves(self) -> bool:
-        return False
-
-    def experts(self) -> Experts:
-        return FromSources(self.sources_opened)
-
     def rest(self) -> Sequence[DenseModel]:
         choice = self.options.rest
         if choice == "average":
@@ -209,9 +208,9 @@ class BranchTrainMix(Upcycle):
 
     # Routers.
 
-    def routers(self, job: Job[DenseSource]) -> Callable[[int], Tensor]:
+    def rows(self, job: Job[DenseSource]) -> Rows:
         if self.options.gate_mode == "random":
-            return super().routers(job)
+            return super().rows(job)
         if job.unit("routers"):
             with phase(job.progress, "Routers", self.dense.layers):
                 rows = {str(layer): rows for layer, rows in self._measured_rows(job)}
@@ -239,7 +238,7 @@ class BranchTrainMix(Upcycle):
     def _spread_over_copies(self, rows: Tensor, layer: int) -> Tensor:
         """Rows `[sources, hidden]` for every expert; where a source has several, with a little noise between them."""
         index = torch.arange(self.copies) % len(rows)
-        noise = 0.1 * self.random_rows(layer) if self.copies > len(rows) else 0
+        noise = 0.1 * self.fresh()(layer) if self.copies > len(rows) else 0
         return rows[index] + noise
 
     def _texts(self) -> list[list[Tensor]]:

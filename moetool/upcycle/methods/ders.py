@@ -1,107 +1,48 @@
-"""DeRS upcycling: experts that share the dense FFN and differ by few numbers, which are all that training adds."""
+"""DeRS upcycling: experts that share the dense FFN and differ by small deltas, which are all that training adds."""
 
-from abc import abstractmethod
-from collections.abc import Mapping
-from functools import cached_property
-from typing import ClassVar
-
+import torch
 from pydantic import Field
 
-from moetool.architectures import Role
+from moetool.checkpoint.dense import DenseModel
 from moetool.errors import UsageError
-from moetool.format.layout import LayerLayout
-from moetool.job.options import RunOptions
-from moetool.representations import Representation
 from moetool.representations.low_rank import LowRank
 from moetool.representations.sparse import Sparse
-from moetool.upcycle.experts import Copies, Experts
-from moetool.upcycle.stage import Upcycle, UpcycleOptions
+from moetool.upcycle.experts import Copies
+from moetool.upcycle.stage import Start, UpcycleOptions, method
 
 
 class DersOptions(UpcycleOptions):
-    """What is a difference."""
+    """What is a delta."""
 
-    shared_expert: bool = Field(
-        False, description="Make the shared expert of --shared a difference to the same FFN, too."
+    shared_expert: bool = Field(False, description="Make the shared expert of --shared a delta to the same FFN, too.")
+
+
+class LowRankOptions(DersOptions):
+    """How many numbers a delta has."""
+
+    rank: int = Field(1, ge=1, description="Rank of every delta.")
+
+
+@method("ders-lowrank", "the dense FFN once, and low-rank deltas that training fills", LowRankOptions)
+def ders_lowrank(dense: DenseModel, options: LowRankOptions, dtype: torch.dtype) -> Start:
+    """DeRS-LM (arXiv:2503.01359, §3.3)."""
+    if options.rank > min(dense.hidden, dense.intermediate):
+        raise UsageError(
+            f"--rank {options.rank}: matrices of {dense.intermediate} × {dense.hidden} have no more than "
+            f"{min(dense.hidden, dense.intermediate)}."
+        )
+    return Start(Copies(dense), form=lambda layer, expert, role: LowRank(options.rank))
+
+
+class SparseOptions(DersOptions):
+    """How many numbers a delta has."""
+
+    drop: float = Field(0.9999, ge=0, lt=1, description="Share of every delta's elements that stay zero.")
+
+
+@method("ders-sparse", "the dense FFN once, and sparse deltas that training fills", SparseOptions)
+def ders_sparse(dense: DenseModel, options: SparseOptions, dtype: torch.dtype) -> Start:
+    """DeRS-SM (arXiv:2503.01359, §3.3): the places of the elements follow from the seed."""
+    return Start(
+        Copies(dense), form=lambda layer, expert, role: Sparse.derived(options.drop, options.seed, layer, expert, role)
     )
-
-
-class _Ders(Upcycle):
-    """Every expert is `base + difference`, the base the dense FFN, the difference zero to begin with."""
-
-    options: DersOptions
-
-    def experts(self) -> Experts:
-        return Copies(self.dense)
-
-    @abstractmethod
-    def form(self, layer: int, expert: int, role: Role) -> Representation:
-        """How one difference is stored."""
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        return (*super().features, *(("shared_on_base",) if self.options.shared_expert else ()))
-
-    def layouts(self) -> Mapping[int, LayerLayout]:
-        return self._layouts
-
-    @cached_property
-    def _layouts(self) -> dict[int, LayerLayout]:
-        mixture, extended = self.mixture, self.options.shared_expert
-        if extended and mixture.shared == "none":
-            raise UsageError("--shared-expert: there is none without --shared half, xft or med.")
-        shape = self.dense.mixture_shape(mixture)
-        count = range(shape.experts + extended)
-        return {
-            layer: LayerLayout(
-                shape,
-                {role: tuple(self.form(layer, expert, role) for expert in count) for role in shape.roles},
-                shape.intermediate,
-            )
-            for layer in mixture.layers
-        }
-
-
-class DersLowRankOptions(DersOptions):
-    """How many numbers a difference has."""
-
-    rank: int = Field(1, ge=1, description="Rank of every difference.")
-
-
-class DersLowRank(_Ders):
-    """DeRS-LM: low-rank differences."""
-
-    name: ClassVar[str] = "ders-lowrank"
-    summary: ClassVar[str] = "the dense FFN once, and low-rank differences that training fills"
-    options_type: ClassVar[type[RunOptions]] = DersLowRankOptions
-    options: DersLowRankOptions
-
-    def layouts(self) -> Mapping[int, LayerLayout]:
-        highest = min(self.dense.hidden, self.dense.intermediate)
-        if self.options.rank > highest:
-            raise UsageError(
-                f"--rank {self.options.rank}: matrices of {self.dense.intermediate} × {self.dense.hidden} have no more "
-                f"than {highest}."
-            )
-        return super().layouts()
-
-    def form(self, layer: int, expert: int, role: Role) -> Representation:
-        return LowRank(self.options.rank)
-
-
-class DersSparseOptions(DersOptions):
-    """How many numbers a difference has."""
-
-    drop: float = Field(0.9999, ge=0, lt=1, description="Share of every difference's elements that stay zero.")
-
-
-class DersSparse(_Ders):
-    """DeRS-SM: differences of few elements, whose places follow from the seed."""
-
-    name: ClassVar[str] = "ders-sparse"
-    summary: ClassVar[str] = "the dense FFN once, and differences of few elements that training fills"
-    options_type: ClassVar[type[RunOptions]] = DersSparseOptions
-    options: DersSparseOptions
-
-    def form(self, layer: int, expert: int, role: Role) -> Representation:
-        return Sparse.derived(self.options.drop, self.options.seed, layer, expert, role)

@@ -1,0 +1,94 @@
+"""The plan of the house, read from the imports: no arrow points up, none goes in a circle, and no room is too large.
+
+README and docs/architecture.md draw what is checked here.
+"""
+
+import ast
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import moetool
+
+PACKAGE = Path(moetool.__file__).parent
+ROOT = ""  # files beside the rooms
+
+# From the ground up. A room imports from those below it, and from no other room of its own floor.
+FLOORS: tuple[frozenset[str], ...] = (
+    frozenset({"errors", "version"}),
+    frozenset({"numerics", "architectures"}),
+    frozenset({"checkpoint", "representations"}),
+    frozenset({"format"}),
+    frozenset({"runtime"}),
+    frozenset({"calibration"}),
+    frozenset({"job"}),
+    frozenset({"convert"}),
+    frozenset({"compress", "upcycle", "moefy", "tune", "measure"}),
+    frozenset({"stages", "demo"}),
+    frozenset({"cli"}),
+    frozenset({"__main__", ROOT}),
+)
+LARGEST = 0.15  # share of the package's lines that a room may hold
+
+
+def floor(room: str) -> int:
+    return next(level for level, rooms in enumerate(FLOORS) if room in rooms)
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else ROOT
+
+
+@cache
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """Every module of the package, and those of it that it imports anywhere, `TYPE_CHECKING` blocks included."""
+    found: dict[str, set[str]] = {}
+    for module, path in modules().items():
+        found[module] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found[module] |= {alias.name for alias in node.names if alias.name in modules()}
+            elif isinstance(node, ast.ImportFrom) and node.module in modules():
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                found[module] |= {name if name in modules() else str(node.module) for name in names}
+    return found
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room(module) for module in modules()} == frozenset().union(*FLOORS)
+
+
+def test_no_arrow_points_up_or_aside() -> None:
+    wrong = {
+        f"{module} imports {other}"
+        for module, others in imports().items()
+        for other in others
+        if room(module) != room(other) and floor(room(module)) <= floor(room(other))
+    }
+    assert not wrong
+
+
+def test_no_circles() -> None:
+    """Taking away, again and again, what imports nothing that is left, takes away everything."""
+    left = dict(imports())
+    while free := [module for module, others in left.items() if not others & left.keys()]:
+        for module in free:
+            del left[module]
+    assert not left
+
+
+def test_no_room_is_too_large() -> None:
+    lines: Counter[str] = Counter()
+    for module, path in modules().items():
+        lines[room(module)] += len(path.read_text().splitlines())
+    largest, size = lines.most_common(1)[0]
+    assert size <= LARGEST * lines.total(), f"{largest} holds {size / lines.total():.1%} of the package"
