@@ -17,8 +17,9 @@ ROOT = ""  # files beside the rooms
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "version"}),
     frozenset({"numerics", "architectures"}),
-    frozenset({"checkpoint", "representations"}),
+    frozenset({"representations"}),
     frozenset({"format"}),
+    frozenset({"checkpoint"}),
     frozenset({"runtime"}),
     frozenset({"calibration"}),
     frozenset({"job"}),

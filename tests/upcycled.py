@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from moetool.architectures.base import fused_name
 from moetool.architectures.dense import DenseArchitecture
-from moetool.checkpoint.dense import DenseModel
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import CheckpointWriter
 from moetool.convert.parts import Converted, Made
 from moetool.format.moe_spec import Mixture, Shared
 from moetool.numerics.seeding import linear_std
+from moetool.runtime.dense import DenseModel
 from moetool.runtime.quiet import quiet
 from moetool.upcycle.experts import Copies, Experts
 from moetool.upcycle.methods.pesc import WithAdapterExperts

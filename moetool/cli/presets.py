@@ -6,12 +6,10 @@ from typing import Any
 
 import yaml
 
-import moetool
-
 
 def directory() -> Path:
     """Where the files lie: in the package, or in `configs/` of the checkout that the package is run from."""
-    package = Path(moetool.__file__).parent
+    package = Path(__file__).parents[1]
     packaged = package / "presets"
     return packaged if packaged.is_dir() else package.parent / "configs"
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moetool.checkpoint.dense import DenseModel
 from moetool.checkpoint.writer import InParts, TensorSpec
+from moetool.runtime.dense import DenseModel
 
 REST = -1  # the unit of everything that belongs to no layer
 

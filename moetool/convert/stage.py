@@ -10,7 +10,6 @@ from torch import Tensor
 
 from moetool.architectures import find_architecture, is_opaque
 from moetool.calibration.data import load_tokenizer
-from moetool.checkpoint.dense import DenseModel
 from moetool.checkpoint.reader import CONFIG, Checkpoint
 from moetool.convert.parts import Converted
 from moetool.convert.sample import sample_tokens
@@ -22,6 +21,7 @@ from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.progress import phase
 from moetool.job.stage import OptionsT, Stage
 from moetool.job.writing import ShardPlan, write_checkpoint
+from moetool.runtime.dense import DenseModel
 
 PROOF_WINDOWS, PROOF_LENGTH = 4, 64
 

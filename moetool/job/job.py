@@ -11,7 +11,6 @@ from typing_extensions import TypeVar
 
 from moetool.architectures import Architecture, find_architecture
 from moetool.architectures.dense import DenseArchitecture
-from moetool.checkpoint.dense import DenseModel
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
@@ -21,6 +20,7 @@ from moetool.job.memory import return_heap
 from moetool.job.options import RunOptions
 from moetool.job.progress import Progress, Silent
 from moetool.job.workspace import Workspace
+from moetool.runtime.dense import DenseModel
 
 
 class Input(Protocol):

@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 
 from moetool.calibration.batching import batch_size
-from moetool.checkpoint.dense import DenseModel
 from moetool.checkpoint.experts import ExpertReader
 from moetool.errors import ResourceError
 from moetool.job.sizes import format_bytes
+from moetool.runtime.dense import DenseModel
 from moetool.version import __version__
 
 # Tokens of the proof that a conversion is right.

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Role
-from moetool.checkpoint.dense import DenseModel
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.writer import TensorSpec
 from moetool.convert.parts import REST, Converted, Made
 from moetool.errors import UsageError
 from moetool.format.entry import own_entry
 from moetool.numerics.balanced_kmeans import balanced_kmeans
+from moetool.runtime.dense import DenseModel
 
 SelectorKind = Literal["mlp", "oracle", "fixed"]
 

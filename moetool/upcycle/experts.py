@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Role
-from moetool.checkpoint.dense import DenseModel
 from moetool.numerics.seeding import generator
+from moetool.runtime.dense import DenseModel
 
 
 class Experts(Protocol):

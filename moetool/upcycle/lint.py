@@ -6,9 +6,9 @@ transformers runs all of it. A rule is listed if an engine refuses a model, or, 
 from collections.abc import Mapping
 from typing import Any
 
-from moetool.checkpoint.dense import DenseModel
 from moetool.format.entry import moetool_entry
 from moetool.format.moe_spec import Mixture
+from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets import Target
 
 _GRANITE = ("granitemoe", "granitemoeshared")

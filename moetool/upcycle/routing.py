@@ -8,13 +8,13 @@ from pydantic import Field
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moetool.checkpoint.dense import DenseModel
 from moetool.checkpoint.files import save_tensors
 from moetool.convert.stage import ConversionOptions
 from moetool.errors import UsageError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import DenseSource, Job
 from moetool.numerics.seeding import linear_std
+from moetool.runtime.dense import DenseModel
 from moetool.upcycle.router import centred, decorrelated, random_router
 
 Rows = Callable[[int], Tensor]  # of a layer: the router `[experts, hidden]`

@@ -10,7 +10,6 @@ import torch
 from pydantic import Field
 
 from moetool.architectures import Role
-from moetool.checkpoint.dense import DenseModel
 from moetool.convert.layers import parse_layers
 from moetool.convert.stage import Conversion
 from moetool.errors import UsageError
@@ -19,6 +18,7 @@ from moetool.format.moe_spec import Mixture, Shared
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import RunOptions
 from moetool.representations import Representation
+from moetool.runtime.dense import DenseModel
 from moetool.upcycle.experts import Experts
 from moetool.upcycle.lint import lint
 from moetool.upcycle.routing import RoutedOptions, Rows, check_routing, fresh_rows, starting_rows

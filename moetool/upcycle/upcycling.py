@@ -12,7 +12,6 @@ from torch import Tensor
 from moetool.architectures import MoEShape, Role
 from moetool.architectures.base import by_name
 from moetool.architectures.custom_moe import ROUTER, SHARED, fused_names
-from moetool.checkpoint.dense import DenseModel
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.writer import TensorSpec
 from moetool.convert.parts import REST, Converted, Made, mean
@@ -21,6 +20,7 @@ from moetool.format.entry import format_entry
 from moetool.format.layout import LayerLayout, delta_name
 from moetool.format.moe_spec import Mixture, routed_scale
 from moetool.numerics.seeding import generator, linear_std, uniform
+from moetool.runtime.dense import DenseModel
 from moetool.upcycle.experts import Experts
 from moetool.upcycle.targets import Target
 from moetool.upcycle.targets.qwen2_moe import IDLE_WIDTH

@@ -197,8 +197,8 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=60)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    from moetool.checkpoint.dense import DenseModel
     from moetool.checkpoint.reader import Checkpoint
+    from moetool.runtime.dense import DenseModel
 
     options.parameters = DenseModel(Checkpoint.open(options.model)).parameters
     named = f"{options.model.name} {options.train.name} {options.test.name} {options.other.name}"

@@ -11,9 +11,9 @@ from upcycled import EXPERTS, TOP_K, load, logits, open_dense, prompt, save_dens
 
 from moetool.architectures import find_architecture
 from moetool.calibration.streaming import StreamedModel
-from moetool.checkpoint.dense import DenseModel
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.proof import Routing, Run, compare, mean_loss, run
+from moetool.runtime.dense import DenseModel
 from moetool.upcycle.upcycling import Upcycled
 
 CPU = torch.device("cpu")

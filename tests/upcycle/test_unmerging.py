@@ -11,11 +11,11 @@ from torch import Tensor
 from upcycled import EXPERTS, load, logits, open_dense, save_dense, upcycled, write_made, write_upcycled
 
 from moetool.architectures import find_architecture
-from moetool.checkpoint.dense import DenseModel
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.parts import REST
 from moetool.errors import InvalidInputError
+from moetool.runtime.dense import DenseModel
 from moetool.upcycle.experts import FromSources, PartlyRedrawn, Pieces
 from moetool.upcycle.unmerging import Unmerging, dense_config
 from moetool.upcycle.upcycling import Upcycled

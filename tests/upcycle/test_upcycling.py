@@ -23,10 +23,10 @@ from upcycled import (
 )
 
 from moetool.architectures import find_architecture
-from moetool.checkpoint.dense import DenseModel
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.job.blueprint import imagine
+from moetool.runtime.dense import DenseModel
 from moetool.upcycle.experts import Pieces
 from moetool.upcycle.targets import targets
 

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from moetool.architectures import Role
 from moetool.calibration.collectors import LayerStatistics
-from moetool.checkpoint.dense import DenseModel
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import CONFIG, MANIFEST, Checkpoint
@@ -20,6 +19,7 @@ from moetool.errors import InvalidInputError, UsageError
 from moetool.job.writing import down_scale
 from moetool.representations.bitsandbytes_formats import NF4, Int8
 from moetool.representations.quantised import QuantisedMatrix
+from moetool.runtime.dense import DenseModel
 
 # Experts that were upcycled from a dense FFN stay close to it; below this it is hardly theirs.
 _KIN = 0.5

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock, Thread, current_thread
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,11 +13,25 @@ from torch.nn import functional as F
 
 from moetool.runtime.modules.insertion import OwnModule
 
-if TYPE_CHECKING:
-    from moetool.runtime.modules.simoe import InterpolatedLinear
-
 # Calls that go on with a prompt's cache before its weights are folded, which costs about what as many calls save by it.
 FOLDING = 4
+
+
+class Site(Protocol):
+    """A linear layer whose delta is mixed."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its weight is a matrix, which others can be added to."""
+
+    def versions(self) -> tuple[object, ...]:
+        """What changes whenever its weights do."""
+
+    def gates(self, *, sampled: bool = False) -> Tensor:
+        """The masks z `[experts, in]`."""
+
+    def folded(self, alpha: Tensor) -> Tensor:
+        """`W + W_δ diag(Σ_i α_i z_i)` `[out, in]` for α `[experts]`."""
 
 
 class Mixture:
@@ -44,7 +58,7 @@ class Mixture:
             self._is_one = bool((self.alpha - self.alpha[:1]).abs().max() < 1e-6)
         return self._is_one
 
-    def made(self, what: str, site: "InterpolatedLinear", make: Callable[[], Tensor]) -> Tensor:
+    def made(self, what: str, site: Site, make: Callable[[], Tensor]) -> Tensor:
         """What `make` gives for a linear layer, once for the same weights."""
         versions, key = site.versions(), (what, id(site))
         found = self._made.get(key)
@@ -193,7 +207,7 @@ class Interpolation(OwnModule):
                 here.mixture.forget()
         return super().train(mode)
 
-    def folded_weight(self, site: "InterpolatedLinear") -> Tensor | None:
+    def folded_weight(self, site: Site) -> Tensor | None:
         """`W + W_δ diag(Σ_i α_i z_i)` `[out, in]` of a linear layer, where it pays to have it."""
         if not self.folds or self.training or torch.is_grad_enabled() or not site.is_plain:
             return None
@@ -202,7 +216,7 @@ class Interpolation(OwnModule):
             return None
         return mixture.made("folded", site, lambda: site.folded(mixture.alpha[0]))
 
-    def mixed(self, site: "InterpolatedLinear", like: Tensor) -> Tensor | None:
+    def mixed(self, site: Site, like: Tensor) -> Tensor | None:
         """`Σ_i α_i z_i` of a linear layer for its inputs `[batch, length, in]`, to be multiplied with them."""
         mixture = self.mixture
         if mixture is None:

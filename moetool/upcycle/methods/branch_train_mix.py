@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moetool.calibration.data import check_vocabulary, load_tokenizer, parse_data, sample_windows
-from moetool.checkpoint.dense import DenseModel
 from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.source import local_path
@@ -22,6 +21,7 @@ from moetool.job.job import DenseSource, Job
 from moetool.job.options import Options, RunOptions
 from moetool.job.plan import Plan
 from moetool.job.progress import phase
+from moetool.runtime.dense import DenseModel
 from moetool.upcycle.experts import FromSources
 from moetool.upcycle.lora_sources import adapter_fingerprint, merge_adapter, open_adapter
 from moetool.upcycle.router import centroid_router

@@ -3,8 +3,8 @@
 import torch
 from pydantic import Field
 
-from moetool.checkpoint.dense import DenseModel
 from moetool.errors import UsageError
+from moetool.runtime.dense import DenseModel
 from moetool.upcycle.experts import Copies, PartlyRedrawn, Pieces
 from moetool.upcycle.stage import Start, UpcycleOptions, method
 

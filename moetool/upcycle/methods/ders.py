@@ -3,10 +3,10 @@
 import torch
 from pydantic import Field
 
-from moetool.checkpoint.dense import DenseModel
 from moetool.errors import UsageError
 from moetool.representations.low_rank import LowRank
 from moetool.representations.sparse import Sparse
+from moetool.runtime.dense import DenseModel
 from moetool.upcycle.experts import Copies
 from moetool.upcycle.stage import Start, UpcycleOptions, method
 

@@ -10,7 +10,6 @@ import torch
 from pydantic import Field
 
 from moetool.architectures import Architecture, find_architecture
-from moetool.checkpoint.dense import DenseModel
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.reader import Checkpoint
@@ -21,6 +20,7 @@ from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
 from moetool.job.stage import Stage
 from moetool.job.writing import ShardPlan, down_scale, origin, write_checkpoint
+from moetool.runtime.dense import DenseModel
 from moetool.upcycle.unmerging import Unmerging, dense_config
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moetool.architectures import Architecture
-from moetool.checkpoint.dense import DenseModel
 from moetool.format.moe_spec import Mixture
+from moetool.runtime.dense import DenseModel
 
 Entries = Callable[[DenseModel, Mixture], dict[str, Any]]
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from moetool.architectures.mixtral import ARCHITECTURE
-from moetool.checkpoint.dense import DenseModel
 from moetool.format.moe_spec import Mixture
+from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets.base import Target, common
 
 

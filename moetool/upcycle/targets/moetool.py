@@ -3,9 +3,9 @@
 from typing import Any
 
 from moetool.architectures.dense import FEATURES
-from moetool.checkpoint.dense import DenseModel
 from moetool.format.entry import own_entry
 from moetool.format.moe_spec import Mixture
+from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets.base import Target
 
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from moetool.architectures.qwen2_moe import ARCHITECTURE
-from moetool.checkpoint.dense import DenseModel
 from moetool.format.moe_spec import Mixture
+from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets.base import Target, common
 
 # Of a shared expert that is only there because the family always has one. Fused kernels want a multiple of 64.
