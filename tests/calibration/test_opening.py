@@ -76,4 +76,4 @@ def test_evaluation_and_calibration_say_so(
     base = run_cli("fisher-merge", model, tmp_path / "base", *text, "--json")
     assert base.json["calibration"]["begin"] == begin
     assert f"Every window begins with {begin}." in base.stderr
-    assert json.loads((tmp_path / "base" / "moetool.json").read_text())["statistics"]["begin"] == begin
+    assert json.loads((tmp_path / "base" / "moetool.json").read_text())["statistics"]["calibration"]["begin"] == begin
