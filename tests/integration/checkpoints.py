@@ -24,11 +24,11 @@ COMMAND_LINE = "from moetool.cli import main; main()"
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Every file below a directory, by relative path."""
+    """Every file below a directory, by relative path, but the note of who has written there last."""
     return {
         path.relative_to(directory).as_posix(): path.read_bytes()
         for path in sorted(directory.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.parts[-2:] != (".moetool", "lock")
     }
 
 

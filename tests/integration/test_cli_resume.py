@@ -40,11 +40,6 @@ def stopped(tmp_path_factory, crash, arguments, undisturbed) -> Path:
     return output
 
 
-def unlocked(output: Path) -> dict[str, bytes]:
-    """Its contents without the note of who wrote there last."""
-    return {name: data for name, data in contents(output).items() if name != ".moetool/lock"}
-
-
 def resume(run_cli, arguments, output: Path, *more: object) -> Any:
     command, source, *options = arguments
     return run_cli(command, source, output, *options, "--resume", *more)
@@ -162,12 +157,12 @@ def test_an_unfinished_output_is_no_checkpoint(run_cli, stopped, tmp_path, tiny_
 def test_an_unfinished_output_is_not_overwritten_by_mistake(run_cli, stopped, arguments, undisturbed, tmp_path):
     command, source, *options = arguments
     output = copy_of(stopped, tmp_path / "out")
-    before = unlocked(output)
+    before = contents(output)
     refused = run_cli(command, source, output, *options)
     assert refused.code == 2
     assert "unfinished run: --resume" in refused.stderr
     assert "--overwrite" in refused.stderr
-    assert unlocked(output) == before
+    assert contents(output) == before
     assert run_cli(command, source, output, *options, "--overwrite").code == 0
     assert contents(output) == undisturbed
 
@@ -179,11 +174,11 @@ def test_an_unfinished_output_is_not_overwritten_by_mistake(run_cli, stopped, ar
 )
 def test_other_settings_are_refused(run_cli, stopped, arguments, tmp_path, other):
     output = copy_of(stopped, tmp_path / "out")
-    before = unlocked(output)
+    before = contents(output)
     result = resume(run_cli, arguments, output, *other)
     assert result.code == 2
     assert "other settings" in result.stderr
-    assert unlocked(output) == before
+    assert contents(output) == before
 
 
 def test_another_input_is_refused(run_cli, stopped, arguments, tiny_mixtral, tmp_path):

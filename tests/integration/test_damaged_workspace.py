@@ -72,8 +72,6 @@ def job(
 def damages(killed: Path) -> Iterator[tuple[str, str, bytes | None]]:
     """Every file of an output, in turn in each way, the journal in all: its name, what was done, what it holds now."""
     for turn, (name, data) in enumerate(contents(killed).items()):
-        if name == ".moetool/lock":
-            continue
         ways = {
             "flip header": data[:12] + bytes([data[12] ^ 1]) + data[13:],
             "delete": None,
