@@ -107,7 +107,7 @@ class StreamedModel:
             renamed, converter = rename_source_key(name, renamings, converters, self.model.base_model_prefix, state)
             renamed = renamed if renamed in state else name
             if renamed not in state:
-                unknown.append(name)  # outside the layers it passes through to the output untouched
+                unknown.append(name)  # passes through to the output untouched, unless a layer would compute with it
                 continue
             found, promised = self.checkpoint.tensors[name].shape, tuple(state[renamed].shape)
             if converter is None and found != promised:
@@ -122,11 +122,13 @@ class StreamedModel:
         inside = [
             name
             for name in unknown
-            if name.startswith(tuple(layers)) and not any(re.search(pattern, name) for pattern in ignored)
+            if name.startswith(tuple(layers))
+            and name.endswith((".weight", ".bias"))
+            and not any(re.search(pattern, name) for pattern in ignored)
         ]
         if inside := surplus(inside, self.checkpoint.config):
             raise InvalidInputError(
-                f"{self.checkpoint.path} has tensors inside layers that the model of config.json does not have: "
+                f"{self.checkpoint.path} has weights inside layers that the model of config.json does not have: "
                 f"{inside[0]} ({len(inside)} in all). What was measured without them would be wrong; refusing."
             )
         in_memory = []
