@@ -50,9 +50,11 @@ def local_path(name: str | Path) -> Path:
     """A path with its `~` expanded; there need not be anything.
 
     Raises:
-        InvalidInputError: no system call would take it: it is too long, holds a NUL byte, leads through a directory
-            that may not be searched, or names a user that does not exist.
+        InvalidInputError: it is empty, or no system call would take it: it is too long, holds a NUL byte, leads through
+            a directory that may not be searched, or names a user that does not exist.
     """
+    if not str(name):
+        raise InvalidInputError("An empty name is no path.")
     try:
         path = Path(name).expanduser()
         path.lstat()

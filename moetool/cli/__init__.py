@@ -1,5 +1,6 @@
 """The command line. Importing it must stay instant: nothing heavy before a command runs."""
 
+import logging
 import os
 import signal
 import sys
@@ -13,6 +14,8 @@ def main() -> None:
     # times slower beside one busy neighbour. Read when torch is loaded, so it has to be said before.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    # What it says of kernels that it could do with is for those who use them.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # Imports take seconds; a job that is asked to stop before it began is as resumable as any.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(InterruptedRunError.exit_code))
     from moetool.cli.app import app

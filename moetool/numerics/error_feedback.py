@@ -23,25 +23,31 @@ def feed_back(matrix: Tensor, scales: Tensor, bits: int, gram: Tensor) -> Tensor
         matrix: [out, in], floating and finite.
         scales: [out, groups] as they will be stored, e.g. those of `quantise`.
         bits: of the codes.
-        gram: [in, in], sum of x x^T over the inputs x; positive semi-definite, may be singular.
+        gram: [in, in], sum of x x^T over the inputs x; positive semi-definite, may be singular. All zero, as of a layer
+            whose inputs are, it leaves every code the nearest.
 
     Returns:
         [out, in] uint8.
 
     Raises:
-        ValueError: the Gram matrix has another shape, or is not finite or all zero.
+        ValueError: the Gram matrix has another shape, or is not finite.
     """
     rows, columns = matrix.shape
     wide = gram.to(matrix.device).double()
     energy = wide.diagonal()
-    if wide.shape != (columns, columns) or not bool(wide.isfinite().all()) or not bool(energy.sum() > 0):
-        raise ValueError(f"error feedback needs a finite Gram matrix [{columns}, {columns}] that is not zero")
+    if wide.shape != (columns, columns) or not bool(wide.isfinite().all()):
+        raise ValueError(f"error feedback needs a finite Gram matrix [{columns}, {columns}]")
+    group = columns // scales.shape[1]
+    plain = nearest(matrix.detach().float().view(rows, -1, group), scales.float().unsqueeze(2), bits).view(
+        rows, columns
+    )
+    if not bool(energy.sum() > 0):
+        return plain
     # Inputs that carry most come first, while there are many left to make good for them.
     order = energy.argsort(descending=True, stable=True)
     damped = (wide + torch.diag(_DAMPING * energy + _SILENT * energy.mean()))[order][:, order]
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     factor = torch.linalg.cholesky(inverse, upper=True).float()  # [in, in]
-    group = columns // scales.shape[1]
     grid, stored = levels(bits, torch.float32, matrix.device), scales.float()
     # [in, out] from here on: one input of all outputs lies side by side.
     each = stored.repeat_interleave(group, dim=1).T[order]
@@ -61,7 +67,6 @@ def feed_back(matrix: Tensor, scales: Tensor, bits: int, gram: Tensor) -> Tensor
             open_[column + 1 : last].addr_(factor[column, column + 1 : last], error, alpha=-1)
         open_[last:] -= factor[first:last, last:].T @ errors
     codes = torch.empty_like(codes).index_copy_(0, order, codes).T.contiguous()
-    plain = nearest(matrix.detach().float().view(rows, -1, group), stored.unsqueeze(2), bits).view(rows, columns)
     better = _output_error(matrix, codes, scales, bits, wide) <= _output_error(matrix, plain, scales, bits, wide)
     return torch.where(better[:, None], codes, plain)
 

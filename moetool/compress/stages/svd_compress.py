@@ -27,8 +27,11 @@ class SvdCompress(Stage[FactorOptions]):
         reader, options = self.source.experts, self.options
         layouts = [reader.layout(layer) for layer in reader.moe_layers]
         if any(weights is None for layout in layouts for weights in layout.weights.values()):
+            path, is_native = self.source.checkpoint.path, all(layout.is_native for layout in layouts)
             raise InvalidInputError(
-                f"{self.source.checkpoint.path} has experts without a shared base: run decompose on it first."
+                f"{path} has no shared base: run decompose on it first."
+                if is_native
+                else f"{path} is compressed already, with some experts left without a base: start from its source."
             )
         refuse_shared_expert(self.source, self.name)
         if options.calibration is None and options.svd != "vanilla":
