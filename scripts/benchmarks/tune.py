@@ -81,7 +81,10 @@ def tuned(method: Method, rate: float, seed: int, options: argparse.Namespace, o
 
 def measured(output: Path, told: dict[str, Any], method: Method, options: argparse.Namespace) -> dict[str, float]:
     """Perplexities, sizes, memory and time of one model."""
-    stored = options.parameters if method.upcycle is None else run("inspect", output)["parameters"]["stored"]
+    stored = options.parameters
+    if method.upcycle is not None:
+        counts = run("inspect", output)["parameters"]
+        stored = min(counts["stored"], counts["total"])  # neither placeholders nor experts that are not in the file
     return {
         "test": perplexity(output, options.test, options.windows),
         "other": perplexity(output, options.other, options.windows),
