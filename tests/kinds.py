@@ -13,8 +13,6 @@ from moetool.architectures import ROLES, MoEShape, Role
 from moetool.format.entry import format_entry, own_entry
 from moetool.format.layout import LayerLayout
 from moetool.representations import Representation, parse_representation
-from moetool.representations.low_rank_sparse import LowRankSparse
-from moetool.representations.quantised_low_rank import QuantisedLowRank
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import is_guard
 from moetool.runtime.plugin import MoetoolConfig, MoetoolQuantizer
@@ -184,15 +182,5 @@ def _fill_stored(experts: SharedBaseExperts) -> None:
 
 def _fill(weight: nn.Module, representation: Representation, shape: tuple[int, int]) -> None:
     matrix = 0.5 * torch.randn(shape) / shape[1] ** 0.5
-    if isinstance(representation, QuantisedLowRank):
-        basis = torch.randn(shape[0], representation.rank)
-        tensors = representation.encode(matrix, torch.float32, basis=basis)
-    elif isinstance(representation, LowRankSparse):
-        u, v = torch.randn(shape[0], representation.rank), 0.1 * torch.randn(representation.rank, shape[1])
-        tensors = representation.encode(matrix, torch.float32, u=u, v=v)
-    elif hasattr(representation, "encode"):
-        tensors = representation.encode(matrix, torch.float32)
-    else:
-        stored = representation.tensors(shape)
-        tensors = {name: torch.randn(own.shape) / own.shape[-1] ** 0.5 for name, own in stored.items()}
-    weight.load_state_dict(tensors)
+    encoded = representation.encode(matrix, torch.float32)
+    weight.load_state_dict({name: encoded[name] for name in representation.tensors(shape)})

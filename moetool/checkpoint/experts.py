@@ -21,8 +21,6 @@ from moetool.format.layout import (
     shared_name,
 )
 from moetool.representations import Representation
-from moetool.representations.dense import Dense
-from moetool.representations.low_rank import LowRank
 
 
 class ExpertReader:
@@ -203,9 +201,10 @@ class ExpertReader:
             return self._read_shared_expert(layer, role)
         if weights is None:
             return self._read_native(layer, expert, role, self.shape.matrix(role))
-        if weights[expert] != Dense():
+        if not (form := weights[expert]).is_whole:
             return None
-        return self.checkpoint.read(self.architecture.experts_prefix(layer) + delta_name(expert, role, "matrix"))
+        [name] = form.tensors(self.shape.matrix(role))
+        return self.checkpoint.read(self.architecture.experts_prefix(layer) + delta_name(expert, role, name))
 
     def bias(self, layer: int, expert: int, role: Role) -> Tensor:
         """The bias `[out]` beside an expert's matrix, of experts that have one there."""
@@ -260,10 +259,10 @@ class ExpertReader:
     def factors(self, layer: int, expert: int, role: Role) -> tuple[Tensor, Tensor] | None:
         """U `[out, rank]` and V `[rank, in]` of an expert's difference as they are stored, `None` where it has none."""
         weights = self.layout(layer).weights[role]
-        if weights is None or not isinstance(own := weights[expert], LowRank) or not own.rank:
+        if weights is None or (names := weights[expert].factors) is None:
             return None
         prefix = self.architecture.experts_prefix(layer)
-        left, right = (self.checkpoint.read(prefix + delta_name(expert, role, tensor)) for tensor in ("u", "v"))
+        left, right = (self.checkpoint.read(prefix + delta_name(expert, role, name)) for name in names)
         return left, right
 
     def native_tensors(

@@ -1,53 +1,27 @@
-"""From a difference to the tensors of the form it is to be stored in, by whichever form that is."""
+"""The delta of an expert to the base of its layer: what is compressed in place of the expert."""
 
 import torch
 from torch import Tensor
 
-from moetool.numerics.factorize import factorize, truncate
-from moetool.representations import Representation
-from moetool.representations.low_rank import LowRank
-from moetool.representations.low_rank_sparse import LowRankSparse
-from moetool.representations.quantised import Quantised
-from moetool.representations.quantised_low_rank import QuantisedLowRank
-from moetool.representations.sparse import MagnitudeSparse, Sparse
+from moetool.architectures import Role
+from moetool.checkpoint.experts import ExpertReader
+from moetool.compress.base.layer_base import LayerBase
 
 
-def encode(
-    representation: Representation,
-    delta: Tensor,
-    dtype: torch.dtype,
-    *,
-    gram: Tensor | None = None,
-    basis: Tensor | None = None,
-    row_scale: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """What is stored of a difference Δ `[out, in]` in a model of `dtype`.
+def delta(weight: Tensor, base: Tensor) -> Tensor:
+    """W − base `[out, in]` in fp32, for a base in fp32."""
+    return weight.float() - base
 
-    Args:
-        representation: the form.
-        delta: fp32.
-        dtype: the model's storage dtype.
-        gram: `[in, in]`, second moments of the inputs; with it, codes of full matrices make up for each other's errors,
-            and scales and magnitudes count inputs by their energy. `None`: every input counts the same.
-        basis: `[out, rank]`, for quantised factors: what U should span.
-        row_scale: `[out]`, for quantised factors: how much each output counts.
 
-    Raises:
-        ValueError: the form does not fit the matrix.
-    """
-    if representation == LowRank(0):  # the base alone
-        return {}
-    if isinstance(representation, Quantised):
-        return representation.encode(delta, dtype, gram=gram)
-    if isinstance(representation, Sparse):
-        return representation.encode(delta, dtype)
-    if isinstance(representation, MagnitudeSparse):
-        return representation.encode(delta, dtype, importance=None if gram is None else gram.diagonal())
-    if isinstance(representation, QuantisedLowRank):
-        assert basis is not None
-        return representation.encode(delta, dtype, basis=basis, row_scale=row_scale, gram=gram)
-    if isinstance(representation, LowRankSparse):
-        found = factorize(delta, gram=gram, rank=representation.rank)
-        u, v = truncate(delta, found, representation.rank, dtype)
-        return representation.encode(delta, dtype, u=u, v=v, importance=None if gram is None else gram.diagonal())
-    raise ValueError(f"differences are not stored as '{representation.spec}' by this stage")
+class Deltas:
+    """The deltas of one layer's experts, read and made one at a time. Taken role by role, every base is made once."""
+
+    def __init__(self, reader: ExpertReader, layer: int, base: LayerBase, device: torch.device) -> None:
+        self._reader, self._layer, self._base, self._device = reader, layer, base, device
+        self._full: tuple[Role, Tensor] | None = None
+
+    def of(self, role: Role, expert: int) -> Tensor:
+        """`[out, in]` fp32 on the device. The shared expert is the one after the last routed one."""
+        if self._full is None or self._full[0] != role:
+            self._full = role, self._base.full(role)
+        return delta(self._reader.dense(self._layer, expert, role), self._full[1]).to(self._device)

@@ -18,7 +18,7 @@ from moetool.calibration.input_grams import InputGramCollector
 from moetool.checkpoint.files import save_tensors
 from moetool.compress.base.given import base_form
 from moetool.compress.base.layer_base import LayerBase, base_path
-from moetool.compress.delta import encode
+from moetool.compress.delta import Deltas
 from moetool.compress.factors.writing import base_tensors
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.layout import LayerLayout, delta_name
@@ -27,12 +27,9 @@ from moetool.job.job import Job, Source, pick_compute_dtype, pick_device, to_cpu
 from moetool.job.options import CalibrationOptions, Options, RunOptions
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.writing import OutputPlan, entry_for, write_model
-from moetool.representations import Representation
+from moetool.representations import Measured, Representation
 from moetool.representations.dense import Dense
-from moetool.representations.low_rank import LowRank
 from moetool.representations.low_rank_sparse import LowRankSparse
-from moetool.representations.quantised import Quantised
-from moetool.representations.quantised_low_rank import QuantisedLowRank
 from moetool.representations.sparse import MagnitudeSparse, Sparse
 
 Bits = Literal[1, 2, 3, 4, 8]
@@ -115,7 +112,7 @@ def encoded_layouts(source: Source, form: Form) -> dict[int, LayerLayout]:
             if own is None:  # a group that svd-compress found better off without a base
                 weights[role] = None
                 continue
-            if others := [entry.spec for entry in own if not isinstance(entry, (Dense, LowRank))]:
+            if others := [entry.spec for entry in own if not entry.is_plain]:
                 raise InvalidInputError(f"The differences of layer {layer} are already stored as '{others[0]}'.")
             weights[role] = tuple(form(layer, expert, role, entry) for expert, entry in enumerate(own))
         layouts[layer] = LayerLayout(reader.shape, weights, old.base_channels, old.dynamic_channels, old.base)
@@ -142,15 +139,13 @@ def quantised(bits: int, group: int, shape: MoEShape) -> Form:
     """Full differences as codes; the factors of low-rank ones, too."""
 
     def form(layer: int, expert: int, role: Role, old: Representation) -> Representation:
-        if isinstance(old, LowRank):
-            return in_groups(QuantisedLowRank(old.rank, bits, group), shape.matrix(role)) if old.rank else old
-        return in_groups(Quantised(bits, group), shape.matrix(role))
+        return in_groups(old.quantized(bits, group), shape.matrix(role), group)
 
     return form
 
 
-def in_groups(form: Quantised | QuantisedLowRank, matrix: tuple[int, int]) -> Representation:
-    """A form with the largest groups up to its own that a matrix `[out, in]` can be cut into.
+def in_groups(form: Representation, matrix: tuple[int, int], group: int) -> Representation:
+    """A form with groups of `group`, with the largest groups up to these that a matrix `[out, in]` can be cut into.
 
     Raises:
         UsageError: only groups of one would fit.
@@ -158,14 +153,14 @@ def in_groups(form: Quantised | QuantisedLowRank, matrix: tuple[int, int]) -> Re
     try:
         return form.fitted(matrix)
     except ValueError as error:
-        raise UsageError(f"--group-size {form.group}: {error}.") from error
+        raise UsageError(f"--group-size {group}: {error}.") from error
 
 
 def sparse(options: SparsityOptions) -> Form:
     """Few numbers of each full difference."""
 
     def form(layer: int, expert: int, role: Role, old: Representation) -> Representation:
-        if isinstance(old, LowRank):
+        if not old.is_whole:
             raise InvalidInputError(
                 f"The differences of layer {layer} are low-rank: there is nothing to drop. quantize-delta makes their "
                 "factors smaller."
@@ -266,22 +261,19 @@ def _encoded(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of every difference, by name relative to the experts, and their errors by role."""
     reader = job.source.experts
+    deltas = Deltas(reader, layer, base, job.device)
     for role in reader.shape.roles:
         if layout.weights[role] is None:
             continue
-        full = base.full(role)
         errors = torch.zeros(layout.stored_experts, 2, dtype=torch.float64)
         for expert, representation in enumerate(layout.weights[role] or ()):
-            delta = (reader.dense(layer, expert, role).float() - full).to(job.device)
+            delta = deltas.of(role, expert)
             # What the shared expert is given is not collected: its codes are the nearest ones.
             gram = grams.gram(expert, role) if grams is not None and expert < reader.shape.experts else None
-            basis = None
-            if isinstance(representation, QuantisedLowRank):
-                factors = reader.factors(layer, expert, role)
-                assert factors is not None
-                basis = factors[0].float().to(job.device)
-            encoded = encode(representation, delta, reader.dtype, gram=gram, basis=basis)
-            decoded = representation.decode(encoded, reader.shape.matrix(role), reader.dtype)
+            factors = reader.factors(layer, expert, role)
+            basis = None if factors is None else factors[0].float().to(job.device)
+            encoded = representation.encode(delta, reader.dtype, Measured(gram, basis=basis))
+            decoded = representation.decode(encoded, reader.shape.matrix(role), reader.dtype).to(job.device)
             errors[expert] = torch.stack(
                 [(delta - decoded).double().square().sum(), delta.double().square().sum()]
             ).cpu()

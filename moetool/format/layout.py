@@ -65,7 +65,7 @@ class LayerLayout:
             native = {self.weights[role] is None for role in group}
             if len(native) > 1:
                 raise ValueError("gate and up are stored the same way: both with a base or both without")
-            if len({self.base[role] == Dense() for role in group}) > 1:
+            if len({self.base[role].is_whole for role in group}) > 1:
                 raise ValueError("the bases of gate and up are either both dense or both not")
         for role in self.shape.roles:
             weights = self.weights[role]
@@ -127,7 +127,7 @@ class LayerLayout:
 
     def has_dense_base(self, role: Role) -> bool:
         """Whether a role has a base and it is stored as the matrix it is, under its native name."""
-        return self.weights[role] is not None and self.base[role] == Dense()
+        return self.weights[role] is not None and self.base[role].is_whole
 
     def native_shape(self, role: Role) -> tuple[int, int]:
         """Shape of what stands at the native name of expert 0, for a role that has a base: the base, or its guard."""

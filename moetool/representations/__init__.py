@@ -1,14 +1,28 @@
-"""Ways to store one expert's matrix, one file each: its maths, its tensors on disk, its forward, its way back."""
+"""Ways to store one expert's matrix, one file each: its maths, its tensors on disk, its forward, its way back.
+
+Nothing outside asks which one it has: `base.Representation` says what they all can.
+"""
 
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Iterable
 from functools import cache
 
 from moetool.errors import InvalidInputError
 from moetool.representations.base import Representation, Stored, Weight
+from moetool.representations.measured import NOTHING, Measured
 
-__all__ = ["Representation", "Stored", "Weight", "parse_representation", "representations"]
+__all__ = [
+    "NOTHING",
+    "Measured",
+    "Representation",
+    "Stored",
+    "Weight",
+    "describe",
+    "parse_representation",
+    "representations",
+]
 
 
 @cache
@@ -35,3 +49,15 @@ def parse_representation(spec: str) -> Representation:
         return known[kind].from_arguments(arguments)
     except ValueError as error:
         raise InvalidInputError(f"Bad representation '{spec}': {error}.") from error
+
+
+def describe(forms: Iterable[Representation]) -> str:
+    """How a role's experts are stored, in a line: `rank 12 … 96, mean 40; 1 × dense`.
+
+    Deltas come before whole matrices, and each in the order of their kinds.
+    """
+    by_kind: dict[type[Representation], list[Representation]] = {}
+    for form in forms:
+        by_kind.setdefault(type(form), []).append(form)
+    kinds = sorted(by_kind, key=lambda kind: (not kind.uses_base, kind.kind))
+    return "; ".join(part for kind in kinds for part in kind.describe(by_kind[kind]))

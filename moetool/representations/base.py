@@ -1,12 +1,15 @@
 """What a representation is: one way to store one matrix."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+
+from moetool.representations.measured import NOTHING, Measured
 
 
 @dataclass(frozen=True)
@@ -61,12 +64,25 @@ class Weight(nn.Module, ABC):
 class Representation(ABC):
     """How one matrix is stored, as a value that fits into `config.json`.
 
-    A representation either stands for the expert's own matrix, or for its difference to the layer's shared base
+    A representation either stands for the expert's own matrix, or for its delta to the layer's shared base
     (`uses_base`). The base itself is stored in one, too.
+
+    Attributes:
+        kind: its name in specs.
+        uses_base: whether it stands for a delta.
+        is_cheap: whether it runs as products of matrices in the model's dtype, nothing unpacked or scattered first.
+        is_whole: whether it is the matrix itself, as its one tensor.
+        is_plain: whether its numbers are the model's own, none of them packed, dropped or shared, so that they can
+            still be encoded further.
+        examples: specs of some members for a matrix [24, 32], which tests take through this contract.
     """
 
     kind: ClassVar[str]
     uses_base: ClassVar[bool]
+    is_cheap: ClassVar[bool]
+    is_whole: ClassVar[bool] = False
+    is_plain: ClassVar[bool] = False
+    examples: ClassVar[tuple[str, ...]]
 
     @property
     def spec(self) -> str:
@@ -80,6 +96,37 @@ class Representation(ABC):
             raise ValueError(f"'{cls.kind}' takes no arguments")
         return cls()
 
+    @classmethod
+    def describe(cls, forms: Sequence[Self]) -> list[str]:
+        """What a role's experts that are stored in this way have, in parts for one line, e.g. `3 × nf4`."""
+        return counted(form.spec for form in forms)
+
+    @property
+    def directions(self) -> int:
+        """The rank of its low-rank part, 0 without one."""
+        return 0
+
+    @property
+    def factors(self) -> tuple[str, str] | None:
+        """Names of the tensors U `[out, rank]` and V `[rank, in]` whose product is all there is, if there are such."""
+        return None
+
+    def fitted(self, shape: tuple[int, int]) -> Self:
+        """The same with the largest groups up to its own that a matrix `[out, in]` can be cut into.
+
+        Raises:
+            ValueError: only groups of one would fit.
+        """
+        return self
+
+    def quantized(self, bits: int, group: int) -> "Representation":
+        """What the delta of a matrix that is stored like this becomes in codes of `bits` and groups of `group`.
+
+        Raises:
+            ValueError: it is not plain.
+        """
+        raise ValueError(f"what is stored as '{self.spec}' cannot be quantized")
+
     @abstractmethod
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         """Tensors on disk, by name, for a matrix `[out, in]`."""
@@ -87,6 +134,20 @@ class Representation(ABC):
     def shared_tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         """Tensors on disk that all experts' matrices of one role have in common."""
         return {}
+
+    @abstractmethod
+    def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
+        """What is stored, own tensors and shared ones, of a matrix or delta `[out, in]` in a model of `dtype`.
+
+        Raises:
+            ValueError: shapes do not fit, or values cannot be stored.
+        """
+
+    def encode_jointly(
+        self, matrices: Sequence[Tensor], dtype: torch.dtype, measured: Measured = NOTHING
+    ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+        """What is stored of all experts' matrices of one role: what they share, and of each what is its own."""
+        return {}, [self.encode(matrix, dtype, measured) for matrix in matrices]
 
     @abstractmethod
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
@@ -112,6 +173,11 @@ class Representation(ABC):
     def nbytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
         """Bytes on disk in a model stored in `dtype`."""
         return sum(stored.nbytes(dtype) for stored in self.tensors(shape).values())
+
+
+def counted(labels: Iterable[str]) -> list[str]:
+    """`3 × dense`, for every label in the order in which they come first."""
+    return [f"{count} × {label}" for label, count in Counter(labels).items()]
 
 
 def empty_parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

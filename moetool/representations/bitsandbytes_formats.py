@@ -1,9 +1,8 @@
-"""The 4- and 8-bit formats of bitsandbytes for a matrix that is not a difference, number for number.
+"""The 4- and 8-bit formats of bitsandbytes for a matrix that is not a delta, number for number.
 
 Made and read by plain torch on any device; on a card bitsandbytes' own kernels unpack them where it is installed.
 """
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moetool.representations.base import KeepsWide, Representation, Stored, Weight
+from moetool.representations.measured import NOTHING, Measured
 
 BLOCK = 64  # numbers that share an absmax in NF4
 _CHUNK = 1 << 18  # bytes unpacked at a time
@@ -25,22 +25,15 @@ NF4_LEVELS = (
 )
 
 
-class _Format(Representation):
-    """What both have in common."""
-
-    uses_base: ClassVar[bool] = False
-
-    @abstractmethod
-    def encode(self, matrix: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What is stored of `matrix` [out, in]; scales are fp32 whatever the model's `dtype`."""
-
-
 @dataclass(frozen=True)
-class NF4(_Format):
+class NF4(Representation):
     """NormalFloat codes, two per byte, the first in the high bits, and an fp32 absmax per 64 numbers of the flattened
     matrix; what `bitsandbytes.functional.quantize_4bit(quant_type="nf4", blocksize=64)` gives."""
 
     kind: ClassVar[str] = "nf4"
+    uses_base: ClassVar[bool] = False
+    is_cheap: ClassVar[bool] = False
+    examples: ClassVar[tuple[str, ...]] = ("nf4",)
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         numbers = shape[0] * shape[1]
@@ -49,7 +42,7 @@ class NF4(_Format):
             "absmax": Stored((-(-numbers // BLOCK),), torch.float32),
         }
 
-    def encode(self, matrix: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         flat = _finite(matrix).reshape(-1)
         blocks = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
         absmax = blocks.abs().amax(1)
@@ -64,15 +57,18 @@ class NF4(_Format):
 
 
 @dataclass(frozen=True)
-class Int8(_Format):
+class Int8(Representation):
     """Row-wise absmax: codes [out, in] int8 and an fp32 absmax per row, as `int8_vectorwise_quant` of LLM.int8()."""
 
     kind: ClassVar[str] = "int8"
+    uses_base: ClassVar[bool] = False
+    is_cheap: ClassVar[bool] = False
+    examples: ClassVar[tuple[str, ...]] = ("int8",)
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         return {"codes": Stored(shape, torch.int8), "absmax": Stored((shape[0],), torch.float32)}
 
-    def encode(self, matrix: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         wide = _finite(matrix)
         absmax = wide.abs().amax(1)
         scaled = wide * (127.0 / torch.where(absmax > 0, absmax, 1.0))[:, None]

@@ -1,7 +1,7 @@
 """The expert's own matrix, untouched.
 
 Also what is kept when factors would cost as many bytes as the matrix: the expert's own weight takes the same room as
-its difference to the base and is exact, where the difference of two bf16 numbers usually is not a bf16 number.
+its delta to the base and is exact, where the difference of two bf16 numbers usually is not a bf16 number.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
+from moetool.representations.measured import NOTHING, Measured
+from moetool.representations.quantised import Quantised
 
 
 @dataclass(frozen=True)
@@ -20,9 +22,19 @@ class Dense(Representation):
 
     kind: ClassVar[str] = "dense"
     uses_base: ClassVar[bool] = False
+    is_cheap: ClassVar[bool] = True
+    is_whole: ClassVar[bool] = True
+    is_plain: ClassVar[bool] = True
+    examples: ClassVar[tuple[str, ...]] = ("dense",)
+
+    def quantized(self, bits: int, group: int) -> Representation:
+        return Quantised(bits, group)
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         return {"matrix": Stored(shape)}  # not "weight": some families rename "gate.weight" as they load
+
+    def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
+        return {"matrix": matrix.detach().to(dtype)}
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         return DenseWeight(shape, dtype, device)

@@ -1,5 +1,6 @@
-"""A difference to the shared base as a product of two thin matrices, `W ≈ base + U V` (D²-MoE, Eq. 8 and 10)."""
+"""A delta to the shared base as a product of two thin matrices, `W ≈ base + U V` (D²-MoE, Eq. 8 and 10)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -7,6 +8,8 @@ import torch
 from torch import Tensor
 
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
+from moetool.representations.measured import NOTHING, Measured, cut
+from moetool.representations.quantised_low_rank import QuantisedLowRank
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,9 @@ class LowRank(Representation):
     rank: int
     kind: ClassVar[str] = "low-rank"
     uses_base: ClassVar[bool] = True
+    is_cheap: ClassVar[bool] = True
+    is_plain: ClassVar[bool] = True
+    examples: ClassVar[tuple[str, ...]] = ("low-rank:0", "low-rank:1", "low-rank:12")
 
     @property
     def spec(self) -> str:
@@ -27,8 +33,29 @@ class LowRank(Representation):
             raise ValueError(f"'{cls.kind}' takes one argument, its rank")
         return cls(rank=int(arguments[0]))
 
+    @classmethod
+    def describe(cls, forms: Sequence[Self]) -> list[str]:
+        ranks = [form.rank for form in forms if form.rank]
+        parts = [f"rank {min(ranks)} … {max(ranks)}, mean {sum(ranks) / len(ranks):.0f}"] if ranks else []
+        alone = len(forms) - len(ranks)
+        return [*parts, f"{alone} × base alone"] if alone else parts
+
+    @property
+    def directions(self) -> int:
+        return self.rank
+
+    @property
+    def factors(self) -> tuple[str, str] | None:
+        return ("u", "v") if self.rank else None
+
+    def quantized(self, bits: int, group: int) -> Representation:
+        return QuantisedLowRank(self.rank, bits, group) if self.rank else self
+
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         return {"u": Stored((shape[0], self.rank)), "v": Stored((self.rank, shape[1]))} if self.rank else {}
+
+    def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
+        return dict(zip(("u", "v"), cut(matrix, self.rank, dtype, measured), strict=True)) if self.rank else {}
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         return LowRankWeight(shape, self.rank, dtype, device)

@@ -1,13 +1,15 @@
-"""A difference as low-rank factors plus a few elements of what these leave over."""
+"""A delta as low-rank factors plus a few elements of what these leave over."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from moetool.representations.base import Representation, Stored, Weight
+from moetool.representations.base import Representation, Stored, Weight, counted
 from moetool.representations.low_rank import LowRank
+from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.sparse import MagnitudeSparse, Sparse
 
 _RESIDUALS: dict[str, type[Sparse] | type[MagnitudeSparse]] = {
@@ -24,6 +26,11 @@ class LowRankSparse(Representation):
     residual: Sparse | MagnitudeSparse
     kind: ClassVar[str] = "low-rank-sparse"
     uses_base: ClassVar[bool] = True
+    is_cheap: ClassVar[bool] = False
+    examples: ClassVar[tuple[str, ...]] = (
+        "low-rank-sparse:2:sparse:0.8:3",
+        "low-rank-sparse:3:sparse-magnitude:0.1",
+    )
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -39,34 +46,30 @@ class LowRankSparse(Representation):
             raise ValueError(f"'{cls.kind}' takes its rank and then one of {', '.join(_RESIDUALS)} with its arguments")
         return cls(int(arguments[0]), _RESIDUALS[arguments[1]].from_arguments(arguments[2:]))
 
+    @classmethod
+    def describe(cls, forms: Sequence[Self]) -> list[str]:
+        return counted(f"{cls.kind}:{form.rank}" for form in forms)
+
     @property
-    def factors(self) -> LowRank:
-        """The low-rank part."""
+    def directions(self) -> int:
+        return self.rank
+
+    @property
+    def low_rank(self) -> LowRank:
+        """How the factors are stored."""
         return LowRank(self.rank)
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
-        return self.factors.tensors(shape) | self.residual.tensors(shape)
+        return self.low_rank.tensors(shape) | self.residual.tensors(shape)
 
     def counted_parameters(self, shape: tuple[int, int]) -> float:
-        return self.factors.counted_parameters(shape) + self.residual.counted_parameters(shape)
+        return self.low_rank.counted_parameters(shape) + self.residual.counted_parameters(shape)
 
-    def encode(
-        self, delta: Tensor, dtype: torch.dtype, *, u: Tensor, v: Tensor, importance: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """What is stored of `delta` [out, in] in a model of `dtype`.
-
-        Args:
-            delta: floating.
-            dtype: of everything stored but positions.
-            u: [out, rank] and
-            v: [rank, in], the factors as they will be stored.
-            importance: [in], how much each input counts where the largest elements are kept.
-        """
-        factors = {"u": u.to(dtype), "v": v.to(dtype)}
-        left = delta.float() - factors["u"].float() @ factors["v"].float()
-        if isinstance(self.residual, MagnitudeSparse):
-            return factors | self.residual.encode(left, dtype, importance=importance)
-        return factors | self.residual.encode(left, dtype)
+    def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
+        """The residual is what the factors leave over as they will be stored."""
+        factors = self.low_rank.encode(matrix, dtype, measured)
+        left = matrix.detach().float() - factors["u"].float() @ factors["v"].float()
+        return factors | self.residual.encode(left, dtype, measured)
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         return LowRankSparseWeight(self, shape, dtype, device)
@@ -79,7 +82,7 @@ class LowRankSparseWeight(Weight):
         self, representation: LowRankSparse, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        factors = representation.factors.build(shape, dtype, device)
+        factors = representation.low_rank.build(shape, dtype, device)
         residual = representation.residual.build(shape, dtype, device)
         # In a tuple, and what they hold is what this module holds, under the same names: names on disk are flat.
         self._parts = (factors, residual)

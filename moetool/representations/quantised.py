@@ -1,6 +1,8 @@
 """A matrix in few bits: packed codes and one scale per group of inputs (DeRS compression, arXiv:2503.01359, Eq. 5)."""
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -12,13 +14,14 @@ from moetool.numerics.error_feedback import feed_back
 from moetool.numerics.packing import pack, packed_size, unpack
 from moetool.numerics.quantisation import BITS, dequantise, quantise
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
+from moetool.representations.measured import NOTHING, Measured
 
 ROW = "row"  # how a spec says that a whole row shares one scale
 
 
 @dataclass(frozen=True)
 class Quantised(Representation):
-    """A difference to the shared base in `bits` (8, 4, 3, 2 or 1) per element and a scale per `group` inputs.
+    """A delta to the shared base in `bits` (8, 4, 3, 2 or 1) per element and a scale per `group` inputs.
 
     `codes` are packed without gaps in [out * in * bits / 8] bytes; `scales` [out, in / group] are in the model's own
     dtype: its range is what the weights needed, and its rounding is of second order (see `numerics.quantisation`).
@@ -29,6 +32,8 @@ class Quantised(Representation):
     group: int
     kind: ClassVar[str] = "quantised"
     uses_base: ClassVar[bool] = True
+    is_cheap: ClassVar[bool] = False
+    examples: ClassVar[tuple[str, ...]] = ("quantised:4:8", "quantised:3:row", "quantised:1:32")
 
     def __post_init__(self) -> None:
         check_quantisation(self.bits, self.group)
@@ -37,12 +42,12 @@ class Quantised(Representation):
     def spec(self) -> str:
         return f"{self.kind}:{self.bits}:{self.group or ROW}"
 
-    def fitted(self, shape: tuple[int, int]) -> Self:
-        """The same with the largest groups up to these that divide the inputs of a matrix `[out, in]`.
+    @classmethod
+    def describe(cls, forms: Sequence[Self]) -> list[str]:
+        codes = Counter(form.bits for form in forms)
+        return [f"{count} × {bits} bits" for bits, count in sorted(codes.items(), reverse=True)]
 
-        Raises:
-            ValueError: only groups of one would.
-        """
+    def fitted(self, shape: tuple[int, int]) -> Self:
         return replace(self, group=fitting_group(self.group, shape[1]))
 
     @classmethod
@@ -62,27 +67,13 @@ class Quantised(Representation):
     def counted_parameters(self, shape: tuple[int, int]) -> float:
         return shape[0] * shape[1] * self.bits / 16
 
-    def encode(
-        self, matrix: Tensor, dtype: torch.dtype, *, importance: Tensor | None = None, gram: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """What is stored of `matrix` [out, in] in a model of `dtype`.
-
-        Args:
-            matrix: floating, finite.
-            dtype: of the scales.
-            importance: [in], how much the squared error of each input counts; the Gram matrix's diagonal if not given.
-            gram: [in, in], sum of x x^T over the inputs: errors are then chosen to cancel in the output, see
-                `numerics.error_feedback`.
-
-        Raises:
-            ValueError: the group size does not divide the inputs, shapes do not fit, or values are not finite.
-        """
+    def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
+        """`matrix` is floating and finite, scales are in `dtype`. With a Gram matrix errors are chosen to cancel in the
+        output, see `numerics.error_feedback`."""
         group = group_size(self.group, matrix.shape[1])
-        if gram is not None and importance is None:
-            importance = gram.diagonal()
-        codes, scales = quantise(matrix, self.bits, group, dtype, importance=importance)
-        if gram is not None:
-            codes = feed_back(matrix, scales, self.bits, gram)
+        codes, scales = quantise(matrix, self.bits, group, dtype, importance=measured.energy)
+        if measured.gram is not None:
+            codes = feed_back(matrix, scales, self.bits, measured.gram)
         return {"codes": pack(codes.view(-1), self.bits), "scales": scales}
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
@@ -91,10 +82,15 @@ class Quantised(Representation):
 
 @dataclass(frozen=True)
 class QuantisedMatrix(Quantised):
-    """The same for a matrix that is not a difference: an expert's own, or a base."""
+    """The same for a matrix that is not a delta: an expert's own, or a base."""
 
     kind: ClassVar[str] = "quantised-weight"
     uses_base: ClassVar[bool] = False
+    examples: ClassVar[tuple[str, ...]] = ("quantised-weight:8:16", "quantised-weight:2:row")
+
+    @classmethod
+    def describe(cls, forms: Sequence[Self]) -> list[str]:
+        return super(Quantised, cls).describe(forms)
 
 
 class QuantisedWeight(Weight):

@@ -1,5 +1,6 @@
-"""A difference to the shared base as a product of two thin matrices, each in few bits."""
+"""A delta to the shared base as a product of two thin matrices, each in few bits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from moetool.numerics.factorize import balancing_powers, refit, unit_columns
 from moetool.representations.base import Representation, Stored, Weight
+from moetool.representations.measured import NOTHING, Measured, cut
 from moetool.representations.quantised import (
     ROW,
     Quantised,
@@ -33,6 +35,12 @@ class QuantisedLowRank(Representation):
     input_group: int | None = None
     kind: ClassVar[str] = "quantised-low-rank"
     uses_base: ClassVar[bool] = True
+    is_cheap: ClassVar[bool] = False
+    examples: ClassVar[tuple[str, ...]] = (
+        "quantised-low-rank:0:4:8",
+        "quantised-low-rank:8:4:12:16",
+        "quantised-low-rank:5:3:row",
+    )
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -58,12 +66,22 @@ class QuantisedLowRank(Representation):
         parsed = [parse_quantisation(bits, group) for group in groups]
         return cls(int(rank), parsed[0][0], *(group for _, group in parsed))
 
-    def fitted(self, shape: tuple[int, int]) -> Self:
-        """The same with the largest groups up to these that divide the outputs and the inputs of a matrix `[out, in]`.
+    @classmethod
+    def describe(cls, forms: Sequence[Self]) -> list[str]:
+        ranks: dict[int, list[int]] = {}
+        for form in forms:
+            ranks.setdefault(form.bits, []).append(form.rank)
+        parts = []
+        for bits, own in sorted(ranks.items()):
+            span = f"{min(own)} … {max(own)}" if min(own) < max(own) else f"{own[0]}"
+            parts.append(f"{len(own)} × rank {span} in {bits} bits")
+        return parts
 
-        Raises:
-            ValueError: only groups of one would.
-        """
+    @property
+    def directions(self) -> int:
+        return self.rank
+
+    def fitted(self, shape: tuple[int, int]) -> Self:
         rows, columns = shape
         return replace(self, group=fitting_group(self.u.group, rows), input_group=fitting_group(self.v.group, columns))
 
@@ -87,45 +105,24 @@ class QuantisedLowRank(Representation):
     def counted_parameters(self, shape: tuple[int, int]) -> float:
         return self.rank * sum(shape) * self.bits / 16
 
-    def encode(
-        self,
-        delta: Tensor,
-        dtype: torch.dtype,
-        *,
-        basis: Tensor,
-        row_scale: Tensor | None = None,
-        importance: Tensor | None = None,
-        gram: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """What is stored of `delta` [out, in] in a model of `dtype`.
-
-        U is quantised first and V is the least-squares solution against the quantised U, whatever the whitening: see
-        `numerics.factorize.truncate`, which does the same for rounding.
-
-        Args:
-            delta: [out, in], or the product of factors that are to be quantised.
-            dtype: of the scales.
-            basis: [out, rank], columns that span what U should span, e.g. U from `truncate` in fp32.
-            row_scale: [out], positive, how much each output counts.
-            importance: [in], how much the squared error of each input counts.
-            gram: [in, in], for V, as in `Quantised.encode`; U is nearly orthogonal, so its rows' errors add up.
-
-        Raises:
-            ValueError: shapes do not fit, or values are not finite.
-        """
-        rows, _ = delta.shape
-        if basis.shape != (rows, self.rank):
-            raise ValueError(f"the basis must be [{rows}, {self.rank}], got {list(basis.shape)}")
+    def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
+        """U is quantized first and V is the least-squares solution against the quantized U, whatever the whitening: see
+        `numerics.factorize.truncate`, which does the same for rounding. Scales are in `dtype`; U is nearly orthogonal,
+        so its rows' errors add up, and the codes of V make up for each other's as those of full matrices do."""
         if not self.rank:
             return {}
-        u = self.u.encode(unit_columns(basis).T.contiguous(), dtype)
+        basis = cut(matrix, self.rank, torch.float32, measured)[0] if measured.basis is None else measured.basis
+        rows = len(matrix)
+        if basis.shape[0] != rows or basis.shape[1] < self.rank:
+            raise ValueError(f"the basis must be [{rows}, {self.rank}] or wider, got {list(basis.shape)}")
+        u = self.u.encode(unit_columns(basis[:, : self.rank]).T.contiguous(), dtype)
         exact = self.u.decode(u, (self.rank, rows), dtype).T.double()
-        scale = 1.0 if row_scale is None else row_scale.double()[:, None]
-        v = refit(scale * delta.detach().double(), scale * exact)
+        scale = 1.0 if measured.row_scale is None else measured.row_scale.to(matrix.device).double()[:, None]
+        v = refit(scale * matrix.detach().double(), scale * exact)
         powers = balancing_powers(exact, v)[:, None]
         u["scales"] = (u["scales"].double() * powers).to(dtype)
         v /= powers
-        tensors = {"u": u, "v": self.v.encode(v, dtype, importance=importance, gram=gram)}
+        tensors = {"u": u, "v": self.v.encode(v, dtype, measured)}
         return {f"{factor}.{name}": tensor for factor, part in tensors.items() for name, tensor in part.items()}
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:

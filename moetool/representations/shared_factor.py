@@ -1,10 +1,10 @@
-"""Low-rank differences of which all experts have one factor in common (D²-MoE, Appendix A.6).
+"""Low-rank deltas of which all experts have one factor in common (D²-MoE, Appendix A.6).
 
 `shared-v`: `W_e ≈ base + U_e V`, what every expert looks at in its input. `shared-u`: `W_e ≈ base + U V_e`, what every
 expert can change in its output.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
+from moetool.representations.measured import NOTHING, Measured, cut
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,9 @@ class _SharedFactor(Representation):
     rank: int
     own: ClassVar[str]
     common: ClassVar[str]
+    axis: ClassVar[int]  # along which the matrices of all experts are one
     uses_base: ClassVar[bool] = True
+    is_cheap: ClassVar[bool] = True
 
     @property
     def spec(self) -> str:
@@ -31,6 +34,10 @@ class _SharedFactor(Representation):
             raise ValueError(f"'{cls.kind}' takes one argument, its rank")
         return cls(rank=int(arguments[0]))
 
+    @property
+    def directions(self) -> int:
+        return self.rank
+
     def _factors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         return {"u": Stored((shape[0], self.rank)), "v": Stored((self.rank, shape[1]))}
 
@@ -39,6 +46,20 @@ class _SharedFactor(Representation):
 
     def shared_tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         return {self.common: self._factors(shape)[self.common]}
+
+    def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
+        """Of the only expert."""
+        common, [own] = self.encode_jointly([matrix], dtype, measured)
+        return common | own
+
+    def encode_jointly(
+        self, matrices: Sequence[Tensor], dtype: torch.dtype, measured: Measured = NOTHING
+    ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+        """`measured` is about all matrices at once, below each other for a shared V and beside each other for a shared
+        U."""
+        factors = dict(zip("uv", cut(torch.cat(list(matrices), self.axis), self.rank, dtype, measured), strict=True))
+        own = factors[self.own].chunk(len(matrices), self.axis)
+        return {self.common: factors[self.common]}, [{self.own: factor.contiguous()} for factor in own]
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         return SharedFactorWeight(self.own, self.tensors(shape)[self.own].shape, dtype, device)
@@ -50,6 +71,8 @@ class SharedV(_SharedFactor):
     kind: ClassVar[str] = "shared-v"
     own: ClassVar[str] = "u"
     common: ClassVar[str] = "v"
+    axis: ClassVar[int] = 0
+    examples: ClassVar[tuple[str, ...]] = ("shared-v:3",)
 
 
 class SharedU(_SharedFactor):
@@ -58,6 +81,8 @@ class SharedU(_SharedFactor):
     kind: ClassVar[str] = "shared-u"
     own: ClassVar[str] = "v"
     common: ClassVar[str] = "u"
+    axis: ClassVar[int] = 1
+    examples: ClassVar[tuple[str, ...]] = ("shared-u:3",)
 
 
 class SharedFactorWeight(Weight):

@@ -1,6 +1,7 @@
-"""A difference to the shared base of which few elements are stored (DeRS compression, arXiv:2503.01359, Eq. 4)."""
+"""A delta to the shared base of which few elements are stored (DeRS compression, arXiv:2503.01359, Eq. 4)."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, Self
@@ -12,7 +13,8 @@ from moetool.numerics.counter import key
 from moetool.numerics.index_sets import decode_indices, encode_indices, index_sizes
 from moetool.numerics.sampling import sample, scatter
 from moetool.numerics.sparse_product import sparse_linear
-from moetool.representations.base import Representation, Stored, Weight, empty_parameter
+from moetool.representations.base import Representation, Stored, Weight, counted, empty_parameter
+from moetool.representations.measured import NOTHING, Measured
 
 _SEEDS = 1 << 64
 
@@ -30,6 +32,8 @@ class Sparse(Representation):
     seed: int
     kind: ClassVar[str] = "sparse"
     uses_base: ClassVar[bool] = True
+    is_cheap: ClassVar[bool] = False
+    examples: ClassVar[tuple[str, ...]] = ("sparse:0.7:1", "sparse:0.0:0")
 
     def __post_init__(self) -> None:
         if not 0 <= self.drop < 1:
@@ -48,6 +52,10 @@ class Sparse(Representation):
         return cls(drop=_share(arguments[0], "a drop rate"), seed=int(arguments[1]))
 
     @classmethod
+    def describe(cls, forms: Sequence[Self]) -> list[str]:
+        return counted(f"{cls.kind}:{form.drop!r}" for form in forms)  # every matrix has a seed for itself
+
+    @classmethod
     def derived(cls, drop: float, seed: int, *path: int | str) -> Self:
         """With a 32-bit seed for one matrix, made from a model's seed and e.g. layer, expert and role."""
         return cls(drop, key(seed, *path) >> 32)
@@ -64,11 +72,10 @@ class Sparse(Representation):
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         return {"values": Stored((self.count(shape),))}
 
-    def encode(self, delta: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What is stored of `delta` [out, in] in a model of `dtype`."""
-        rows, columns = delta.shape
-        chosen = delta.detach().reshape(-1)[self.indices((rows, columns)).to(delta.device).long()]
-        return {"values": (chosen.double() * (delta.numel() / len(chosen))).to(dtype)}
+    def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
+        rows, columns = matrix.shape
+        chosen = matrix.detach().reshape(-1)[self.indices((rows, columns)).to(matrix.device).long()]
+        return {"values": (chosen.double() * (matrix.numel() / len(chosen))).to(dtype)}
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         return SparseWeight(self, shape, dtype, device)
@@ -81,6 +88,8 @@ class MagnitudeSparse(Representation):
     kept: float
     kind: ClassVar[str] = "sparse-magnitude"
     uses_base: ClassVar[bool] = True
+    is_cheap: ClassVar[bool] = False
+    examples: ClassVar[tuple[str, ...]] = ("sparse-magnitude:0.2", "sparse-magnitude:1.0")
 
     def __post_init__(self) -> None:
         if not 0 < self.kept <= 1:
@@ -108,21 +117,18 @@ class MagnitudeSparse(Representation):
     def counted_parameters(self, shape: tuple[int, int]) -> float:
         return float(self.count(shape))
 
-    def encode(self, delta: Tensor, dtype: torch.dtype, *, importance: Tensor | None = None) -> dict[str, Tensor]:
-        """What is stored of `delta` [out, in] in a model of `dtype`.
-
-        With `importance` [in], e.g. the diagonal of the activations' Gram matrix, the largest are those with most
-        delta^2 * importance. Of equals the first are kept.
-        """
-        rows, columns = delta.shape
-        score = delta.detach().float().abs()
-        if importance is not None:
+    def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
+        """Where the importance of inputs was measured, the largest elements are those with most matrix^2 * importance.
+        Of equals the first are kept."""
+        rows, columns = matrix.shape
+        score = matrix.detach().float().abs()
+        if (importance := measured.energy) is not None:
             if importance.shape != (columns,):
                 raise ValueError(f"importance must be [{columns}], got {list(importance.shape)}")
             score = score * importance.to(score).clamp_min(0).sqrt()
         order = score.reshape(-1).argsort(descending=True, stable=True)
         indices = order[: self.count((rows, columns))].sort().values
-        return {"values": delta.detach().reshape(-1)[indices].to(dtype)} | encode_indices(indices, delta.numel())
+        return {"values": matrix.detach().reshape(-1)[indices].to(dtype)} | encode_indices(indices, matrix.numel())
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         return MagnitudeSparseWeight(self, shape, dtype, device)

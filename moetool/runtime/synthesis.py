@@ -9,15 +9,9 @@ from torch import nn
 
 from moetool.architectures.base import by_name
 from moetool.errors import UsageError
-from moetool.representations.dense import Dense
-from moetool.representations.low_rank import LowRank
-from moetool.representations.shared_factor import SharedU, SharedV
 from moetool.runtime.modules.experts import SharedBaseExperts, SharedExpertOnBase
 from moetool.runtime.modules.fused import fused_tensors
 from moetool.runtime.modules.offloading import is_offloaded
-
-# Forms that run as products of 16-bit matrices, without being unpacked or scattered first.
-_CHEAP = {Dense, LowRank, SharedU, SharedV}
 
 Synthesis = Literal["auto", "load", "on-the-fly"]
 
@@ -93,8 +87,8 @@ def apply_synthesis(model: Any, choice: Synthesis) -> bool:
     if choice == "auto":
         if any(is_offloaded(module) for module in modules):
             return False
-        forms = {type(form) for module in modules for _, _, form in module.layout.deltas()}
-        if forms <= _CHEAP or any(module.layout.dynamic_channels for module in modules):
+        cheap = all(form.is_cheap for module in modules for _, _, form in module.layout.deltas())
+        if cheap or any(module.layout.dynamic_channels for module in modules):
             return False
         needed = sum(
             shape.experts * shape.expert_parameters * module.down_proj.element_size()

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from moetool.numerics.error_feedback import feed_back
 from moetool.numerics.quantisation import BITS, dequantise, quantise
+from moetool.representations import Measured
 from moetool.representations.quantised import Quantised
 
 
@@ -69,7 +70,7 @@ def test_through_the_representation(make_gram) -> None:
 
     def error(**options: Tensor) -> float:
         representation = Quantised(2, 64)
-        tensors = representation.encode(matrix, torch.bfloat16, **options)
+        tensors = representation.encode(matrix, torch.bfloat16, Measured(**options))
         difference = representation.decode(tensors, (48, 128), torch.bfloat16).double() - matrix.double()
         return float(((difference @ gram) * difference).sum())
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from moetool.numerics import whitened
 from moetool.numerics.factorize import Factorization, balancing_powers, factorize, truncate, whitened_error
+from moetool.representations import Measured
 from moetool.representations.quantised_low_rank import QuantisedLowRank
 
 Build = Callable[..., Tensor]
@@ -390,10 +391,10 @@ def test_directions_that_hold_nothing_stay_so(make_delta: Build) -> None:
 def test_scales_of_quantised_factors_are_of_one_size(make_delta: Build, dtype: torch.dtype) -> None:
     delta, form = 1e-3 * make_delta(96, 160), QuantisedLowRank(24, 4, 32)
     basis = truncate(delta, factorize(delta), 24, torch.float32)[0]
-    expected = form.encode(delta, torch.float32, basis=basis)
+    expected = form.encode(delta, torch.float32, Measured(basis=basis))
     lost = (form.decode(expected, (96, 160), torch.float32) - delta).norm()
     for size in (1e-7, 1.0, 1e7):  # whatever the basis is multiplied with
-        made = form.encode(delta, dtype, basis=size * basis)
+        made = form.encode(delta, dtype, Measured(basis=size * basis))
         ratio = root_mean_square(made["u.scales"], 1) / root_mean_square(made["v.scales"], 1)
         assert bool(((ratio > 0.4) & (ratio < 2.5)).all())
         assert (form.decode(made, (96, 160), dtype).float() - delta).norm() < 1.02 * lost

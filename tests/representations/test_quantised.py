@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moetool.errors import InvalidInputError
 from moetool.numerics.factorize import factorize, truncate, whitened_error
-from moetool.representations import Representation, parse_representation
+from moetool.representations import Measured, Representation, parse_representation
 from moetool.representations.base import Weight
 from moetool.representations.quantised import Quantised, QuantisedMatrix
 from moetool.representations.quantised_low_rank import QuantisedLowRank
@@ -29,9 +29,8 @@ def matrix(shape: tuple[int, int] = SHAPE, seed: int = 0) -> Tensor:
 
 
 def encode(representation: Representation, values: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    if isinstance(representation, QuantisedLowRank):
-        return representation.encode(values, dtype, basis=matrix((values.shape[0], representation.rank), seed=9))
-    return representation.encode(values, dtype)
+    basis = matrix((len(values), representation.directions), seed=9)
+    return representation.encode(values, dtype, Measured(basis=basis))
 
 
 def loaded(representation: Representation, dtype: torch.dtype = torch.float64) -> Weight:
@@ -216,7 +215,8 @@ def test_factors_are_refitted_to_the_quantised_u() -> None:
     delta += 0.3 * torch.randn(64, 96, generator=generator)
     u, v = truncate(delta, factorize(delta, rank=8), 8, torch.float32)
     representation = QuantisedLowRank(8, 3, 32)
-    decoded = representation.decode(representation.encode(delta, torch.float32, basis=u), (64, 96), torch.float32)
+    encoded = representation.encode(delta, torch.float32, Measured(basis=u))
+    decoded = representation.decode(encoded, (64, 96), torch.float32)
     factor = Quantised(3, 32)
     naive_u = factor.decode(factor.encode(u.T.contiguous(), torch.float32), (8, 64), torch.float32).T
     naive_v = factor.decode(factor.encode(v, torch.float32), (8, 96), torch.float32)
@@ -233,16 +233,16 @@ def test_row_scale_is_respected() -> None:
     representation = QuantisedLowRank(4, 8, 8)
 
     def error(**options: Tensor) -> float:
-        tensors = representation.encode(delta, torch.float64, basis=basis, **options)
+        tensors = representation.encode(delta, torch.float64, Measured(basis=basis, **options))
         decoded = representation.decode(tensors, (16, 32), torch.float64)
         return float((row_scale[:, None] * (decoded - delta)).square().sum())
 
     assert error(row_scale=row_scale) < 0.99 * error()
 
 
-def test_a_basis_of_another_rank_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"basis must be \[24, 5\], got \[24, 4\]"):
-        QuantisedLowRank(5, 4, 8).encode(matrix(), torch.float32, basis=matrix((24, 4)))
+def test_a_basis_of_a_lower_rank_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"basis must be \[24, 5\] or wider, got \[24, 4\]"):
+        QuantisedLowRank(5, 4, 8).encode(matrix(), torch.float32, Measured(basis=matrix((24, 4))))
 
 
 def test_rank_0_is_nothing_at_all() -> None:

@@ -1,6 +1,5 @@
 """`moetool inspect`."""
 
-from collections import Counter
 from typing import Annotated, Any
 
 import typer
@@ -13,9 +12,8 @@ from moetool.errors import UsageError
 from moetool.job.sizes import format_bytes, format_change
 from moetool.measure.analysis import AnalysisOptions, analyse
 from moetool.measure.inspection import inspect_checkpoint
+from moetool.representations import describe, parse_representation
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
-
-BASE_ALONE = "low-rank:0"
 
 
 def build(name: str, arguments: list[str]) -> Any:
@@ -111,30 +109,7 @@ def _weighted(sites: list[dict[str, Any]], density: str) -> float:
 
 def _weights(specs: str | list[str]) -> str:
     """`rank 12 … 96, mean 40; 1 × dense` for a role's experts, or `5 × 2 bits; 3 × rank 5 … 23 in 3 bits`."""
-    if isinstance(specs, str):
-        return specs
-    ranks = [int(spec.split(":")[1]) for spec in specs if spec.startswith("low-rank:") and spec != BASE_ALONE]
-    parts = [f"rank {min(ranks)} … {max(ranks)}, mean {sum(ranks) / len(ranks):.0f}"] if ranks else []
-    if alone := specs.count(BASE_ALONE):
-        parts.append(f"{alone} × base alone")
-    codes = Counter(spec.split(":")[1] for spec in specs if spec.startswith("quantised:"))
-    parts += [f"{count} × {bits} bits" for bits, count in sorted(codes.items(), reverse=True)]
-    factors: dict[str, list[int]] = {}
-    for kind, *arguments in (spec.split(":") for spec in specs):
-        if kind == "quantised-low-rank":
-            factors.setdefault(arguments[1], []).append(int(arguments[0]))
-    for bits, own in sorted(factors.items()):
-        span = f"{min(own)} … {max(own)}" if min(own) < max(own) else f"{own[0]}"
-        parts.append(f"{len(own)} × rank {span} in {bits} bits")
-    shown = ("low-rank:", "quantised:", "quantised-low-rank:")
-    others = Counter(_unseeded(spec) for spec in specs if not spec.startswith(shown))
-    return "; ".join(parts + [f"{count} × {spec}" for spec, count in others.items()])
-
-
-def _unseeded(spec: str) -> str:
-    """A sparse difference without its seed, which every matrix has for itself."""
-    head, at, tail = spec.partition("sparse:")
-    return f"{head}sparse:{tail.split(':')[0]}" if at and tail else spec
+    return specs if isinstance(specs, str) else describe(map(parse_representation, specs))
 
 
 def _base(layer: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from moetool.compress.base.layer_base import LayerBase, base_path, unweighted_ba
 from moetool.compress.choices import UNMEASURED_MERGES, Merge
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.writing import down_scale
-from moetool.representations.bitsandbytes_formats import NF4, Int8
+from moetool.representations import Representation, parse_representation
 from moetool.representations.quantised import QuantisedMatrix
 from moetool.runtime.dense import DenseModel
 
@@ -176,19 +176,16 @@ def kinship_warning(base: GivenBase) -> str | None:
     )
 
 
-def base_form(bits: str, group: int, shape: tuple[int, int]) -> QuantisedMatrix | NF4 | Int8:
+def base_form(bits: str, group: int, shape: tuple[int, int]) -> Representation:
     """The form that `--base-bits` names for a matrix `[out, in]`; its own codes have a scale per `group` inputs, or
     per as many below that as divide them.
 
     Raises:
         UsageError: only groups of one would.
     """
-    if bits == NF4.kind:
-        return NF4()
-    if bits == Int8.kind:
-        return Int8()
+    form = QuantisedMatrix(int(bits), group) if bits.isdigit() else parse_representation(bits)
     try:
-        return QuantisedMatrix(int(bits), group).fitted(shape)
+        return form.fitted(shape)
     except ValueError as error:
         raise UsageError(f"--base-bits {bits}: {error}, and nf4 and int8 have no groups.") from error
 

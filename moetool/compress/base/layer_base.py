@@ -24,8 +24,8 @@ from moetool.compress.choices import Merge
 from moetool.format.layout import base_name
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import to_cpu
-from moetool.numerics.factorize import factorize, truncate
-from moetool.representations import Representation, parse_representation
+from moetool.numerics.factorize import factorize
+from moetool.representations import Measured, Representation, parse_representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
 
@@ -164,15 +164,15 @@ def factored_base(calibrated: CalibratedJob, index: int, layer: nn.Module, base:
     compact: dict[Role, tuple[Representation, dict[str, Tensor]]] = {}
     for role in reader.shape.roles:
         matrix = base.full(role).to(device)
-        rank = base_rank(reader.shape.matrix(role), ratio)
+        form = LowRank(base_rank(reader.shape.matrix(role), ratio))
         if role != "down":
-            found = factorize(matrix, gram=collector.inputs.matrix(), rank=rank)
+            found = factorize(matrix, gram=collector.inputs.matrix(), rank=form.rank)
         elif collector.wide_down:
-            found = factorize(matrix, output_gram=collector.down.matrix(), rank=rank)
+            found = factorize(matrix, output_gram=collector.down.matrix(), rank=form.rank)
         else:
-            found = factorize(matrix, gram=collector.down.matrix(), rank=rank)
-        u, v = truncate(matrix, found, rank, reader.dtype)
-        compact[role] = LowRank(rank), {"u": to_cpu(u), "v": to_cpu(v)}
+            found = factorize(matrix, gram=collector.down.matrix(), rank=form.rank)
+        encoded = form.encode(matrix, reader.dtype, Measured(factorization=found))
+        compact[role] = form, {name: to_cpu(tensor) for name, tensor in encoded.items()}
     return base.stored_as(compact)
 
 

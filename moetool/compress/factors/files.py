@@ -18,11 +18,13 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.writer import CheckpointWriter, TensorSpec
 from moetool.compress.base.layer_base import LayerBase
 from moetool.compress.choices import Sensitivity, Share, Svd
+from moetool.compress.delta import Deltas, delta
 from moetool.compress.factors.sensitivity import LayerSensitivity, MatrixSensitivity
 from moetool.compress.factors.svd import LayerSvd
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import to_cpu
-from moetool.numerics.factorize import Factorization, Side, truncate
+from moetool.numerics.factorize import Factorization, Side
+from moetool.representations import Measured
 from moetool.representations.low_rank import break_even_rank
 
 
@@ -120,16 +122,16 @@ class FactorFile:
         energy, weight = self._read(f"{role}.{expert}.energy").tolist()
         return self._read(f"{role}.{expert}.spectrum") * weight, energy * weight
 
-    def cut(self, role: Role, expert: int, delta: Tensor, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The factors U `[out, rank]` and V `[rank, in]` of what was factorised, Δ, in their storage dtype."""
+    def measured(self, role: Role, expert: int, device: torch.device) -> Measured:
+        """The factorisation, to cut what was factorised to any rank."""
         factorization = Factorization(
             spectrum=self._read(f"{role}.{expert}.spectrum"),
             energy=self._read(f"{role}.{expert}.energy")[0].item(),
-            basis=self._read(f"{role}.{expert}.basis").to(delta.device),
+            basis=self._read(f"{role}.{expert}.basis").to(device),
             side=self._side(role),
         )
-        scale = self._read(f"{role}.{expert}.scale").to(delta.device)
-        return truncate(delta, factorization, rank, dtype, row_scale=scale)
+        scale = self._read(f"{role}.{expert}.scale").to(device)
+        return Measured(row_scale=scale, factorization=factorization)
 
 
 def measured_grams(
@@ -139,7 +141,7 @@ def measured_grams(
     shape, device = calibrated.job.source.experts.shape, calibrated.job.device
     weights: Tensor = calibrated.experts(layer).down_proj  # type: ignore[assignment]
     down = base.full("down").to(device)
-    grams = GramCollector(shape, lambda expert: weights[expert].float() - down, calibrated.tokens_routed(), device)
+    grams = GramCollector(shape, lambda expert: delta(weights[expert], down), calibrated.tokens_routed(), device)
     calibrated.sweep.forward(index, layer, [grams], keep=keep)
     return grams
 
@@ -160,28 +162,25 @@ def write_factors(
     svd = LayerSvd(options.svd, grams)
     sensitivity = LayerSensitivity(options.sensitivity, base.statistics, energy, tokens)
 
-    def difference(role: Role, expert: int, full: Tensor) -> Tensor:
-        return (reader.dense(layer, expert, role).float() - full).to(device)
+    deltas = Deltas(reader, layer, base, device)
 
     def factored() -> Iterator[Factored]:
         for role in reader.shape.roles:
-            full = base.full(role)
             for expert in range(count):
-                delta = difference(role, expert, full)
-                counts = sensitivity.of(role, expert, delta.shape[1], whitened=svd.is_whitened)
-                yield role, expert, svd.factorize(role, expert, delta, counts.row_scale), counts
+                own = deltas.of(role, expert)
+                counts = sensitivity.of(role, expert, own.shape[1], whitened=svd.is_whitened)
+                yield role, expert, svd.factorize(role, expert, own, counts.row_scale), counts
 
     def jointly_factored() -> Iterator[Factored]:
         for role in reader.shape.roles:
-            full = base.full(role)
-            deltas = [difference(role, expert, full) for expert in range(count)]
-            counts = sensitivity.jointly(role, deltas[0].shape[1], options.share, whitened=svd.is_whitened)
+            own = [deltas.of(role, expert) for expert in range(count)]
+            counts = sensitivity.jointly(role, own[0].shape[1], options.share, whitened=svd.is_whitened)
             scale = counts.row_scale
             if scale is None:
                 scales: list[Tensor | None] = [None] * count
             else:
                 scales = list(scale.chunk(count)) if options.share == "v" else [scale] * count
-            yield role, 0, svd.factorize_jointly(role, deltas, options.share, scales), counts
+            yield role, 0, svd.factorize_jointly(role, own, options.share, scales), counts
 
     file = FactorFile(work, layer, reader.shape, options.share)
     file.write(factored() if options.share == "none" else jointly_factored(), energy)

@@ -12,6 +12,7 @@ from moetool.architectures import ROLES, Role
 from moetool.checkpoint.experts import ExpertReader
 from moetool.compress.base.layer_base import LayerBase, base_path
 from moetool.compress.choices import Allocation, Sensitivity, Share, Svd
+from moetool.compress.delta import Deltas
 from moetool.compress.factors.files import FactorFile
 from moetool.compress.factors.ranking import (
     LayerSpectra,
@@ -29,7 +30,6 @@ from moetool.job.options import CalibrationOptions, RunOptions
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.writing import OutputPlan, entry_for, original_bytes, write_model
 from moetool.representations import Representation
-from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
 from moetool.representations.shared_factor import SharedU, SharedV
 
@@ -129,41 +129,38 @@ class Factored:
         base = LayerBase.load(self.bases[layer])
         yield from base_tensors(self.reader, layer, layout, base)
         dtype, prefix = self.reader.dtype, self.reader.architecture.experts_prefix(layer)
+        deltas = Deltas(self.reader, layer, base, self.job.device)
+        joint = {role for role in self.reader.shape.roles if layout.shared_tensors(role)}
         for role in self.reader.shape.roles:
-            if layout.shared_tensors(role):
-                yield from self._joint_tensors(layer, layout, role, base)
-        for expert, role, representation in layout.deltas():
-            if not isinstance(representation, (LowRank, Dense)):
+            if role in joint:
+                yield from self._joint_tensors(layer, layout, role, deltas)
+        for expert, role, form in layout.deltas():
+            if role in joint:
                 continue
-            own = self.reader.dense(layer, expert, role)
-            if not isinstance(representation, LowRank):
-                yield prefix + delta_name(expert, role, "matrix"), own.to(dtype)
+            if form.is_whole:
+                encoded = form.encode(self.reader.dense(layer, expert, role), dtype)
+            elif form.directions:
+                measured = self.factors[layer].measured(role, expert, self.job.device)
+                encoded = form.encode(deltas.of(role, expert), dtype, measured)
+            else:
                 continue
-            if not representation.rank:
-                continue
-            delta = (own.float() - base.full(role)).to(self.job.device)
-            u, v = self.factors[layer].cut(role, expert, delta, representation.rank, dtype)
-            yield prefix + delta_name(expert, role, "u"), u
-            yield prefix + delta_name(expert, role, "v"), v
+            for name, tensor in encoded.items():
+                yield prefix + delta_name(expert, role, name), tensor
 
     def _joint_tensors(
-        self, layer: int, layout: LayerLayout, role: Role, base: LayerBase
+        self, layer: int, layout: LayerLayout, role: Role, deltas: Deltas
     ) -> Iterator[tuple[str, Tensor]]:
         """The factor that all experts share, and each one's own."""
-        reader, factors, full = self.reader, self.factors[layer], base.full(role)
-        weights = layout.weights[role]
-        assert weights is not None
-        [representation] = set(weights)
-        assert isinstance(representation, (SharedU, SharedV))
-        count = reader.shape.experts
-        deltas = [reader.dense(layer, expert, role).float() - full for expert in range(count)]
-        stacked = torch.cat(deltas, dim=0 if factors.share == "v" else 1).to(self.job.device)
-        u, v = factors.cut(role, 0, stacked, representation.rank, reader.dtype)
-        prefix = reader.architecture.experts_prefix(layer)
-        common, own = (v, u.chunk(count)) if factors.share == "v" else (u, v.chunk(count, dim=1))
-        yield prefix + shared_name(role, representation.common), common
-        for expert, tensor in enumerate(own):
-            yield prefix + delta_name(expert, role, representation.own), tensor.contiguous()
+        [form] = set(layout.weights[role] or ())
+        measured = self.factors[layer].measured(role, 0, self.job.device)
+        matrices = [deltas.of(role, expert) for expert in range(self.reader.shape.experts)]
+        common, own = form.encode_jointly(matrices, self.reader.dtype, measured)
+        prefix = self.reader.architecture.experts_prefix(layer)
+        for name, tensor in common.items():
+            yield prefix + shared_name(role, name), tensor
+        for expert, encoded in enumerate(own):
+            for name, tensor in encoded.items():
+                yield prefix + delta_name(expert, role, name), tensor
 
     def _record(self, layouts: Mapping[int, LayerLayout]) -> dict[str, Any]:
         """Per layer: tokens per expert, and the share of each difference's energy that its rank loses."""
@@ -174,11 +171,11 @@ class Factored:
             if entry.statistics is not None:
                 layer["tokens"] = entry.statistics.tokens.tolist()
             errors: dict[str, list[float]] = {role: [] for role, own in layout.weights.items() if own is not None}
-            for expert, role, representation in layout.deltas():
+            for expert, role, form in layout.deltas():
                 error = 0.0
-                if isinstance(representation, (LowRank, SharedU, SharedV)):
+                if form.uses_base:
                     spectrum, energy = entry.factors.spectrum(role, min(expert, entry.factors.count - 1))
-                    error = 1 - spectrum[: representation.rank].sum().item() / energy if energy > 0 else 0.0
+                    error = 1 - spectrum[: form.directions].sum().item() / energy if energy > 0 else 0.0
                 errors[role].append(float(f"{max(error, 0.0):.4g}"))
             layer["lost_energy"] = errors
             record[str(entry.layer)] = layer

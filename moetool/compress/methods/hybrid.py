@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ from moetool.checkpoint.files import save_tensors
 from moetool.compress.base.given import in_few_bits
 from moetool.compress.base.layer_base import LayerBase, base_path, measured_base
 from moetool.compress.choices import Merge, Sensitivity
-from moetool.compress.delta import encode
+from moetool.compress.delta import Deltas
 from moetool.compress.encoding import BaseBits, base_representations, in_groups
 from moetool.compress.factors.ranking import check_ratio
 from moetool.compress.factors.sensitivity import LayerSensitivity, MatrixSensitivity
@@ -30,10 +31,10 @@ from moetool.job.options import CalibrationOptions, RunOptions
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.stage import Stage
 from moetool.job.writing import OutputPlan, entry_for, original_bytes, write_model
-from moetool.numerics.factorize import factorize, truncate
-from moetool.representations import Representation
+from moetool.representations import Measured, Representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank, break_even_rank
+from moetool.representations.measured import cut
 from moetool.representations.quantised import Quantised
 from moetool.representations.quantised_low_rank import QuantisedLowRank
 
@@ -148,7 +149,7 @@ class Hybrid(Stage[HybridOptions]):
             with safe_open(candidates_path(job.work, layer), "pt") as file:
                 for expert, role, form in layout.deltas():
                     for name in form.tensors(reader.shape.matrix(role)):
-                        if form == Dense():
+                        if form.is_whole:
                             yield prefix + delta_name(expert, role, name), reader.dense(layer, expert, role)
                             continue
                         key = f"{role}.{expert}.{picked[layer, role, expert]}.{name}"
@@ -243,10 +244,10 @@ def forms_for(shape: MoEShape, bits: float, group: int) -> dict[Role, list[Repre
     forms: dict[Role, list[Representation]] = {}
     for role in shape.roles:
         matrix = shape.matrix(role)
-        own: list[Representation] = [LowRank(0), *(in_groups(Quantised(b, group), matrix) for b in near)]
+        own: list[Representation] = [LowRank(0), *(in_groups(Quantised(b, group), matrix, group) for b in near)]
         if bits <= _LOW_RANK_BITS:
             ranks = sorted({max(1, math.floor(break_even_rank(matrix) * share)) for share in _LOW_RANK_SHARES})
-            own += [in_groups(QuantisedLowRank(rank, _LOW_RANK_BITS, group), matrix) for rank in ranks]
+            own += [in_groups(QuantisedLowRank(rank, _LOW_RANK_BITS, group), matrix, group) for rank in ranks]
         if bits * _REACH >= 16 or not near[1:]:
             own.append(Dense())
         forms[role] = own
@@ -271,40 +272,27 @@ def cook(
     """Make every form of every difference of a layer, measure what it loses, and leave both in the work directory."""
     reader = source.experts
     sensitivity = LayerSensitivity(choice, base.statistics, grams.energy(), grams.tokens())
+    deltas = Deltas(reader, layer, base, job.device)
     made: dict[str, Tensor] = {}
     for role in reader.shape.roles:
-        full, matrix = base.full(role), reader.shape.matrix(role)
+        matrix = reader.shape.matrix(role)
         for expert in range(reader.shape.experts):
-            delta = (reader.dense(layer, expert, role).float() - full).to(job.device)
-            gram = grams.gram(expert, role)
+            delta, gram = deltas.of(role, expert), grams.gram(expert, role)
             counts = sensitivity.of(role, expert, matrix[1], whitened=True)
-            ranks = [form.rank for form in forms[role] if isinstance(form, QuantisedLowRank)]
-            basis = _basis(delta, gram, counts.row_scale, max(ranks, default=0))
+            measured = Measured(gram, row_scale=counts.row_scale)
+            if rank := max(form.directions for form in forms[role]):
+                measured = replace(measured, basis=cut(delta, rank, torch.float32, measured)[0])
             losses = []
             for index, form in enumerate(forms[role]):
-                if form == Dense():
+                if form.is_whole:
                     losses.append(0.0)
                     continue
-                if isinstance(form, LowRank):
-                    losses.append(_loss(delta, gram, counts))
-                    continue
-                rank = form.rank if isinstance(form, QuantisedLowRank) else 0
-                encoded = encode(
-                    form, delta, reader.dtype, gram=gram, basis=basis[:, :rank], row_scale=counts.row_scale
-                )
-                losses.append(_loss(delta - form.decode(encoded, matrix, reader.dtype).float(), gram, counts))
+                encoded = form.encode(delta, reader.dtype, measured)
+                decoded = form.decode(encoded, matrix, reader.dtype).to(delta)
+                losses.append(_loss(delta - decoded, gram, counts))
                 made.update({f"{role}.{expert}.{index}.{name}": to_cpu(tensor) for name, tensor in encoded.items()})
             made[f"{role}.{expert}.loss"] = torch.tensor(losses, dtype=torch.float64)
     save_tensors(path, made)
-
-
-def _basis(delta: Tensor, gram: Tensor, row_scale: Tensor | None, rank: int) -> Tensor:
-    """`[out, rank]`, nested: what the factor U of every rank should span."""
-    if not rank:
-        return delta.new_zeros(len(delta), 0)
-    scale = None if row_scale is None else row_scale.to(delta.device)
-    scaled = delta if scale is None else scale[:, None] * delta
-    return truncate(delta, factorize(scaled, gram=gram, rank=rank), rank, torch.float32, row_scale=scale)[0]
 
 
 def _loss(error: Tensor, gram: Tensor, counts: MatrixSensitivity) -> float:

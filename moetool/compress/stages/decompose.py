@@ -81,8 +81,9 @@ class Decompose(Stage[DecomposeOptions]):
             base = in_few_bits(given.layer(layer), options.base_bits, options.group_size)
             yield from base_tensors(reader, layer, layout, base)
             prefix = reader.architecture.experts_prefix(layer)
-            for expert, role, _ in layout.deltas():
-                yield prefix + delta_name(expert, role, "matrix"), reader.dense(layer, expert, role)
+            for expert, role, form in layout.deltas():
+                for name, tensor in form.encode(reader.dense(layer, expert, role), reader.dtype).items():
+                    yield prefix + delta_name(expert, role, name), tensor
 
         plan = self._output_plan()
         statistics = {layer: given.statistics(layer) for layer in reader.moe_layers}

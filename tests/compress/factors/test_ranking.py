@@ -26,6 +26,7 @@ from moetool.format.layout import LayerLayout
 from moetool.numerics.factorize import factorize, truncate
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank, break_even_rank
+from moetool.representations.measured import cut
 
 SHAPE = MoEShape(experts=4, top_k=2, hidden=32, intermediate=48)
 LAYERS = (0, 1, 3)
@@ -191,7 +192,7 @@ def test_factor_files_give_back_what_was_factorised(tmp_path: Path) -> None:
         torch.testing.assert_close(values, 2.5 * whole.spectrum[:cap].double())
         assert total == pytest.approx(2.5 * whole.energy)
         for rank in (0, 1, cap):
-            found = again.cut(role, expert, delta, rank, torch.bfloat16)
+            found = cut(delta, rank, torch.bfloat16, again.measured(role, expert, delta.device))
             expected = truncate(delta, whole, rank, torch.bfloat16, row_scale=scales[role, expert])
             assert found[0].equal(expected[0])
             assert found[1].equal(expected[1])

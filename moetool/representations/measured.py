@@ -1,0 +1,53 @@
+"""What was measured of a matrix before it is encoded, and the thin factors that follow from it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moetool.numerics.factorize import Factorization, factorize, truncate
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is known of a matrix `[out, in]` beside its numbers; every representation takes what it can use.
+
+    Attributes:
+        gram: `[in, in]`, sum of x x^T over the inputs. Codes of full matrices then make up for each other's errors, and
+            factors are best on these inputs. `None`: every input counts the same.
+        importance: `[in]`, how much the squared error of each input counts, if not as the diagonal of `gram` says.
+        row_scale: `[out]`, positive, how much each output counts: its error is multiplied with this before it is
+            squared.
+        basis: `[out, k]`, for quantized factors of a rank up to k: the first columns span what U should span.
+        factorization: of `row_scale[:, None] * matrix`, where the leading directions were found before.
+    """
+
+    gram: Tensor | None = None
+    importance: Tensor | None = None
+    row_scale: Tensor | None = None
+    basis: Tensor | None = None
+    factorization: Factorization | None = None
+
+    @property
+    def energy(self) -> Tensor | None:
+        """`[in]`: how much the squared error of each input counts, `None` where all count the same."""
+        if self.importance is not None or self.gram is None:
+            return self.importance
+        return self.gram.diagonal()
+
+
+NOTHING = Measured()
+
+
+def cut(matrix: Tensor, rank: int, dtype: torch.dtype, measured: Measured = NOTHING) -> tuple[Tensor, Tensor]:
+    """U `[out, rank]` and V `[rank, in]` in `dtype`, whose product is the best of this rank in the measured norm.
+
+    Raises:
+        ValueError: shapes do not fit, or the matrix has fewer directions.
+    """
+    scale = None if measured.row_scale is None else measured.row_scale.to(matrix.device)
+    found = measured.factorization
+    if found is None:
+        scaled = matrix if scale is None else scale[:, None] * matrix
+        found = factorize(scaled, gram=measured.gram, rank=rank)
+    return truncate(matrix, found, rank, dtype, row_scale=scale)
