@@ -11,6 +11,7 @@ from moetool.job import execute
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
 from moetool.job.progress import Progress
+from moetool.job.result import Result
 from moetool.job.stage import Stage
 
 # Where stages are: in every file of a package, or in the one module.
@@ -45,7 +46,7 @@ def run_stage(
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> dict[str, Any]:
+) -> Result:
     """Run a stage; see `moetool.job.execute.run_stage`."""
     kind = stages()[name]
     return execute.run_stage(kind, source, output, options, resume=resume, overwrite=overwrite, progress=progress)

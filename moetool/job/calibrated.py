@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from moetool.errors import UsageError
 from moetool.job.job import Input, Job
 from moetool.job.options import CalibrationOptions, TextOptions
 from moetool.job.progress import phase
+from moetool.job.result import CalibrationFacts
 
 Visit = Callable[[int, nn.Module], None]
 
@@ -68,7 +70,7 @@ class CalibratedJob:
         begin = opening_text(tokenizer, _bos(job.source, options))
         if begin is not None:
             job.progress.log(f"Every window begins with {begin}.")
-        job.record["calibration"] = {"windows": len(windows), "tokens": windows.numel(), "begin": begin}
+        self.facts = CalibrationFacts(len(windows), windows.numel(), begin)
         self._takes_gradients = gradients
         dtype = job.gradient_dtype if gradients else job.compute_dtype
         model = StreamedModel(job.source.checkpoint, job.source.architecture, dtype, job.device)
@@ -146,9 +148,9 @@ class CalibratedJob:
                 self._finish(f"reverse/{index}", sweep.gradient(index + 1), sweep.hidden(index + 1))
 
     @property
-    def loss(self) -> float:
-        """Mean next-token loss on the calibration set, known after the head."""
-        return float(self.job.workspace.told("head")["loss"])
+    def facts_with_loss(self) -> CalibrationFacts:
+        """The same with the mean next-token loss, which is known after the head."""
+        return replace(self.facts, loss=float(self.job.workspace.told("head")["loss"]))
 
     def experts(self, layer: nn.Module) -> nn.Module:
         """The fused experts of a loaded layer."""

@@ -12,7 +12,7 @@ from moetool.architectures.custom_moe import ROUTER
 from moetool.checkpoint.files import patch_config
 from moetool.convert.layers import parse_layers
 from moetool.convert.parts import REST, Converted, Made
-from moetool.convert.stage import Conversion
+from moetool.convert.stage import Conversion, Measured
 from moetool.format.entry import own_entry
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import RunOptions
@@ -35,7 +35,6 @@ class Pesc(Conversion[PescOptions]):
     summary: ClassVar[str] = "the dense FFN once, and adapters on its output that training fills"
     options_type: ClassVar[type[RunOptions]] = PescOptions
     method_of: ClassVar[str | None] = "upcycle"
-    options: PescOptions
 
     @property
     def measures(self) -> bool:
@@ -54,9 +53,10 @@ class Pesc(Conversion[PescOptions]):
         check_routing(self.options, self._experts)
         return self._with_adapters(fresh_rows(self.options, self.dense, self._experts))
 
-    def converted(self, job: Job[DenseSource]) -> Converted:
+    def converted(self, job: Job[DenseSource]) -> Measured:
         fresh = fresh_rows(self.options, self.dense, self._experts)
-        return self._with_adapters(starting_rows(job, self.options, self._layers, fresh))
+        found = starting_rows(job, self.options, self._layers, fresh)
+        return Measured(self._with_adapters(found.rows), found.calibration)
 
     def _with_adapters(self, rows: Rows) -> Converted:
         options = self.options

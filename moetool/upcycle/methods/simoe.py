@@ -13,7 +13,7 @@ from torch import Tensor
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.writer import TensorSpec
 from moetool.convert.parts import REST, Converted, Made
-from moetool.convert.stage import Conversion, ConversionOptions
+from moetool.convert.stage import Conversion, ConversionOptions, Measured
 from moetool.format.entry import own_entry
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import RunOptions
@@ -51,8 +51,8 @@ class Simoe(Conversion[SimoeOptions]):
             sparsity=options.sparsity,
         )
 
-    def converted(self, job: Job[DenseSource]) -> Converted:
-        return self.planned()
+    def converted(self, job: Job[DenseSource]) -> Measured:
+        return Measured(self.planned())
 
     def details(self) -> dict[str, Any]:
         dense, left = self.dense, 1 - self.options.sparsity
