@@ -27,6 +27,7 @@ from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, Source, pick_compute_dtype, pick_device, to_cpu
 from moetool.job.options import CalibrationOptions, Options, RunOptions
 from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.result import Json
 from moetool.job.writing import OutputPlan, entry_for, write_model
 from moetool.representations import Representation
 from moetool.representations.dense import Dense
@@ -185,7 +186,7 @@ def encoding_plan(
     options: RunOptions,
     layouts: Mapping[int, LayerLayout],
     text: CalibrationOptions | None = None,
-    **details: object,
+    **details: Json,
 ) -> Plan:
     """Costs of encoding every difference into known forms, on a text if there is one; sizes are exact."""
     reader = source.experts

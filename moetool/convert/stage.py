@@ -23,7 +23,7 @@ from moetool.job.job import DenseSource, Input, Job, Source
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.progress import phase
-from moetool.job.result import CalibrationFacts, Sizes
+from moetool.job.result import CalibrationFacts, Json, Sizes
 from moetool.job.stage import Stage
 from moetool.job.writing import ShardPlan, write_checkpoint
 from moetool.runtime.dense import DenseModel
@@ -118,7 +118,7 @@ class Conversion(Stage[ConversionT, DenseSource]):
         """The result, and what was measured for it."""
 
     @abstractmethod
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Json]:
         """What a plan tells beyond its costs."""
 
     def provenance(self) -> Provenance:

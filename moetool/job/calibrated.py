@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,7 +13,7 @@ from moetool.calibration.masking import masked_windows
 from moetool.calibration.opening import Bos, opening_text
 from moetool.calibration.sweep import Sweep
 from moetool.errors import UsageError
-from moetool.job.job import Input, Job
+from moetool.job.job import DenseSource, Input, Job, Source
 from moetool.job.options import CalibrationOptions, TextOptions
 from moetool.job.progress import phase
 from moetool.job.result import CalibrationFacts
@@ -51,7 +50,14 @@ def _bos(source: Input, options: TextOptions) -> Bos:
 class CalibratedJob:
     """A job together with the model and the text it is calibrated on."""
 
-    def __init__(self, job: Job[Any], options: TextOptions, *, encoder: bool = False, gradients: bool = False) -> None:
+    def __init__(
+        self,
+        job: Job[Source] | Job[DenseSource],
+        options: TextOptions,
+        *,
+        encoder: bool = False,
+        gradients: bool = False,
+    ) -> None:
         """An `encoder` is to find what masks hide; with `gradients` there will be a reverse sweep."""
         from moetool.calibration.streaming import StreamedModel  # transformers: seconds, and not for --help
 
@@ -81,6 +87,12 @@ class CalibratedJob:
         self.sweep = Sweep(model, windows, job.work, job.progress.advance, seed, masked)
 
     @property
+    def source(self) -> Source:
+        """The MoE model that the job works on; jobs on dense models have none to ask for."""
+        assert isinstance(self.job.source, Source)
+        return self.job.source
+
+    @property
     def _layers(self) -> int:
         return self.model.layer_count
 
@@ -89,7 +101,7 @@ class CalibratedJob:
             self.sweep.embed()
             self._finish("embed", windows=self._windows)
 
-    def _finish(self, unit: str, *spent: ActivationFile, **told: Any) -> None:
+    def _finish(self, unit: str, *spent: ActivationFile, **told: str | float) -> None:
         self.job.finish(unit, digests=self.sweep.digests, spent=[file.path for file in spent], told=told)
 
     def forward(self) -> None:
@@ -117,7 +129,7 @@ class CalibratedJob:
                 if not job.unit(f"forward/{index}"):
                     continue
                 with self.model.layer(index) as layer:
-                    if index in (job.source.experts.moe_layers if layers is None else layers):
+                    if index in (self.source.experts.moe_layers if layers is None else layers):
                         visit(index, layer)
                     else:
                         sweep.forward(index, layer)
@@ -132,7 +144,7 @@ class CalibratedJob:
         """
         assert self._takes_gradients, "the compute dtype was chosen without"
         job, sweep = self.job, self.sweep
-        visited = set(job.source.experts.moe_layers if layers is None else layers)
+        visited = set(self.source.experts.moe_layers if layers is None else layers)
         lowest = min(visited)
         with phase(job.progress, "Backward", (1 + passes * (self._layers - lowest)) * sweep.batch_count):
             if job.unit("head"):
@@ -154,8 +166,8 @@ class CalibratedJob:
 
     def experts(self, layer: nn.Module) -> nn.Module:
         """The fused experts of a loaded layer."""
-        return layer.get_submodule(self.job.source.architecture.experts_module)
+        return layer.get_submodule(self.source.architecture.experts_module)
 
     def tokens_routed(self) -> int:
         """Expert inputs per layer over the whole calibration set."""
-        return int(self.sweep.windows.numel()) * self.job.source.experts.shape.top_k
+        return int(self.sweep.windows.numel()) * self.source.experts.shape.top_k

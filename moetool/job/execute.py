@@ -4,7 +4,6 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from moetool.checkpoint.files import storage_problem
 from moetool.checkpoint.reader import Checkpoint
@@ -20,12 +19,12 @@ from moetool.job.plan import Plan, fingerprint
 from moetool.job.processes import is_first_process, processes
 from moetool.job.progress import Progress, Silent
 from moetool.job.result import Result, Told
-from moetool.job.stage import Stage
+from moetool.job.stage import AnyStage
 from moetool.job.workspace import FollowingWorkspace, Workspace, check_finished, is_finished
 from moetool.job.writing import check_records
 
 
-def plan_stage(kind: type[Stage[Any, Any]], source: str | Path, options: RunOptions) -> Plan:
+def plan_stage(kind: type[AnyStage], source: str | Path, options: RunOptions) -> Plan:
     """What a stage would cost, from headers alone, or from `config.json` alone if that is all there is. Writes nothing
     and downloads no weights."""
     checkpoint = open_for_planning(source)
@@ -36,7 +35,7 @@ def plan_stage(kind: type[Stage[Any, Any]], source: str | Path, options: RunOpti
 
 
 def run_stage(
-    kind: type[Stage[Any, Any]],
+    kind: type[AnyStage],
     source: str | Path,
     output: str | Path,
     options: RunOptions,

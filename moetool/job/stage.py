@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from moetool.calibration.data import parse_data
 from moetool.checkpoint.source import local_path
@@ -75,6 +75,9 @@ class Stage(ABC, Generic[OptionsT, SourceT]):
     def recipe(self) -> dict[str, Any]:
         """The options that decide the result, for the manifest."""
         return {"stage": self.name, **self.options.model_dump(mode="json", exclude=_INCIDENTAL)}
+
+
+AnyStage: TypeAlias = Stage[Any, Any]  # of any options and source, which a kind of stage alone brings together
 
 
 def found_here(names: Iterable[str]) -> list[Path]:

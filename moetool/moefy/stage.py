@@ -23,7 +23,7 @@ from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import RunOptions
 from moetool.job.plan import CalibrationCost
-from moetool.job.result import CalibrationFacts
+from moetool.job.result import CalibrationFacts, Json
 from moetool.moefy.clusters import (
     LayerPlan,
     Moefied,
@@ -142,7 +142,7 @@ class Moefy(Conversion[MoefyOptions]):
                 f"{options.experts} experts: {needed:,} are needed (--samples, --sequence-length, --selector-tokens)."
             )
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Json]:
         options, dense = self.options, self.dense
         means = dense.intermediate + dense.hidden if self.keeps_means else 0  # and the constant that follows from them
         added = len(self._layers) * (self.planned().selector_size + means)

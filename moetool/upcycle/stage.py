@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from pydantic import Field
@@ -19,6 +19,7 @@ from moetool.format.layout import LayerLayout
 from moetool.format.moe_spec import Mixture, Shared
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import RunOptions
+from moetool.job.result import Json
 from moetool.representations import Representation
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.experts import Experts
@@ -160,7 +161,7 @@ class Upcycle(Conversion[UpcycleOptions]):
             layouts=self.layouts,
         )
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Json]:
         return {
             "target": self.target.name,
             "experts": self.mixture.experts,
@@ -193,10 +194,11 @@ class Upcycle(Conversion[UpcycleOptions]):
         return replace(super().run(job), target=self.target.name)
 
 
-Begin = Callable[[DenseModel, Any, torch.dtype], Start]
+MethodT = TypeVar("MethodT", bound=UpcycleOptions)
+Begin: TypeAlias = Callable[[DenseModel, MethodT, torch.dtype], Start]
 
 
-def method(name: str, summary: str, options: type[UpcycleOptions] = UpcycleOptions) -> Callable[[Begin], type[Upcycle]]:
+def method(name: str, summary: str, options: type[MethodT]) -> Callable[[Begin[MethodT]], type[Upcycle]]:
     """Make a method of upcycling of a function `(dense model, options, dtype of the result) -> Start`.
 
     Args:
@@ -205,9 +207,12 @@ def method(name: str, summary: str, options: type[UpcycleOptions] = UpcycleOptio
         options: what it can be told.
     """
 
-    def stage(begin: Begin) -> type[Upcycle]:
-        start = cached_property(lambda self: begin(self.dense, self.options, self.stored_dtype))
-        own = {"name": name, "summary": summary, "options_type": options, "start": start}
+    def stage(begin: Begin[MethodT]) -> type[Upcycle]:
+        def start(self: Upcycle) -> Start:
+            assert isinstance(self.options, options)
+            return begin(self.dense, self.options, self.stored_dtype)
+
+        own = {"name": name, "summary": summary, "options_type": options, "start": cached_property(start)}
         return type(begin.__name__, (Upcycle,), {**own, "__module__": begin.__module__, "__doc__": begin.__doc__})
 
     return stage

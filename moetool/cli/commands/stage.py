@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from moetool.cli.generate import (
 from moetool.convert.told import Activations, ConversionTold, Proof
 from moetool.errors import MoetoolError, UsageError, did_you_mean
 from moetool.job.processes import is_first_process
-from moetool.job.result import Result
+from moetool.job.result import Json, Result
 from moetool.job.sizes import format_bytes, format_change
 
 # Commands that are several stages, the option that chooses one, and the one that it is without it.
@@ -116,9 +117,11 @@ def _value(arguments: list[str], option: str) -> str | None:
     return said
 
 
-def _print_plan(plan: dict[str, Any]) -> None:
-    def show(name: str, value: Any) -> str:
-        return format_bytes(value) if name.endswith("bytes") else f"{value:,}" if isinstance(value, int) else str(value)
+def _print_plan(plan: Mapping[str, Json]) -> None:
+    def show(name: str, value: Json) -> str:
+        if not isinstance(value, int):
+            return str(value)
+        return format_bytes(value) if name.endswith("bytes") else f"{value:,}"
 
     print_fields((name.removesuffix("_bytes").replace("_", " "), show(name, value)) for name, value in plan.items())
     print("Nothing was written (--dry-run).")

@@ -16,6 +16,7 @@ from moetool.convert.stage import Conversion, Measured
 from moetool.format.entry import own_entry
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import RunOptions
+from moetool.job.result import Json
 from moetool.numerics.seeding import generator, linear_std, uniform
 from moetool.upcycle.routing import RoutedOptions, Rows, check_routing, fresh_rows, starting_rows
 
@@ -73,7 +74,7 @@ class Pesc(Conversion[PescOptions]):
             router=rows,
         )
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Json]:
         return {"experts": self._experts, "top_k": self.options.top_k, "moe_layers": len(self._layers)}
 
     def notes(self, config: dict[str, Any]) -> list[str]:

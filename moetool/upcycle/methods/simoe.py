@@ -17,6 +17,7 @@ from moetool.convert.stage import Conversion, ConversionOptions, Measured
 from moetool.format.entry import own_entry
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import RunOptions
+from moetool.job.result import Json
 from moetool.numerics.hard_concrete import log_phi_for
 from moetool.numerics.seeding import generator, linear_std, uniform
 
@@ -54,7 +55,7 @@ class Simoe(Conversion[SimoeOptions]):
     def converted(self, job: Job[DenseSource]) -> Measured:
         return Measured(self.planned())
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Json]:
         dense, left = self.dense, 1 - self.options.sparsity
         return {
             "experts": self.options.experts,
