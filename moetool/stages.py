@@ -5,22 +5,22 @@ import inspect
 import pkgutil
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from moetool.job import execute
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
 from moetool.job.progress import Progress
-from moetool.job.stage import Stage
+from moetool.job.result import Result
+from moetool.job.stage import AnyStage, Stage
 
 # Where stages are: in every file of a package, or in the one module.
 _PLACES = ("compress.methods", "compress.stages", "upcycle.methods", "moefy.stage", "tune.stage")
 
 
 @cache
-def stages() -> dict[str, type[Stage[Any, Any]]]:
+def stages() -> dict[str, type[AnyStage]]:
     """Every stage by name: whatever defines a `Stage` in the places above."""
-    found: dict[str, type[Stage[Any, Any]]] = {}
+    found: dict[str, type[AnyStage]] = {}
     for place in _PLACES:
         home = importlib.import_module(f"moetool.{place}")
         inside = [f"{home.__name__}.{info.name}" for info in pkgutil.iter_modules(getattr(home, "__path__", ()))]
@@ -45,7 +45,7 @@ def run_stage(
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> dict[str, Any]:
+) -> Result:
     """Run a stage; see `moetool.job.execute.run_stage`."""
     kind = stages()[name]
     return execute.run_stage(kind, source, output, options, resume=resume, overwrite=overwrite, progress=progress)

@@ -13,7 +13,8 @@ from moetool.checkpoint.reader import MANIFEST, read_object
 from moetool.errors import InvalidInputError
 from moetool.version import __version__
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+_WITH_PROVENANCE = 3  # the first format that has it apart; before, it stood among the statistics
 LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "datasets")
 
 
@@ -25,6 +26,44 @@ class Origin(BaseModel):
     stage: str
     source: str
     source_fingerprint: str
+
+
+class DenseOrigin(BaseModel):
+    """The dense model that another was made of: its `config.json`, and its dtype as torch calls it (not in the oldest
+    manifests)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    source_config: dict[str, Any]
+    dtype: str | None = None
+
+
+class Upcycling(DenseOrigin):
+    """How a MoE model was made of a dense one, as far as un-merging it has to know.
+
+    Attributes:
+        target: the family that was written.
+        mixture: its shape, as `Mixture.to_config` says it.
+        granularity: pieces into which each copy of an FFN was cut.
+    """
+
+    target: str
+    mixture: dict[str, Any]
+    granularity: int = 1
+
+
+class Provenance(BaseModel):
+    """What a model was made of, where the way back leads there.
+
+    Attributes:
+        upcycled: by upcycling to a MoE model of whole FFNs.
+        moefied: by splitting the FFNs of a dense model.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    upcycled: Upcycling | None = None
+    moefied: DenseOrigin | None = None
 
 
 class Manifest(BaseModel):
@@ -39,6 +78,7 @@ class Manifest(BaseModel):
         seed: of all random choices.
         versions: of the libraries that computed it.
         statistics: what was measured on the calibration data.
+        provenance: what the model was made of.
         layers: per layer, what was chosen and the errors that came of it.
         files: SHA-256 of every file of the checkpoint but this one, in hexadecimal, by its path there.
         lineage: how the source came about, its last step first, as far as moetool did it.
@@ -56,6 +96,7 @@ class Manifest(BaseModel):
     seed: int
     versions: dict[str, str] = Field(default_factory=lambda: library_versions())
     statistics: dict[str, Any] = {}
+    provenance: Provenance = Provenance()
     layers: dict[str, dict[str, Any]] = {}
     files: dict[str, str] = {}
     lineage: tuple[Origin, ...] = ()
@@ -70,7 +111,8 @@ class Manifest(BaseModel):
 
     def seal(self) -> str:
         """What `digest` should be."""
-        content = self.model_dump(mode="json", exclude={"digest"})
+        unknown = {"provenance"} if self.format_version < _WITH_PROVENANCE else set()
+        content = self.model_dump(mode="json", exclude={"digest", *unknown})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -108,6 +150,9 @@ def read_manifest(directory: Path) -> Manifest:
         raise InvalidInputError(
             f"{file} has format version {written}; this moetool reads up to {FORMAT_VERSION}. Upgrade moetool."
         )
+    if isinstance(written, int) and written < _WITH_PROVENANCE and isinstance(content.get("statistics"), dict):
+        hidden = {topic: content["statistics"].get(topic) for topic in Provenance.model_fields}
+        content = {**content, "provenance": hidden}
     try:
         return Manifest.model_validate(content)
     except ValidationError as error:

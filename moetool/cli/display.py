@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -64,7 +64,7 @@ class Display:
         self._console.print(message)
 
 
-def print_json(result: dict[str, Any]) -> None:
+def print_json(result: Mapping[str, Any]) -> None:
     """One JSON object on stdout, with the version of its fields (docs/json.md)."""
     print(json.dumps({"schema_version": SCHEMA_VERSION, **result}, indent=2))
 

@@ -5,7 +5,7 @@ Every layer is encoded once, into a file of the work directory, and copied from 
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import BeforeValidator, Field
@@ -20,12 +20,14 @@ from moetool.compress.base.given import base_form
 from moetool.compress.base.layer_base import LayerBase, base_path
 from moetool.compress.delta import Deltas
 from moetool.compress.factors.writing import base_tensors
+from moetool.compress.told import EncodedLayer, LayersTold
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, Source, pick_compute_dtype, pick_device, to_cpu
 from moetool.job.options import CalibrationOptions, Options, RunOptions
 from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.result import Json
 from moetool.job.writing import OutputPlan, entry_for, write_model
 from moetool.representations import Measured, Representation
 from moetool.representations.dense import Dense
@@ -179,7 +181,7 @@ def encoding_plan(
     options: RunOptions,
     layouts: Mapping[int, LayerLayout],
     text: CalibrationOptions | None = None,
-    **details: object,
+    **details: Json,
 ) -> Plan:
     """Costs of encoding every difference into known forms, on a text if there is one; sizes are exact."""
     reader = source.experts
@@ -208,7 +210,7 @@ def run_encoding(
     statistics: Mapping[int, LayerStatistics],
     seed: int,
     text: CalibrationOptions | None = None,
-) -> dict[str, Any]:
+) -> LayersTold:
     """Encode every layer, on the text if there is one, and write the result."""
 
     def encode_layer(layer: int, grams: InputGramCollector | None) -> None:
@@ -216,6 +218,7 @@ def run_encoding(
         base.save(base_path(job.work, layer))
         save_tensors(_encoded_path(job.work, layer), dict(_encoded(job, layer, layouts[layer], base, grams)))
 
+    facts = None
     if text is not None:
         calibrated = CalibratedJob(job, text)
 
@@ -225,12 +228,13 @@ def run_encoding(
             encode_layer(layer, grams)
 
         calibrated.forward_visiting(visit)
+        facts = calibrated.facts
     else:
         for layer in layouts:
             if job.unit(f"encode/{layer}"):
                 encode_layer(layer, None)
                 job.finish(f"encode/{layer}")
-    record = {str(layer): {"relative_error": _errors(job.work, layer)} for layer in layouts}
+    lost = {layer: EncodedLayer(_errors(job.work, layer)) for layer in layouts}
 
     def tensors(layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
         yield from base_tensors(job.source.experts, layer, layout, LayerBase.load(base_path(job.work, layer)))
@@ -246,10 +250,11 @@ def run_encoding(
         tensors,
         entry=entry_for(layouts, job.source, method=stage),
         statistics=statistics,
-        manifest_layers=lambda: record,
+        calibration=facts,
+        layers=lost,
         seed=seed,
     )
-    return {"layers": record}
+    return LayersTold(calibration=facts, layers=lost)
 
 
 def _encoded_path(work: Path, layer: int) -> Path:
@@ -282,7 +287,7 @@ def _encoded(
         yield f"{ERROR}.{role}", errors
 
 
-def _errors(work: Path, layer: int) -> dict[str, list[float]]:
+def _errors(work: Path, layer: int) -> dict[Role, list[float]]:
     """By role and expert: the norm of a difference's error, relative to the difference."""
     encoded = load_file(_encoded_path(work, layer))
     pairs = {role: encoded[f"{ERROR}.{role}"].tolist() for role in ROLES if f"{ERROR}.{role}" in encoded}

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from moetool.calibration.disk_experts import DiskExperts
 from moetool.calibration.streaming import StreamedModel
+from moetool.convert.told import Losses, Proof, Shares
 from moetool.runtime.modules.insertion import Routed
 from moetool.runtime.modules.routers import is_router, routed
 
@@ -107,21 +108,22 @@ def mean_loss(logits: Tensor, tokens: Tensor) -> float:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).item()
 
 
-def compare(dense: Run, mixture: Run, tokens: Tensor, *, predicts: bool = True) -> dict[str, Any]:
-    """What a reader wants to know of a conversion: the difference of the logits, the losses of a model that predicts
-    tokens, and the routing."""
+def compare(dense: Run, mixture: Run, tokens: Tensor, *, preserves: bool = True, predicts: bool = True) -> Proof:
+    """What a reader wants to know of a conversion that `preserves` the model or not: the difference of the logits, the
+    losses of a model that predicts tokens, and the routing."""
     difference = (mixture.logits - dense.logits).double().norm() / dense.logits.double().norm()
-    found: dict[str, Any] = {
-        "tokens": tokens.numel(),
-        "relative_logit_error": float(f"{difference.item():.3g}"),
-    }
+    losses, routing = None, None
     if predicts:
-        found["loss_dense"] = round(mean_loss(dense.logits, tokens), 6)
-        found["loss_mixture"] = round(mean_loss(mixture.logits, tokens), 6)
+        losses = Losses(*(round(mean_loss(model.logits, tokens), 6) for model in (dense, mixture)))
     if mixture.routing:
         shares = torch.stack([layer.shares for layer in mixture.routing.values()])
         entropies = [layer.entropy for layer in mixture.routing.values()]
-        found["least_expert_share"] = round(shares.min().item(), 4)
-        found["largest_expert_share"] = round(shares.max().item(), 4)
-        found["router_entropy"] = round(sum(entropies) / len(entropies), 4)
-    return found
+        entropy = sum(entropies) / len(entropies)
+        routing = Shares(round(shares.min().item(), 4), round(shares.max().item(), 4), round(entropy, 4))
+    return Proof(
+        tokens=tokens.numel(),
+        relative_logit_error=float(f"{difference.item():.3g}"),
+        losses=losses,
+        routing=routing,
+        preserves=preserves,
+    )

@@ -1,8 +1,10 @@
 """What all conversions of a dense model share: plan, writing, and the proof that the result computes what it should."""
 
 from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -10,16 +12,19 @@ from torch import Tensor
 
 from moetool.architectures import find_architecture, is_opaque
 from moetool.calibration.data import load_tokenizer
+from moetool.checkpoint.manifest import Provenance
 from moetool.checkpoint.reader import CONFIG, Checkpoint
 from moetool.convert.parts import Converted
 from moetool.convert.sample import sample_tokens
+from moetool.convert.told import Activations, ConversionTold, Parameters, Proof
 from moetool.errors import InvalidInputError, VerificationError
 from moetool.job.calibrated import calibration_windows
-from moetool.job.job import DenseSource, Job, Source
+from moetool.job.job import DenseSource, Input, Job, Source
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.progress import phase
-from moetool.job.stage import OptionsT, Stage
+from moetool.job.result import CalibrationFacts, Json, Sizes
+from moetool.job.stage import Stage
 from moetool.job.writing import ShardPlan, write_checkpoint
 from moetool.runtime.dense import DenseModel
 
@@ -41,14 +46,31 @@ class ConversionOptions(RunOptions, TextOptions):
     sequence_length: int = Field(512, ge=2, description="Tokens per window; by default no more than the context.")
 
 
-class Conversion(Stage[OptionsT, DenseSource]):
+ConversionT = TypeVar("ConversionT", bound=ConversionOptions)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A result for which whatever it needs has been measured.
+
+    Attributes:
+        model: the result.
+        calibration: on which text, if there was one.
+        activations: by layer, where neurons were measured.
+    """
+
+    model: Converted
+    calibration: CalibrationFacts | None = None
+    activations: Mapping[int, Activations] = field(default_factory=dict)
+
+
+class Conversion(Stage[ConversionT, DenseSource]):
     """A dense model into something else of the same function."""
 
-    source_type: ClassVar[type[Any]] = DenseSource
+    source_type: ClassVar[type[Input]] = DenseSource
     takes_any_network: ClassVar[bool] = False  # encoders too, and networks that are no module of their own
-    options: Any
 
-    def __init__(self, source: DenseSource, options: OptionsT) -> None:
+    def __init__(self, source: DenseSource, options: ConversionT) -> None:
         super().__init__(source, options)
         architecture, model_type = source.dense.architecture, source.checkpoint.config["model_type"]
         if not self.takes_any_network and architecture.is_encoder:
@@ -92,16 +114,16 @@ class Conversion(Stage[OptionsT, DenseSource]):
         """The result as far as its headers go."""
 
     @abstractmethod
-    def converted(self, job: Job[DenseSource]) -> Converted:
-        """The result, for which whatever it needs has been measured."""
+    def converted(self, job: Job[DenseSource]) -> Measured:
+        """The result, and what was measured for it."""
 
     @abstractmethod
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Json]:
         """What a plan tells beyond its costs."""
 
-    def record(self) -> dict[str, Any]:
-        """What the manifest keeps of it, by topic."""
-        return {}
+    def provenance(self) -> Provenance:
+        """What the manifest keeps of the dense model, where there is a way back to it."""
+        return Provenance()
 
     def notes(self, config: dict[str, Any]) -> list[str]:
         """What a user of the result with this config has to know."""
@@ -142,26 +164,31 @@ class Conversion(Stage[OptionsT, DenseSource]):
 
     # Doing it.
 
-    def run(self, job: Job[DenseSource]) -> dict[str, Any]:
-        model = self.converted(job)
+    def run(self, job: Job[DenseSource]) -> ConversionTold:
+        measured = self.converted(job)
+        model = measured.model
         units = dict(model.units())
         config = model.config()
-        job.record |= self.record()
-        proof: dict[str, Any] = {}
+        proofs: list[Proof] = []
         tokens = self._tokens() if self.options.proof else None  # before anything is written, in case there are none
         write_checkpoint(
             job,
             self._shards(model),
             lambda layer: ((made.spec.name, made.make()) for made in units[layer]),
             config=config,
+            provenance=self.provenance(),
+            calibration=measured.calibration,
+            layers=measured.activations,
             seed=self.options.seed,
-            check=None if tokens is None else lambda made: proof.update(self._proved(job, made, tokens)),
+            check=None if tokens is None else lambda made: proofs.append(self._proved(job, made, tokens)),
         )
-        told: dict[str, Any] = {"parameters": model.parameters()}
-        if proof:
-            told["proof"] = proof
-        told["notes"] = self.notes(config)
-        return told
+        return ConversionTold(
+            calibration=measured.calibration,
+            parameters=Parameters(**model.parameters()),
+            proof=proofs[0] if proofs else None,
+            notes=self.notes(config),
+            activations=Activations.mean(measured.activations.values()) if measured.activations else None,
+        )
 
     # Evidence.
 
@@ -177,7 +204,7 @@ class Conversion(Stage[OptionsT, DenseSource]):
             tokenizer = None
         return sample_tokens(tokenizer, int(config.vocab_size), PROOF_WINDOWS, length)
 
-    def _proved(self, job: Job[DenseSource], made: Checkpoint, tokens: Tensor) -> dict[str, Any]:
+    def _proved(self, job: Job[DenseSource], made: Checkpoint, tokens: Tensor) -> Proof:
         """Whether both models make the same of some tokens. Raises `VerificationError` if it is not."""
         from moetool.calibration.streaming import StreamedModel
         from moetool.convert import proof
@@ -194,18 +221,19 @@ class Conversion(Stage[OptionsT, DenseSource]):
                 tokens,
                 job.progress.advance,
             )
-        found = proof.compare(dense, mixture, tokens, predicts=not self.dense.architecture.is_encoder)
-        error = found["relative_logit_error"]
+        predicts = not self.dense.architecture.is_encoder
+        found = proof.compare(dense, mixture, tokens, preserves=self.preserves, predicts=predicts)
+        error = found.relative_logit_error
         if not error < float("inf") or (self.preserves and error > proof.TOLERANCE):
             raise VerificationError(
                 f"The result's logits differ from the dense model's by {error:.2g} of their size, more than "
                 f"{proof.TOLERANCE:g}: it does not compute what this model computes. "
                 f"{job.output} has no {CONFIG}, so that nothing loads it."
             )
-        return {**found, "preserves": self.preserves}
+        return found
 
-    def verify(self, output: Path) -> dict[str, Any]:
+    def verify(self, output: Path) -> Sizes:
         made = Checkpoint.open(output)
         if not is_opaque(made.config):
             Source.of(made)
-        return {"bytes_before": self.source.checkpoint.weight_bytes, "bytes_after": made.weight_bytes}
+        return Sizes(self.source.checkpoint.weight_bytes, made.weight_bytes)

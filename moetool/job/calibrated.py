@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Collection
-from typing import Any
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -13,9 +13,10 @@ from moetool.calibration.masking import masked_windows
 from moetool.calibration.opening import Bos, opening_text
 from moetool.calibration.sweep import Sweep
 from moetool.errors import UsageError
-from moetool.job.job import Input, Job
+from moetool.job.job import DenseSource, Input, Job, Source
 from moetool.job.options import CalibrationOptions, TextOptions
 from moetool.job.progress import phase
+from moetool.job.result import CalibrationFacts
 
 Visit = Callable[[int, nn.Module], None]
 
@@ -49,7 +50,14 @@ def _bos(source: Input, options: TextOptions) -> Bos:
 class CalibratedJob:
     """A job together with the model and the text it is calibrated on."""
 
-    def __init__(self, job: Job[Any], options: TextOptions, *, encoder: bool = False, gradients: bool = False) -> None:
+    def __init__(
+        self,
+        job: Job[Source] | Job[DenseSource],
+        options: TextOptions,
+        *,
+        encoder: bool = False,
+        gradients: bool = False,
+    ) -> None:
         """An `encoder` is to find what masks hide; with `gradients` there will be a reverse sweep."""
         from moetool.calibration.streaming import StreamedModel  # transformers: seconds, and not for --help
 
@@ -68,7 +76,7 @@ class CalibratedJob:
         begin = opening_text(tokenizer, _bos(job.source, options))
         if begin is not None:
             job.progress.log(f"Every window begins with {begin}.")
-        job.record["calibration"] = {"windows": len(windows), "tokens": windows.numel(), "begin": begin}
+        self.facts = CalibrationFacts(len(windows), windows.numel(), begin)
         self._takes_gradients = gradients
         dtype = job.gradient_dtype if gradients else job.compute_dtype
         model = StreamedModel(job.source.checkpoint, job.source.architecture, dtype, job.device)
@@ -79,6 +87,12 @@ class CalibratedJob:
         self.sweep = Sweep(model, windows, job.work, job.progress.advance, seed, masked)
 
     @property
+    def source(self) -> Source:
+        """The MoE model that the job works on; jobs on dense models have none to ask for."""
+        assert isinstance(self.job.source, Source)
+        return self.job.source
+
+    @property
     def _layers(self) -> int:
         return self.model.layer_count
 
@@ -87,7 +101,7 @@ class CalibratedJob:
             self.sweep.embed()
             self._finish("embed", windows=self._windows)
 
-    def _finish(self, unit: str, *spent: ActivationFile, **told: Any) -> None:
+    def _finish(self, unit: str, *spent: ActivationFile, **told: str | float) -> None:
         self.job.finish(unit, digests=self.sweep.digests, spent=[file.path for file in spent], told=told)
 
     def forward(self) -> None:
@@ -115,7 +129,7 @@ class CalibratedJob:
                 if not job.unit(f"forward/{index}"):
                     continue
                 with self.model.layer(index) as layer:
-                    if index in (job.source.experts.moe_layers if layers is None else layers):
+                    if index in (self.source.experts.moe_layers if layers is None else layers):
                         visit(index, layer)
                     else:
                         sweep.forward(index, layer)
@@ -130,7 +144,7 @@ class CalibratedJob:
         """
         assert self._takes_gradients, "the compute dtype was chosen without"
         job, sweep = self.job, self.sweep
-        visited = set(job.source.experts.moe_layers if layers is None else layers)
+        visited = set(self.source.experts.moe_layers if layers is None else layers)
         lowest = min(visited)
         with phase(job.progress, "Backward", (1 + passes * (self._layers - lowest)) * sweep.batch_count):
             if job.unit("head"):
@@ -146,14 +160,14 @@ class CalibratedJob:
                 self._finish(f"reverse/{index}", sweep.gradient(index + 1), sweep.hidden(index + 1))
 
     @property
-    def loss(self) -> float:
-        """Mean next-token loss on the calibration set, known after the head."""
-        return float(self.job.workspace.told("head")["loss"])
+    def facts_with_loss(self) -> CalibrationFacts:
+        """The same with the mean next-token loss, which is known after the head."""
+        return replace(self.facts, loss=float(self.job.workspace.told("head")["loss"]))
 
     def experts(self, layer: nn.Module) -> nn.Module:
         """The fused experts of a loaded layer."""
-        return layer.get_submodule(self.job.source.architecture.experts_module)
+        return layer.get_submodule(self.source.architecture.experts_module)
 
     def tokens_routed(self) -> int:
         """Expert inputs per layer over the whole calibration set."""
-        return int(self.sweep.windows.numel()) * self.job.source.experts.shape.top_k
+        return int(self.sweep.windows.numel()) * self.source.experts.shape.top_k

@@ -4,7 +4,6 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from moetool.checkpoint.files import storage_problem
 from moetool.checkpoint.reader import Checkpoint
@@ -19,12 +18,13 @@ from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import Plan, fingerprint
 from moetool.job.processes import is_first_process, processes
 from moetool.job.progress import Progress, Silent
-from moetool.job.stage import Stage
+from moetool.job.result import Result, Told
+from moetool.job.stage import AnyStage
 from moetool.job.workspace import FollowingWorkspace, Workspace, check_finished, is_finished
 from moetool.job.writing import check_records
 
 
-def plan_stage(kind: type[Stage[Any, Any]], source: str | Path, options: RunOptions) -> Plan:
+def plan_stage(kind: type[AnyStage], source: str | Path, options: RunOptions) -> Plan:
     """What a stage would cost, from headers alone, or from `config.json` alone if that is all there is. Writes nothing
     and downloads no weights."""
     checkpoint = open_for_planning(source)
@@ -35,7 +35,7 @@ def plan_stage(kind: type[Stage[Any, Any]], source: str | Path, options: RunOpti
 
 
 def run_stage(
-    kind: type[Stage[Any, Any]],
+    kind: type[AnyStage],
     source: str | Path,
     output: str | Path,
     options: RunOptions,
@@ -43,7 +43,7 @@ def run_stage(
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> dict[str, Any]:
+) -> Result:
     """Run one stage from `source` to `output` and say what came of it.
 
     Args:
@@ -54,10 +54,6 @@ def run_stage(
         resume: go on with an interrupted run of the same settings.
         overwrite: throw away what an earlier run of moetool left in `output`.
         progress: told where the job is.
-
-    Returns:
-        `bytes_before`, `bytes_after`, `achieved_ratio`, `seconds`, `peak_memory_bytes` and what the stage adds. Of a
-        run to be resumed that had finished already: `status` "finished", and sizes.
 
     Raises:
         MoetoolError: anything a user can do something about.
@@ -71,16 +67,24 @@ def run_stage(
     stage = kind(opened, options)
     plan = stage.plan()
     directory = output_directory(output)
-    identity = fingerprint(kind.name, stage.sources(), stage.recipe())
-    result: dict[str, Any] = {"stage": kind.name, "input": str(source), "output": str(directory)}
+    recipe = stage.recipe()
+    identity = fingerprint(kind.name, stage.sources(), recipe)
     _refuse_self(opened.checkpoint.path, directory, "the input")
     for path in stage.reads():
         _refuse_self(path, directory, f"{path}, which this job reads")
     if resume and not overwrite and is_finished(directory):
         if is_first_process():
             check_finished(directory, identity)
-        result |= {"status": "finished", **(stage.verify(directory) if stage.writes_model else {})}
-        return {**result, "seconds": round(time.monotonic() - began, 2), "peak_memory_bytes": anonymous_bytes()}
+        return Result(
+            stage=kind.name,
+            input=str(source),
+            output=str(directory),
+            status="finished",
+            sizes=stage.verify(directory) if stage.writes_model else None,
+            seconds=round(time.monotonic() - began, 2),
+            peak_memory_bytes=anonymous_bytes(),
+            told=Told(),
+        )
     plan.check(directory, memory=options.memory, disk=options.disk)
     if overwrite and isinstance(stage.options, TextOptions) and stage.options.calibration:
         # No earlier result is thrown away for a text that cannot be used.
@@ -93,14 +97,11 @@ def run_stage(
     try:
         return_freed_memory()
         with PeakMemory() as peak, listening() as interrupt:
-            job = Job(opened, workspace, options, progress, interrupt, {"recipe": stage.recipe()})
+            job = Job(opened, workspace, options, recipe, progress, interrupt)
             if workspace.is_resumed:
                 progress.log(f"Going on with the run in {directory}.")
             told = stage.run(job)
-            if "calibration" in job.record:
-                result["calibration"] = job.record["calibration"]
-            if stage.writes_model and is_first_process():
-                result.update(stage.verify(directory))
+            sizes = stage.verify(directory) if stage.writes_model and is_first_process() else None
             workspace.close()
     except MoetoolError:
         workspace.abandon()
@@ -110,9 +111,15 @@ def run_stage(
         if (problem := storage_problem(error, directory, plan.disk_bytes)) is None:
             raise
         raise problem from error
-    result["seconds"] = round(time.monotonic() - began, 2)
-    result["peak_memory_bytes"] = peak.bytes
-    return result | told
+    return Result(
+        stage=kind.name,
+        input=str(source),
+        output=str(directory),
+        sizes=sizes,
+        seconds=round(time.monotonic() - began, 2),
+        peak_memory_bytes=peak.bytes,
+        told=told,
+    )
 
 
 def output_directory(name: str | Path) -> Path:

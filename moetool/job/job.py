@@ -100,9 +100,9 @@ class Job(Generic[SourceT]):
     source: SourceT
     workspace: Workspace
     options: RunOptions
+    recipe: Mapping[str, Any]  # the options that decide the result, for the manifest
     progress: Progress = field(default_factory=Silent)
     interrupt: Interrupt = field(default_factory=Interrupt)
-    record: dict[str, Any] = field(default_factory=dict)  # what the manifest will say about the recipe
 
     @property
     def output(self) -> Path:

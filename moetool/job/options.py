@@ -1,7 +1,7 @@
 """Options that many commands share, as frozen pydantic models. Command line and YAML are both generated from these."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -55,14 +55,33 @@ class RunOptions(Options):
 OptionsT = TypeVar("OptionsT", bound=Options)
 
 
+@runtime_checkable
+class Windowed(Protocol):
+    """Options of a job that cuts its text into windows."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens per window."""
+
+
+def window_length(options: object) -> int | None:
+    """Tokens per window, for options of a job that cuts its text."""
+    return options.sequence_length if isinstance(options, Windowed) else None
+
+
+def calibration_text(options: object) -> str | None:
+    """The calibration text that options name, if they can."""
+    return options.calibration if isinstance(options, TextOptions) else None
+
+
 def fit_context(options: OptionsT, config: Mapping[str, Any], marks: int = 0) -> OptionsT:
     """Shorten windows to the model's context, less `marks` tokens around each, unless their length was asked for.
 
     Raises:
         UsageError: it was, and is more than the model can take.
     """
-    length = getattr(options, "sequence_length", None)
     context = config.get("max_position_embeddings", config.get("n_positions"))
+    length = window_length(options)
     if length is None or not isinstance(context, int) or length <= context - marks:
         return options
     if "sequence_length" in options.model_fields_set:

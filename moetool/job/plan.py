@@ -15,6 +15,7 @@ import psutil
 from moetool.calibration.batching import batch_size
 from moetool.checkpoint.experts import ExpertReader
 from moetool.errors import ResourceError
+from moetool.job.result import Json
 from moetool.job.sizes import format_bytes
 from moetool.runtime.dense import DenseModel
 from moetool.version import __version__
@@ -43,14 +44,14 @@ class Plan:
     output_bytes: int
     scratch_bytes: int
     memory_bytes: int
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Json] = field(default_factory=dict)
 
     @property
     def disk_bytes(self) -> int:
         """Peak disk use: output and scratch."""
         return self.output_bytes + self.scratch_bytes
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Json]:
         """For `--dry-run --json`."""
         return {
             "stage": self.stage,

@@ -1,16 +1,17 @@
 """What a stage is: options, a plan from headers alone, and the work."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from moetool.calibration.data import parse_data
 from moetool.checkpoint.source import local_path
 from moetool.errors import VerificationError
-from moetool.job.job import Job, Source, SourceT, joined_names
-from moetool.job.options import RunOptions, fit_context
+from moetool.job.job import Input, Job, Source, SourceT, joined_names
+from moetool.job.options import RunOptions, calibration_text, fit_context
 from moetool.job.plan import Plan
+from moetool.job.result import Sizes, Told
 from moetool.job.writing import original_bytes
 
 OptionsT = TypeVar("OptionsT", bound=RunOptions)
@@ -35,7 +36,7 @@ class Stage(ABC, Generic[OptionsT, SourceT]):
     summary: ClassVar[str]
     options_type: ClassVar[type[RunOptions]]
     writes_model: ClassVar[bool] = True
-    source_type: ClassVar[type[Any]] = Source
+    source_type: ClassVar[type[Input]] = Source
     method_of: ClassVar[str | None] = None
     is_parallel: ClassVar[bool] = False
 
@@ -47,22 +48,20 @@ class Stage(ABC, Generic[OptionsT, SourceT]):
         """Costs, from headers and config. Raises for options that this input cannot satisfy."""
 
     @abstractmethod
-    def run(self, job: Job[SourceT]) -> dict[str, Any]:
+    def run(self, job: Job[SourceT]) -> Told:
         """Do it. Returns what is worth telling beyond sizes and time."""
 
-    def verify(self, output: Path) -> dict[str, Any]:
+    def verify(self, output: Path) -> Sizes:
         """Open what was written as a reader would, and compare sizes. Raises if something is wrong."""
-        before: Any = self.source
+        before = self.source
+        assert isinstance(before, Source), "stages of other inputs verify their output themselves"
         after = Source.open(output)
         lost = set(before.checkpoint.tensors) - set(after.checkpoint.tensors)
         if missing := sorted(lost - before.experts.names - joined_names(after)):
             raise VerificationError(f"The output lacks {len(missing)} tensors of the input, the first {missing[0]}.")
         original = original_bytes(before)
-        return {
-            "bytes_before": original,
-            "bytes_after": after.checkpoint.weight_bytes,
-            "achieved_ratio": round(1 - after.checkpoint.weight_bytes / original, 6),
-        }
+        written = after.checkpoint.weight_bytes
+        return Sizes(original, written, round(1 - written / original, 6))
 
     def sources(self) -> Mapping[str, str]:
         """Fingerprints of everything that is read."""
@@ -70,11 +69,17 @@ class Stage(ABC, Generic[OptionsT, SourceT]):
 
     def reads(self) -> list[Path]:
         """What else on this disk the job needs, besides its input, and an output must not take the place of."""
-        options: Any = self.options
-        named = [spec.source for spec in parse_data(text)] if (text := getattr(options, "calibration", None)) else []
-        named += [base] if (base := getattr(options, "base", None)) else []
-        return [path for name in named if (path := local_path(name)).exists()]
+        text = calibration_text(self.options)
+        return found_here(spec.source for spec in parse_data(text)) if text else []
 
     def recipe(self) -> dict[str, Any]:
         """The options that decide the result, for the manifest."""
         return {"stage": self.name, **self.options.model_dump(mode="json", exclude=_INCIDENTAL)}
+
+
+AnyStage: TypeAlias = Stage[Any, Any]  # of any options and source, which a kind of stage alone brings together
+
+
+def found_here(names: Iterable[str]) -> list[Path]:
+    """Paths of those that name something on this disk."""
+    return [path for name in names if (path := local_path(name)).exists()]

@@ -13,7 +13,7 @@ from torch import Tensor
 from moetool.architectures import mixture_of
 from moetool.calibration.collectors import LayerStatistics
 from moetool.checkpoint.files import copy_sidecars, file_sha256, json_bytes, patch_config, save_tensors, write_json
-from moetool.checkpoint.manifest import Manifest, Origin, read_manifest, write_manifest
+from moetool.checkpoint.manifest import Manifest, Origin, Provenance, read_manifest, write_manifest
 from moetool.checkpoint.reader import CONFIG, INDEX, MANIFEST, Checkpoint
 from moetool.checkpoint.source import first_line
 from moetool.checkpoint.writer import CheckpointWriter, InParts, TensorSpec, is_finite
@@ -21,9 +21,10 @@ from moetool.errors import InvalidInputError
 from moetool.format.entry import format_entry, moetool_entry
 from moetool.format.layout import LayerLayout
 from moetool.format.moe_spec import routed_scale
-from moetool.job.job import Job, Source
+from moetool.job.job import Input, Job, Source, SourceT
 from moetool.job.memory import return_heap
 from moetool.job.progress import phase
+from moetool.job.result import CalibrationFacts, Printed
 
 STATISTICS = Path("moetool") / "statistics.safetensors"
 
@@ -115,7 +116,8 @@ def write_model(
     *,
     entry: Mapping[str, Any] | None,
     statistics: Mapping[int, LayerStatistics],
-    manifest_layers: Callable[[], Mapping[str, Any]] = dict,
+    calibration: CalibrationFacts | None = None,
+    layers: Mapping[int, Printed] = MappingProxyType({}),
     seed: int = 0,
 ) -> None:
     """Write a model whose MoE layers have new layouts: everything else passes through.
@@ -126,7 +128,8 @@ def write_model(
         layer_tensors: makes the expert tensors of one MoE layer, by full name on disk, one at a time.
         entry: `quantization_config` to write; `None` leaves an ordinary checkpoint.
         statistics: what was measured, by layer, kept beside the weights for later stages.
-        manifest_layers: per-layer record for the manifest, asked for after the weights are written.
+        calibration: on which text, for the manifest.
+        layers: what the manifest says of each layer.
         seed: of the job.
     """
     checkpoint = job.source.checkpoint
@@ -147,29 +150,37 @@ def write_model(
         config = patch_config(checkpoint.config, remove=["quantization_config"])
     else:
         config = patch_config(checkpoint.config, quantization_config=dict(entry))
-    job.record.update(origin(checkpoint))
     write_checkpoint(
-        job, plan, tensors, config=config, statistics=statistics, manifest_layers=manifest_layers, seed=seed
+        job,
+        plan,
+        tensors,
+        config=config,
+        statistics=statistics,
+        provenance=passed_on(checkpoint),
+        calibration=calibration,
+        layers=layers,
+        seed=seed,
     )
 
 
-def origin(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the manifest says of how a mixture was upcycled, if moetool did that: as long as it is one, it can be
-    un-merged."""
+def passed_on(checkpoint: Checkpoint) -> Provenance:
+    """What the manifest of a checkpoint says of how it was upcycled, if moetool did that: as long as what is made of it
+    is a MoE model, it can be un-merged."""
     if not (checkpoint.path / MANIFEST).exists():
-        return {}
-    told = read_manifest(checkpoint.path).statistics
-    return {"upcycled": told["upcycled"]} if "upcycled" in told else {}
+        return Provenance()
+    return Provenance(upcycled=read_manifest(checkpoint.path).provenance.upcycled)
 
 
 def write_checkpoint(
-    job: Job[Any],
+    job: Job[SourceT],
     plan: ShardPlan,
     unit_tensors: Callable[[int], Iterator[tuple[str, Tensor | InParts]]],
     *,
     config: Mapping[str, Any],
     statistics: Mapping[int, LayerStatistics] = MappingProxyType({}),
-    manifest_layers: Callable[[], Mapping[str, Any]] = dict,
+    provenance: Provenance | None = None,
+    calibration: CalibrationFacts | None = None,
+    layers: Mapping[int, Printed] = MappingProxyType({}),
     seed: int = 0,
     check: Callable[[Checkpoint], None] | None = None,
 ) -> None:
@@ -181,7 +192,11 @@ def write_checkpoint(
         unit_tensors: makes the tensors of one layer (-1: of everything else), one at a time.
         config: `config.json` to write.
         statistics: what was measured, by layer, kept beside the weights for later stages.
-        manifest_layers: per-layer record for the manifest, asked for after the weights are written.
+        calibration: on which text, for the manifest.
+        layers: what the manifest says of each layer.
+        provenance: what the manifest says the model was made of.
+        calibration: on which text, for the manifest.
+        layers: what the manifest says of each layer.
         seed: of the job.
         check: is shown the result while nothing can load it yet; what it raises stops the job there.
     """
@@ -210,8 +225,10 @@ def write_checkpoint(
     record_origin(
         job,
         seed=seed,
-        layers=manifest_layers(),
         files=files,
+        provenance=provenance,
+        calibration=calibration,
+        layers=layers,
         coming={name: json_bytes(content) for name, content in coming.items() if content is not None},
     )
     write_json(job.output / CONFIG, config)
@@ -219,11 +236,13 @@ def write_checkpoint(
 
 
 def record_origin(
-    job: Job[Any],
+    job: Job[SourceT],
     *,
     seed: int,
-    layers: Mapping[str, Any],
     files: Iterable[Path],
+    provenance: Provenance | None = None,
+    calibration: CalibrationFacts | None = None,
+    layers: Mapping[int, Printed] = MappingProxyType({}),
     coming: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
     """Write the manifest of a job's result: of `files` that are there, and of contents that are `coming`."""
@@ -235,10 +254,11 @@ def record_origin(
         Manifest(
             source=checkpoint.source,
             source_fingerprint=checkpoint.fingerprint(),
-            recipe=dict(job.record.get("recipe", {})),
+            recipe=dict(job.recipe),
             seed=seed,
-            statistics={key: value for key, value in job.record.items() if key != "recipe"},
-            layers=dict(layers),
+            statistics={} if calibration is None else {"calibration": calibration.to_json()},
+            provenance=provenance or Provenance(),
+            layers={str(layer): said.to_json() for layer, said in layers.items()},
             files=dict(sorted(digests.items())),
             lineage=_lineage(checkpoint),
             run=job.workspace.fingerprint,
@@ -252,8 +272,9 @@ def _lineage(checkpoint: Checkpoint) -> tuple[Origin, ...]:
 
 def down_scale(checkpoint: Checkpoint) -> float:
     """What upcycling multiplied the down matrices of experts by."""
-    told = origin(checkpoint).get("upcycled", {})
-    return routed_scale(told.get("mixture", {}).get("shared", "none"), native=told.get("target") != "moetool")
+    if (upcycled := passed_on(checkpoint).upcycled) is None:
+        return routed_scale("none", native=True)
+    return routed_scale(upcycled.mixture.get("shared", "none"), native=upcycled.target != "moetool")
 
 
 def entry_for(layouts: Mapping[int, LayerLayout], source: Source, **more: Any) -> dict[str, Any] | None:
@@ -320,7 +341,7 @@ def read_statistics(source: Source) -> dict[int, LayerStatistics]:
     return found
 
 
-def check_records(source: Any) -> None:
+def check_records(source: Input) -> None:
     """Read what earlier stages have left in a checkpoint's directory beside the weights, if they have.
 
     Raises:

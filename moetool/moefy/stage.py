@@ -13,14 +13,17 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moetool.checkpoint.files import save_tensors, write_json
+from moetool.checkpoint.manifest import DenseOrigin, Provenance
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.layers import parse_layers
-from moetool.convert.stage import Conversion, ConversionOptions
+from moetool.convert.stage import Conversion, ConversionOptions, Measured
+from moetool.convert.told import Activations, Proof
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import RunOptions
 from moetool.job.plan import CalibrationCost
+from moetool.job.result import CalibrationFacts, Json
 from moetool.moefy.clusters import (
     LayerPlan,
     Moefied,
@@ -105,9 +108,10 @@ class Moefy(Conversion[MoefyOptions]):
     def planned(self) -> Moefied:
         return self._moefied(lambda layer: _NOTHING)
 
-    def converted(self, job: Job[DenseSource]) -> Moefied:
-        self._measure(job)
-        return self._moefied(lambda layer: _read_plan(_file(job, layer)))
+    def converted(self, job: Job[DenseSource]) -> Measured:
+        facts = self._measure(job)
+        found = {layer: _read_activations(_file(job, layer)) for layer in self._layers}
+        return Measured(self._moefied(lambda layer: _read_plan(_file(job, layer))), facts, found)
 
     def _moefied(self, layer_plan: Callable[[int], LayerPlan]) -> Moefied:
         options = self.options
@@ -138,7 +142,7 @@ class Moefy(Conversion[MoefyOptions]):
                 f"{options.experts} experts: {needed:,} are needed (--samples, --sequence-length, --selector-tokens)."
             )
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Json]:
         options, dense = self.options, self.dense
         means = dense.intermediate + dense.hidden if self.keeps_means else 0  # and the constant that follows from them
         added = len(self._layers) * (self.planned().selector_size + means)
@@ -164,20 +168,16 @@ class Moefy(Conversion[MoefyOptions]):
         clustering = 3 * 4 * dense.intermediate * 2 * dense.hidden
         return super()._memory_bytes() + sampled + clustering
 
-    def record(self) -> dict[str, Any]:
-        return {
-            "moefied": {
-                "source_config": self.dense.checkpoint.config,
-                "dtype": str(self.dense.dtype).removeprefix("torch."),
-            }
-        }
+    def provenance(self) -> Provenance:
+        dtype = str(self.dense.dtype).removeprefix("torch.")
+        return Provenance(moefied=DenseOrigin(source_config=self.dense.checkpoint.config, dtype=dtype))
 
     def notes(self, config: dict[str, Any]) -> list[str]:
         return ["only transformers, after `import moetool`, runs a moefied model"]
 
     # What a text says.
 
-    def _measure(self, job: Job[DenseSource]) -> None:
+    def _measure(self, job: Job[DenseSource]) -> CalibrationFacts:
         gradients = self.options.baseline == "snip"
         calibrated = CalibratedJob(job, self.options, encoder=self.dense.architecture.is_encoder, gradients=gradients)
         tokens = calibrated.sweep.windows.numel()
@@ -205,8 +205,7 @@ class Moefy(Conversion[MoefyOptions]):
             calibrated.reverse(backward, 1, self._layers)
         else:
             calibrated.forward_visiting(forward, self._layers)
-        found = {str(layer): json.loads(_file(job, layer).with_suffix(".json").read_text()) for layer in self._layers}
-        job.record["activations"] = found
+        return calibrated.facts
 
     def _settle(self, job: Job[DenseSource], index: int, statistics: NeuronStatistics, order: Tensor) -> None:
         """Everything that is to be known of one layer, into its file."""
@@ -267,24 +266,17 @@ class Moefy(Conversion[MoefyOptions]):
 
     # Evidence.
 
-    def _proved(self, job: Job[DenseSource], made: Checkpoint, tokens: Tensor) -> dict[str, Any]:
+    def _proved(self, job: Job[DenseSource], made: Checkpoint, tokens: Tensor) -> Proof:
         """With all experts it computes what the dense model computes; with as many as were asked for, what it loses."""
         from moetool.calibration.streaming import StreamedModel
         from moetool.convert import proof
 
-        found = {**super()._proved(job, _keeping_all(made), tokens), "with_all_experts": True}
+        found = replace(super()._proved(job, _keeping_all(made), tokens), with_all_experts=True)
         if not self.dense.architecture.is_encoder:
             model = StreamedModel(made, self.dense.architecture, torch.float32, job.device)
             kept = proof.run(model, tokens, lambda: None)
-            found["loss_kept"] = round(proof.mean_loss(kept.logits, tokens), 6)
+            found = replace(found, loss_kept=round(proof.mean_loss(kept.logits, tokens), 6))
         return found
-
-    def run(self, job: Job[DenseSource]) -> dict[str, Any]:
-        told = super().run(job)
-        layers = job.record["activations"].values()
-        means = {key: [layer[key] for layer in layers if key in layer] for key in next(iter(layers))}
-        told["activations"] = {key: round(sum(values) / len(values), 6) for key, values in means.items()}
-        return told
 
 
 class GMoefication(Moefy):
@@ -312,6 +304,10 @@ def _file(job: Job[DenseSource], layer: int) -> Path:
 
 def _read_plan(file: Path) -> LayerPlan:
     return LayerPlan(**load_file(file))
+
+
+def _read_activations(file: Path) -> Activations:
+    return Activations(**json.loads(file.with_suffix(".json").read_text()))
 
 
 def _mean_where_left_out(

@@ -17,19 +17,20 @@ from moetool.calibration.data import check_vocabulary, data_files, load_tokenize
 from moetool.calibration.opening import opening_text
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.reader import Checkpoint
-from moetool.checkpoint.source import local_path
 from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.format.entry import check_unquantised, moetool_entry, own_entry
 from moetool.job.blueprint import layer_of
-from moetool.job.job import Job
+from moetool.job.job import Input, Job
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
 from moetool.job.processes import is_first_process, sharding
-from moetool.job.stage import Stage
-from moetool.job.writing import ShardPlan, origin, write_checkpoint
+from moetool.job.result import Sizes, Told
+from moetool.job.stage import Stage, found_here
+from moetool.job.writing import ShardPlan, passed_on, write_checkpoint
 from moetool.runtime.building import check_sizes, described_in
 from moetool.tune.options import TuneOptions
+from moetool.tune.told import TuningTold
 
 if TYPE_CHECKING:
     from moetool.tune.examples import Examples
@@ -69,7 +70,7 @@ class Tune(Stage[TuneOptions, AnySource]):
     name: ClassVar[str] = "tune"
     summary: ClassVar[str] = "fine-tune on instructions or text, with a load-balancing loss"
     options_type: ClassVar[type[RunOptions]] = TuneOptions
-    source_type: ClassVar[type[Any]] = AnySource
+    source_type: ClassVar[type[Input]] = AnySource
     is_parallel: ClassVar[bool] = True
 
     def plan(self) -> Plan:
@@ -137,19 +138,14 @@ class Tune(Stage[TuneOptions, AnySource]):
         return (self.options.lora_rank or 0) * sum(sum(shape) for shape in shapes if len(shape) == 2)
 
     def reads(self) -> list[Path]:
-        specs = [
-            spec
-            for text in (self.options.data, self.options.eval_data)
-            if text is not None
-            for spec in parse_data(text)
-        ]
-        return [path for spec in specs if (path := local_path(spec.source)).exists()]
+        texts = [text for text in (self.options.data, self.options.eval_data) if text is not None]
+        return found_here(spec.source for text in texts for spec in parse_data(text))
 
     @cached_property
     def _tokenizer(self) -> Any:
         return load_tokenizer(self.source.checkpoint.path)
 
-    def run(self, job: Job[AnySource]) -> dict[str, Any]:
+    def run(self, job: Job[AnySource]) -> Told:
         from moetool.runtime.loading import load_model
         from moetool.tune.masks import all_closed
         from moetool.tune.tuning import train
@@ -164,8 +160,8 @@ class Tune(Stage[TuneOptions, AnySource]):
             raise UsageError("The data has changed since this run began. Start again with --overwrite.")
         told, weights = train(job, model, self.options, examples.items, held_out.items if held_out else None)
         if not is_first_process():
-            return {}
-        if "mask_sparsity" in told and all_closed(model):
+            return Told()
+        if told.mask_sparsity is not None and all_closed(model):
             raise VerificationError(
                 "All masks have closed: the result would be the model that it was made from. More --steps, or a lower "
                 "--mask-learning-rate or --multiplier-rate, leave experts open."
@@ -176,15 +172,15 @@ class Tune(Stage[TuneOptions, AnySource]):
             shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
             model.load_state_dict({name: weights[name].view(shapes[name]) for name in weights}, assign=True)
         self._write(job, model)
-        return {
-            "examples": len(examples.items),
-            "truncated": examples.truncated,
-            "left_out": examples.silent,
-            "answer_tokens": examples.answer_tokens,
-            "begin": opening_text(self._tokenizer, self.options.bos),
-            "trained_parameters": trained,
-            **told,
-        }
+        return TuningTold(
+            examples=len(examples.items),
+            truncated=examples.truncated,
+            left_out=examples.silent,
+            answer_tokens=examples.answer_tokens,
+            begin=opening_text(self._tokenizer, self.options.bos),
+            trained_parameters=trained,
+            training=told,
+        )
 
     def _examples(self, job: Job[AnySource]) -> "tuple[Examples, Examples | None]":
         """What is learnt, and what is held out to be evaluated on; says what was left out."""
@@ -278,18 +274,18 @@ class Tune(Stage[TuneOptions, AnySource]):
             for spec in units[order[unit]]:
                 yield spec.name, tensors[spec.name].to(spec.dtype)
 
-        job.record.update(origin(source))
         plan = ShardPlan(((index, units[unit]) for index, unit in enumerate(order)), self.options.shard_size)
-        write_checkpoint(job, plan, made, config=config, seed=self.options.seed)
+        provenance = passed_on(source)
+        write_checkpoint(job, plan, made, config=config, provenance=provenance, seed=self.options.seed)
 
-    def verify(self, output: Path) -> dict[str, Any]:
+    def verify(self, output: Path) -> Sizes:
         made, source = Checkpoint.open(output), self.source.checkpoint
         closed = (".log_phi", ".multiplier")  # of masks, which are fixed now
         gone = [name for name in source.tensors if name not in made.tensors and "inv_freq" not in name]
         lost = [name for name in gone if not (name.endswith(closed) and "interpolated" in own_modules(made.config))]
         if lost:
             raise InvalidInputError(f"{output} lacks {len(lost)} tensors of {source.path}, the first {lost[0]}.")
-        return {"bytes_before": source.weight_bytes, "bytes_after": made.weight_bytes}
+        return Sizes(source.weight_bytes, made.weight_bytes)
 
 
 def _check_trackers(names: str) -> None:

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from moetool.runtime.quiet import quiet
 from moetool.tune.examples import Example, collate, pack
 from moetool.tune.masks import WAY, MaskConstraint, parameter_groups
 from moetool.tune.options import TuneOptions
+from moetool.tune.told import Training
 from moetool.tune.trainer import MixtureTrainer, Told, keeps_apart, last_checkpoint, recompute_activations
 
 
@@ -29,7 +31,7 @@ class Trained(NamedTuple):
     """What came of a training: what is worth telling, and the weights by their names in memory where the model that was
     given has them in parts (of the first process; others get none)."""
 
-    told: dict[str, Any]
+    told: Training
     weights: dict[str, Tensor] | None
 
 
@@ -86,15 +88,17 @@ def train(
             elif last is not None:  # stopped after the last step; the Trainer would go one further
                 trainer.restore(last, steps)
         job.interrupt.check()
-        found: dict[str, Any] = {"steps": steps, "training_seconds": round(time.monotonic() - began, 2)}
+        found = Training(steps=steps, training_seconds=round(time.monotonic() - began, 2))
         if held_out:
             loss = trainer.evaluate()["eval_loss"]
-            found |= {"eval_loss": round(loss, 6), "eval_perplexity": round(math.exp(min(loss, 700)), 4)}
+            perplexity = round(math.exp(min(loss, 700)), 4)
+            found = replace(found, eval_loss=round(loss, 6), eval_perplexity=perplexity)
         if constraint is not None:
-            found |= constraint.told()
-            if found["multiplier"]:
+            masks = constraint.told()
+            found = replace(found, mask_sparsity=masks["mask_sparsity"], multiplier=masks["multiplier"])
+            if found.multiplier:
                 job.progress.log(
-                    f"Masks closed {found['mask_sparsity']:.1%} of their elements, not the {constraint.target:.1%} "
+                    f"Masks closed {found.mask_sparsity:.1%} of their elements, not the {constraint.target:.1%} "
                     "asked for: more --steps, or a higher --multiplier-rate, would."
                 )
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_sharded else None

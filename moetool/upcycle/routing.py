@@ -1,6 +1,7 @@
 """Routers of a converted model: how many experts they tell apart, in which layers, and what they start as."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,11 +14,20 @@ from moetool.convert.stage import ConversionOptions
 from moetool.errors import UsageError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import DenseSource, Job
+from moetool.job.result import CalibrationFacts
 from moetool.numerics.seeding import linear_std
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.router import centred, decorrelated, random_router
 
 Rows = Callable[[int], Tensor]  # of a layer: the router `[experts, hidden]`
+
+
+@dataclass(frozen=True)
+class StartingRows:
+    """What routers start as, and on which text they were fitted, if they were."""
+
+    rows: Rows
+    calibration: CalibrationFacts | None = None
 
 
 class RoutedOptions(ConversionOptions):
@@ -53,13 +63,13 @@ def fresh_rows(options: RoutedOptions, dense: DenseModel, experts: int) -> Rows:
     return lambda layer: random_router(experts, dense.hidden, std, options.seed, layer)
 
 
-def starting_rows(job: Job[DenseSource], options: RoutedOptions, layers: Sequence[int], fresh: Rows) -> Rows:
+def starting_rows(job: Job[DenseSource], options: RoutedOptions, layers: Sequence[int], fresh: Rows) -> StartingRows:
     """What the routers of `layers` start as: `fresh`, without a preference if --center-router was asked for.
 
     For that the calibration text runs through the dense model, and rows are fitted to the inputs of its FFNs.
     """
     if not options.center_router:
-        return fresh
+        return StartingRows(fresh)
     from moetool.convert.inputs import InputMoments, watched_inputs
 
     calibrated, dense = CalibratedJob(job, options), job.source.dense
@@ -75,4 +85,4 @@ def starting_rows(job: Job[DenseSource], options: RoutedOptions, layers: Sequenc
         save_tensors(file(index), {"rows": rows})
 
     calibrated.forward_visiting(visit, layers)
-    return lambda layer: load_file(file(layer))["rows"]
+    return StartingRows(lambda layer: load_file(file(layer))["rows"], calibrated.facts)

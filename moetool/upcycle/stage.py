@@ -2,26 +2,29 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from pydantic import Field
 
 from moetool.architectures import Role
+from moetool.checkpoint.manifest import Provenance, Upcycling
 from moetool.convert.layers import parse_layers
-from moetool.convert.stage import Conversion
+from moetool.convert.stage import Conversion, Measured
+from moetool.convert.told import ConversionTold
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout
 from moetool.format.moe_spec import Mixture, Shared
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import RunOptions
+from moetool.job.result import Json
 from moetool.representations import Representation
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.experts import Experts
 from moetool.upcycle.lint import lint
-from moetool.upcycle.routing import RoutedOptions, Rows, check_routing, fresh_rows, starting_rows
+from moetool.upcycle.routing import RoutedOptions, Rows, StartingRows, check_routing, fresh_rows, starting_rows
 from moetool.upcycle.targets import Target, choose_target
 from moetool.upcycle.upcycling import Upcycled
 
@@ -47,12 +50,14 @@ class Start:
         preserves: whether these compute what the dense FFN computes.
         pieces: into which each copy of the FFN is cut, every one an expert.
         form: how the delta of an expert (layer, expert, role) to the dense FFN is stored, if experts are deltas.
+        shared_on_base: whether the shared expert is one of these deltas, too.
     """
 
     experts: Experts
     preserves: bool = True
     pieces: int = 1
     form: Callable[[int, int, Role], Representation] | None = None
+    shared_on_base: bool = False
 
 
 class Upcycle(Conversion[UpcycleOptions]):
@@ -113,7 +118,7 @@ class Upcycle(Conversion[UpcycleOptions]):
         """By layer, how experts are stored if they are deltas to one base, the dense FFN; none if they are not."""
         if (form := self.start.form) is None:
             return {}
-        extended = getattr(self.options, "shared_expert", False)
+        extended = self.start.shared_on_base
         if extended and self.mixture.shared == "none":
             raise UsageError("--shared-expert: there is none without --shared half, xft or med.")
         shape = self.dense.mixture_shape(self.mixture)
@@ -131,7 +136,7 @@ class Upcycle(Conversion[UpcycleOptions]):
         """Fresh router rows, one for every copy."""
         return fresh_rows(self.options, self.dense, self.copies)
 
-    def rows(self, job: Job[DenseSource]) -> Rows:
+    def rows(self, job: Job[DenseSource]) -> StartingRows:
         """What the routers start as, a row for every copy."""
         return starting_rows(job, self.options, self.mixture.layers, self.fresh())
 
@@ -139,8 +144,9 @@ class Upcycle(Conversion[UpcycleOptions]):
         check_routing(self.options, self.copies)
         return self._upcycled(self.fresh())
 
-    def converted(self, job: Job[DenseSource]) -> Upcycled:
-        return self._upcycled(self.rows(job))
+    def converted(self, job: Job[DenseSource]) -> Measured:
+        found = self.rows(job)
+        return Measured(self._upcycled(found.rows), found.calibration)
 
     def _upcycled(self, rows: Rows) -> Upcycled:
         return Upcycled(
@@ -155,7 +161,7 @@ class Upcycle(Conversion[UpcycleOptions]):
             layouts=self.layouts,
         )
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Json]:
         return {
             "target": self.target.name,
             "experts": self.mixture.experts,
@@ -163,16 +169,16 @@ class Upcycle(Conversion[UpcycleOptions]):
             "moe_layers": len(self.mixture.layers),
         }
 
-    def record(self) -> dict[str, Any]:
-        return {
-            "upcycled": {
-                "source_config": self.dense.checkpoint.config,
-                "target": self.target.name,
-                "mixture": self.mixture.to_config(),
-                "granularity": self.start.pieces,
-                "dtype": str(self.dense.dtype).removeprefix("torch."),
-            }
-        }
+    def provenance(self) -> Provenance:
+        return Provenance(
+            upcycled=Upcycling(
+                source_config=self.dense.checkpoint.config,
+                dtype=str(self.dense.dtype).removeprefix("torch."),
+                target=self.target.name,
+                mixture=self.mixture.to_config(),
+                granularity=self.start.pieces,
+            )
+        )
 
     def notes(self, config: dict[str, Any]) -> list[str]:
         notes = lint(self.target, self.dense, self.mixture, config)
@@ -184,14 +190,15 @@ class Upcycle(Conversion[UpcycleOptions]):
             )
         return notes
 
-    def run(self, job: Job[DenseSource]) -> dict[str, Any]:
-        return {"target": self.target.name, **super().run(job)}
+    def run(self, job: Job[DenseSource]) -> ConversionTold:
+        return replace(super().run(job), target=self.target.name)
 
 
-Begin = Callable[[DenseModel, Any, torch.dtype], Start]
+MethodT = TypeVar("MethodT", bound=UpcycleOptions)
+Begin: TypeAlias = Callable[[DenseModel, MethodT, torch.dtype], Start]
 
 
-def method(name: str, summary: str, options: type[UpcycleOptions] = UpcycleOptions) -> Callable[[Begin], type[Upcycle]]:
+def method(name: str, summary: str, options: type[MethodT]) -> Callable[[Begin[MethodT]], type[Upcycle]]:
     """Make a method of upcycling of a function `(dense model, options, dtype of the result) -> Start`.
 
     Args:
@@ -200,9 +207,12 @@ def method(name: str, summary: str, options: type[UpcycleOptions] = UpcycleOptio
         options: what it can be told.
     """
 
-    def stage(begin: Begin) -> type[Upcycle]:
-        start = cached_property(lambda self: begin(self.dense, self.options, self.stored_dtype))
-        own = {"name": name, "summary": summary, "options_type": options, "start": start}
+    def stage(begin: Begin[MethodT]) -> type[Upcycle]:
+        def start(self: Upcycle) -> Start:
+            assert isinstance(self.options, options)
+            return begin(self.dense, self.options, self.stored_dtype)
+
+        own = {"name": name, "summary": summary, "options_type": options, "start": cached_property(start)}
         return type(begin.__name__, (Upcycle,), {**own, "__module__": begin.__module__, "__doc__": begin.__doc__})
 
     return stage

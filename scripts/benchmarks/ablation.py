@@ -196,7 +196,8 @@ def main() -> None:
 
         def make() -> Options:
             made = run_stage(stage.name, options.model, target, stage.options_type(**asked), overwrite=True)
-            return {"saved": made["achieved_ratio"], "losses": losses(target, text)}
+            assert made.sizes is not None
+            return {"saved": made.sizes.achieved_ratio, "losses": losses(target, text)}
 
         return kept.get(key(data=text, options=asked), make)
 

@@ -21,6 +21,7 @@ import torch
 from moetool.architectures.dense import is_encoder
 from moetool.calibration.data import evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
+from moetool.convert.told import ConversionTold
 from moetool.measure.perplexity import window_loss
 from moetool.measure.pseudo_perplexity import pseudo_losses
 from moetool.moefy.stage import MoefyOptions
@@ -93,7 +94,7 @@ def main() -> None:
             captured = []
             for seed in range(options.seeds):
                 output = Path(directory) / f"{stage}-{seed}-{len(lines)}"
-                told = run_stage(
+                made = run_stage(
                     stage,
                     options.model,
                     output,
@@ -107,7 +108,10 @@ def main() -> None:
                         **choice,  # type: ignore[arg-type]
                     ),
                 )
-                captured.append(told["activations"].get("captured", math.nan))
+                assert isinstance(made.told, ConversionTold)
+                assert made.told.activations is not None
+                share = made.told.activations.captured
+                captured.append(math.nan if share is None else share)
                 model = load_model(Checkpoint.open(output), torch.float32, "cpu")
                 for keep in KEEP:
                     set_keep(model, keep)

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import moetool  # noqa: F401  (lets transformers load moetool's own mixtures)
 from moetool.calibration.data import evaluation_windows, load_tokenizer
 from moetool.errors import InvalidInputError
+from moetool.job.result import Result
 from moetool.runtime.quiet import quiet
 from moetool.stages import run_stage, stages
 from moetool.upcycle.targets import targets
@@ -34,7 +35,7 @@ from dense_families import DENSE_FAMILIES, build_dense
 EXPERTS = 4
 
 
-def upcycle(source: Path, output: Path, **options: Any) -> dict[str, Any]:
+def upcycle(source: Path, output: Path, **options: Any) -> Result:
     shutil.rmtree(output, ignore_errors=True)
     chosen = stages()["vanilla"].options_type.model_validate(options)
     return run_stage("vanilla", source, output, chosen)

@@ -1,5 +1,6 @@
 """The manifest: what is written is read back, and what is not a manifest is refused with a reason."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 import moetool
-from moetool.checkpoint.manifest import Manifest, library_versions, read_manifest, write_manifest
+from moetool.checkpoint.manifest import Manifest, Provenance, Upcycling, library_versions, read_manifest, write_manifest
 from moetool.errors import InvalidInputError
 
 
@@ -58,7 +59,8 @@ def test_frozen_and_strict_about_names() -> None:
         ("[]", "not an object"),
         ("{}", "source: Field required"),
         (json.dumps({**manifest().model_dump(), "colour": "red"}), "colour: Extra inputs"),
-        (json.dumps({"format_version": 3}), "format version 3; this moetool reads up to 2. Upgrade"),
+        (json.dumps({"format_version": 4}), "format version 4; this moetool reads up to 3. Upgrade"),
+        (json.dumps({**manifest().model_dump(), "provenance": {"merged": {}}}), "provenance.merged: Extra inputs"),
     ],
 )
 def test_refusals(tmp_path: Path, content: str, message: str) -> None:
@@ -70,4 +72,29 @@ def test_refusals(tmp_path: Path, content: str, message: str) -> None:
 
 def test_missing(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"has no moetool\.json"):
+        read_manifest(tmp_path)
+
+
+UPCYCLED = {"source_config": {"model_type": "llama"}, "target": "mixtral", "mixture": {"experts": 4}, "granularity": 1}
+
+
+def test_provenance_comes_back(tmp_path: Path) -> None:
+    given = Provenance(upcycled=Upcycling.model_validate({**UPCYCLED, "dtype": "bfloat16"}))
+    write_manifest(tmp_path, manifest(provenance=given))
+    assert read_manifest(tmp_path).provenance == given
+    assert json.loads((tmp_path / "moetool.json").read_text())["provenance"]["moefied"] is None
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_older_formats_hid_it_among_the_statistics(version: int, tmp_path: Path) -> None:
+    """Their digests are over what they say, which knows nothing of it."""
+    old = json.loads(manifest(format_version=version, statistics={"upcycled": UPCYCLED}).model_dump_json())
+    del old["provenance"], old["digest"]
+    digest = hashlib.sha256(json.dumps(old, sort_keys=True).encode()).hexdigest()
+    (tmp_path / "moetool.json").write_text(json.dumps({**old, "digest": digest}))
+    read = read_manifest(tmp_path)
+    assert read.provenance == Provenance(upcycled=Upcycling.model_validate(UPCYCLED))
+    assert read.digest == read.seal()
+    (tmp_path / "moetool.json").write_text(json.dumps({**old, "statistics": {"upcycled": {"target": 3}}}))
+    with pytest.raises(InvalidInputError, match=r"provenance\.upcycled\.source_config"):
         read_manifest(tmp_path)

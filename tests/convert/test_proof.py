@@ -13,6 +13,7 @@ from moetool.architectures import find_architecture
 from moetool.calibration.streaming import StreamedModel
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.proof import Routing, Run, compare, mean_loss, run
+from moetool.convert.told import Shares
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.upcycling import Upcycled
 
@@ -104,17 +105,21 @@ def random_run(seed: int, routing: dict[int, Routing] | None = None) -> Run:
 
 def test_comparing() -> None:
     one = random_run(0)
-    same: dict[str, Any] = compare(one, one, prompt())
-    assert same["relative_logit_error"] == 0.0
-    assert same["tokens"] == 48
-    assert same["loss_mixture"] == same["loss_dense"] == pytest.approx(mean_loss(one.logits, prompt()), abs=1e-6)
-    assert "router_entropy" not in same
-    assert compare(one, Run(1.25 * one.logits), prompt())["relative_logit_error"] == 0.25
+    same = compare(one, one, prompt())
+    assert same.relative_logit_error == 0.0
+    assert same.tokens == 48
+    assert same.losses is not None
+    assert same.losses.loss_mixture == same.losses.loss_dense
+    assert same.losses.loss_dense == pytest.approx(mean_loss(one.logits, prompt()), abs=1e-6)
+    assert same.routing is None
+    assert compare(one, one, prompt(), predicts=False).losses is None
+    assert compare(one, Run(1.25 * one.logits), prompt()).relative_logit_error == 0.25
     # Relative to the dense model's, and not the other way round.
-    assert compare(Run(1.25 * one.logits), one, prompt())["relative_logit_error"] == pytest.approx(0.2, rel=1e-3)
-    other = compare(one, random_run(1), prompt())
-    assert other["loss_mixture"] == pytest.approx(mean_loss(random_run(1).logits, prompt()), abs=1e-6)
-    assert other["loss_mixture"] != other["loss_dense"]
+    assert compare(Run(1.25 * one.logits), one, prompt()).relative_logit_error == pytest.approx(0.2, rel=1e-3)
+    other = compare(one, random_run(1), prompt()).losses
+    assert other is not None
+    assert other.loss_mixture == pytest.approx(mean_loss(random_run(1).logits, prompt()), abs=1e-6)
+    assert other.loss_mixture != other.loss_dense
 
 
 def test_routing_is_summed_up() -> None:
@@ -123,9 +128,7 @@ def test_routing_is_summed_up() -> None:
         2: Routing(torch.tensor([0.1, 0.1, 0.8]).double(), 0.5),
     }
     found = compare(random_run(0), random_run(1, routing), prompt())
-    assert found["least_expert_share"] == 0.1
-    assert found["largest_expert_share"] == 0.8
-    assert found["router_entropy"] == 0.75
+    assert found.routing == Shares(0.1, 0.8, 0.75)
 
 
 def test_a_result_that_is_not_finite_cannot_pass() -> None:
@@ -133,4 +136,4 @@ def test_a_result_that_is_not_finite_cannot_pass() -> None:
     for value in (math.nan, math.inf):
         wrong = random_run(0)
         wrong.logits[0, 0, 0] = value
-        assert not compare(random_run(0), wrong, prompt())["relative_logit_error"] < math.inf
+        assert not compare(random_run(0), wrong, prompt()).relative_logit_error < math.inf

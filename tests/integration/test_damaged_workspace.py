@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from checkpoints import contents, copy_of
 
+from moetool.job.result import Result
 from moetool.job.workspace import Workspace
 from moetool.stages import run_stage, stages
 
@@ -30,14 +31,12 @@ def smallest(make_mixtral: Any, save_model: Any, tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(scope="module")
-def start(
-    smallest: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., dict[str, Any]]]:
+def start(smallest: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Result]]:
     """`start(method, output, resume=True)`: a job as the command line starts it, without waiting for the disk."""
     short = tmp_path_factory.mktemp("text") / "short.txt"
     short.write_text(tiny_text.read_text()[:4000])
 
-    def start(method: str, output: Path, **how: Any) -> dict[str, Any]:
+    def start(method: str, output: Path, **how: Any) -> Result:
         text = {"calibration": str(short), "samples": 2, "sequence_length": 16, "shard_size": 30_000}
         options = stages()[method].options_type.model_validate({**text, **OPTIONS[method]})
         return run_stage(method, smallest, output, options, **how)

@@ -12,9 +12,11 @@ from moetool import demo
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_json, print_table
 from moetool.cli.generate import make_command
+from moetool.convert.told import ConversionTold
 from moetool.errors import UsageError
 from moetool.job.execute import output_directory
 from moetool.job.lock import Lock
+from moetool.job.result import Result
 from moetool.job.sizes import format_bytes
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.stages import run_stage, stages
@@ -99,15 +101,17 @@ def _run(output: Path, steps: int, seed: int, display: Display) -> list[dict[str
         score = perplexity(str(path), evaluation, display)
         rows.append({"model": path.name, "bytes": size, "perplexity": score["perplexity"], "description": description})
 
-    def stage(name: str, source: Path, target: Path, **more: Any) -> dict[str, Any]:
+    def stage(name: str, source: Path, target: Path, **more: Any) -> Result:
         options = stages()[name].options_type.model_validate({**text, **more})
         return run_stage(name, source, target, options, progress=display)
 
     add(dense, "trained from nothing")
     display.log("Upcycling it: 8 experts, 2 per token, no change in what it computes.")
     upcycled = output / "upcycled"
-    result = stage("vanilla", dense, upcycled, center_router=True)
-    add(upcycled, f"upcycled, 8 experts: logits differ by {result['proof']['relative_logit_error']:.0e}")
+    told = stage("vanilla", dense, upcycled, center_router=True).told
+    assert isinstance(told, ConversionTold)
+    assert told.proof is not None
+    add(upcycled, f"upcycled, 8 experts: logits differ by {told.proof.relative_logit_error:.0e}")
     more = max(1, steps // 2)
     display.log(f"Fine-tuning both for {more} steps.")
     demo.tune(dense, output / "dense-tuned", train_text, more, seed, display)
@@ -118,6 +122,7 @@ def _run(output: Path, steps: int, seed: int, display: Display) -> list[dict[str
     for method, ratio, own in COMPRESSIONS:
         display.log(f"Compressing it by {ratio:.0%} with --method {method}.")
         target = output / f"{method}-{ratio * 100:.0f}"
-        result = stage(method, mixture, target, ratio=ratio, samples=64, **own)
-        add(target, f"that one, {result['achieved_ratio']:.1%} smaller")
+        sizes = stage(method, mixture, target, ratio=ratio, samples=64, **own).sizes
+        assert sizes is not None
+        add(target, f"that one, {sizes.achieved_ratio:.1%} smaller")
     return rows

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,8 +18,10 @@ from moetool.cli.generate import (
     recipe_method,
     with_options,
 )
+from moetool.convert.told import Activations, ConversionTold, Proof
 from moetool.errors import MoetoolError, UsageError, did_you_mean
 from moetool.job.processes import is_first_process
+from moetool.job.result import Json, Result
 from moetool.job.sizes import format_bytes, format_change
 
 # Commands that are several stages, the option that chooses one, and the one that it is without it.
@@ -79,7 +82,7 @@ def build(name: str, arguments: list[str]) -> Any:
         if not is_first_process():
             return
         if json:
-            print_json(result)
+            print_json(result.to_json())
         else:
             _print_result(result)
 
@@ -114,63 +117,64 @@ def _value(arguments: list[str], option: str) -> str | None:
     return said
 
 
-def _print_plan(plan: dict[str, Any]) -> None:
-    def show(name: str, value: Any) -> str:
-        return format_bytes(value) if name.endswith("bytes") else f"{value:,}" if isinstance(value, int) else str(value)
+def _print_plan(plan: Mapping[str, Json]) -> None:
+    def show(name: str, value: Json) -> str:
+        if not isinstance(value, int):
+            return str(value)
+        return format_bytes(value) if name.endswith("bytes") else f"{value:,}"
 
     print_fields((name.removesuffix("_bytes").replace("_", " "), show(name, value)) for name, value in plan.items())
     print("Nothing was written (--dry-run).")
 
 
-def _proof(proof: dict[str, Any] | None) -> list[tuple[str, str]]:
-    if proof is None:
-        return []
-    verdict = "" if proof["preserves"] else " (the method changes the model)"
-    fields = [
-        ("logits", f"differ by {proof['relative_logit_error']:.1e} on {proof['tokens']} real tokens{verdict}"),
-    ]
-    if proof.get("with_all_experts"):
-        fields[0] = ("logits", f"with all experts {fields[0][1]}")
-    if "loss_kept" in proof:
-        fields.append(("loss", f"{proof['loss_dense']:.4f} → {proof['loss_kept']:.4f} nats with the experts kept"))
-    elif "loss_dense" in proof:
-        fields.append(("loss", f"{proof['loss_dense']:.4f} → {proof['loss_mixture']:.4f} nats"))
-    if "router_entropy" in proof:
-        least, largest = proof["least_expert_share"], proof["largest_expert_share"]
-        fields.append(("routing", f"{least:.1%} to {largest:.1%} per expert, {proof['router_entropy']:.2f} nats"))
+def _conversion(told: ConversionTold) -> list[tuple[str, str]]:
+    fields = [] if told.target is None else [("family", told.target)]
+    fields.append(("parameters", f"{told.parameters.total:,}, of which {told.parameters.active:,} per token"))
+    if told.proof is not None:
+        fields += _proof(told.proof)
+    if told.activations is not None:
+        fields += _activations(told.activations)
+    return [*fields, *(("note", note) for note in told.notes)]
+
+
+def _proof(proof: Proof) -> list[tuple[str, str]]:
+    which = "with all experts " if proof.with_all_experts else ""
+    verdict = "" if proof.preserves else " (the method changes the model)"
+    logits = f"{which}differ by {proof.relative_logit_error:.1e} on {proof.tokens} real tokens{verdict}"
+    fields = [("logits", logits)]
+    if (losses := proof.losses) is not None:
+        kept = f"{losses.loss_mixture:.4f} nats"
+        if proof.loss_kept is not None:
+            kept = f"{proof.loss_kept:.4f} nats with the experts kept"
+        fields.append(("loss", f"{losses.loss_dense:.4f} → {kept}"))
+    if (routing := proof.routing) is not None:
+        least, largest = routing.least_expert_share, routing.largest_expert_share
+        fields.append(("routing", f"{least:.1%} to {largest:.1%} per expert, {routing.router_entropy:.2f} nats"))
     return fields
 
 
-def _captured(activations: dict[str, float]) -> str:
-    """How much of the activations' energy the experts chosen hold."""
-    text = f"chosen ones hold {activations['captured']:.1%} of the energy"
-    if "captured_by_oracle" in activations:
-        text += f" (the best choice {activations['captured_by_oracle']:.1%}"
-        text += f", of which {activations['selector_accuracy']:.1%} were chosen)"
-    return text
+def _activations(found: Activations) -> list[tuple[str, str]]:
+    near, centred = found.soft_sparsity, found.soft_sparsity_centred
+    fields = [("activations", f"{near:.1%} near zero, {centred:.1%} near their mean")]
+    if found.captured is not None:
+        text = f"chosen ones hold {found.captured:.1%} of the energy"
+        if found.captured_by_oracle is not None:
+            text += f" (the best choice {found.captured_by_oracle:.1%}"
+            text += f", of which {found.selector_accuracy:.1%} were chosen)"
+        fields.append(("experts", text))
+    return fields
 
 
-def _print_result(result: dict[str, Any]) -> None:
-    fields = [("output", str(result["output"]))]
-    if "bytes_after" in result:
-        before, after = format_bytes(result["bytes_before"]), format_bytes(result["bytes_after"])
-        change = f" ({format_change(result['achieved_ratio'])})" if "achieved_ratio" in result else ""
-        fields.append(("size", f"{before} → {after}{change}"))
-    if "parameters" in result:
-        total, active = result["parameters"]["total"], result["parameters"]["active"]
-        if "target" in result:
-            fields.append(("family", result["target"]))
-        fields.append(("parameters", f"{total:,}, of which {active:,} per token"))
-    fields += _proof(result.get("proof"))
-    if "soft_sparsity" in result.get("activations", {}):
-        near, centred = (result["activations"][key] for key in ("soft_sparsity", "soft_sparsity_centred"))
-        fields.append(("activations", f"{near:.1%} near zero, {centred:.1%} near their mean"))
-    if "captured" in result.get("activations", {}):
-        fields.append(("experts", _captured(result["activations"])))
-    fields += [("note", note) for note in result.get("notes", [])]
-    if result.get("status") == "finished":
+def _print_result(result: Result) -> None:
+    fields = [("output", result.output)]
+    if (sizes := result.sizes) is not None:
+        change = "" if sizes.achieved_ratio is None else f" ({format_change(sizes.achieved_ratio)})"
+        fields.append(("size", f"{format_bytes(sizes.bytes_before)} → {format_bytes(sizes.bytes_after)}{change}"))
+    if isinstance(result.told, ConversionTold):
+        fields += _conversion(result.told)
+    if result.status == "finished":
         print_fields([*fields, ("status", "finished already; nothing was done")])
         return
-    fields.append(("time", f"{result['seconds']:.1f} s"))
-    fields.append(("peak memory", format_bytes(result["peak_memory_bytes"])))
+    fields.append(("time", f"{result.seconds:.1f} s"))
+    fields.append(("peak memory", format_bytes(result.peak_memory_bytes)))
     print_fields(fields)

@@ -133,7 +133,7 @@ def measured_base(calibrated: CalibratedJob, index: int, layer: nn.Module, metho
     The base is rounded to the storage dtype here, before any difference is taken against it, so that the differences
     absorb the rounding.
     """
-    reader, experts, device = calibrated.job.source.experts, calibrated.experts(layer), calibrated.job.device
+    reader, experts, device = calibrated.source.experts, calibrated.experts(layer), calibrated.job.device
     usage = UsageCollector(reader.shape)
     frequency = None
     if method == "fisher-frequency":  # the shares have to be known before gradients are summed
@@ -158,7 +158,7 @@ def factored_base(calibrated: CalibratedJob, index: int, layer: nn.Module, base:
 
     The layer runs once more, to measure what the base is given.
     """
-    reader, device = calibrated.job.source.experts, calibrated.job.device
+    reader, device = calibrated.source.experts, calibrated.job.device
     collector = BaseGramCollector(reader.shape, base.full("down").to(device))
     calibrated.sweep.forward(index, layer, [collector], keep=False)
     compact: dict[Role, tuple[Representation, dict[str, Tensor]]] = {}

@@ -138,7 +138,7 @@ def measured_grams(
     calibrated: CalibratedJob, index: int, layer: nn.Module, base: LayerBase, *, keep: bool
 ) -> GramCollector:
     """Run a loaded layer forwards and collect the second moments its factors need; `keep` writes its output."""
-    shape, device = calibrated.job.source.experts.shape, calibrated.job.device
+    shape, device = calibrated.source.experts.shape, calibrated.job.device
     weights: Tensor = calibrated.experts(layer).down_proj  # type: ignore[assignment]
     down = base.full("down").to(device)
     grams = GramCollector(shape, lambda expert: delta(weights[expert], down), calibrated.tokens_routed(), device)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field, model_validator
@@ -23,11 +23,13 @@ from moetool.compress.factors.ranking import (
     least_routed,
     same_rank,
 )
+from moetool.compress.told import RankedLayer, RankedTold
 from moetool.errors import UsageError
 from moetool.format.layout import BASE_CHANNELS, LayerLayout, base_name, delta_name, shared_name
 from moetool.job.job import Job, Source, pick_compute_dtype, pick_device
 from moetool.job.options import CalibrationOptions, RunOptions
 from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.result import CalibrationFacts
 from moetool.job.writing import OutputPlan, entry_for, original_bytes, write_model
 from moetool.representations import Representation
 from moetool.representations.low_rank import LowRank
@@ -110,9 +112,11 @@ class Factored:
             options.allocation, self.spectra, groups, shape, target, lambda layouts: self._plan(layouts).nbytes
         )
 
-    def write(self, layouts: Mapping[int, LayerLayout], seed: int, method: str) -> dict[str, Any]:
-        """Write the checkpoint; returns the per-layer record."""
-        record = self._record(layouts)
+    def write(
+        self, layouts: Mapping[int, LayerLayout], seed: int, method: str, calibration: CalibrationFacts | None
+    ) -> dict[int, RankedLayer]:
+        """Write the checkpoint; returns what ranks have cut off, by layer."""
+        lost = self._lost(layouts)
         statistics = {entry.layer: entry.statistics for entry in self.spectra if entry.statistics is not None}
         write_model(
             self.job,
@@ -120,10 +124,11 @@ class Factored:
             self._layer_tensors,
             entry=entry_for(layouts, self.job.source, method=method),
             statistics=statistics,
-            manifest_layers=lambda: record,
+            calibration=calibration,
+            layers=lost,
             seed=seed,
         )
-        return record
+        return lost
 
     def _layer_tensors(self, layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
         base = LayerBase.load(self.bases[layer])
@@ -162,24 +167,21 @@ class Factored:
             for name, tensor in encoded.items():
                 yield prefix + delta_name(expert, role, name), tensor
 
-    def _record(self, layouts: Mapping[int, LayerLayout]) -> dict[str, Any]:
+    def _lost(self, layouts: Mapping[int, LayerLayout]) -> dict[int, RankedLayer]:
         """Per layer: tokens per expert, and the share of each difference's energy that its rank loses."""
-        record: dict[str, Any] = {}
+        lost = {}
         for entry in self.spectra:
             layout = layouts[entry.layer]
-            layer: dict[str, Any] = {}
-            if entry.statistics is not None:
-                layer["tokens"] = entry.statistics.tokens.tolist()
-            errors: dict[str, list[float]] = {role: [] for role, own in layout.weights.items() if own is not None}
+            tokens = None if entry.statistics is None else entry.statistics.tokens.tolist()
+            errors: dict[Role, list[float]] = {role: [] for role, own in layout.weights.items() if own is not None}
             for expert, role, form in layout.deltas():
                 error = 0.0
                 if form.uses_base:
                     spectrum, energy = entry.factors.spectrum(role, min(expert, entry.factors.count - 1))
                     error = 1 - spectrum[: form.directions].sum().item() / energy if energy > 0 else 0.0
                 errors[role].append(float(f"{max(error, 0.0):.4g}"))
-            layer["lost_energy"] = errors
-            record[str(entry.layer)] = layer
-        return record
+            lost[entry.layer] = RankedLayer(tokens=tokens, lost_energy=errors)
+        return lost
 
 
 def base_tensors(
@@ -205,7 +207,9 @@ def base_tensors(
             yield prefix + base_name(role, name), tensor
 
 
-def finish(job: Job, factored: Factored, options: FactorOptions, method: str) -> dict[str, Any]:
+def finish(
+    job: Job, factored: Factored, options: FactorOptions, method: str, calibration: CalibrationFacts | None
+) -> RankedTold:
     """Choose ranks, write, and report."""
     missed = [f"layer {entry.layer} expert {expert}" for entry in factored.spectra for expert in unreached(entry)]
     if missed:
@@ -214,13 +218,14 @@ def finish(job: Job, factored: Factored, options: FactorOptions, method: str) ->
             f"{', …' if len(missed) > 4 else ''}): they count as one average token. More --samples may reach them."
         )
     layouts = factored.layouts(options)
-    record = factored.write(layouts, options.seed, method)
-    return {
-        "ratio": options.ratio,
-        "unreached_experts": missed,
-        "depends_on_batch": any(layout.dynamic_channels for layout in layouts.values()),
-        "layers": record,
-    }
+    lost = factored.write(layouts, options.seed, method, calibration)
+    return RankedTold(
+        calibration=calibration,
+        ratio=options.ratio,
+        unreached_experts=missed,
+        depends_on_batch=any(layout.dynamic_channels for layout in layouts.values()),
+        layers=lost,
+    )
 
 
 def unreached(entry: LayerSpectra) -> list[int]:

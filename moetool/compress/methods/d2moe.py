@@ -1,7 +1,7 @@
 """D²-MoE in one streamed pass: base, differences, factors (arXiv:2502.17298)."""
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field, model_validator
 from torch import nn
@@ -14,6 +14,7 @@ from moetool.compress.choices import BaseCompression, Merge
 from moetool.compress.factors.files import measured_grams, write_factors
 from moetool.compress.factors.writing import Factored, FactorOptions, factor_plan, finish
 from moetool.compress.paper_counting import PaperRank, paper_rank
+from moetool.compress.told import RankedTold
 from moetool.errors import UsageError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
@@ -96,7 +97,7 @@ class D2MoE(Stage[D2MoEOptions]):
             return self.options
         return self.options.model_copy(update={"ratio": None, "rank": self._paper_rank.rank})
 
-    def run(self, job: Job) -> dict[str, Any]:
+    def run(self, job: Job) -> RankedTold:
         options, reader = self._counted, self.source.experts
         pruning = plan_pruning(reader.shape.intermediate, options.prune_base, options.pruning)
         if pruning.dynamic:
@@ -113,5 +114,5 @@ class D2MoE(Stage[D2MoEOptions]):
             write_factors(reader, job.work, index, base, options, grams, job.device)
 
         calibrated.reverse(visit, passes=2)
-        job.record["calibration"]["loss"] = calibrated.loss
-        return finish(job, Factored(job, pruning.dynamic, options), options, self.name)
+        factored = Factored(job, pruning.dynamic, options)
+        return finish(job, factored, options, self.name, calibrated.facts_with_loss)

@@ -2,7 +2,8 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from pathlib import Path
+from typing import ClassVar, TypeVar
 
 from moetool.compress.base.given import (
     GivenBase,
@@ -24,11 +25,12 @@ from moetool.compress.encoding import (
     sparse,
     with_text,
 )
+from moetool.compress.told import LayersTold
 from moetool.format.layout import LayerLayout
 from moetool.job.job import Job
 from moetool.job.options import CalibrationOptions, RunOptions
 from moetool.job.plan import Plan
-from moetool.job.stage import Stage
+from moetool.job.stage import Stage, found_here
 
 BASE_GROUP = 128  # inputs that share a scale in a base of few bits, where differences have no groups
 
@@ -76,11 +78,14 @@ class _Ders(Stage[DersT]):
     def sources(self) -> Mapping[str, str]:
         return {**super().sources(), "base": self._base().fingerprint}
 
+    def reads(self) -> list[Path]:
+        return [*super().reads(), *found_here([self.options.base])]
+
     def plan(self) -> Plan:
         self._base()
         return encoding_plan(self.name, self.source, self.options, self._layouts(), self._text())
 
-    def run(self, job: Job) -> dict[str, Any]:
+    def run(self, job: Job) -> LayersTold:
         reader, given, options = self.source.experts, self._base(), self.options
         if warning := kinship_warning(given):
             job.progress.log(warning)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -23,6 +23,7 @@ from moetool.compress.factors.ranking import check_ratio
 from moetool.compress.factors.sensitivity import LayerSensitivity, MatrixSensitivity
 from moetool.compress.factors.writing import base_tensors
 from moetool.compress.menu import Dish, Menu, choose
+from moetool.compress.told import MixedLayer, MixedTold
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.calibrated import CalibratedJob
@@ -125,7 +126,7 @@ class Hybrid(Stage[HybridOptions]):
         numbers = reader.shape.expert_parameters * reader.shape.experts * len(reader.moe_layers)
         return max(8 * left / numbers, 1e-3)
 
-    def run(self, job: Job) -> dict[str, Any]:
+    def run(self, job: Job) -> MixedTold:
         options, reader = self.options, self.source.experts
         calibrated = CalibratedJob(job, options, gradients=True)
         calibrated.forward()
@@ -140,8 +141,7 @@ class Hybrid(Stage[HybridOptions]):
             cook(self.source, index, base, forms, grams, options.sensitivity, candidates_path(job.work, index), job)
 
         calibrated.reverse(visit, passes=2)
-        job.record["calibration"]["loss"] = calibrated.loss
-        layouts, picked, record = self._choose(job, forms)
+        layouts, picked, lost = self._choose(job, forms)
 
         def tensors(layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
             yield from base_tensors(reader, layer, layout, LayerBase.load(base_path(job.work, layer)))
@@ -166,14 +166,15 @@ class Hybrid(Stage[HybridOptions]):
             tensors,
             entry=entry_for(layouts, self.source, method=self.name),
             statistics=statistics,
-            manifest_layers=lambda: record,
+            calibration=calibrated.facts_with_loss,
+            layers=lost,
             seed=options.seed,
         )
-        return {"ratio": options.ratio, "layers": record}
+        return MixedTold(calibration=calibrated.facts_with_loss, ratio=options.ratio, layers=lost)
 
     def _choose(
         self, job: Job, forms: Mapping[Role, list[Representation]]
-    ) -> tuple[dict[int, LayerLayout], dict[tuple[int, Role, int], int], dict[str, Any]]:
+    ) -> tuple[dict[int, LayerLayout], dict[tuple[int, Role, int], int], dict[int, MixedLayer]]:
         """Layouts within the budget, which form each matrix got, and what that loses."""
         reader = self.source.experts
         target = round(original_bytes(self.source) * (1 - self.options.ratio))
@@ -218,8 +219,7 @@ class Hybrid(Stage[HybridOptions]):
             layouts, chosen = served(budget)
         picked = dict(zip(keys, chosen, strict=True))
         lost = summed((key, loss[dish]) for key, dish, loss in zip(keys, chosen, losses, strict=True))
-        record = {str(layer): {"loss": by_role} for layer, by_role in lost.items()}
-        return layouts, picked, record
+        return layouts, picked, {layer: MixedLayer(by_role) for layer, by_role in lost.items()}
 
 
 def summed(losses: Iterable[tuple[tuple[int, Role, int], float]]) -> dict[int, dict[Role, float]]:

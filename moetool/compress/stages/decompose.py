@@ -1,7 +1,8 @@
 """The second stage of D²-MoE alone: experts as base and difference, losing nothing (§3.1, Eq. 3)."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import ClassVar
 
 from pydantic import Field
 from torch import Tensor
@@ -13,7 +14,8 @@ from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.job import Job
 from moetool.job.options import RunOptions
 from moetool.job.plan import CalibrationCost, Plan
-from moetool.job.stage import Stage
+from moetool.job.result import Told
+from moetool.job.stage import Stage, found_here
 from moetool.job.writing import OutputPlan, entry_for, write_model
 from moetool.representations.dense import Dense
 
@@ -57,6 +59,9 @@ class Decompose(Stage[DecomposeOptions]):
     def sources(self) -> Mapping[str, str]:
         return {**super().sources(), "base": self._base().fingerprint}
 
+    def reads(self) -> list[Path]:
+        return found_here([self.options.base])
+
     def plan(self) -> Plan:
         reader = self.source.experts
         self._base()
@@ -71,7 +76,7 @@ class Decompose(Stage[DecomposeOptions]):
             details={"moe_layers": len(reader.moe_layers), "experts": reader.shape.experts},
         )
 
-    def run(self, job: Job) -> dict[str, Any]:
+    def run(self, job: Job) -> Told:
         reader, options = self.source.experts, self.options
         given = self._base()
         if warning := kinship_warning(given):
@@ -91,4 +96,4 @@ class Decompose(Stage[DecomposeOptions]):
         write_model(
             job, plan, tensors, entry=entry_for(plan.layouts, self.source, method=self.name), statistics=measured
         )
-        return {}
+        return Told()

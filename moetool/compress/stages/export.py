@@ -1,7 +1,7 @@
 """Back to the model's original layout: any engine that ran the source runs the result."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from moetool.format.layout import LayerLayout, native_layout
 from moetool.job.job import Job
 from moetool.job.options import RunOptions
 from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.result import Told
 from moetool.job.stage import Stage
 from moetool.job.writing import OutputPlan, write_model
 
@@ -44,7 +45,7 @@ class Export(Stage[RunOptions]):
             details={"layers_without_dynamic_pruning": dynamic} if dynamic else {},
         )
 
-    def run(self, job: Job) -> dict[str, Any]:
+    def run(self, job: Job) -> Told:
         reader = self.source.experts
         if any(layout.dynamic_channels for layout in reader.layouts.values()):
             job.progress.log(
@@ -61,4 +62,4 @@ class Export(Stage[RunOptions]):
                 yield from reader.shared_expert_tensors(layer, lambda role: dense(role, reader.shape.experts))
 
         write_model(job, self._output_plan(), tensors, entry=None, statistics={})
-        return {}
+        return Told()

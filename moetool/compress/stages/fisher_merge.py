@@ -1,6 +1,6 @@
 """The first stage of D²-MoE alone: one shared base per layer (§3.2)."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 from torch import nn
@@ -8,6 +8,7 @@ from torch import nn
 from moetool.checkpoint.files import place
 from moetool.compress.base.layer_base import base_path, measured_base, unweighted_base
 from moetool.compress.choices import UNMEASURED_MERGES, Merge
+from moetool.compress.told import LayersTold, MergedLayer
 from moetool.errors import UsageError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, pick_compute_dtype, pick_device
@@ -54,8 +55,9 @@ class FisherMerge(Stage[FisherMergeOptions]):
             details={"layers": layers, "moe_layers": len(reader.moe_layers), "experts": reader.shape.experts},
         )
 
-    def run(self, job: Job) -> dict[str, Any]:
+    def run(self, job: Job) -> LayersTold:
         reader, options = self.source.experts, self.options
+        facts = None
         if options.calibration is None:
             for layer in reader.moe_layers:
                 unweighted_base(reader, layer, options.merge).save(base_path(job.work, layer))
@@ -67,8 +69,8 @@ class FisherMerge(Stage[FisherMergeOptions]):
                 measured_base(calibrated, index, layer, options.merge).save(base_path(job.work, index))
 
             calibrated.reverse(visit, passes=1)
-            job.record["calibration"]["loss"] = calibrated.loss
+            facts = calibrated.facts_with_loss
         paths = [base_path(job.work, layer) for layer in reader.moe_layers]
         placed = [place(path, job.output / path.name) for path in paths]
-        record_origin(job, seed=options.seed, layers={}, files=placed)
-        return {"layers": {str(layer): {} for layer in reader.moe_layers}}
+        record_origin(job, seed=options.seed, files=placed, calibration=facts)
+        return LayersTold(calibration=facts, layers=dict.fromkeys(reader.moe_layers, MergedLayer()))

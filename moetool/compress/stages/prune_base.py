@@ -1,7 +1,7 @@
 """The last stage of D²-MoE alone: intermediate channels of the base are pruned (§3.4)."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -14,12 +14,14 @@ from moetool.compress.base.layer_base import stored_base
 from moetool.compress.base.pruning import PruningPlan, plan_pruning
 from moetool.compress.choices import Pruning
 from moetool.compress.factors.writing import base_tensors
+from moetool.compress.told import PrunedTold
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.layout import BASE_CHANNELS, LayerLayout
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, pick_compute_dtype, pick_device, refuse_shared_expert
 from moetool.job.options import CalibrationOptions, RunOptions
 from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.result import CalibrationFacts
 from moetool.job.stage import Stage
 from moetool.job.writing import OutputPlan, entry_for, read_statistics, write_model
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
@@ -92,9 +94,11 @@ class PruneBase(Stage[PruneBaseOptions]):
             details={"static_channels": pruning.static, "dynamic_channels": pruning.dynamic},
         )
 
-    def run(self, job: Job) -> dict[str, Any]:
+    def run(self, job: Job) -> PrunedTold:
         reader, pruning = self.source.experts, self._pruning()
-        statistics = read_statistics(self.source) or self._measure(job)
+        statistics, facts = read_statistics(self.source), None
+        if not statistics:
+            statistics, facts = self._measure(job)
 
         def tensors(layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
             base = stored_base(reader, layer, statistics[layer])
@@ -118,15 +122,17 @@ class PruneBase(Stage[PruneBaseOptions]):
             tensors,
             entry=entry_for(plan.layouts, self.source),
             statistics=statistics,
+            calibration=facts,
             seed=self.options.seed,
         )
-        return {
-            "static_channels": pruning.static,
-            "dynamic_channels": pruning.dynamic,
-            "depends_on_batch": depends,
-        }
+        return PrunedTold(
+            calibration=facts,
+            static_channels=pruning.static,
+            dynamic_channels=pruning.dynamic,
+            depends_on_batch=depends,
+        )
 
-    def _measure(self, job: Job) -> dict[int, LayerStatistics]:
+    def _measure(self, job: Job) -> tuple[dict[int, LayerStatistics], CalibrationFacts]:
         shape = self.source.experts.shape
         calibrated = CalibratedJob(job, self.options)
 
@@ -138,4 +144,5 @@ class PruneBase(Stage[PruneBaseOptions]):
 
         calibrated.forward_visiting(visit)
         files = {layer: job.work / f"usage-{layer:05d}.safetensors" for layer in self.source.experts.moe_layers}
-        return {layer: LayerStatistics.from_tensors(load_file(file)) for layer, file in files.items()}
+        measured = {layer: LayerStatistics.from_tensors(load_file(file)) for layer, file in files.items()}
+        return measured, calibrated.facts

@@ -1,6 +1,6 @@
 """Differences in few bits (DeRS compression, arXiv:2503.01359, Eq. 5), alone or on top of low-rank factors."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from moetool.compress.base.layer_base import LayerBase, stored_base
 from moetool.compress.encoding import (
@@ -11,6 +11,7 @@ from moetool.compress.encoding import (
     run_encoding,
     with_text,
 )
+from moetool.compress.told import LayersTold
 from moetool.format.layout import LayerLayout
 from moetool.job.job import Job
 from moetool.job.options import CalibrationOptions, RunOptions
@@ -39,7 +40,7 @@ class QuantizeDelta(Stage[QuantizeDeltaOptions]):
         text = with_text(options)
         return encoding_plan(self.name, self.source, options, self._layouts(), text, bits=options.bits)
 
-    def run(self, job: Job) -> dict[str, Any]:
+    def run(self, job: Job) -> LayersTold:
         reader, options = self.source.experts, self.options
         statistics = read_statistics(self.source)
 

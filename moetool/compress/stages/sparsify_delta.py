@@ -1,9 +1,10 @@
 """Differences of which few elements are stored (DeRS compression, arXiv:2503.01359, Eq. 4)."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from moetool.compress.base.layer_base import LayerBase, stored_base
 from moetool.compress.encoding import SparsityOptions, encoded_layouts, encoding_plan, run_encoding, sparse
+from moetool.compress.told import LayersTold
 from moetool.format.layout import LayerLayout
 from moetool.job.job import Job
 from moetool.job.options import RunOptions
@@ -29,7 +30,7 @@ class SparsifyDelta(Stage[SparsifyDeltaOptions]):
     def plan(self) -> Plan:
         return encoding_plan(self.name, self.source, self.options, self._layouts(), drop=self.options.drop)
 
-    def run(self, job: Job) -> dict[str, Any]:
+    def run(self, job: Job) -> LayersTold:
         reader = self.source.experts
         statistics = read_statistics(self.source)
 

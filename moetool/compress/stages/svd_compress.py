@@ -1,12 +1,13 @@
 """The third stage of D²-MoE alone: differences become low-rank (§3.3)."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
 from moetool.compress.base.layer_base import base_path, stored_base
 from moetool.compress.factors.files import measured_grams, write_factors
 from moetool.compress.factors.writing import Factored, FactorOptions, factor_plan, finish
+from moetool.compress.told import RankedTold
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, refuse_shared_expert
@@ -41,7 +42,7 @@ class SvdCompress(Stage[FactorOptions]):
         channels = max(layout.base_channels for layout in layouts)
         return factor_plan(self.name, self.source, options, channels, gradients=False, base=layouts[0].base)
 
-    def run(self, job: Job) -> dict[str, Any]:
+    def run(self, job: Job) -> RankedTold:
         reader, options = self.source.experts, self.options
         statistics = read_statistics(self.source)
         if options.sensitivity != "none" and not any(measured.has_fisher for measured in statistics.values()):
@@ -56,9 +57,11 @@ class SvdCompress(Stage[FactorOptions]):
             base.save(base_path(job.work, index))
             write_factors(reader, job.work, index, base, options, grams, job.device)
 
+        facts = None
         if options.calibration is not None:
             calibrated = CalibratedJob(job, options)
             calibrated.forward_visiting(visit)
+            facts = calibrated.facts
         else:
             for layer in reader.moe_layers:
                 if job.unit(f"factor/{layer}"):
@@ -67,4 +70,4 @@ class SvdCompress(Stage[FactorOptions]):
                     write_factors(reader, job.work, layer, base, options, None, job.device)
                     job.finish(f"factor/{layer}")
         dynamic = {layer: reader.layout(layer).dynamic_channels for layer in reader.moe_layers}
-        return finish(job, Factored(job, dynamic, options), options, self.name)
+        return finish(job, Factored(job, dynamic, options), options, self.name, facts)

@@ -14,18 +14,19 @@ from torch import Tensor
 from moetool.calibration.data import check_vocabulary, load_tokenizer, parse_data, sample_windows
 from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.reader import Checkpoint
-from moetool.checkpoint.source import local_path
+from moetool.convert.told import ConversionTold
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.blueprint import open_for_planning
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import Options, RunOptions
 from moetool.job.plan import Plan
 from moetool.job.progress import phase
+from moetool.job.stage import found_here
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.experts import FromSources
 from moetool.upcycle.lora_sources import adapter_fingerprint, merge_adapter, open_adapter
 from moetool.upcycle.router import centroid_router
-from moetool.upcycle.routing import Rows
+from moetool.upcycle.routing import StartingRows
 from moetool.upcycle.stage import Start, Upcycle, UpcycleOptions
 
 # What models that are mixed have to agree on beyond the shapes of their tensors, or else one of them computes wrongly.
@@ -179,7 +180,7 @@ class BranchTrainMix(Upcycle):
     def reads(self) -> list[Path]:
         texts = [parsed.source for spec in self.specs if spec.data for parsed in parse_data(spec.data)]
         named = [*(spec.model for spec in self.specs), *texts, self.options.rest]
-        return [*super().reads(), *(path for name in named if (path := local_path(name)).exists())]
+        return [*super().reads(), *found_here(named)]
 
     def plan(self) -> Plan:
         if len(self.specs) > self.copies:
@@ -196,7 +197,7 @@ class BranchTrainMix(Upcycle):
         tokens = options.samples * options.sequence_length * len(self.specs) if options.gate_mode == "data" else 0
         return super()._memory_bytes() + merging + 4 * tokens * self.dense.hidden
 
-    def run(self, job: Job[DenseSource]) -> dict[str, Any]:
+    def run(self, job: Job[DenseSource]) -> ConversionTold:
         for index, adapter in self._adapters.items():
             merged = job.work / f"merged-{index}"
             if job.unit(f"merge/{index}"):
@@ -208,7 +209,7 @@ class BranchTrainMix(Upcycle):
 
     # Routers.
 
-    def rows(self, job: Job[DenseSource]) -> Rows:
+    def rows(self, job: Job[DenseSource]) -> StartingRows:
         if self.options.gate_mode == "random":
             return super().rows(job)
         if job.unit("routers"):
@@ -217,7 +218,7 @@ class BranchTrainMix(Upcycle):
             save_tensors(job.work / "routers.safetensors", rows)
             job.finish("routers")
         saved = load_file(job.work / "routers.safetensors")
-        return lambda layer: saved[str(layer)]
+        return StartingRows(lambda layer: saved[str(layer)])
 
     def _measured_rows(self, job: Job[DenseSource]) -> Iterator[tuple[int, Tensor]]:
         """The router of every layer from the inputs that INPUT's own FFNs have on each source's text."""

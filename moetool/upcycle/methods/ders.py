@@ -31,7 +31,8 @@ def ders_lowrank(dense: DenseModel, options: LowRankOptions, dtype: torch.dtype)
             f"--rank {options.rank}: matrices of {dense.intermediate} × {dense.hidden} have no more than "
             f"{min(dense.hidden, dense.intermediate)}."
         )
-    return Start(Copies(dense), form=lambda layer, expert, role: LowRank(options.rank))
+    form = LowRank(options.rank)
+    return Start(Copies(dense), form=lambda layer, expert, role: form, shared_on_base=options.shared_expert)
 
 
 class SparseOptions(DersOptions):
@@ -44,5 +45,7 @@ class SparseOptions(DersOptions):
 def ders_sparse(dense: DenseModel, options: SparseOptions, dtype: torch.dtype) -> Start:
     """DeRS-SM (arXiv:2503.01359, §3.3): the places of the elements follow from the seed."""
     return Start(
-        Copies(dense), form=lambda layer, expert, role: Sparse.derived(options.drop, options.seed, layer, expert, role)
+        Copies(dense),
+        form=lambda layer, expert, role: Sparse.derived(options.drop, options.seed, layer, expert, role),
+        shared_on_base=options.shared_expert,
     )

@@ -1,6 +1,5 @@
 """Back to a dense model: one expert per layer in the place of them all."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,14 +11,16 @@ from pydantic import Field
 from moetool.architectures import Architecture, find_architecture
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.files import patch_config
+from moetool.checkpoint.manifest import Upcycling
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.blueprint import imagine
-from moetool.job.job import Job
+from moetool.job.job import Input, Job
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
+from moetool.job.result import Sizes, Told
 from moetool.job.stage import Stage
-from moetool.job.writing import ShardPlan, down_scale, origin, write_checkpoint
+from moetool.job.writing import ShardPlan, down_scale, passed_on, write_checkpoint
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.unmerging import Unmerging, dense_config
 
@@ -31,13 +32,13 @@ class UpcycledSource:
     checkpoint: Checkpoint
     architecture: Architecture
     experts: ExpertReader
-    record: Mapping[str, Any] | None
+    upcycled: Upcycling | None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "UpcycledSource":
-        record = origin(checkpoint).get("upcycled")
         architecture = find_architecture(checkpoint.config)
-        return cls(checkpoint, architecture, ExpertReader(checkpoint, architecture), record)
+        experts = ExpertReader(checkpoint, architecture)
+        return cls(checkpoint, architecture, experts, passed_on(checkpoint).upcycled)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -56,15 +57,15 @@ class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
     name: ClassVar[str] = "dense"
     summary: ClassVar[str] = "un-merge: one expert per layer becomes the FFN of a dense model"
     options_type: ClassVar[type[RunOptions]] = ExportDenseOptions
-    source_type: ClassVar[type[Any]] = UpcycledSource
+    source_type: ClassVar[type[Input]] = UpcycledSource
     method_of: ClassVar[str | None] = "export"
 
     @cached_property
     def _config(self) -> dict[str, Any]:
         """`config.json` of the dense model. Raises `InvalidInputError` if there is no dense family for it."""
         source = self.source
-        if source.record is not None:
-            return dict(source.record["source_config"])
+        if source.upcycled is not None:
+            return source.upcycled.source_config
         config = dense_config(source.checkpoint.config)
         if config is None:
             raise InvalidInputError(
@@ -81,8 +82,8 @@ class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
     @cached_property
     def _unmerging(self) -> Unmerging:
         source, dense, expert = self.source, self._dense, self.options.expert
-        record = source.record or {}
-        granularity = int(record.get("granularity", 1))
+        upcycled = source.upcycled
+        granularity = 1 if upcycled is None else upcycled.granularity
         count = source.experts.shape.experts // granularity
         if source.experts.shape.intermediate * granularity != dense.intermediate:
             raise InvalidInputError(
@@ -91,11 +92,12 @@ class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
             )
         if expert >= count:
             raise UsageError(f"--expert {expert}: there are experts 0 to {count - 1}.")
-        native = record.get("target") != "moetool"
+        native = upcycled is None or upcycled.target != "moetool"
         tensors = dict(dense.checkpoint.tensors)
         if "lm_head.weight" in source.checkpoint.tensors:
             tensors.setdefault("lm_head.weight", source.checkpoint.tensors["lm_head.weight"])
-        original = getattr(torch, record["dtype"]) if "dtype" in record else source.dtype
+        known = None if upcycled is None else upcycled.dtype
+        original: torch.dtype = source.dtype if known is None else getattr(torch, known)
         return Unmerging(
             source.checkpoint,
             source.experts,
@@ -128,11 +130,10 @@ class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
             details={"model_type": self._config["model_type"], "expert": self.options.expert},
         )
 
-    def run(self, job: Job[UpcycledSource]) -> dict[str, Any]:
-        record = self.source.record or {}
-        if record.get("mixture", {}).get("shared", "none") != "none" or "shared_expert_intermediate_size" in (
-            self.source.checkpoint.config
-        ):
+    def run(self, job: Job[UpcycledSource]) -> Told:
+        upcycled = self.source.upcycled
+        shared = "none" if upcycled is None else upcycled.mixture.get("shared", "none")
+        if shared != "none" or "shared_expert_intermediate_size" in self.source.checkpoint.config:
             job.progress.log("The shared expert is left out: the dense model is the routed expert alone.")
         units = dict(self._unmerging.units(self._prefixes))
         write_checkpoint(
@@ -141,11 +142,8 @@ class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
             lambda layer: ((made.spec.name, made.make()) for made in units[layer]),
             config=patch_config(self._config),
         )
-        return {}
+        return Told()
 
-    def verify(self, output: Path) -> dict[str, Any]:
+    def verify(self, output: Path) -> Sizes:
         made = DenseModel(Checkpoint.open(output))
-        return {
-            "bytes_before": self.source.checkpoint.weight_bytes,
-            "bytes_after": made.checkpoint.weight_bytes,
-        }
+        return Sizes(self.source.checkpoint.weight_bytes, made.checkpoint.weight_bytes)

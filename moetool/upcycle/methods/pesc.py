@@ -12,10 +12,11 @@ from moetool.architectures.custom_moe import ROUTER
 from moetool.checkpoint.files import patch_config
 from moetool.convert.layers import parse_layers
 from moetool.convert.parts import REST, Converted, Made
-from moetool.convert.stage import Conversion
+from moetool.convert.stage import Conversion, Measured
 from moetool.format.entry import own_entry
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import RunOptions
+from moetool.job.result import Json
 from moetool.numerics.seeding import generator, linear_std, uniform
 from moetool.upcycle.routing import RoutedOptions, Rows, check_routing, fresh_rows, starting_rows
 
@@ -35,7 +36,6 @@ class Pesc(Conversion[PescOptions]):
     summary: ClassVar[str] = "the dense FFN once, and adapters on its output that training fills"
     options_type: ClassVar[type[RunOptions]] = PescOptions
     method_of: ClassVar[str | None] = "upcycle"
-    options: PescOptions
 
     @property
     def measures(self) -> bool:
@@ -54,9 +54,10 @@ class Pesc(Conversion[PescOptions]):
         check_routing(self.options, self._experts)
         return self._with_adapters(fresh_rows(self.options, self.dense, self._experts))
 
-    def converted(self, job: Job[DenseSource]) -> Converted:
+    def converted(self, job: Job[DenseSource]) -> Measured:
         fresh = fresh_rows(self.options, self.dense, self._experts)
-        return self._with_adapters(starting_rows(job, self.options, self._layers, fresh))
+        found = starting_rows(job, self.options, self._layers, fresh)
+        return Measured(self._with_adapters(found.rows), found.calibration)
 
     def _with_adapters(self, rows: Rows) -> Converted:
         options = self.options
@@ -73,7 +74,7 @@ class Pesc(Conversion[PescOptions]):
             router=rows,
         )
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Json]:
         return {"experts": self._experts, "top_k": self.options.top_k, "moe_layers": len(self._layers)}
 
     def notes(self, config: dict[str, Any]) -> list[str]:

@@ -13,10 +13,11 @@ from torch import Tensor
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.writer import TensorSpec
 from moetool.convert.parts import REST, Converted, Made
-from moetool.convert.stage import Conversion, ConversionOptions
+from moetool.convert.stage import Conversion, ConversionOptions, Measured
 from moetool.format.entry import own_entry
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import RunOptions
+from moetool.job.result import Json
 from moetool.numerics.hard_concrete import log_phi_for
 from moetool.numerics.seeding import generator, linear_std, uniform
 
@@ -51,10 +52,10 @@ class Simoe(Conversion[SimoeOptions]):
             sparsity=options.sparsity,
         )
 
-    def converted(self, job: Job[DenseSource]) -> Converted:
-        return self.planned()
+    def converted(self, job: Job[DenseSource]) -> Measured:
+        return Measured(self.planned())
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Json]:
         dense, left = self.dense, 1 - self.options.sparsity
         return {
             "experts": self.options.experts,

@@ -1,0 +1,91 @@
+"""What compression tells, as a whole and layer by layer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moetool.architectures import Role
+from moetool.job.result import Printed, Told
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedLayer(Printed):
+    """A layer whose deltas were cut to ranks.
+
+    Attributes:
+        tokens: calibration tokens per expert, if it was calibrated.
+        lost_energy: by role and expert, the share of the delta's energy that its rank has cut off.
+    """
+
+    tokens: Sequence[int] | None = None
+    lost_energy: Mapping[Role, Sequence[float]]
+
+
+@dataclass(frozen=True)
+class EncodedLayer(Printed):
+    """A layer whose deltas were quantized or made sparse.
+
+    Attributes:
+        relative_error: by role and expert, ‖error‖ / ‖delta‖.
+    """
+
+    relative_error: Mapping[Role, Sequence[float]]
+
+
+@dataclass(frozen=True)
+class MixedLayer(Printed):
+    """A layer whose deltas were each given the form that loses least.
+
+    Attributes:
+        loss: by role, what all experts are estimated to lose together.
+    """
+
+    loss: Mapping[Role, float]
+
+
+@dataclass(frozen=True)
+class MergedLayer(Printed):
+    """A layer that got a base, of which there is nothing to say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayersTold(Told):
+    """What a stage tells that says something of every layer, by its number."""
+
+    layers: Mapping[int, Printed]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedTold(LayersTold):
+    """What a stage tells that keeps to a `ratio` of the bytes."""
+
+    ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedTold(LayersTold):
+    """What a stage tells that cuts to ranks.
+
+    Attributes:
+        ratio: as it was asked for, unless a rank was.
+        unreached_experts: experts that saw no calibration token, in words.
+        depends_on_batch: whether a token's result depends on the others of its batch.
+    """
+
+    ratio: float | None
+    unreached_experts: Sequence[str]
+    depends_on_batch: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrunedTold(Told):
+    """What pruning of a base tells.
+
+    Attributes:
+        static_channels: channels that went from the file.
+        dynamic_channels: channels that each batch skips.
+        depends_on_batch: whether a token's result depends on the others of its batch.
+    """
+
+    static_channels: int
+    dynamic_channels: int
+    depends_on_batch: bool

@@ -1,0 +1,99 @@
+"""What came of a job: records that the command line shows field by field and `--json` prints (docs/json.md)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Literal, TypeAlias
+
+Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
+
+
+class Printed:
+    """Base of frozen dataclasses that are printed: by name, all fields but those that hold their default."""
+
+    def to_json(self) -> dict[str, Json]:
+        """Its fields as JSON knows them, keys of mappings as text; those of an `Inlined` record among its own."""
+        held, shown = vars(self), dict[str, Json]()
+        for field in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            value = held[field.name]
+            if isinstance(value, Inlined):
+                shown |= value.to_json()
+            elif field.default is MISSING or value != field.default:
+                shown[field.name] = _plain(value)
+        return shown
+
+
+class Inlined(Printed):
+    """The same for records whose fields stand among those of the record that holds them."""
+
+
+def _plain(value: object) -> Json:
+    if isinstance(value, Printed):
+        return value.to_json()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"JSON has no {type(value).__name__}")
+
+
+@dataclass(frozen=True)
+class CalibrationFacts(Printed):
+    """What a job was calibrated on.
+
+    Attributes:
+        windows: of text.
+        tokens: in all windows.
+        begin: the token that every window begins with, if one was put there.
+        loss: mean next-token loss in nats, where it was taken.
+    """
+
+    windows: int
+    tokens: int
+    begin: str | None
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Sizes(Inlined):
+    """Weight files of input and output in bytes, and where a ratio is counted `1 - after / before`, rounded."""
+
+    bytes_before: int
+    bytes_after: int
+    achieved_ratio: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told(Inlined):
+    """What a stage tells beyond sizes and time; a stage that has more to tell returns a subclass.
+
+    Attributes:
+        calibration: on what it was calibrated, if it was.
+    """
+
+    calibration: CalibrationFacts | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Printed):
+    """What came of one stage.
+
+    Attributes:
+        stage: which.
+        input, output: as they were given.
+        status: `finished` if nothing was left to do.
+        sizes: of a stage that writes a model.
+        seconds: of the whole run.
+        peak_memory_bytes: of anonymous memory.
+        told: what the stage itself says; of a run that had finished already, nothing.
+    """
+
+    stage: str
+    input: str
+    output: str
+    status: Literal["finished"] | None = None
+    sizes: Sizes | None = None
+    seconds: float
+    peak_memory_bytes: int
+    told: Told

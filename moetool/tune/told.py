@@ -1,0 +1,48 @@
+"""What tuning tells."""
+
+from dataclasses import dataclass
+
+from moetool.job.result import Inlined, Told
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Inlined):
+    """What came of one training.
+
+    Attributes:
+        steps: of the optimizer.
+        training_seconds: of this run, which may have gone on with another.
+        eval_loss: on held-out examples at the end, in nats; `eval_perplexity` is its exponential.
+        mask_sparsity: share of SIMoE's masks that has closed.
+        multiplier: λ of their constraint at the end.
+    """
+
+    steps: int
+    training_seconds: float
+    eval_loss: float | None = None
+    eval_perplexity: float | None = None
+    mask_sparsity: float | None = None
+    multiplier: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningTold(Told):
+    """What tuning tells.
+
+    Attributes:
+        examples: that were learnt.
+        truncated: of them, how many lost their end.
+        left_out: examples without anything to learn.
+        answer_tokens: tokens to learn.
+        begin: what all but conversations begin with, if anything.
+        trained_parameters: numbers that could change.
+        training: how it went.
+    """
+
+    examples: int
+    truncated: int
+    left_out: int
+    answer_tokens: int
+    begin: str | None
+    trained_parameters: int
+    training: Training
