@@ -106,9 +106,9 @@ def pruned(compress, tiny_mixtral) -> Path:
 
 
 @pytest.mark.parametrize("which", ["small", "pruned", "decomposed"])
-def test_analysis_of_a_base(request, run_cli, synthesise, which):
+def test_analysis_of_a_base(request, run_cli, synthesize, which):
     path = request.getfixturevalue(which)
-    told, tensors = analysis(run_cli, path), synthesise(path)
+    told, tensors = analysis(run_cli, path), synthesize(path)
     stored = load_file(path / "model.safetensors")
     partial = similar = zero = 0
     for layer in told["layers"]:
@@ -148,9 +148,9 @@ def test_analysis_of_a_base(request, run_cli, synthesise, which):
 
 
 @pytest.mark.parametrize("which", ["small", "decomposed"])
-def test_sensitivity_is_that_of_the_statistics(request, run_cli, synthesise, which):
+def test_sensitivity_is_that_of_the_statistics(request, run_cli, synthesize, which):
     path = request.getfixturevalue(which)
-    told, tensors = analysis(run_cli, path), synthesise(path)
+    told, tensors = analysis(run_cli, path), synthesize(path)
     measured = load_file(path / STATISTICS)
     for layer in told["layers"]:
         index = layer["layer"]
