@@ -50,4 +50,4 @@ def encode(
         found = factorize(delta, gram=gram, rank=representation.rank)
         u, v = truncate(delta, found, representation.rank, dtype)
         return representation.encode(delta, dtype, u=u, v=v, importance=None if gram is None else gram.diagonal())
-    raise ValueError(f"differences are not stored as '{representation.spec}' by this stage")
+    raise ValueError(f"deltas are not stored as '{representation.spec}' by this stage")

@@ -40,7 +40,7 @@ class EvaluationOptions(Options):
     synthesize: Synthesis = Field(
         "auto",
         description="Make a compressed model's experts dense when it is loaded (fast, needs the original's memory) or "
-        "as they run (auto: when loaded, if differences are in few bits or numbers and the experts fit in memory).",
+        "as they run (auto: when loaded, if deltas are quantized or sparse and the experts fit in memory).",
     )
     keep: float | None = Field(
         None, gt=0, le=1, description="Of a moefied model, the share of experts to compute [default: as it was made]."

@@ -132,7 +132,7 @@ def _weights(specs: str | list[str]) -> str:
 
 
 def _unseeded(spec: str) -> str:
-    """A sparse difference without its seed, which every matrix has for itself."""
+    """A sparse delta without its seed, which every matrix has for itself."""
     head, at, tail = spec.partition("sparse:")
     return f"{head}sparse:{tail.split(':')[0]}" if at and tail else spec
 
@@ -187,7 +187,7 @@ def _print_analysis(analysis: dict[str, Any]) -> None:
         print(f"note: {note}")
 
 
-_KINDS = {"experts": "experts", "base": "{} base", "delta": "differences"}
+_KINDS = {"experts": "experts", "base": "{} base", "delta": "deltas"}
 
 
 def _similarity(similarity: dict[str, Any] | None) -> str:
