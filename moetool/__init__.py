@@ -1,4 +1,4 @@
-"""moetool: dense checkpoints into mixtures of experts, and mixtures of experts made smaller.
+"""moetool: dense checkpoints into MoE models, and MoE models made smaller.
 
 Importing it makes `transformers.AutoModelForCausalLM.from_pretrained` load moetool checkpoints.
 """
@@ -10,19 +10,21 @@ from moetool.version import __version__
 
 if TYPE_CHECKING:
     from moetool.runtime.modules.moefied import set_keep
-    from moetool.runtime.synthesis import synthesise
+    from moetool.runtime.synthesis import synthesize
 
-__all__ = ["__version__", "set_keep", "synthesise"]
+    synthesise = synthesize
+
+__all__ = ["__version__", "set_keep", "synthesise", "synthesize"]
 
 autoload.install()
 
 
 def __getattr__(name: str) -> Any:
     # Importing torch takes seconds, and not only for --help.
-    if name == "synthesise":
-        from moetool.runtime.synthesis import synthesise
+    if name in ("synthesize", "synthesise"):  # the second as it was called first
+        from moetool.runtime.synthesis import synthesize
 
-        return synthesise
+        return synthesize
     if name == "set_keep":
         from moetool.runtime.modules.moefied import set_keep
 

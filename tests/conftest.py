@@ -267,8 +267,8 @@ def make_compressed() -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def synthesise() -> Callable[[Path], dict[str, torch.Tensor]]:
-    """`synthesise(path)`: the tensors of an ordinary checkpoint that a moetool checkpoint stands for, in fp32.
+def synthesize() -> Callable[[Path], dict[str, torch.Tensor]]:
+    """`synthesize(path)`: the tensors of an ordinary checkpoint that a moetool checkpoint stands for, in fp32.
 
     From the names in the file and `W = base + U V` alone, with zeros where the base was pruned: a second opinion on
     everything that reads moetool checkpoints. Dynamic pruning is left out.

@@ -71,7 +71,7 @@ def find_architecture(config: Mapping[str, Any]) -> Architecture:
     known = ", ".join(sorted(by_type))
     if not any(isinstance(config.get(key), int) and config[key] > 1 for key in EXPERT_KEYS):
         raise InvalidInputError(
-            f"model_type {model_type!r} is not a mixture of experts: its config.json names no experts "
+            f"model_type {model_type!r} is not an MoE model: its config.json names no experts "
             f"({', '.join(EXPERT_KEYS)}). Known MoE families: {known}."
         )
     close = difflib.get_close_matches(str(model_type), by_type, n=1)

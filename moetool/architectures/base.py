@@ -220,7 +220,7 @@ class Architecture:
         """
         found = self.moe_layers_rule.among(self.layers(config), config)
         if not found:
-            raise InvalidInputError("By config.json no layer of this model is a mixture of experts.")
+            raise InvalidInputError("By config.json no layer of this model has experts.")
         return found
 
     def shape(self, config: Mapping[str, Any]) -> MoEShape:

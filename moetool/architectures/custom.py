@@ -18,8 +18,8 @@ class OwnKind(NamedTuple):
 
 OWN_MODULES: Mapping[str, OwnKind] = {
     "mixture": OwnKind(
-        "a mixture of the model's own feed-forward networks",
-        "is a mixture of experts already: moetool upcycled it",
+        "an MoE model made of a dense model's feed-forward networks",
+        "is an MoE model already: moetool upcycled it",
     ),
     "adapter_experts": OwnKind(
         "a model whose experts are adapters (PESC), which are no feed-forward networks",

@@ -72,12 +72,12 @@ def own_mixture(config: Mapping[str, Any]) -> OwnMixture:
     weights = fused_names(dense.roles)
     biases = {f"{weights[role]}_bias" for role in mixture_shape(entry).biases}
     return OwnMixture(
-        name=f"{dense.name} (moetool's mixture)",
+        name=f"{dense.name} (moetool's MoE layers)",
         model_types=(),
         reference=dense.reference,
         experts_key="",
         intermediate_key="",
-        router_rule="softmax over all experts, top-k, renormalised",
+        router_rule="softmax over all experts, top-k, renormalized",
         layer=dense.layer,
         block=dense.ffn,
         weights=weights,

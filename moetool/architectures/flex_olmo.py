@@ -8,5 +8,5 @@ ARCHITECTURE = Architecture(
     reference="https://arxiv.org/abs/2507.07024",
     experts_key="num_experts",
     intermediate_key="intermediate_size",
-    router_rule="softmax over all experts, top-k, renormalised if norm_topk_prob",
+    router_rule="softmax over all experts, top-k, renormalized if norm_topk_prob",
 )

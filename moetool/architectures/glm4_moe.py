@@ -8,7 +8,7 @@ ARCHITECTURE = Architecture(
     reference="https://arxiv.org/abs/2508.06471",
     experts_key="n_routed_experts",
     intermediate_key="moe_intermediate_size",
-    router_rule="sigmoid, top-k of the best groups by corrected scores, renormalised, times routed_scaling_factor",
+    router_rule="sigmoid, top-k of the best groups by corrected scores, renormalized, times routed_scaling_factor",
     others=("shared_experts.", "gate.e_score_correction_bias"),
     moe_layers_rule=MoELayers(first_dense="first_k_dense_replace"),
     shared_expert_module="mlp.shared_experts",

@@ -1,4 +1,4 @@
-"""Mixtral: 8 experts, softmax over all, top-2, renormalised."""
+"""Mixtral: 8 experts, softmax over all, top-2, renormalized."""
 
 from moetool.architectures.base import NUMBERED, Architecture
 
@@ -10,6 +10,6 @@ ARCHITECTURE = Architecture(
     weights=NUMBERED,
     experts_key="num_local_experts",
     intermediate_key="intermediate_size",
-    router_rule="softmax over all experts, top-k, renormalised to sum 1",
+    router_rule="softmax over all experts, top-k, renormalized to sum 1",
     aliases={".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."},
 )

@@ -8,7 +8,7 @@ ARCHITECTURE = Architecture(
     reference="https://arxiv.org/abs/2407.10671",
     experts_key="num_experts",
     intermediate_key="moe_intermediate_size",
-    router_rule="softmax over all experts, top-k, renormalised if norm_topk_prob",
+    router_rule="softmax over all experts, top-k, renormalized if norm_topk_prob",
     others=("shared_expert.", "shared_expert_gate."),
     moe_layers_rule=MoELayers(every=("decoder_sparse_step", -1), dense="mlp_only_layers"),
     shared_expert_module="mlp.shared_expert",

@@ -10,16 +10,16 @@ from moetool.errors import did_you_mean
 
 # Name → (module with a function `build(name, arguments)`, one line for --help).
 COMMANDS: dict[str, tuple[str, str]] = {
-    "upcycle": ("stage", "Turn a dense model into a mixture of experts (--method vanilla, drop, fine-grained …)."),
+    "upcycle": ("stage", "Turn a dense model into an MoE model (--method vanilla, drop, fine-grained …)."),
     "moefy": ("stage", "Split a dense model's FFNs into experts and skip most of them, without training."),
-    "tune": ("stage", "Fine-tune on instructions or text, with a load-balancing loss for mixtures of experts."),
-    "compress": ("stage", "Make a mixture of experts smaller in one streamed pass (--method d2moe, ders-quantize …)."),
+    "tune": ("stage", "Fine-tune on instructions or text, with a load-balancing loss for MoE models."),
+    "compress": ("stage", "Make an MoE model smaller in one streamed pass (--method d2moe, ders-quantize …)."),
     "fisher-merge": ("stage", "Stage 1: merge each layer's experts into one shared base."),
-    "decompose": ("stage", "Stage 2: experts into base and differences, without loss."),
-    "svd-compress": ("stage", "Stage 3: make the differences low-rank."),
+    "decompose": ("stage", "Stage 2: experts into base and deltas, without loss."),
+    "svd-compress": ("stage", "Stage 3: make the deltas low-rank."),
     "prune-base": ("stage", "Stage 4: prune intermediate channels of the base."),
-    "quantize-delta": ("stage", "Store differences, or their low-rank factors, in few bits."),
-    "sparsify-delta": ("stage", "Store few elements of the differences."),
+    "quantize-delta": ("stage", "Store deltas, or their low-rank factors, quantized."),
+    "sparsify-delta": ("stage", "Store deltas sparse."),
     "export": ("stage", "Back to the original layout, for any engine; or to a dense model (--format dense)."),
     "eval": ("evaluate", "Perplexity of a model on a text."),
     "routing": ("routing", "Which experts a model chooses on which text."),
@@ -54,7 +54,7 @@ class LazyGroup(TyperGroup):
 app = typer.Typer(
     cls=LazyGroup,
     name="moetool",
-    help="Turn dense checkpoints into mixtures of experts, and make mixtures of experts smaller.",
+    help="Turn dense checkpoints into MoE models, and make MoE models smaller.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

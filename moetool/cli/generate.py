@@ -219,13 +219,13 @@ def read_recipe(reference: str | None, command: str, method: str | None = None) 
         return {}
     file, variant, recipe = _load_recipe(reference)
     if not isinstance(recipe, dict) or not isinstance(recipe.get("options"), dict):
-        raise InvalidInputError(f"{file} is not a recipe: it needs a mapping `options`.")
+        raise InvalidInputError(f"{file} is not a preset: it needs a mapping `options`.")
     if unknown := set(recipe) - {"command", "method", "description", "options", "variants"}:
-        raise InvalidInputError(f"{file} has entries that a recipe does not have: {', '.join(sorted(unknown))}.")
+        raise InvalidInputError(f"{file} has entries that a preset does not have: {', '.join(sorted(unknown))}.")
     if recipe.get("command") != command:
-        raise InvalidInputError(f"{file} is a recipe for `moetool {recipe.get('command')}`, not for `{command}`.")
+        raise InvalidInputError(f"{file} is a preset for `moetool {recipe.get('command')}`, not for `{command}`.")
     if recipe.get("method", method) != method:
-        raise InvalidInputError(f"{file} is a recipe for --method {recipe['method']}, not for {method or command}.")
+        raise InvalidInputError(f"{file} is a preset for --method {recipe['method']}, not for {method or command}.")
     variants = recipe.get("variants") or {}
     if not isinstance(variants, dict) or not all(isinstance(options, dict) for options in variants.values()):
         raise InvalidInputError(f"The variants of {file} are not a mapping from names to options.")

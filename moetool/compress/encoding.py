@@ -48,13 +48,13 @@ class BaseOptions(Options):
 
     base: str = Field(
         "mean",
-        description="What differences are taken to: `mean` or `ties` of the experts, a base written by fisher-merge, "
+        description="What deltas are taken to: `mean` or `ties` of the experts, a base written by fisher-merge, "
         "or the dense checkpoint that the experts were upcycled from.",
     )
     base_bits: BaseBits | None = Field(
         None,
-        description="Store the base in so few bits: 1, 2, 3, 4, 8, or in bitsandbytes' formats nf4 and int8; "
-        "differences then make up for its errors.",
+        description="Store the base quantized: in 1, 2, 3, 4 or 8 bits, or in bitsandbytes' formats nf4 and int8; "
+        "deltas then make up for its errors.",
     )
 
 
@@ -62,14 +62,14 @@ class ExtendedOptions(BaseOptions):
     """The same, for stages that can store the shared expert on the base."""
 
     shared_expert: bool = Field(
-        False, description="Store the shared expert, if it is as wide as the others, as a difference to the same base."
+        False, description="Store the shared expert, if it is as wide as the others, as a delta to the same base."
     )
 
 
 class CodeOptions(Options):
     """How few bits, and how they are chosen."""
 
-    bits: Bits = Field(4, description="Bits per number of a difference.")
+    bits: Bits = Field(4, description="Bits per number of a delta.")
     group_size: int = Field(
         128, ge=1, description="Inputs that share a scale; the largest divisor below if it does not divide a row."
     )
@@ -78,7 +78,7 @@ class CodeOptions(Options):
 class SparsityOptions(Options):
     """How few numbers, and which."""
 
-    drop: float = Field(0.9, gt=0, lt=1, description="Share of each difference that is dropped.")
+    drop: float = Field(0.9, gt=0, lt=1, description="Share of each delta that is dropped.")
     select: Literal["random", "magnitude"] = Field(
         "random",
         description="Drop at random and scale up the rest (no byte is spent on where it is), or drop the smallest.",
@@ -86,7 +86,7 @@ class SparsityOptions(Options):
     rank: int = Field(
         0,
         ge=0,
-        description="Take a low-rank part of this rank out of each difference first, and drop from what is left.",
+        description="Take a low-rank part of this rank out of each delta first, and drop from what is left.",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of what is dropped.")
 
@@ -115,7 +115,7 @@ def encoded_layouts(source: Source, form: Form) -> dict[int, LayerLayout]:
                 weights[role] = None
                 continue
             if others := [entry.spec for entry in own if not entry.is_plain]:
-                raise InvalidInputError(f"The differences of layer {layer} are already stored as '{others[0]}'.")
+                raise InvalidInputError(f"The deltas of layer {layer} are already stored as '{others[0]}'.")
             weights[role] = tuple(form(layer, expert, role, entry) for expert, entry in enumerate(own))
         layouts[layer] = LayerLayout(reader.shape, weights, old.base_channels, old.dynamic_channels, old.base)
     return layouts
@@ -164,7 +164,7 @@ def sparse(options: SparsityOptions) -> Form:
     def form(layer: int, expert: int, role: Role, old: Representation) -> Representation:
         if not old.is_whole:
             raise InvalidInputError(
-                f"The differences of layer {layer} are low-rank: there is nothing to drop. quantize-delta makes their "
+                f"The deltas of layer {layer} are low-rank: there is nothing to drop. quantize-delta makes their "
                 "factors smaller."
             )
         few: Sparse | MagnitudeSparse = Sparse.derived(options.drop, options.seed, layer, expert, role)

@@ -28,8 +28,8 @@ def check_unquantised(config: Mapping[str, Any]) -> None:
     if entry is not None and moetool_entry(config) is None:
         method = entry.get("quant_method", "unknown") if isinstance(entry, Mapping) else entry
         raise InvalidInputError(
-            f"This checkpoint is already quantised (quant_method '{method}'). moetool needs the weights in 16 or 32 "
-            "bits: take the unquantised checkpoint, or dequantise this one first."
+            f"This checkpoint is already quantized (quant_method '{method}'). moetool needs the weights in 16 or 32 "
+            "bits: take the unquantized checkpoint, or dequantize this one first."
         )
 
 

@@ -209,7 +209,7 @@ def _notes(
         yield f"No gradients were measured in layers {_listed(absent)}: no sensitivity."
     if zero := sum(len(entry["energy"]["zero_deltas"]) for entry in roles.values()):
         total = len(roles) * reader.shape.experts
-        yield f"{zero} of {total} differences to the base are zero: their energy is undefined and in no mean."
+        yield f"{zero} of {total} deltas to the base are zero: their energy is undefined and in no mean."
     if empty := [
         name for name, entry in roles.items() if None in (entry["energy"]["experts"], entry["energy"]["base"])
     ]:

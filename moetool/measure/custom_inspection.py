@@ -117,7 +117,7 @@ def _interpolated(checkpoint: Checkpoint, dense: DenseArchitecture, entry: Mappi
     """Densities: the share of channels that an expert's mask leaves open, on average, and that any does."""
     parts = (".delta", ".log_phi", ".fixed_gates", ".columns", ".interpolation.")
     added = sum(_numbers(checkpoint, part) for part in parts)
-    rule = "softmax over all masks, one mixture per prompt"
+    rule = "softmax over all masks, one mix per prompt"
     experts = int(entry["experts"])
     if checkpoint.is_imagined:
         return _Found("interpolated experts (SIMoE)", rule, experts, 0, added, [])

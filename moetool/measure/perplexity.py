@@ -40,7 +40,7 @@ class EvaluationOptions(Options):
     synthesize: Synthesis = Field(
         "auto",
         description="Make a compressed model's experts dense when it is loaded (fast, needs the original's memory) or "
-        "as they run (auto: when loaded, if differences are in few bits or numbers and the experts fit in memory).",
+        "as they run (auto: when loaded, if deltas are quantized or sparse and the experts fit in memory).",
     )
     keep: float | None = Field(
         None, gt=0, le=1, description="Of a moefied model, the share of experts to compute [default: as it was made]."
@@ -87,7 +87,7 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
     )
     check_vocabulary(windows, checkpoint.config.get("vocab_size"))
     model = load_for(checkpoint, options.device, options.compute_dtype)
-    synthesised = apply_synthesis(model, options.synthesize)
+    synthesized = apply_synthesis(model, options.synthesize)
     if options.keep is not None:
         set_keep(model, options.keep)
     batch = max(1, options.batch_tokens // options.sequence_length)
@@ -113,7 +113,7 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
         "sequence_length": options.sequence_length,
         "begin": opening_text(tokenizer, bos),
         "protocol": "pseudo-perplexity" if encoder else "perplexity",
-        "synthesized": "load" if synthesised else "on-the-fly",
+        "synthesized": "load" if synthesized else "on-the-fly",
         "batch_rows": batch,
         "depends_on_batch": depends_on_batch(model),
     }

@@ -1,4 +1,4 @@
-"""Experts of a loaded model made dense once and for all, or left to be made from base and differences as they run."""
+"""Experts of a loaded model made dense once and for all, or left to be made from base and deltas as they run."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -17,18 +17,18 @@ Synthesis = Literal["auto", "load", "on-the-fly"]
 
 
 @torch.no_grad()
-def synthesise(model: Any) -> Any:
+def synthesize(model: Any) -> Any:
     """Replace every shared-base experts module by the native one with the matrices it stands for; returns the model.
 
-    Faster to run where differences are stored in few bits or few numbers, at the original model's size in memory. What
-    it saves from then on is an ordinary checkpoint. Dynamic pruning of bases is left out: it has no dense form.
+    Faster to run where deltas are quantized or sparse, at the original model's size in memory. What it saves from then
+    on is an ordinary checkpoint. Dynamic pruning of bases is left out: it has no dense form.
 
     Raises:
         UsageError: some of the experts are offloaded.
     """
     if offloaded := [name for name, module in _stored(model) if is_offloaded(module)]:
         raise UsageError(
-            f"synthesise needs the weights in memory, but accelerate has offloaded {len(offloaded)} of the model's "
+            f"synthesize needs the weights in memory, but accelerate has offloaded {len(offloaded)} of the model's "
             f"expert layers to disk or to another memory, the first {offloaded[0]}. Load the model without device_map, "
             "or with one that offloads none of its layers; or export the checkpoint (moetool export), which needs "
             "memory for a few matrices only."
@@ -78,7 +78,7 @@ def _dense_shared_expert(module: SharedExpertOnBase) -> nn.Module:
 def apply_synthesis(model: Any, choice: Synthesis) -> bool:
     """Make the experts dense if that is asked for, or (`auto`) if it pays and they fit; returns whether it was done.
 
-    It pays where differences are not simply low-rank, and they fit if they take at most half of the free memory; those
+    It pays where deltas are not simply low-rank, and they fit if they take at most half of the free memory; those
     that are offloaded do not.
     """
     modules = [module for _, module in _stored(model)]
@@ -99,5 +99,5 @@ def apply_synthesis(model: Any, choice: Synthesis) -> bool:
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
         if needed > free / 2:
             return False
-    synthesise(model)
+    synthesize(model)
     return True

@@ -35,9 +35,9 @@ def choose(model: Any, train: Train, *, freeze_shared: bool) -> int:
     """
     shared = [module for module in model.modules() if isinstance(module, SharedBaseExperts)]
     if freeze_shared and not shared:
-        raise UsageError("--freeze-shared: this model's experts are no differences to a base.")
+        raise UsageError("--freeze-shared: this model's experts are no deltas to a base.")
     if train == "all" and interpolation_of(model) is not None:
-        raise UsageError("--train all: interpolated experts (SIMoE) are differences to a model that stays as it is.")
+        raise UsageError("--train all: interpolated experts (SIMoE) are deltas to a model that stays as it is.")
     if train == "none":
         model.requires_grad_(False)
     elif train == "experts" or (train == "auto" and is_efficient(model)):

@@ -32,16 +32,17 @@ class TuneOptions(RunOptions):
     )
     z: float = Field(0.0, ge=0, description="Weight of the router z-loss; 0.001 is usual.")
     train: Literal["auto", "all", "experts"] = Field(
-        "auto", description="What changes: everything, or experts and routers (auto: these where they are few numbers)."
+        "auto",
+        description="What changes: everything, or experts and routers (auto: these where they are few parameters).",
     )
-    freeze_shared: bool = Field(False, description="Of experts that are differences to a base, leave the base alone.")
+    freeze_shared: bool = Field(False, description="Of experts that are deltas to a base, leave the base alone.")
     lora_rank: int | None = Field(
         None, ge=1, description="Train low-rank factors on all linear layers that do not change otherwise, and merge "
         "them at the end."
     )  # fmt: skip
     lora_alpha: float = Field(16.0, gt=0, description="These count alpha / rank times.")
     quantize_base: Literal["none", "nf4", "int8"] = Field(
-        "none", description="While others are trained, hold frozen linear layers in few bits (QLoRA, by bitsandbytes)."
+        "none", description="While others are trained, hold frozen linear layers quantized (QLoRA, by bitsandbytes)."
     )
     mask_learning_rate: float | None = Field(
         None, gt=0, description="Of SIMoE's masks [default: so that one can close in a third of the steps]."

@@ -220,9 +220,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         if (options.lora_rank or options.quantize_base != "none") and few == "auto":
             few = "none" if options.lora_rank and not has_experts(model) else "experts"
         if options.lora_rank is not None and interpolation_of(model) is not None:
-            raise UsageError(
-                "--lora-rank: interpolated experts (SIMoE) are differences to a model that stays as it is."
-            )
+            raise UsageError("--lora-rank: interpolated experts (SIMoE) are deltas to a model that stays as it is.")
         choose(model, few, freeze_shared=options.freeze_shared)
         frozen = frozen_linears(model)
         if options.quantize_base != "none":

@@ -19,7 +19,7 @@ def lint(target: Target, dense: DenseModel, mixture: Mixture, config: Mapping[st
     """Warnings about what vLLM or llama.cpp cannot express, a sentence each."""
     name, features = target.name, dense.features
     if name == "moetool":
-        return ["only transformers, after `import moetool`, runs a mixture of this model's own FFNs"]
+        return ["only transformers, after `import moetool`, runs moetool's custom MoE layers"]
     notes = []
 
     def note(condition: object, text: str) -> None:
@@ -28,12 +28,12 @@ def lint(target: Target, dense: DenseModel, mixture: Mixture, config: Mapping[st
 
     note(
         moetool_entry(config) is not None,
-        "only transformers, after `import moetool`, runs differences; `moetool export` writes experts in full",
+        "only transformers, after `import moetool`, runs deltas; `moetool export` writes experts in full",
     )
     note(name == "flex_olmo", "llama.cpp does not know flex_olmo; older vLLM ignores norm_topk_prob for it")
     note(
         name == "qwen2_moe" and mixture.shared != "med",
-        "llama.cpp never renormalises the routing of qwen2_moe and would scale the experts' output down",
+        "llama.cpp never renormalizes the routing of qwen2_moe and would scale the experts' output down",
     )
     note(
         name == "qwen2_moe" and mixture.shared == "none",
@@ -41,7 +41,7 @@ def lint(target: Target, dense: DenseModel, mixture: Mixture, config: Mapping[st
     )
     note(
         name in _QWEN and mixture.dense_layers,
-        f"llama.cpp cannot convert {name} with dense layers among the mixtures",
+        f"llama.cpp cannot convert {name} with dense layers among those with experts",
     )
     note(
         name == "qwen2_moe" and config.get("tie_word_embeddings") and "lm_head.weight" not in dense.checkpoint.tensors,

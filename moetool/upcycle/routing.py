@@ -35,7 +35,7 @@ class RoutedOptions(ConversionOptions):
 
     experts: int | None = Field(8, ge=2, le=10_000, description="Routed experts per layer.")
     top_k: int = Field(2, ge=1, description="Experts per token.")
-    layers: str = Field("all", description="Layers that become mixtures: all, every:N, or a list such as 0,4,8.")
+    layers: str = Field("all", description="Layers that get experts: all, every:N, or a list such as 0,4,8.")
     router_std: float | None = Field(
         None, gt=0, description="Standard deviation of the routers' weights [default: 1/√(3·hidden)]."
     )

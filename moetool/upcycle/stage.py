@@ -36,7 +36,7 @@ class UpcycleOptions(RoutedOptions):
         "none", description="The original FFN as a shared expert: half of the output, or as XFT or Med-MoE weigh it."
     )
     target: str = Field(
-        "auto", description="Family to write: mixtral, qwen2_moe, … or moetool for its own module (auto: the first "
+        "auto", description="Family to write: mixtral, qwen2_moe, … or moetool for its custom module (auto: the first "
         "that can express the model)."
     )  # fmt: skip
 

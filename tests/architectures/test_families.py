@@ -85,12 +85,12 @@ def test_more_routed_than_there_are(mixtral: Architecture) -> None:
 
 
 def test_a_dense_model_is_called_dense() -> None:
-    with pytest.raises(InvalidInputError, match=r"'llama' is not a mixture of experts.*mixtral"):
+    with pytest.raises(InvalidInputError, match=r"'llama' is not an MoE model.*mixtral"):
         find_architecture({"model_type": "llama", "hidden_size": 32})
 
 
 def test_one_expert_is_dense_too() -> None:
-    with pytest.raises(InvalidInputError, match="not a mixture of experts"):
+    with pytest.raises(InvalidInputError, match="not an MoE model"):
         find_architecture({"model_type": "llama", "num_experts": 1})
 
 

@@ -201,13 +201,13 @@ LAYOUTS = {
 def test_a_compressed_checkpoint_streams_as_what_it_stands_for(
     tiny_mixtral: Path,
     make_compressed: Callable[..., Path],
-    synthesise: Callable[[Path], dict[str, Tensor]],
+    synthesize: Callable[[Path], dict[str, Tensor]],
     windows: Tensor,
     tmp_path: Path,
 ) -> None:
     compressed = make_compressed(tiny_mixtral, tmp_path / "compressed", LAYOUTS)
     shutil.copytree(tiny_mixtral, tmp_path / "dense")
-    save_file(synthesise(compressed), tmp_path / "dense" / "model.safetensors", {"format": "pt"})
+    save_file(synthesize(compressed), tmp_path / "dense" / "model.safetensors", {"format": "pt"})
     dense, model = whole(tmp_path / "dense"), stream(compressed)
     for index in range(3):
         with model.layer(index) as layer:

@@ -106,9 +106,9 @@ def pruned(compress, tiny_mixtral) -> Path:
 
 
 @pytest.mark.parametrize("which", ["small", "pruned", "decomposed"])
-def test_analysis_of_a_base(request, run_cli, synthesise, which):
+def test_analysis_of_a_base(request, run_cli, synthesize, which):
     path = request.getfixturevalue(which)
-    told, tensors = analysis(run_cli, path), synthesise(path)
+    told, tensors = analysis(run_cli, path), synthesize(path)
     stored = load_file(path / "model.safetensors")
     partial = similar = zero = 0
     for layer in told["layers"]:
@@ -142,15 +142,15 @@ def test_analysis_of_a_base(request, run_cli, synthesise, which):
     notes = "\n".join(told["notes"])
     assert (similar > 0) == (which != "decomposed")
     assert ("have no similarity of V and U" in notes) == (partial > 0)
-    assert ("differences to the base are zero" in notes) == (zero > 0)
+    assert ("deltas to the base are zero" in notes) == (zero > 0)
     assert ("Pruned channels" in notes) == (which == "pruned")
     assert ("Dynamic pruning" in notes) == (which == "pruned")
 
 
 @pytest.mark.parametrize("which", ["small", "decomposed"])
-def test_sensitivity_is_that_of_the_statistics(request, run_cli, synthesise, which):
+def test_sensitivity_is_that_of_the_statistics(request, run_cli, synthesize, which):
     path = request.getfixturevalue(which)
-    told, tensors = analysis(run_cli, path), synthesise(path)
+    told, tensors = analysis(run_cli, path), synthesize(path)
     measured = load_file(path / STATISTICS)
     for layer in told["layers"]:
         index = layer["layer"]
@@ -236,7 +236,7 @@ def test_copies_are_all_the_same(run_cli, tiny_mixtral_bf16, tmp_path):
             assert layer[role]["energy"]["delta"] is None
             assert layer[role]["energy"]["zero_deltas"] == [0, 1, 2, 3]
             assert layer[role]["energy"]["base"] == layer[role]["energy"]["experts"]
-    assert any(note.startswith("36 of 36 differences to the base are zero") for note in told["notes"])
+    assert any(note.startswith("36 of 36 deltas to the base are zero") for note in told["notes"])
 
 
 def test_an_expert_of_zeros(run_cli, tiny_mixtral, tmp_path):
@@ -283,7 +283,7 @@ def test_analysis_for_people(run_cli, small, tiny_mixtral):
         rf"^│ 0 +│ gate │ +{re.escape(similarity)} │",
         rf"^│ 0 +│ gate │ +experts │ {re.escape(cells)} │$",
         r"^│ 0 +│ gate │ +stored base │",
-        r"^│ 2 +│ down │ +differences │",
+        r"^│ 2 +│ down │ +deltas │",
         rf"^│ 0 +│ +{re.escape(format(first['sensitivity'], '.2e'))} │.*{min(first['token_share']):.1%} … ",
     ):
         assert re.search(line, result.stdout, re.M), line

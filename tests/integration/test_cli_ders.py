@@ -24,7 +24,7 @@ from checkpoints import (
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from moetool import synthesise
+from moetool import synthesize
 
 GROUP = ("--group-size", 16)
 
@@ -454,7 +454,7 @@ def test_the_extended_form(
     saved, original = load_file(tmp_path / "again" / WEIGHTS), load_file(path / WEIGHTS)
     assert set(saved) == {name for name in original if ".layers.3." not in name}
     assert all(saved[name].equal(original[name]) for name in saved)
-    synthesise(model)
+    synthesize(model)
     with torch.inference_mode():
         dense = model(input_ids=tokens, use_cache=False).logits
     torch.testing.assert_close(dense, expected, rtol=0, atol=2e-5 * largest)

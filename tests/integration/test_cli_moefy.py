@@ -688,7 +688,7 @@ def test_too_little_room(refused: Any, llama: Path) -> None:
         ({"model_type": "roberta", "architectures": ["RobertaForMaskedLM"]}, ["roberta", "moefy takes", "BERT"]),
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, ["Unknown dense model family 't5'"]),
         ({"num_hidden_layers": 2}, ["has a tensor model.layers.2.", "config.json does not know"]),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["already quantised", "gptq"]),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["already quantized", "gptq"]),
     ],
 )
 def test_a_model_that_is_not_recognised(
@@ -713,10 +713,10 @@ def test_an_encoder_that_cannot_hide_tokens(refused: Any, dense: Any, tiny_token
     ("made", "words"),
     [
         ("moefied", "is moefied already"),
-        ("mixture", "a mixture of experts already: moetool upcycled it"),
+        ("mixture", "an MoE model already: moetool upcycled it"),
         ("pesc", "adapters, by PESC"),
         ("simoe", "masks, by SIMoE"),
-        ("mixtral", "a mixture of experts already: num_local_experts is 4"),
+        ("mixtral", "an MoE model already: num_local_experts is 4"),
     ],
 )
 def test_what_has_experts_already(

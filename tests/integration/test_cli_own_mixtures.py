@@ -10,7 +10,7 @@ from checkpoints import change_config, contents, copy_of, load, logits, relative
 from torch import Tensor
 
 from moetool.runtime.modules.experts import SharedBaseExperts, SharedExpertOnBase
-from moetool.runtime.synthesis import synthesise
+from moetool.runtime.synthesis import synthesize
 
 FAMILIES = ["phi", "gpt_neox", "gpt_bigcode", "starcoder2", "falcon", "llama-mlp-bias"]
 DROP = ("--method", "drop", "--drop", 0.4, "--experts", 4)
@@ -159,7 +159,7 @@ def test_the_shared_expert_may_be_a_difference_too(
     assert run_cli("export", tmp_path / "changed", tmp_path / "whole").code == 0
     assert relative_error(logits(tmp_path / "whole", tokens), changed) < 1e-5
     with torch.inference_mode():
-        assert relative_error(synthesise(model)(input_ids=tokens, use_cache=False).logits, changed) < 1e-5
+        assert relative_error(synthesize(model)(input_ids=tokens, use_cache=False).logits, changed) < 1e-5
     with pytest.raises(RuntimeError, match="mismatch"):
         load(change_config(copy_of(made.path, tmp_path / "plain"), quantization_config=None))
 

@@ -301,7 +301,7 @@ def test_an_unknown_format(run_cli: Any, tiny_mixtral: Path, tmp_path: Path) -> 
 def test_a_dense_model(run_cli: Any, dense: Any, tmp_path: Path) -> None:
     result = run_cli("export", dense("llama"), tmp_path / "out", "--format", "dense")
     assert result.code == 3
-    assert "not a mixture of experts" in result.stderr
+    assert "not an MoE model" in result.stderr
     assert not (tmp_path / "out").exists()
 
 

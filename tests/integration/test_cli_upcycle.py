@@ -276,8 +276,8 @@ def test_what_is_printed(run_cli: Any, llama: Path, tmp_path: Path) -> None:
     [
         ("llama-attention-bias", (), ["vLLM silently drops"]),
         ("mistral", (), ["sliding window of mixtral: beyond 8 tokens"]),
-        ("qwen2", (), ["never renormalises", "always has a shared expert"]),
-        ("qwen3", ("--layers", 1), ["dense layers among the mixtures"]),
+        ("qwen2", (), ["never renormalizes", "always has a shared expert"]),
+        ("qwen3", ("--layers", 1), ["dense layers among those with experts"]),
         ("gpt_neox", (), ["import moetool"]),
         ("gemma", (), ["gelu_pytorch_tanh"]),
         ("olmo2", (), ["does not know flex_olmo"]),
@@ -752,7 +752,7 @@ def test_odd_pieces_in_bf16(refused: Any, dense: Any) -> None:
     [
         ({"model_type": "lama"}, ["Unknown dense model family 'lama'", "Did you mean 'llama'"]),
         ({"model_type": None}, ["Unknown dense model family", "starcoder2"]),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["already quantised", "gptq"]),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["already quantized", "gptq"]),
         ({"model_type": "roberta", "architectures": ["RobertaForMaskedLM"]}, ["only encodes", "causal language"]),
         ({"num_hidden_layers": 5}, ["Every tensor of model.layers.4 is missing", "promises 5 layers"]),
         ({"num_hidden_layers": 2}, ["has a tensor model.layers.2.", "config.json does not know"]),
@@ -777,8 +777,8 @@ def test_an_encoder(refused: Any, save_model: Any, tmp_path: Path) -> None:
 
 
 def test_what_is_a_mixture_already(refused: Any, tiny_mixtral: Path, dense: Any, upcycle: Any) -> None:
-    assert "(mixtral) is a mixture of experts already: num_local_experts is 4" in refused(3, tiny_mixtral)
-    assert "a mixture of experts already: moetool upcycled it" in refused(3, upcycle(dense("gpt_neox"), *FOUR).path)
+    assert "(mixtral) is an MoE model already: num_local_experts is 4" in refused(3, tiny_mixtral)
+    assert "an MoE model already: moetool upcycled it" in refused(3, upcycle(dense("gpt_neox"), *FOUR).path)
 
 
 def test_an_output_that_is_there(run_cli: Any, llama: Path, upcycle: Any, tmp_path: Path) -> None:

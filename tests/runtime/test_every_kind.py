@@ -132,5 +132,5 @@ def test_experts_that_are_offloaded_are_not_made_dense(kind: str, saved: Any) ->
     with pytest.raises(
         UsageError, match=r"offloaded 3 of the model's expert layers .*Load the model without device_map"
     ):
-        moetool.synthesise(model)
+        moetool.synthesize(model)
     assert not apply_synthesis(model, "auto")

@@ -45,11 +45,11 @@ def compressed(tiny_mixtral: Path, make_compressed: Any, tmp_path_factory: pytes
 
 
 @pytest.fixture(scope="module")
-def dense(compressed: Path, synthesise: Any, tiny_mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def dense(compressed: Path, synthesize: Any, tiny_mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """An ordinary Mixtral with the experts that `compressed` stands for."""
     path = tmp_path_factory.mktemp("plugin") / "dense"
     shutil.copytree(tiny_mixtral, path)
-    save_file(synthesise(compressed), path / "model.safetensors", {"format": "pt"})
+    save_file(synthesize(compressed), path / "model.safetensors", {"format": "pt"})
     return load(path)
 
 

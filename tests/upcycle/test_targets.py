@@ -62,7 +62,7 @@ def test_our_own_module_can_express_every_module_and_comes_last() -> None:
         (
             "mixtral",
             ("dense_layers",),
-            r"it cannot express dense layers among the mixtures\. Possible here: qwen2_moe, moetool",
+            r"it cannot express dense layers among those with experts\. Possible here: qwen2_moe, moetool",
         ),
         (
             "mixtral",

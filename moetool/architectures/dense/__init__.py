@@ -40,7 +40,7 @@ def find_dense_architecture(config: Mapping[str, Any]) -> DenseArchitecture:
     model_type = str(config.get("model_type"))
     if key := next((key for key in EXPERT_KEYS if isinstance(config.get(key), int) and config[key] > 1), None):
         raise InvalidInputError(
-            f"This model ({model_type}) is a mixture of experts already: {key} is {config[key]}. Upcycling and "
+            f"This model ({model_type}) is an MoE model already: {key} is {config[key]}. Upcycling and "
             "moefying start from a dense model; `export --format dense --expert 0` makes one of it."
         )
     if kind := next(iter(own_modules(config)), None):

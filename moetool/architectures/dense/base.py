@@ -28,11 +28,11 @@ FEATURES: Mapping[str, str] = MappingProxyType(
         "multipliers": "multipliers on embeddings, attention, residuals and logits",
         "ungated": "a feed-forward network without a gate",
         "spread": "a feed-forward network that is no module of its own (moefy takes it)",
-        "own_block": "a decoder layer that no mixture-of-experts family shares",
-        "dense_layers": "dense layers among the mixtures",
+        "own_block": "a decoder layer that no MoE family shares",
+        "dense_layers": "dense layers among those with experts",
         "shared_half": "a shared expert that gives half of the output",
-        "shared_med": "a shared expert on top of un-renormalised routing (Med-MoE)",
-        "shared_on_base": "a shared expert that is a difference to what the routed ones differ from",
+        "shared_med": "a shared expert on top of un-renormalized routing (Med-MoE)",
+        "shared_on_base": "a shared expert that is a delta to the base of the routed ones",
         "shared_xft": "a shared expert weighted by what routing leaves (XFT)",
     }
 )

@@ -162,7 +162,7 @@ def _print_analysis(analysis: dict[str, Any]) -> None:
         print(f"note: {note}")
 
 
-_KINDS = {"experts": "experts", "base": "{} base", "delta": "differences"}
+_KINDS = {"experts": "experts", "base": "{} base", "delta": "deltas"}
 
 
 def _similarity(similarity: dict[str, Any] | None) -> str:

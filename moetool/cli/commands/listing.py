@@ -97,7 +97,7 @@ def _representations() -> list[dict[str, str]]:
     from moetool.representations import representations
 
     return [
-        {"representation": kind, "stands for": "difference to the base" if entry.uses_base else "the matrix itself"}
+        {"representation": kind, "stands for": "delta to the base" if entry.uses_base else "the matrix itself"}
         for kind, entry in sorted(representations().items())
     ]
 

@@ -20,7 +20,7 @@ def build(name: str, arguments: list[str]) -> Any:
     """The command."""
 
     def command(
-        model: Annotated[str, typer.Argument(help="A mixture of experts of any kind.", show_default=False)],
+        model: Annotated[str, typer.Argument(help="An MoE model of any kind.", show_default=False)],
         plot: Annotated[Path | None, typer.Option(help="Draw it too: FILE.png, .svg or .pdf.")] = None,
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
         **typed: Any,

@@ -57,7 +57,7 @@ def build(name: str, arguments: list[str]) -> Any:
         input: Annotated[str, typer.Argument(help="A checkpoint: a directory or a hub id.", show_default=False)],
         output: Annotated[Path, typer.Argument(help="Where to write; new or empty.", show_default=False)],
         recipe: Annotated[str | None, typer.Option(help="Options from FILE.yaml or FILE.yaml:VARIANT.")] = None,
-        preset: Annotated[str | None, typer.Option(help="Options of a recipe that comes along: d2moe-40 …")] = None,
+        preset: Annotated[str | None, typer.Option(help="Options of a preset that comes along: d2moe-40 …")] = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it will cost, and stop.")] = False,
         resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
         overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete an earlier result.")] = False,

@@ -172,7 +172,7 @@ def kinship_warning(base: GivenBase) -> str | None:
         return None
     return (
         f"Warning: base and experts have a cosine similarity of only {cosine:.2f}; experts that were upcycled from it "
-        "would be close to 1. Differences to it will be as large as the experts themselves."
+        "would be close to 1. Deltas to it will be as large as the experts themselves."
     )
 
 

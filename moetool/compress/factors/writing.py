@@ -53,10 +53,10 @@ class FactorOptions(RunOptions, CalibrationOptions):
         "channel", description="Weigh errors by what they cost in loss: by output channel, by matrix, or not at all."
     )
     share: Share = Field(
-        "none", description="Let all experts of a layer share the factor V, or U, of their differences (Appendix A.6)."
+        "none", description="Let all experts of a layer share the factor V, or U, of their deltas (Appendix A.6)."
     )
     trim: int = Field(
-        0, ge=0, description="Drop the differences of this many experts per layer, those that were given fewest tokens."
+        0, ge=0, description="Drop the deltas of this many experts per layer, those that were given fewest tokens."
     )
     rank_multiple: int = Field(1, ge=1, description="Ranks are multiples of this; 8 suits tensor cores.")
 

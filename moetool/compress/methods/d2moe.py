@@ -55,7 +55,7 @@ class D2MoE(Stage[D2MoEOptions]):
     """Fisher-weighted base, truncation-aware low-rank differences, pruned base."""
 
     name: ClassVar[str] = "d2moe"
-    summary: ClassVar[str] = "one shared base per layer plus low-rank differences"
+    summary: ClassVar[str] = "one shared base per layer plus low-rank deltas"
     options_type: ClassVar[type[RunOptions]] = D2MoEOptions
     method_of: ClassVar[str | None] = "compress"
 

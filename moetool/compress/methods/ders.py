@@ -101,7 +101,7 @@ class DersQuantize(_Ders[DersQuantizeOptions]):
     """`decompose` and `quantize-delta`."""
 
     name: ClassVar[str] = "ders-quantize"
-    summary: ClassVar[str] = "one shared base per layer plus differences in few bits"
+    summary: ClassVar[str] = "one shared base per layer plus quantized deltas"
     options_type: ClassVar[type[RunOptions]] = DersQuantizeOptions
 
     def _form(self) -> Form:
@@ -118,7 +118,7 @@ class DersSparsify(_Ders[DersSparsifyOptions]):
     """`decompose` and `sparsify-delta`."""
 
     name: ClassVar[str] = "ders-sparsify"
-    summary: ClassVar[str] = "one shared base per layer plus few elements of the differences"
+    summary: ClassVar[str] = "one shared base per layer plus sparse deltas"
     options_type: ClassVar[type[RunOptions]] = DersSparsifyOptions
 
     def _form(self) -> Form:

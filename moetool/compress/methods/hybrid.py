@@ -54,7 +54,7 @@ class HybridOptions(RunOptions, CalibrationOptions):
     )
     merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
     base_bits: BaseBits = Field(
-        "2", description="Bits of the base: 1, 2, 3, 4, 8, nf4 or int8. Differences make up for its errors."
+        "2", description="Bits of the base: 1, 2, 3, 4, 8, nf4 or int8. Deltas make up for its errors."
     )
     group_size: int = Field(
         128, ge=1, description="Inputs that share a scale; the largest divisor below if it does not divide a row."
@@ -68,7 +68,7 @@ class Hybrid(Stage[HybridOptions]):
     """Bits and ranks together: each form of each matrix is made and measured, and the budget buys the best mix."""
 
     name: ClassVar[str] = "hybrid"
-    summary: ClassVar[str] = "a base in few bits, and per difference the bits or ranks that lose least"
+    summary: ClassVar[str] = "a quantized base, and per delta the bits or ranks that lose least"
     options_type: ClassVar[type[RunOptions]] = HybridOptions
     method_of: ClassVar[str | None] = "compress"
 

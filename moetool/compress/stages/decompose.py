@@ -26,7 +26,7 @@ class DecomposeOptions(RunOptions, ExtendedOptions):
     group_size: int = Field(
         128,
         ge=1,
-        description="Inputs that share a scale in a base of few bits; the largest divisor below if it does not divide "
+        description="Inputs that share a scale in a quantized base; the largest divisor below if it does not divide "
         "a row.",
     )
 
@@ -39,7 +39,7 @@ class Decompose(Stage[DecomposeOptions]):
     """
 
     name: ClassVar[str] = "decompose"
-    summary: ClassVar[str] = "split experts into a shared base and differences, without loss"
+    summary: ClassVar[str] = "split experts into a shared base and deltas, without loss"
     options_type: ClassVar[type[RunOptions]] = DecomposeOptions
 
     def _output_plan(self) -> OutputPlan:

@@ -17,7 +17,7 @@ from moetool.job.writing import OutputPlan, write_model
 
 
 class Export(Stage[RunOptions]):
-    """Synthesises every expert from base and difference. What the compression lost stays lost; the file grows back."""
+    """Synthesizes every expert from base and delta. What the compression lost stays lost; the file grows back."""
 
     name: ClassVar[str] = "dense-experts"
     summary: ClassVar[str] = "write the experts back in the model's original layout"

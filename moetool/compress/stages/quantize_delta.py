@@ -28,7 +28,7 @@ class QuantizeDelta(Stage[QuantizeDeltaOptions]):
     """Stores full differences, or the factors of low-rank ones, as packed codes and scales."""
 
     name: ClassVar[str] = "quantize-delta"
-    summary: ClassVar[str] = "store the differences of a decomposed checkpoint in few bits"
+    summary: ClassVar[str] = "store the deltas of a decomposed checkpoint quantized"
     options_type: ClassVar[type[RunOptions]] = QuantizeDeltaOptions
 
     def _layouts(self) -> dict[int, LayerLayout]:

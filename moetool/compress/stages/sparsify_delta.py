@@ -21,7 +21,7 @@ class SparsifyDelta(Stage[SparsifyDeltaOptions]):
     """Drops most of each full difference."""
 
     name: ClassVar[str] = "sparsify-delta"
-    summary: ClassVar[str] = "store few elements of the differences of a decomposed checkpoint"
+    summary: ClassVar[str] = "store the deltas of a decomposed checkpoint sparse"
     options_type: ClassVar[type[RunOptions]] = SparsifyDeltaOptions
 
     def _layouts(self) -> dict[int, LayerLayout]:

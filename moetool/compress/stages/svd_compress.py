@@ -21,7 +21,7 @@ class SvdCompress(Stage[FactorOptions]):
     """Factorises the differences of a decomposed checkpoint against the bases it holds."""
 
     name: ClassVar[str] = "svd-compress"
-    summary: ClassVar[str] = "make the differences of a decomposed checkpoint low-rank"
+    summary: ClassVar[str] = "make the deltas of a decomposed checkpoint low-rank"
     options_type: ClassVar[type[RunOptions]] = FactorOptions
 
     def plan(self) -> Plan:

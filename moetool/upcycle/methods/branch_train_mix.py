@@ -74,7 +74,7 @@ class BranchTrainMixOptions(UpcycleOptions):
         return given
 
     gate_mode: Literal["random", "prompts", "data"] = Field(
-        "random", description="Routers: random, or from each source's prompts or data (see recipes)."
+        "random", description="Routers: random, or from each source's prompts or data (see presets)."
     )
 
 
@@ -96,7 +96,9 @@ class BranchTrainMix(Upcycle):
         if mode != "random":
             lacking = [entry.model for entry in found if not (entry.prompts if mode == "prompts" else entry.data)]
             if lacking:
-                raise UsageError(f"--gate-mode {mode}: the source {lacking[0]} has no {mode}. Give them in a recipe.")
+                raise UsageError(
+                    f"--gate-mode {mode}: the source {lacking[0]} has no {mode}. Give them in a preset (--recipe FILE)."
+                )
         return found
 
     @cached_property

@@ -37,7 +37,7 @@ class Simoe(Conversion[SimoeOptions]):
     """Sparse Interpolated Mixture-of-Experts: a shared difference on every linear layer, and masks as experts."""
 
     name: ClassVar[str] = "simoe"
-    summary: ClassVar[str] = "masks on one shared difference per linear layer; training finds which and where"
+    summary: ClassVar[str] = "masks on one shared delta per linear layer; training finds which and where"
     options_type: ClassVar[type[RunOptions]] = SimoeOptions
     method_of: ClassVar[str | None] = "upcycle"
 
