@@ -63,6 +63,11 @@ def shard_nbytes(specs: Sequence[TensorSpec]) -> int:
     return _lay_out(specs).nbytes
 
 
+def entry_nbytes(spec: TensorSpec, start: int) -> int:
+    """Bytes that one more tensor takes in a file's header, if its data start `start` bytes after it."""
+    return len(_text({spec.name: _entry(spec, start)})) - 1  # two braces less, and a comma
+
+
 class CheckpointWriter:
     """Writes the weight files of a checkpoint as planned; the index comes last, in `finish`.
 
@@ -227,18 +232,24 @@ def _lay_out(specs: Sequence[TensorSpec]) -> _Layout:
     position, starts = 0, {}
     for spec in sorted(specs, key=lambda spec: (_ORDER[spec.dtype], spec.name)):
         starts[spec.name] = position
+        entries[spec.name] = _entry(spec, position)
         position += spec.nbytes
-        entries[spec.name] = {
-            "dtype": DTYPE_CODES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [starts[spec.name], position],
-        }
-    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text = _text(entries)
     text += b" " * (-len(text) % ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
         raise VerificationError(f"{len(specs)} tensors in one shard need {len(text)} bytes of header: split it.")
     header = len(text).to_bytes(LENGTH_BYTES, "little") + text
     return _Layout(header, {name: len(header) + start for name, start in starts.items()}, len(header) + position)
+
+
+def _entry(spec: TensorSpec, start: int) -> dict[str, object]:
+    """What the header says of a tensor whose data start `start` bytes after it."""
+    offsets = [start, start + spec.nbytes]
+    return {"dtype": DTYPE_CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
+
+
+def _text(entries: dict[str, object]) -> bytes:
+    return json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _pieces(tensor: Tensor | InParts) -> Iterator[Tensor]:

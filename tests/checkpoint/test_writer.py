@@ -19,7 +19,15 @@ from torch import Tensor
 from moetool.checkpoint import writer as writer_module
 from moetool.checkpoint.header import DTYPES
 from moetool.checkpoint.reader import Checkpoint
-from moetool.checkpoint.writer import CheckpointWriter, InParts, TensorSpec, is_finite, shard_nbytes
+from moetool.checkpoint.writer import (
+    ALIGNMENT,
+    CheckpointWriter,
+    InParts,
+    TensorSpec,
+    entry_nbytes,
+    is_finite,
+    shard_nbytes,
+)
 from moetool.errors import ResourceError, VerificationError
 
 INDEX = "model.safetensors.index.json"
@@ -76,6 +84,17 @@ def test_bytes_are_those_of_the_library_in_every_dtype(tmp_path: Path) -> None:
             read = written.get_tensor(name)
             assert (read.dtype, read.shape, bits(read)) == (tensor.dtype, tensor.shape, bits(tensor))
     assert names(tmp_path / "out") == ["model.safetensors"]
+
+
+def test_an_entry_is_what_the_header_grows_by() -> None:
+    """To the byte, once for every place that offsets can have; padding apart."""
+    specs = [TensorSpec(f"blocks.{i}.é", torch.bfloat16, (7 * 10**i, 3)) for i in range(8)]
+    before = shard_nbytes(specs[:1])
+    data = specs[0].nbytes
+    for i, spec in enumerate(specs[1:], start=2):
+        after = shard_nbytes(specs[:i])
+        assert abs(after - before - spec.nbytes - entry_nbytes(spec, data)) < ALIGNMENT
+        before, data = after, data + spec.nbytes
 
 
 def test_header_is_padded_to_eight(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """From spectra and a byte target to the rank of every matrix and the layout of every layer."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -8,23 +9,18 @@ from torch import Tensor
 
 from moetool.architectures import MoEShape, Role
 from moetool.calibration.collectors import LayerStatistics
-from moetool.compress.allocation import (
-    Curve,
-    Group,
-    Ranks,
-    allocate,
-    byte_range,
-    fixed_rank,
-)
+from moetool.compress.budget.items import Factors, Forms, Group, Item, Ladder, dropped, factors_of
+from moetool.compress.budget.spending import fit
 from moetool.compress.choices import Allocation, Share
 from moetool.compress.factors.files import FactorFile
 from moetool.errors import UsageError
 from moetool.format.layout import DENSE_BASE, LayerLayout
 from moetool.job.sizes import format_bytes
 from moetool.representations import Representation
-from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
 from moetool.representations.shared_factor import SharedU, SharedV
+
+_FACTORS: Mapping[Share, Factors] = {"none": LowRank, "v": SharedV, "u": SharedU}
 
 
 @dataclass(frozen=True)
@@ -47,37 +43,40 @@ class LayerSpectra:
 
 
 def build_groups(spectra: Sequence[LayerSpectra], shape: MoEShape, dtype: torch.dtype, multiple: int) -> list[Group]:
-    """Two groups per layer, in order: gate with up (gate's experts first), and down."""
+    """Two groups per layer: gate with up, and down. What experts share is the item of expert 0."""
+    ladders: dict[tuple[tuple[int, int], Share], Ladder] = {}  # its arrays are the same for all matrices of a shape
+
+    def item(entry: LayerSpectra, role: Role, expert: int) -> Item:
+        spectrum, energy = entry.factors.spectrum(role, expert)
+        if expert in entry.trimmed:
+            return dropped(energy)
+        kind = entry.factors.matrix(role), entry.factors.share
+        ladder = ladders.setdefault(kind, Ladder(kind[0], dtype.itemsize, multiple, _FACTORS[kind[1]]))
+        return ladder.item(spectrum, energy)
+
     groups = []
     for entry in spectra:
         for roles in shape.groups:
-            curves = [
-                Curve(
-                    entry.factors.matrix(role),
-                    *entry.factors.spectrum(role, expert),
-                    dtype.itemsize,
-                    multiple,
-                    expert in entry.trimmed,
+            keys = [(entry.layer, role, expert) for role in roles for expert in range(entry.factors.count)]
+            native = sum(math.prod(entry.factors.matrix(role)) for _, role, _ in keys) * dtype.itemsize
+            groups.append(
+                Group(
+                    {key: item(entry, *key[1:]) for key in keys},
+                    sum(entry.base_bytes(role, shape, dtype) for role in roles),
+                    None if entry.trimmed else native,
                 )
-                for role in roles
-                for expert in range(entry.factors.count)
-            ]
-            groups.append(Group(curves, sum(entry.base_bytes(role, shape, dtype) for role in roles)))
+            )
     return groups
 
 
-def layouts_from(
-    spectra: Sequence[LayerSpectra], shape: MoEShape, ranks: Sequence[Ranks | None]
-) -> dict[int, LayerLayout]:
-    """The layout of every layer, given the ranks of its two groups."""
+def layouts_from(spectra: Sequence[LayerSpectra], shape: MoEShape, forms: Forms) -> dict[int, LayerLayout]:
+    """The layout of every layer, given the forms of its deltas. A role that has none is left as it was."""
     layouts = {}
-    for position, entry in enumerate(spectra):
+    for entry in spectra:
         weights: dict[Role, tuple[Representation, ...] | None] = {}
-        for roles, chosen in zip(shape.groups, ranks[2 * position : 2 * position + 2], strict=True):
-            count = entry.factors.count
-            for offset, role in enumerate(roles):
-                own = None if chosen is None else chosen[offset * count : (offset + 1) * count]
-                weights[role] = None if own is None else _representations(own, entry.factors.share, shape.experts)
+        for role in shape.roles:
+            own = [forms[key] for e in range(entry.factors.count) if (key := (entry.layer, role, e)) in forms]
+            weights[role] = tuple(own) * (shape.experts // entry.factors.count) or None
         untouched = all(value is None for value in weights.values())
         layouts[entry.layer] = LayerLayout(
             shape,
@@ -89,20 +88,16 @@ def layouts_from(
     return layouts
 
 
-def _representations(ranks: Ranks, share: Share, experts: int) -> tuple[Representation, ...]:
-    """How one role's differences are stored, given the rank of each, or of all together."""
-    if share == "none":
-        return tuple(Dense() if rank is None else LowRank(rank) for rank in ranks)
-    [rank] = ranks
-    joint: Representation = Dense() if rank is None else LowRank(0)
-    if rank:
-        joint = SharedV(rank) if share == "v" else SharedU(rank)
-    return (joint,) * experts
-
-
-def same_rank(groups: Sequence[Group], rank: int) -> list[Ranks | None]:
+def same_rank(spectra: Sequence[LayerSpectra], shape: MoEShape, rank: int) -> Forms:
     """One rank for every matrix, dense where that costs no more."""
-    return [[0 if curve.is_trimmed else fixed_rank(curve, rank) for curve in group.curves] for group in groups]
+    return {
+        (entry.layer, role, expert): LowRank(0)
+        if expert in entry.trimmed
+        else factors_of(entry.factors.matrix(role), rank, _FACTORS[entry.factors.share])
+        for entry in spectra
+        for role in shape.roles
+        for expert in range(entry.factors.count)
+    }
 
 
 def least_routed(tokens: Tensor, count: int) -> frozenset[int]:
@@ -129,27 +124,6 @@ def fit_layouts(
     target_bytes: int,
     planned_bytes: Callable[[Mapping[int, LayerLayout]], int],
 ) -> dict[int, LayerLayout]:
-    """Layouts whose weight files, headers included, come as close to `target_bytes` from below as ranks allow.
-
-    Headers and alignment depend a little on the layouts, so the budget for the experts is corrected until they fit,
-    between one that does and one that does not.
-    """
-    low, high = byte_range(groups)
-    step = min(curve.step_bytes for group in groups for curve in group.curves)
-    best: tuple[int, dict[int, LayerLayout]] | None = None
-    budget = low + max(0, target_bytes - planned_bytes(layouts_from(spectra, shape, allocate(method, groups, low))))
-    for _ in range(32):
-        budget = min(max(budget, low), high)
-        layouts = layouts_from(spectra, shape, allocate(method, groups, budget))
-        left = target_bytes - planned_bytes(layouts)
-        if left >= 0 and (best is None or left < best[0]):
-            best = left, layouts
-        low, high = (budget, high) if left >= 0 else (low, budget)
-        if 0 <= left < step or high - low < 2:
-            break
-        budget += left
-        if not low < budget < high:
-            budget = (low + high) // 2
-    if best is None:
-        raise UsageError(f"The experts cannot be made small enough for {format_bytes(target_bytes)} in all.")
-    return best[1]
+    """Layouts whose weight files, headers included, come as close to `target_bytes` from below as ranks allow."""
+    forms = fit(method, groups, target_bytes, lambda forms: planned_bytes(layouts_from(spectra, shape, forms)))
+    return layouts_from(spectra, shape, forms)

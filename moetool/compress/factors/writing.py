@@ -105,7 +105,7 @@ class Factored:
         shape = self.reader.shape
         groups = build_groups(self.spectra, shape, self.reader.dtype, options.rank_multiple)
         if options.rank is not None:
-            return layouts_from(self.spectra, shape, same_rank(groups, options.rank))
+            return layouts_from(self.spectra, shape, same_rank(self.spectra, shape, options.rank))
         assert options.ratio is not None
         target = round(original_bytes(self.job.source) * (1 - options.ratio))
         return fit_layouts(

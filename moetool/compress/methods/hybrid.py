@@ -13,16 +13,19 @@ from torch import Tensor, nn
 
 from moetool.architectures import MoEShape, Role
 from moetool.calibration.input_grams import InputGramCollector
+from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.files import save_tensors
+from moetool.checkpoint.writer import TensorSpec, entry_nbytes
 from moetool.compress.base.given import in_few_bits
 from moetool.compress.base.layer_base import LayerBase, base_path, measured_base
+from moetool.compress.budget.items import Forms, Group, Key, measured
+from moetool.compress.budget.spending import fit
 from moetool.compress.choices import Merge, Sensitivity
 from moetool.compress.delta import Deltas
 from moetool.compress.encoding import BaseBits, base_representations, in_groups
 from moetool.compress.factors.ranking import check_ratio
 from moetool.compress.factors.sensitivity import LayerSensitivity, MatrixSensitivity
 from moetool.compress.factors.writing import base_tensors
-from moetool.compress.menu import Dish, Menu, choose
 from moetool.compress.told import MixedLayer, MixedTold
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout, delta_name
@@ -41,7 +44,6 @@ from moetool.representations.quantised_low_rank import QuantisedLowRank
 
 # Forms are offered from a third to three times the bits that every number of a difference can have on average.
 _REACH = 3.0
-_HEADER_BYTES = 140  # of one tensor, about: its name, dtype, shape and place
 _LOW_RANK_BITS = 3  # of factors; 3 bits of twice the rank beat 4 and 8 bits on trained experts
 _LOW_RANK_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # of the rank at which full-precision factors break even
 
@@ -174,55 +176,40 @@ class Hybrid(Stage[HybridOptions]):
 
     def _choose(
         self, job: Job, forms: Mapping[Role, list[Representation]]
-    ) -> tuple[dict[int, LayerLayout], dict[tuple[int, Role, int], int], dict[int, MixedLayer]]:
+    ) -> tuple[dict[int, LayerLayout], dict[Key, int], dict[int, MixedLayer]]:
         """Layouts within the budget, which form each matrix got, and what that loses."""
         reader = self.source.experts
         target = round(original_bytes(self.source) * (1 - self.options.ratio))
-        keys = [
-            (layer, role, expert)
-            for layer in reader.moe_layers
-            for role in reader.shape.roles
-            for expert in range(reader.shape.experts)
-        ]
-        menus, losses = [], []
-        for layer, role, expert in keys:
+        start = min(target, self.options.shard_size)  # of a tensor's data, no further: entries have so many digits
+        experts = range(reader.shape.experts)
+        items, losses = {}, {}
+        for layer in reader.moe_layers:
             with safe_open(candidates_path(job.work, layer), "pt") as file:
-                loss = file.get_tensor(f"{role}.{expert}.loss").tolist()
-            sizes = [_bytes_in_file(form, reader.shape.matrix(role), reader.dtype) for form in forms[role]]
-            menus.append(Menu([Dish(size, lost) for size, lost in zip(sizes, loss, strict=True)]))
-            losses.append(loss)
+                for role in reader.shape.roles:
+                    for expert in experts:
+                        key = layer, role, expert
+                        losses[key] = file.get_tensor(f"{role}.{expert}.loss").tolist()
+                        sizes = [_bytes_in_file(reader, key, form, start) for form in forms[role]]
+                        items[key] = measured(forms[role], sizes, losses[key])
 
-        def served(budget: int) -> tuple[dict[int, LayerLayout], list[int]]:
-            chosen = choose(menus, budget)
-            by_key = dict(zip(keys, chosen, strict=True))
-            layouts = {
+        def layouts(chosen: Forms) -> dict[int, LayerLayout]:
+            return {
                 layer: LayerLayout(
                     reader.shape,
-                    {
-                        role: tuple(forms[role][by_key[layer, role, e]] for e in range(reader.shape.experts))
-                        for role in reader.shape.roles
-                    },
+                    {role: tuple(chosen[layer, role, expert] for expert in experts) for role in reader.shape.roles},
                     reader.shape.intermediate,
                     base=self._base,
                 )
                 for layer in reader.moe_layers
             }
-            return layouts, chosen
 
-        budget = target - self._planned({layer: self._layout(LowRank(0)) for layer in reader.moe_layers})
-        layouts, chosen = served(budget)
-        # Headers depend on the forms; what they take is taken from the budget until everything fits.
-        while (over := self._planned(layouts) - target) > 0:
-            budget -= over
-            if budget < 0:
-                raise UsageError(f"The experts cannot be made small enough for --ratio {self.options.ratio:g}.")
-            layouts, chosen = served(budget)
-        picked = dict(zip(keys, chosen, strict=True))
-        lost = summed((key, loss[dish]) for key, dish, loss in zip(keys, chosen, losses, strict=True))
-        return layouts, picked, {layer: MixedLayer(by_role) for layer, by_role in lost.items()}
+        chosen = fit("water-filling", [Group(items)], target, lambda forms: self._planned(layouts(forms)))
+        picked = {key: forms[key[1]].index(form) for key, form in chosen.items()}
+        lost = summed((key, losses[key][index]) for key, index in picked.items())
+        return layouts(chosen), picked, {layer: MixedLayer(by_role) for layer, by_role in lost.items()}
 
 
-def summed(losses: Iterable[tuple[tuple[int, Role, int], float]]) -> dict[int, dict[Role, float]]:
+def summed(losses: Iterable[tuple[Key, float]]) -> dict[int, dict[Role, float]]:
     """What all experts lose together, by layer and role, to four digits; given by layer, role and expert."""
     parts: dict[int, dict[Role, list[float]]] = {}
     for (layer, role, _), loss in losses:
@@ -254,9 +241,15 @@ def forms_for(shape: MoEShape, bits: float, group: int) -> dict[Role, list[Repre
     return forms
 
 
-def _bytes_in_file(form: Representation, shape: tuple[int, int], dtype: torch.dtype) -> int:
+def _bytes_in_file(reader: ExpertReader, key: Key, form: Representation, start: int) -> int:
     """Bytes of a form with its entries in the file's header, which small matrices notice."""
-    return form.nbytes(shape, dtype) + _HEADER_BYTES * len(form.tensors(shape))
+    layer, role, expert = key
+    prefix = reader.architecture.experts_prefix(layer)
+    specs = [
+        TensorSpec(prefix + delta_name(expert, role, name), stored.dtype or reader.dtype, stored.shape)
+        for name, stored in form.tensors(reader.shape.matrix(role)).items()
+    ]
+    return sum(spec.nbytes + entry_nbytes(spec, start) for spec in specs)
 
 
 def cook(

@@ -1,5 +1,6 @@
 """From spectra and a target in bytes to the layout of every layer."""
 
+import dataclasses
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import ROLES, MoEShape, Role
-from moetool.compress.allocation import Ranks, byte_range
+from moetool.compress.budget.items import Forms, byte_range
 from moetool.compress.factors.files import FactorFile
 from moetool.compress.factors.ranking import (
     LayerSpectra,
@@ -24,9 +25,11 @@ from moetool.compress.factors.sensitivity import MatrixSensitivity
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout
 from moetool.numerics.factorize import factorize, truncate
+from moetool.representations import Representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank, break_even_rank
 from moetool.representations.measured import cut
+from moetool.representations.shared_factor import SharedV
 
 SHAPE = MoEShape(experts=4, top_k=2, hidden=32, intermediate=48)
 LAYERS = (0, 1, 3)
@@ -67,25 +70,31 @@ def planned_bytes(layouts: Mapping[int, LayerLayout]) -> int:
 
 def test_groups_are_gate_with_up_and_down(spectra: list[LayerSpectra]) -> None:
     groups = build_groups(spectra, SHAPE, torch.bfloat16, 1)
-    assert [len(group.curves) for group in groups] == [8, 4] * 3
+    assert [len(group.items) for group in groups] == [8, 4] * 3
     assert [group.base_bytes for group in groups] == [2 * 45 * 32 * 2, 45 * 32 * 2] * 3
-    second_layer_up_of_expert_2 = groups[2].curves[4 + 2]
+    assert [group.native_bytes for group in groups] == [8 * 48 * 32 * 2, 4 * 48 * 32 * 2] * 3
+    second_layer_up_of_expert_2 = groups[2].items[1, "up", 2]
     values, energy = Spectra(1).spectrum("up", 2)
-    assert second_layer_up_of_expert_2.spectrum.equal(values)
-    assert second_layer_up_of_expert_2.energy == energy
-    assert [curve.shape for curve in (groups[0].curves[0], groups[1].curves[0])] == [(48, 32), (32, 48)]
+    assert second_layer_up_of_expert_2.losses[:2].tolist() == [energy, energy - float(values[0])]
+    assert groups[3].items[1, "down", 0].nbytes[-2:].tolist() == [19 * 80 * 2, 48 * 32 * 2]
 
 
-def test_ranks_find_their_matrices(spectra: list[LayerSpectra]) -> None:
-    gate_up: Ranks = [1, 2, 3, 4, 5, 6, 7, None]
-    ranks: list[Ranks | None] = [gate_up, [8, 9, 10, 11], None, [0, 0, 0, 0], None, None]
-    layouts = layouts_from(spectra, SHAPE, ranks)
-    assert list(layouts) == [0, 1, 3]
-    assert layouts[0].weights == {
-        "gate": (LowRank(1), LowRank(2), LowRank(3), LowRank(4)),
-        "up": (LowRank(5), LowRank(6), LowRank(7), Dense()),
-        "down": (LowRank(8), LowRank(9), LowRank(10), LowRank(11)),
+def everywhere(form: Representation) -> Forms:
+    return {(layer, role, expert): form for layer in LAYERS for role in ROLES for expert in range(SHAPE.experts)}
+
+
+def test_forms_find_their_matrices(spectra: list[LayerSpectra]) -> None:
+    """By layer, role and expert, in whatever order they come."""
+    rows: dict[tuple[int, Role], list[Representation]] = {
+        (1, "down"): [LowRank(0)] * 4,
+        (0, "down"): [LowRank(rank) for rank in (8, 9, 10, 11)],
+        (0, "up"): [LowRank(5), LowRank(6), LowRank(7), Dense()],
+        (0, "gate"): [LowRank(rank) for rank in (1, 2, 3, 4)],
     }
+    forms = {(*place, expert): form for place, row in rows.items() for expert, form in enumerate(row)}
+    layouts = layouts_from(spectra, SHAPE, forms)
+    assert list(layouts) == [0, 1, 3]
+    assert layouts[0].weights == {role: tuple(rows[0, role]) for role in ROLES}
     assert (layouts[0].base_channels, layouts[0].dynamic_channels) == (45, 3)
     assert layouts[1].weights == {"gate": None, "up": None, "down": (LowRank(0),) * 4}
     assert (layouts[1].base_channels, layouts[1].dynamic_channels) == (45, 3)
@@ -94,15 +103,36 @@ def test_ranks_find_their_matrices(spectra: list[LayerSpectra]) -> None:
 
 
 def test_a_native_down_is_not_pruned_dynamically(spectra: list[LayerSpectra]) -> None:
-    [layout] = layouts_from(spectra[:1], SHAPE, [[1] * 8, None]).values()
+    forms: Forms = {key: form for key, form in everywhere(LowRank(1)).items() if key[1] != "down"}
+    [layout] = layouts_from(spectra[:1], SHAPE, forms).values()
     assert (layout.base_channels, layout.dynamic_channels) == (45, 0)
 
 
-def test_same_rank(spectra: list[LayerSpectra]) -> None:
+def test_what_experts_share_is_one_item() -> None:
+    factors: Any = Spectra(0)
+    factors.share, factors.count = "v", 1
+    spectra = [LayerSpectra(0, factors, 45, 3, None)]
+    forms: Forms = {(0, role, 0): SharedV(5) for role in ROLES}
+    assert same_rank(spectra, SHAPE, 5) == forms
+    [layout] = layouts_from(spectra, SHAPE, forms).values()
+    assert layout.weights == dict.fromkeys(ROLES, (SharedV(5),) * 4)
     groups = build_groups(spectra, SHAPE, torch.bfloat16, 1)
-    assert same_rank(groups, 7) == [[7] * 8, [7] * 4] * 3
+    assert [list(group.items) for group in groups] == [[(0, "gate", 0), (0, "up", 0)], [(0, "down", 0)]]
+    assert groups[0].items[0, "up", 0].forms[:3] == [LowRank(0), SharedV(1), SharedV(2)]
+
+
+def test_dropped_deltas(spectra: list[LayerSpectra]) -> None:
+    spectra = [dataclasses.replace(spectra[0], trimmed=frozenset({2}))]
+    for group in build_groups(spectra, SHAPE, torch.bfloat16, 1):
+        assert group.native_bytes is None
+        assert {key[2] for key, item in group.items.items() if item.forms == [LowRank(0)]} == {2}
+    assert {form for key, form in same_rank(spectra, SHAPE, 20).items() if key[2] == 2} == {LowRank(0)}
+
+
+def test_same_rank(spectra: list[LayerSpectra]) -> None:
+    assert same_rank(spectra, SHAPE, 7) == everywhere(LowRank(7))
     assert break_even_rank((48, 32)) == 19
-    assert same_rank(groups, 20) == [[None] * 8, [None] * 4] * 3
+    assert same_rank(spectra, SHAPE, 20) == everywhere(Dense())
 
 
 @pytest.mark.parametrize("method", ["water-filling", "uniform"])
@@ -110,8 +140,8 @@ def test_same_rank(spectra: list[LayerSpectra]) -> None:
 def test_the_target_is_hit_from_below(spectra: list[LayerSpectra], method: Any, share: float) -> None:
     """Within half a percent of the whole, although one rank and its header are a quarter of a percent here."""
     groups = build_groups(spectra, SHAPE, torch.bfloat16, 1)
-    least = planned_bytes(layouts_from(spectra, SHAPE, [[0] * 8, [0] * 4] * 3))
-    most = planned_bytes(layouts_from(spectra, SHAPE, [None] * 6))
+    least = planned_bytes(layouts_from(spectra, SHAPE, everywhere(LowRank(0))))
+    most = planned_bytes(layouts_from(spectra, SHAPE, {}))
     target = least + round(share * (most - least))
     found = planned_bytes(fit_layouts(method, spectra, groups, SHAPE, target, planned_bytes))
     assert 0 <= target - found < 0.005 * most
@@ -138,7 +168,7 @@ def test_more_bytes_lose_less(spectra: list[LayerSpectra]) -> None:
 
 def test_multiples_are_kept(spectra: list[LayerSpectra]) -> None:
     groups = build_groups(spectra, SHAPE, torch.bfloat16, 4)
-    target = planned_bytes(layouts_from(spectra, SHAPE, [[4] * 8, [4] * 4] * 3)) + 333
+    target = planned_bytes(layouts_from(spectra, SHAPE, everywhere(LowRank(4)))) + 333
     layouts = fit_layouts("water-filling", spectra, groups, SHAPE, target, planned_bytes)
     ranks = {w.rank for layout in layouts.values() for _, _, w in layout.deltas() if isinstance(w, LowRank)}
     assert len(ranks) > 1

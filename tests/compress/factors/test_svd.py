@@ -6,10 +6,12 @@ from torch import Tensor
 
 from moetool.architectures import MoEShape, Role
 from moetool.calibration.collectors import GramCollector
-from moetool.compress.allocation import Curve, Group, water_filling
+from moetool.compress.budget.items import Group, Ladder
+from moetool.compress.budget.spending import allocate
 from moetool.compress.choices import Svd
 from moetool.compress.factors.svd import LayerSvd
 from moetool.numerics.factorize import truncate
+from moetool.representations.low_rank import LowRank
 
 CPU = torch.device("cpu")
 WIDE = MoEShape(experts=3, top_k=1, hidden=6, intermediate=10)
@@ -171,10 +173,15 @@ def test_the_expert_with_more_tokens_gets_the_higher_rank(layer: Layer, role: Ro
     for expert, factorization in enumerate(found):
         lost = float((layer.given(role)[expert] @ delta.double().T).square().sum())
         assert 0.3 < factorization.energy / lost < 3
-    curves = [Curve((60, 60), own.spectrum, own.energy, 2) for own in found]
-    ranks = water_filling([Group(curves, 0)], 6 * curves[0].step_bytes)[0]
-    assert ranks is not None
-    assert (ranks[0] or 0) > (ranks[1] or 0)
+    ladder = Ladder((60, 60), 2)
+    items = {
+        (0, role, expert): ladder.item(torch.cat([own.spectrum, torch.zeros(60)]), own.energy)
+        for expert, own in enumerate(found)
+    }
+    first, second = allocate("water-filling", [Group(items)], 6 * ladder.step_bytes).values()
+    assert isinstance(first, LowRank)
+    assert isinstance(second, LowRank)
+    assert first.rank > second.rank
 
 
 @each_role
