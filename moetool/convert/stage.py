@@ -8,12 +8,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moetool.architectures import find_architecture, is_opaque
 from moetool.calibration.data import load_tokenizer
 from moetool.checkpoint.reader import CONFIG, Checkpoint
 from moetool.convert.parts import Converted
 from moetool.convert.sample import sample_tokens
 from moetool.errors import InvalidInputError, VerificationError
+from moetool.format.families import architecture_of, is_opaque
 from moetool.job.calibrated import calibration_windows
 from moetool.job.job import DenseSource, Job, Source
 from moetool.job.options import RunOptions, TextOptions
@@ -182,7 +182,7 @@ class Conversion(Stage[OptionsT, DenseSource]):
         from moetool.calibration.streaming import StreamedModel
         from moetool.convert import proof
 
-        family = self.dense.architecture if is_opaque(made.config) else find_architecture(made.config)
+        family = self.dense.architecture if is_opaque(made.config) else architecture_of(made.config)
         with phase(job.progress, "Compare with the dense model", 2 * self.dense.layers):
             dense = proof.run(
                 StreamedModel(self.dense.checkpoint, self.dense.architecture, torch.float32, job.device),

@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from moetool.architectures import Architecture, find_architecture
+from moetool.architectures import Architecture
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
+from moetool.format.families import architecture_of
 from moetool.job.blueprint import imagine
 from moetool.job.job import Job
 from moetool.job.options import RunOptions
@@ -36,7 +37,7 @@ class UpcycledSource:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "UpcycledSource":
         record = origin(checkpoint).get("upcycled")
-        architecture = find_architecture(checkpoint.config)
+        architecture = architecture_of(checkpoint.config)
         return cls(checkpoint, architecture, ExpertReader(checkpoint, architecture), record)
 
     @property
