@@ -23,10 +23,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
-from moetool.architectures import find_architecture
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.format.entry import format_entry
+from moetool.format.families import architecture_of
 from moetool.format.layout import BASE_CHANNELS, LayerLayout
 from moetool.representations.dense import Dense
 from moetool.runtime.quiet import quiet
@@ -235,7 +235,7 @@ def make_compressed() -> Callable[..., Path]:
     def make(source: Path, target: Path, layouts: Mapping[int, LayerLayout], seed: int = 0) -> Path:
         generator = torch.Generator().manual_seed(seed)
         checkpoint = Checkpoint.open(source)
-        reader = ExpertReader(checkpoint, find_architecture(checkpoint.config))
+        reader = ExpertReader(checkpoint, architecture_of(checkpoint.config))
         tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
         for layer, layout in layouts.items():
             prefix = reader.architecture.experts_prefix(layer)

@@ -1,4 +1,4 @@
-"""A tiny checkpoint of every kind that moetool writes, filled with random numbers: layouts, and modules of our own."""
+"""A tiny checkpoint of every kind that moetool writes, filled with random numbers: layouts, and custom modules."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,19 +10,35 @@ from families import build
 from torch import Tensor, nn
 
 from moetool.architectures import ROLES, MoEShape, Role
-from moetool.format.entry import format_entry, own_entry
+from moetool.format.entry import custom_entry, format_entry
+from moetool.format.kinds import CustomModule
+from moetool.format.kinds.moe import MoESpec, Shared
+from moetool.format.kinds.moefied import MoefiedSpec, SelectorKind
+from moetool.format.kinds.pesc import PescSpec
+from moetool.format.kinds.simoe import SimoeSpec
 from moetool.format.layout import LayerLayout
 from moetool.representations import Representation, parse_representation
 from moetool.runtime.modules.experts import SharedBaseExperts
-from moetool.runtime.modules.insertion import is_guard
+from moetool.runtime.modules.insertion import is_placeholder
 from moetool.runtime.plugin import MoetoolConfig, MoetoolQuantizer
 from moetool.runtime.quiet import quiet
 
 MIXTRAL = MoEShape(experts=4, top_k=2, hidden=32, intermediate=48)
 QWEN = MoEShape(experts=6, top_k=2, hidden=32, intermediate=24)
-ROUTED = {"experts": 4, "top_k": 2, "layers": [0, 1, 2], "of": 3, "hidden": 32}
-PHI = {**ROUTED, "intermediate": 64, "roles": ["up", "down"], "biases": ["up", "down"]}
-LLAMA = {**ROUTED, "intermediate": 48, "roles": list(ROLES), "biases": []}
+LAYERS = (0, 1, 2)
+
+
+def _phi(shared: Shared) -> MoESpec:
+    roles: tuple[Role, ...] = ("up", "down")
+    return MoESpec(
+        experts=4, top_k=2, intermediate=64, layers=LAYERS, shared=shared, of=3, hidden=32, roles=roles, biases=roles
+    )
+
+
+def _llama(shared: Shared) -> MoESpec:
+    return MoESpec(
+        experts=4, top_k=2, intermediate=48, layers=LAYERS, shared=shared, of=3, hidden=32, roles=ROLES, biases=()
+    )
 
 
 def layout(
@@ -50,20 +66,19 @@ def _qwen(*layouts: LayerLayout) -> Any:
     return _with(model, format_entry(dict(enumerate(layouts))))
 
 
-def _own(kind: str, family: str, described: Mapping[str, Any], **layouts: Any) -> Any:
-    return _with(build_dense(family), {**own_entry(kind, described), **layouts})
+def _custom(family: str, spec: CustomModule, **layouts: Any) -> Any:
+    return _with(build_dense(family), {**custom_entry(spec), **layouts})
 
 
-def _neurons(family: str, selector: str, keep: float = 0.5) -> Any:
-    return _own("neuron_experts", family, {"experts": 8, "keep": keep, "selector": selector, "layers": [0, 2]})
+def _neurons(family: str, selector: SelectorKind, keep: float = 0.5) -> Any:
+    return _custom(family, MoefiedSpec(experts=8, keep=keep, selector=selector, layers=(0, 2)))
 
 
 def _masks(family: str, channels: int | None) -> Any:
     model = build_dense(family)
     inner = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in n]
-    described = {"experts": 4, "router_width": 8, "sparsity": 0.5}
     listed = None if channels is None else dict.fromkeys(inner, channels)
-    return _with(model, own_entry("interpolated", {**described, "channels": listed}))
+    return _with(model, custom_entry(SimoeSpec(experts=4, router_width=8, sparsity=0.5, channels=listed)))
 
 
 def _phi_on_base() -> Any:
@@ -74,7 +89,7 @@ def _phi_on_base() -> Any:
         layout(shape, "quantised:4:16", channels=40, extended=True),
     ]
     layers = format_entry(dict(enumerate(layouts)))["layers"]
-    return _own("mixture", "phi", {**PHI, "shared": "xft"}, layers=layers)
+    return _custom("phi", _phi("xft"), layers=layers)
 
 
 KINDS: dict[str, Callable[[], Any]] = {
@@ -112,10 +127,10 @@ KINDS: dict[str, Callable[[], Any]] = {
         layout(QWEN, "low-rank:3", base="quantised-weight:4:8", dynamic=5, extended=True),
     ),
     "mixture-on-base-with-biases": _phi_on_base,
-    "mixture": lambda: _own("mixture", "llama", {**LLAMA, "shared": "none"}),
-    "mixture-half": lambda: _own("mixture", "llama", {**LLAMA, "shared": "half"}),
-    "mixture-with-biases": lambda: _own("mixture", "phi", {**PHI, "shared": "med"}),
-    "adapters": lambda: _own("adapter_experts", "llama", {**ROUTED, "width": 8, "scale": 1.0, "dropout": 0.0}),
+    "mixture": lambda: _custom("llama", _llama("none")),
+    "mixture-half": lambda: _custom("llama", _llama("half")),
+    "mixture-with-biases": lambda: _custom("phi", _phi("med")),
+    "adapters": lambda: _custom("llama", PescSpec(experts=4, top_k=2, layers=LAYERS, width=8, scale=1.0, dropout=0.0)),
     "masks": lambda: _masks("llama", None),
     "masks-pruned": lambda: _masks("gpt_neox", 12),
     "neurons-mlp": lambda: _neurons("llama", "mlp"),
@@ -149,7 +164,7 @@ def _with(model: Any, entry: Mapping[str, Any]) -> Any:
             _fill_stored(module)
             native.update(map(id, (*module.moetool.parameters(), *module.moetool.buffers())))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if id(tensor) not in native and not is_guard(tensor):
+        if id(tensor) not in native and not is_placeholder(tensor):
             tensor.copy_(_random(name, tensor, model))
     model.config.quantization_config = quantizer.quantization_config
     return model

@@ -15,7 +15,9 @@ from moetool.architectures.dense import DenseArchitecture
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import CheckpointWriter
 from moetool.convert.parts import Converted, Made
-from moetool.format.moe_spec import Mixture, Shared
+from moetool.format.kinds.moe import MoESpec, Shared
+from moetool.format.kinds.pesc import PescSpec
+from moetool.format.kinds.simoe import SimoeSpec
 from moetool.numerics.seeding import linear_std
 from moetool.runtime.dense import DenseModel
 from moetool.runtime.quiet import quiet
@@ -53,13 +55,16 @@ def upcycled(
     dtype: torch.dtype | None = None,
 ) -> Upcycled:
     """Copies of the FFN, two of four per token, in every layer, unless something else is said."""
-    mixture = Mixture(
+    mixture = MoESpec(
         experts=EXPERTS * granularity,
         top_k=TOP_K * granularity,
         intermediate=dense.intermediate // granularity,
         layers=tuple(range(dense.layers)) if layers is None else layers,
-        of=dense.layers,
         shared=shared,
+        of=dense.layers,
+        hidden=dense.hidden,
+        roles=dense.architecture.roles,
+        biases=dense.biases,
     )
 
     def rows(layer: int) -> Tensor:
@@ -98,13 +103,16 @@ def with_adapters(dense: DenseModel, **options: Any) -> WithAdapterExperts:
 
     layers = tuple(range(dense.layers))
     standard = {"experts": EXPERTS, "top_k": TOP_K, "layers": layers, "width": 8, "scale": 1.0, "dropout": 0.0}
-    return WithAdapterExperts(dense=dense, dtype=None, seed=0, **{**standard, "router": rows, **options})
+    dtype, router = options.pop("dtype", None), options.pop("router", rows)
+    spec = PescSpec.from_config({**standard, **options})
+    return WithAdapterExperts(dense=dense, dtype=dtype, seed=0, spec=spec, router=router)
 
 
 def interpolated(dense: DenseModel, **options: Any) -> Interpolated:
     """Four masks on every linear layer, unless something else is said."""
-    standard = {"experts": EXPERTS, "router_width": 8, "sparsity": 0.5}
-    return Interpolated(dense=dense, dtype=None, seed=0, **{**standard, **options})
+    standard = {"experts": EXPERTS, "router_width": 8, "sparsity": 0.5, "channels": None}
+    dtype = options.pop("dtype", None)
+    return Interpolated(dense=dense, dtype=dtype, seed=0, spec=SimoeSpec.from_config({**standard, **options}))
 
 
 def write_made(path: Path, made: Sequence[Made], config: dict[str, Any]) -> Path:

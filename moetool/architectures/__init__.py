@@ -10,8 +10,6 @@ from functools import cache
 from typing import Any
 
 from moetool.architectures.base import EXPERT_KEYS, ROLES, Architecture, MoEShape, Role, Unsupported
-from moetool.architectures.custom import is_opaque, own_modules
-from moetool.architectures.custom_moe import mixture_of, own_mixture
 from moetool.errors import InvalidInputError
 
 __all__ = [
@@ -22,9 +20,6 @@ __all__ = [
     "aliases",
     "architectures",
     "find_architecture",
-    "is_opaque",
-    "mixture_of",
-    "own_modules",
     "unsupported",
 ]
 
@@ -54,14 +49,12 @@ def aliases(config: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def find_architecture(config: Mapping[str, Any]) -> Architecture:
-    """The family that a `config.json` belongs to.
+    """The family of the hub that a `config.json` belongs to, by its model type.
 
     Raises:
         InvalidInputError: the model is dense, or its family is not known or known not to fit.
     """
     model_type = config.get("model_type")
-    if own_modules(config):
-        return own_mixture(config)
     by_type = {name: architecture for architecture in architectures() for name in architecture.model_types}
     if isinstance(model_type, str) and model_type in by_type:
         return by_type[model_type]

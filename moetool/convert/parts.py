@@ -3,13 +3,19 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.writer import InParts, TensorSpec
+from moetool.format.entry import custom_entry
+from moetool.format.kinds import CustomModule
 from moetool.runtime.dense import DenseModel
+
+SpecT = TypeVar("SpecT", bound=CustomModule)
 
 REST = -1  # the unit of everything that belongs to no layer
 
@@ -93,6 +99,41 @@ class Converted(ABC):
         models = [model for model in self.rest if name in model.checkpoint.tensors] or [self.dense]
         for blocks in zip(*(model.checkpoint.blocks(name) for model in models), strict=True):
             yield mean(blocks).to(dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Customized(Converted, Generic[SpecT]):
+    """A dense model with custom modules.
+
+    Attributes:
+        spec: what they are.
+    """
+
+    spec: SpecT
+
+    def config(self) -> dict[str, Any]:
+        entry = custom_entry(self.spec)
+        return patch_config(self.dense.checkpoint.config, quantization_config=entry, **self.dtype_entry())
+
+    def units(self) -> list[tuple[int, list[Made]]]:
+        return [(layer, list(self.unit(layer, names))) for layer, names in self.names().items()]
+
+    @abstractmethod
+    def unit(self, layer: int, names: list[str]) -> Iterator[Made]:
+        """The tensors of one layer, or of none (`REST`), of which the dense model has those of `names`."""
+
+    def parameters(self) -> dict[str, int]:
+        shapes = {made.spec.name: made.spec.shape for _, unit in self.units() for made in unit}
+        return self.spec.counts(self.dense.architecture, shapes)._asdict()
+
+    def kept(self, names: list[str]) -> Iterator[Made]:
+        """Tensors of the dense model as they are, under the names that they have beside custom modules."""
+        return (self.copied(name, self._places[name]) for name in names)
+
+    @cached_property
+    def _places(self) -> dict[str, str]:
+        shapes = {name: info.shape for name, info in self.dense.checkpoint.tensors.items()}
+        return self.spec.moved(self.dense.architecture, shapes)
 
 
 def mean(parts: Sequence[Tensor]) -> Tensor:

@@ -10,7 +10,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moetool.architectures import find_architecture, is_opaque
 from moetool.calibration.data import load_tokenizer
 from moetool.checkpoint.manifest import Provenance
 from moetool.checkpoint.reader import CONFIG, Checkpoint
@@ -18,6 +17,7 @@ from moetool.convert.parts import Converted
 from moetool.convert.sample import sample_tokens
 from moetool.convert.told import Activations, ConversionTold, Parameters, Proof
 from moetool.errors import InvalidInputError, VerificationError
+from moetool.format.families import architecture_of, is_opaque
 from moetool.job.calibrated import calibration_windows
 from moetool.job.job import DenseSource, Input, Job, Source
 from moetool.job.options import RunOptions, TextOptions
@@ -209,7 +209,7 @@ class Conversion(Stage[ConversionT, DenseSource]):
         from moetool.calibration.streaming import StreamedModel
         from moetool.convert import proof
 
-        family = self.dense.architecture if is_opaque(made.config) else find_architecture(made.config)
+        family = self.dense.architecture if is_opaque(made.config) else architecture_of(made.config)
         with phase(job.progress, "Compare with the dense model", 2 * self.dense.layers):
             dense = proof.run(
                 StreamedModel(self.dense.checkpoint, self.dense.architecture, torch.float32, job.device),

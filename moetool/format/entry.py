@@ -3,23 +3,22 @@
 from collections.abc import Mapping
 from typing import Any
 
-from moetool.architectures import find_architecture
-from moetool.architectures.custom import METHOD, moetool_entry
 from moetool.errors import InvalidInputError
+from moetool.format.families import architecture_of
+from moetool.format.kinds import CustomModule
 from moetool.format.layout import LayerLayout
+from moetool.format.marker import FORMAT_VERSION, METHOD, moetool_entry
 
 __all__ = [
     "FORMAT_VERSION",
     "METHOD",
     "check_format_version",
     "check_unquantised",
+    "custom_entry",
     "format_entry",
     "layer_layouts",
     "moetool_entry",
-    "own_entry",
 ]
-
-FORMAT_VERSION = 1
 
 
 def check_unquantised(config: Mapping[str, Any]) -> None:
@@ -55,7 +54,7 @@ def layer_layouts(config: Mapping[str, Any]) -> dict[int, LayerLayout]:
     check_format_version(entry)
     if not (layers := entry.get("layers")):
         return {}
-    architecture = find_architecture(config)
+    architecture = architecture_of(config)
     shape, count = architecture.numbers(config), architecture.layers(config)
     names = {str(layer): layer for layer in range(count)}
     if absent := [key for key in layers if key not in names]:
@@ -71,12 +70,14 @@ def layer_layouts(config: Mapping[str, Any]) -> dict[int, LayerLayout]:
     return layouts
 
 
-def own_entry(kind: str, described: Mapping[str, Any]) -> dict[str, Any]:
-    """The `quantization_config` of a model that has modules of moetool's own of one kind."""
-    return {"quant_method": METHOD, "format_version": FORMAT_VERSION, kind: dict(described)}
+def custom_entry(spec: CustomModule) -> dict[str, Any]:
+    """The `quantization_config` of a model with custom modules, all its experts stored natively."""
+    return {"quant_method": METHOD, "format_version": FORMAT_VERSION, spec.key: spec.to_config()}
 
 
-def format_entry(layouts: Mapping[int, LayerLayout], **more: Any) -> dict[str, Any]:
-    """The `quantization_config` to write for these layouts; native layers are left out."""
+def format_entry(layouts: Mapping[int, LayerLayout], spec: CustomModule | None = None, **more: Any) -> dict[str, Any]:
+    """The `quantization_config` to write for these layouts, of experts of custom modules if there is a spec of them;
+    native layers are left out."""
     layers = {str(layer): layout.to_config() for layer, layout in sorted(layouts.items()) if not layout.is_native}
-    return {"quant_method": METHOD, "format_version": FORMAT_VERSION, **more, "layers": layers}
+    custom = {} if spec is None else {spec.key: spec.to_config()}
+    return {"quant_method": METHOD, "format_version": FORMAT_VERSION, **custom, **more, "layers": layers}

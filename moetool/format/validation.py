@@ -5,23 +5,22 @@ left to transformers. No check refuses what transformers computes: names of acti
 are not listed here are looked up there.
 """
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from moetool.architectures import Architecture, architectures, find_architecture, mixture_of
-from moetool.architectures.base import Role
-from moetool.architectures.custom import METHOD, OWN_MODULES
+from moetool.architectures import Architecture, architectures
 from moetool.architectures.dense import DenseArchitecture, dense_architectures, find_dense_architecture
 from moetool.errors import InvalidInputError
 from moetool.format.entry import check_format_version, layer_layouts
-from moetool.format.moe_spec import Shared
+from moetool.format.families import CustomMoE, architecture_of
+from moetool.format.fields import MOST, MOST_EXPERTS, Count, LayerCount, Name, Positive, Share, explain
+from moetool.format.kinds import custom_module
+from moetool.format.kinds.moe import MoESpec
+from moetool.format.marker import METHOD
 
-MOST = 2**31 - 1  # of any number of things
-MOST_LAYERS, MOST_EXPERTS = 10_000, 100_000  # each has a name, of which lists are made
 DEEPEST = 64  # objects and lists in one another
 # What families in this package use; any other name is looked up in transformers, which takes seconds to import.
 _ACTIVATIONS = frozenset({"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"})
@@ -55,14 +54,6 @@ def _typed(value: Any) -> Any:
     return value
 
 
-Count = Annotated[int, Field(strict=True, ge=1, le=MOST)]
-Layers = Annotated[int, Field(strict=True, ge=1, le=MOST_LAYERS)]
-Experts = Annotated[int, Field(strict=True, ge=1, le=MOST_EXPERTS)]
-Whole = Annotated[int, Field(strict=True, ge=0, le=MOST)]
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(strict=True, ge=0, le=1)]
-Name = Annotated[str, Field(strict=True, min_length=1)]
 Activation = Annotated[str, Field(strict=True), AfterValidator(_activation)]
 RopeType = Annotated[str, Field(strict=True), AfterValidator(_rope_type)]
 
@@ -94,8 +85,8 @@ class _Known(_Any):
     vocab_size: Count = 1
     hidden_size: Count = 1
     n_embd: Count = 1
-    num_hidden_layers: Layers = 1
-    n_layer: Layers = 1
+    num_hidden_layers: LayerCount = 1
+    n_layer: LayerCount = 1
     num_attention_heads: Count = 1
     n_head: Count = 1
     num_key_value_heads: Count | None = None
@@ -134,77 +125,12 @@ class _Known(_Any):
         return self
 
 
-class _OfLayers(_Entries):
-    layers: list[Whole]
-
-    @model_validator(mode="after")
-    def _ascending(self) -> Self:
-        if self.layers != sorted(set(self.layers)):
-            raise ValueError(f"layers is {self.layers}: each may be there once, in ascending order")
-        return self
-
-
-class _Routed(_OfLayers):
-    experts: Experts
-    top_k: Experts
-
-    @model_validator(mode="after")
-    def _choice(self) -> Self:
-        if self.top_k > self.experts:
-            raise ValueError(f"top_k is {self.top_k}, more than the {self.experts} experts")
-        return self
-
-
-class _Mixture(_Routed):
-    hidden: Count
-    intermediate: Count
-    of: Layers
-    shared: Shared
-    roles: list[Role]
-    biases: list[Role]
-
-
-class _Adapters(_Routed):
-    width: Count
-    scale: Number
-    dropout: Annotated[float, Field(strict=True, ge=0, lt=1)]
-
-
-class _Interpolated(_Entries):
-    experts: Experts
-    router_width: Count
-    sparsity: Share
-    channels: dict[str, Whole] | None
-
-
-class _Neurons(_OfLayers):
-    experts: Experts
-    keep: Annotated[float, Field(strict=True, gt=0, le=1)]
-    selector: Literal["mlp", "oracle", "fixed"]
-
-    @model_validator(mode="after")
-    def _some(self) -> Self:
-        if not round(self.keep * self.experts):
-            raise ValueError(f"keep is {self.keep}, which leaves none of {self.experts} experts")
-        return self
-
-
 class _Entry(_Entries):
     """moetool's `quantization_config`."""
 
     format_version: Count = 1
-    mixture: _Mixture | None = None
-    adapter_experts: _Adapters | None = None
-    interpolated: _Interpolated | None = None
-    neuron_experts: _Neurons | None = None
     layers: dict[str, dict[str, Any]] = {}
     original_bytes: Count | None = None
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> Self:
-        if len(found := [kind for kind in OWN_MODULES if getattr(self, kind) is not None]) > 1:
-            raise ValueError(f"has {' and '.join(found)}: a model is one of these")
-        return self
 
 
 def check_depth(parsed: Any, file: Path) -> None:
@@ -229,7 +155,7 @@ def check_config(config: Mapping[str, Any], file: Path) -> None:
     if isinstance(entry, Mapping) and entry.get("quant_method") == METHOD:
         check_format_version(entry)
         _validate(_Entry, entry, f"{file}, quantization_config")
-        _check_entry(config, entry, file)
+        _check_custom(config, file)
     family = _family(config)
     if isinstance(family, Architecture):
         _check_experts(family, config, file)
@@ -269,8 +195,8 @@ def check_headers(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
 
 def _experts(family: Architecture, config: Mapping[str, Any]) -> tuple[str, int | None]:
     """The number of experts as far as a config says it, and under which key."""
-    if mixture_of(config) is not None:
-        return "experts", family.numbers(config).experts
+    if isinstance(family, CustomMoE):
+        return "experts", family.spec.experts
     key = next((key for key in family.experts_keys if key in config), family.experts_keys[0])
     return key, config.get(key)
 
@@ -288,14 +214,14 @@ def _check_experts(family: Architecture, config: Mapping[str, Any], file: Path) 
         raise InvalidInputError(
             f"{file}: n_group is {groups} and topk_group {chosen}; {experts} experts cannot be divided and chosen so."
         )
-    if "num_hidden_layers" in config and mixture_of(config) is None:
+    if "num_hidden_layers" in config and not isinstance(family, CustomMoE):
         family.moe_layers_rule.among(config["num_hidden_layers"], config)
 
 
 def _family(config: Mapping[str, Any]) -> Architecture | DenseArchitecture | None:
     """The family of a config, by its model type and moetool's entry; `None` if it is not known."""
-    if mixture_of(config) is not None:
-        return find_architecture(config)
+    if isinstance(custom_module(config), MoESpec):
+        return architecture_of(config)
     return _named(config.get("model_type"))
 
 
@@ -304,60 +230,27 @@ def _named(model_type: object) -> Architecture | DenseArchitecture | None:
     return next((family for family in families if model_type in family.model_types), None)
 
 
-def _check_entry(config: Mapping[str, Any], entry: Mapping[str, Any], file: Path) -> None:
-    """What the entry says against what the rest of the config says."""
-
-    def refuse(what: str) -> None:
-        raise InvalidInputError(f"{file}, quantization_config: {what}.")
-
-    kind = next((kind for kind in OWN_MODULES if entry.get(kind) is not None), None)
-    if kind is None:
+def _check_custom(config: Mapping[str, Any], file: Path) -> None:
+    """What custom modules are against what the rest of the config says."""
+    layers, hidden = (
+        next((config[key] for key in keys if key in config), None)
+        for keys in (("num_hidden_layers", "n_layer"), ("hidden_size", "n_embd"))
+    )
+    try:
+        spec = custom_module(config)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{file}, {error}") from error
+    if spec is None:
         return
-    described = entry[kind]
-    dense = find_dense_architecture({**config, "quantization_config": None})
-    count = config.get("num_hidden_layers", config.get("n_layer"))
-    if count is not None and (absent := [layer for layer in described.get("layers", ()) if layer >= count]):
-        refuse(f"{kind}.layers has {absent}, and the model has {count} layers")
-    if kind != "mixture":
-        return
-    if count is not None and described["of"] != count:
-        refuse(f"mixture.of is {described['of']}, and the model has {count} layers")
-    hidden = config.get("hidden_size", config.get("n_embd", described["hidden"]))
-    if described["hidden"] != hidden:
-        refuse(f"mixture.hidden is {described['hidden']}, and the model's hidden size {hidden}")
-    if tuple(described["roles"]) != dense.roles:
-        refuse(f"mixture.roles is {described['roles']}, and a {dense.name} has {list(dense.roles)}")
-    for group in (dense.roles[:-1], dense.roles[-1:]):
-        if 0 < sum(role in described["biases"] for role in group) < len(group):
-            refuse(f"mixture.biases is {described['biases']}: {' and '.join(group)} have both a bias or none")
-    if len(set(described["biases"])) < len(described["biases"]) or not {*described["biases"]} <= {*dense.roles}:
-        refuse(f"mixture.biases is {described['biases']}, not some of {list(dense.roles)}")
+    dense = find_dense_architecture(config)
+    try:
+        spec.check(dense, layers, hidden)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{file}, {error}") from error
 
 
 def _validate(model: type[BaseModel], values: Mapping[str, Any], where: str) -> None:
     try:
         model.model_validate(dict(values))
     except ValidationError as error:
-        problems = [_explain(problem) for problem in error.errors(include_url=False)]
-        raise InvalidInputError(f"{where}: {'; '.join(dict.fromkeys(problems))}.") from error
-
-
-def _explain(problem: Any) -> str:
-    """`head_dim is -4, but should be greater than or equal to 1`."""
-    place = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
-    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ").partition(" or instance of ")[0]
-    if problem["type"] == "missing":
-        return f"{place} is missing"
-    if not place:
-        return message
-    if problem["type"] == "value_error" and isinstance(problem["input"], Mapping):
-        return f"{place}: {message}"
-    joint = ", but" if message.startswith("should") else ":"
-    return f"{place} is {_short(problem['input'])}{joint} {message}"
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"
+        raise InvalidInputError(f"{where}: {explain(error)}.") from error

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from moetool.architectures import Architecture, find_architecture
+from moetool.architectures import Architecture
 from moetool.architectures.dense import DenseArchitecture
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
+from moetool.format.families import architecture_of
 from moetool.job.blueprint import check_against_config, open_for_planning
 from moetool.job.interrupt import Interrupt
 from moetool.job.memory import return_heap
@@ -59,7 +60,7 @@ class Source:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "Source":
-        architecture = find_architecture(checkpoint.config)
+        architecture = architecture_of(checkpoint.config)
         return cls(checkpoint, architecture, ExpertReader(checkpoint, architecture))
 
     @property

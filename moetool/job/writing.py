@@ -10,7 +10,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moetool.architectures import mixture_of
 from moetool.calibration.collectors import LayerStatistics
 from moetool.checkpoint.files import copy_sidecars, file_sha256, json_bytes, patch_config, save_tensors, write_json
 from moetool.checkpoint.manifest import Manifest, Origin, Provenance, read_manifest, write_manifest
@@ -19,8 +18,9 @@ from moetool.checkpoint.source import first_line
 from moetool.checkpoint.writer import CheckpointWriter, InParts, TensorSpec, is_finite
 from moetool.errors import InvalidInputError
 from moetool.format.entry import format_entry, moetool_entry
+from moetool.format.kinds import custom_module
+from moetool.format.kinds.moe import routed_scale
 from moetool.format.layout import LayerLayout
-from moetool.format.moe_spec import routed_scale
 from moetool.job.job import Input, Job, Source, SourceT
 from moetool.job.memory import return_heap
 from moetool.job.progress import phase
@@ -144,8 +144,8 @@ def write_model(
             if spec.name not in made:
                 yield spec.name, checkpoint.read(spec.name)
 
-    if entry is None and (mixture := mixture_of(checkpoint.config)) is not None:
-        config = patch_config(checkpoint.config, quantization_config=format_entry({}, mixture=dict(mixture)))
+    if entry is None and (spec := custom_module(checkpoint.config)) is not None:
+        config = patch_config(checkpoint.config, quantization_config=format_entry({}, spec))
     elif entry is None:
         config = patch_config(checkpoint.config, remove=["quantization_config"])
     else:

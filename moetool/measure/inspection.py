@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from moetool.architectures import is_opaque
 from moetool.checkpoint.counting import parameter_counts
 from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import MANIFEST
+from moetool.format.families import is_opaque
 from moetool.job.blueprint import open_for_planning
 from moetool.job.job import Source
 from moetool.job.writing import original_bytes
-from moetool.measure.custom_inspection import inspect_own
+from moetool.measure.custom_inspection import inspect_custom
 from moetool.runtime.building import check_sizes
 
 
@@ -20,7 +20,7 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
     if is_opaque(checkpoint.config):
         if not checkpoint.is_imagined:
             check_sizes(checkpoint)
-        return inspect_own(path, checkpoint)
+        return inspect_custom(path, checkpoint)
     source = Source.of(checkpoint)
     reader = source.experts
     manifest = read_manifest(checkpoint.path) if (checkpoint.path / MANIFEST).exists() else None

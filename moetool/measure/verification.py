@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from moetool.architectures import is_opaque
 from moetool.checkpoint.files import file_sha256
 from moetool.checkpoint.manifest import Manifest, read_manifest
 from moetool.checkpoint.reader import MANIFEST, WORK_DIRECTORIES, Checkpoint
 from moetool.checkpoint.source import DOCUMENTS, DOWNLOADED
 from moetool.checkpoint.writer import is_finite
 from moetool.errors import InvalidInputError, VerificationError
+from moetool.format.families import is_opaque
 from moetool.job.job import DenseSource, Source, joined_names
 from moetool.job.progress import Progress, Silent, phase
 from moetool.runtime.building import check_sizes

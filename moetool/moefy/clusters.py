@@ -1,23 +1,28 @@
 """The tensors of a moefied model: its own weights, neurons reordered so that every expert is a run of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from moetool.architectures import Role
-from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.writer import TensorSpec
-from moetool.convert.parts import REST, Converted, Made
+from moetool.convert.parts import Customized, Made
 from moetool.errors import UsageError
-from moetool.format.entry import own_entry
+from moetool.format.kinds.base import PLACEHOLDER
+from moetool.format.kinds.moefied import CENTRE, FIRST, ORDER, SECOND, MoefiedSpec, SelectorKind, linear_paths
 from moetool.numerics.balanced_kmeans import balanced_kmeans
 from moetool.runtime.dense import DenseModel
 
-SelectorKind = Literal["mlp", "oracle", "fixed"]
+# Tensors that a layer gains: what of its plan each is, and its dtype, `None` for that of the FFNs.
+_FOUND: Mapping[str, tuple[str, torch.dtype | None]] = {
+    CENTRE: ("centre", torch.float32),
+    FIRST: ("first", None),
+    SECOND: ("second", None),
+    ORDER: ("ranking", torch.int64),
+}
 
 
 @dataclass(frozen=True)
@@ -66,69 +71,42 @@ def clustered_order(dense: DenseModel, layer: int, experts: int, seed: int) -> T
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moefied(Converted):
+class Moefied(Customized[MoefiedSpec]):
     """A dense model whose feed-forward networks compute the experts that a selector chooses.
 
     Attributes:
-        experts: per layer.
-        keep: share of them per token.
-        selector: what chooses.
-        layers: which layers, ascending.
         layer_plan: gives what was found for a layer.
     """
 
-    experts: int
-    keep: float
-    selector: SelectorKind
-    layers: tuple[int, ...]
     layer_plan: Callable[[int], LayerPlan]
 
-    def config(self) -> dict[str, Any]:
-        described = {
-            "experts": self.experts,
-            "keep": self.keep,
-            "selector": self.selector,
-            "layers": list(self.layers),
-        }
-        entry = own_entry("neuron_experts", described)
-        return patch_config(self.dense.checkpoint.config, quantization_config=entry, **self.dtype_entry())
-
-    def units(self) -> list[tuple[int, list[Made]]]:
-        return [(layer, list(self._unit(layer, names))) for layer, names in self.names().items()]
-
-    def _unit(self, layer: int, names: list[str]) -> Iterator[Made]:
-        if layer == REST or layer not in self.layers:
-            yield from map(self.copied, names)
+    def unit(self, layer: int, names: list[str]) -> Iterator[Made]:
+        if layer not in self.spec.layers:
+            yield from self.kept(names)
             return
         inside = self.dense.ffn_names(layer)
-        yield from (self.copied(name) for name in names if name not in inside)
+        yield from self.kept([name for name in names if name not in inside])
         yield from self._network(layer)
-        prefix, hidden, experts = self.dense.architecture.ffn_prefix(layer), self.dense.hidden, self.experts
-        yield self._found(f"{prefix}centre", layer, "centre", (self.dense.intermediate,), torch.float32)
-        if self.selector == "mlp":
-            yield self._found(f"{prefix}selector.first.weight", layer, "first", (experts, hidden), None)
-            yield self._found(f"{prefix}selector.second.weight", layer, "second", (experts, experts), None)
-        elif self.selector == "fixed":
-            yield self._found(f"{prefix}order", layer, "ranking", (experts,), torch.int64)
-        yield self.filled(self.dense.architecture.weight_name(layer, "up"), (1, 1))
+        prefix = self.dense.architecture.ffn_prefix(layer)
+        for name, shape in self.spec.tensors(self.dense.hidden, self.dense.intermediate).items():
+            what, dtype = _FOUND[name]
+            stored = dtype or self.stored(self.dense.dtype)
+            yield Made(TensorSpec(prefix + name, stored, shape), partial(self._found, layer, what, stored))
+        yield self.filled(self.dense.architecture.weight_name(layer, "up"), PLACEHOLDER)
 
-    def _found(self, name: str, layer: int, what: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Made:
-        stored = dtype or self.stored(self.dense.dtype)
-        spec = TensorSpec(name, stored, shape)
-        return Made(spec, lambda: getattr(self.layer_plan(layer), what).to(stored))
+    def _found(self, layer: int, what: str, dtype: torch.dtype) -> Tensor:
+        found: Tensor = getattr(self.layer_plan(layer), what)
+        return found.to(dtype)
 
     def _network(self, layer: int) -> Iterator[Made]:
         """The network's tensors under the name of the module that wraps it, neurons in their new order."""
         dense, architecture = self.dense, self.dense.architecture
-        prefix = architecture.ffn_prefix(layer)
-        width = dense.intermediate
-        joined = architecture.is_joined
-        for role in architecture.roles:
+        width, joined = dense.intermediate, architecture.is_joined
+        for role, path in linear_paths(architecture).items():
             if joined and role == "gate":
                 continue  # with `up`, in one tensor
             halves: list[Role] = ["gate", "up"] if joined and role == "up" else [role]
-            stem = architecture.weights[role].removesuffix(".weight")
-            name = f"{prefix}ffn.{role if architecture.spread else stem}"
+            name = f"{architecture.ffn_prefix(layer)}ffn.{path}"
             rows, columns = dense.shape(role)
             shape = (len(halves) * rows, columns)
             yield self.joined(f"{name}.weight", shape, [partial(self._matrix, layer, half) for half in halves])
@@ -146,20 +124,6 @@ class Moefied(Converted):
             return bias
         order = self.layer_plan(layer).order
         return torch.cat([part[order] for part in bias.split(width)])
-
-    @property
-    def selector_size(self) -> int:
-        """Numbers in one layer's selector."""
-        return {"mlp": self.experts * (self.dense.hidden + self.experts), "fixed": self.experts}.get(self.selector, 0)
-
-    def parameters(self) -> dict[str, int]:
-        dense = self.dense
-        added = len(self.layers) * (self.selector_size + dense.intermediate)
-        neuron = sum(dense.hidden + (role != "down" and role in dense.biases) for role in dense.architecture.roles)
-        chosen = chosen_experts(self.keep, self.experts)
-        idle = len(self.layers) * (self.experts - chosen) * (dense.intermediate // self.experts) * neuron
-        total = dense.parameters + added
-        return {"total": total, "active": total - idle, "added": added}
 
 
 def flops(dense: DenseModel, layers: int, keep: float, experts: int, length: int, selector: SelectorKind) -> float:

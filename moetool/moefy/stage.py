@@ -19,6 +19,9 @@ from moetool.convert.layers import parse_layers
 from moetool.convert.stage import Conversion, ConversionOptions, Measured
 from moetool.convert.told import Activations, Proof
 from moetool.errors import InvalidInputError, UsageError
+from moetool.format.entry import custom_entry
+from moetool.format.kinds import custom_module
+from moetool.format.kinds.moefied import MoefiedSpec, SelectorKind
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import RunOptions
@@ -27,7 +30,6 @@ from moetool.job.result import CalibrationFacts, Json
 from moetool.moefy.clusters import (
     LayerPlan,
     Moefied,
-    SelectorKind,
     check_experts,
     chosen_experts,
     clustered_order,
@@ -120,16 +122,8 @@ class Moefy(Conversion[MoefyOptions]):
         check_experts(options.experts, self.dense.intermediate)
         chosen_experts(options.keep, options.experts)
         self._check_text()
-        return Moefied(
-            dense=self.dense,
-            dtype=self.new_dtype,
-            seed=options.seed,
-            experts=options.experts,
-            keep=options.keep,
-            selector=self._selector,
-            layers=self._layers,
-            layer_plan=layer_plan,
-        )
+        spec = MoefiedSpec(experts=options.experts, keep=options.keep, selector=self._selector, layers=self._layers)
+        return Moefied(dense=self.dense, dtype=self.new_dtype, seed=options.seed, spec=spec, layer_plan=layer_plan)
 
     def _check_text(self) -> None:
         options = self.options
@@ -145,7 +139,7 @@ class Moefy(Conversion[MoefyOptions]):
     def details(self) -> dict[str, Json]:
         options, dense = self.options, self.dense
         means = dense.intermediate + dense.hidden if self.keeps_means else 0  # and the constant that follows from them
-        added = len(self._layers) * (self.planned().selector_size + means)
+        added = len(self._layers) * (self.planned().spec.selector_size(dense.hidden) + means)
         share = flops(dense, len(self._layers), options.keep, options.experts, COUNTED_LENGTH, self._selector)
         return {
             "experts": options.experts,
@@ -344,6 +338,6 @@ def _told(selector: Selector) -> dict[str, float]:
 
 def _keeping_all(made: Checkpoint) -> Checkpoint:
     """The same checkpoint, with all experts at work."""
-    entry = made.config["quantization_config"]
-    whole = {**entry, "neuron_experts": {**entry["neuron_experts"], "keep": 1.0}}
-    return replace(made, config={**made.config, "quantization_config": whole})
+    spec = custom_module(made.config)
+    assert isinstance(spec, MoefiedSpec)
+    return replace(made, config={**made.config, "quantization_config": custom_entry(spec.keeping(1.0))})

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from moetool.architectures.custom import is_opaque, moetool_entry
 from moetool.checkpoint.reader import CONFIG, Checkpoint
 from moetool.errors import InvalidInputError, MoetoolError
+from moetool.format.families import is_opaque
+from moetool.format.marker import moetool_entry
 from moetool.runtime.quiet import quiet
 
 

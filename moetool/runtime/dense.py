@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moetool.architectures import MoEShape, Role
-from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
+from moetool.architectures import Role
+from moetool.architectures.dense import DenseArchitecture
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
 from moetool.format.entry import check_unquantised
-from moetool.format.moe_spec import Mixture
+from moetool.format.families import dense_architecture_of
 from moetool.runtime.building import model_config
 
 
@@ -31,7 +31,7 @@ class DenseModel:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self.architecture: DenseArchitecture = find_dense_architecture(checkpoint.config)
+        self.architecture: DenseArchitecture = dense_architecture_of(checkpoint.config)
         check_unquantised(checkpoint.config)
         self.layers = int(self.config.num_hidden_layers)
         down = self.checkpoint.info(self.architecture.weight_name(0, "down")).shape
@@ -98,11 +98,6 @@ class DenseModel:
         """The matrices with a bias beside them."""
         architecture = self.architecture
         return tuple(role for role in architecture.roles if architecture.bias_name(0, role) in self.checkpoint.tensors)
-
-    def mixture_shape(self, mixture: Mixture) -> MoEShape:
-        """The shape of a mixture of its FFNs, or of pieces of them."""
-        roles, biases = self.architecture.roles, self.biases
-        return MoEShape(mixture.experts, mixture.top_k, self.hidden, mixture.intermediate, roles, biases)
 
     def matrix(self, layer: int, role: Role) -> Tensor:
         """One matrix `[out, in]`, in the dtype it is stored in."""

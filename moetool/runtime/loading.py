@@ -7,11 +7,12 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
-from moetool.architectures import aliases, find_architecture
+from moetool.architectures import aliases
 from moetool.architectures.dense import dense_architectures, is_encoder
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
+from moetool.format.families import architecture_of
 from moetool.runtime.quiet import quiet
 
 # Buffers that files of older versions of transformers hold, and that it has computed itself ever since.
@@ -118,7 +119,7 @@ def _refuse_loaded(checkpoint: Checkpoint, told: Mapping[str, Any]) -> None:
 def _refuse_experts(checkpoint: Checkpoint) -> None:
     """Raise if the headers already tell which experts are not as config.json promises, with their names on disk."""
     try:
-        architecture = find_architecture(checkpoint.config)
+        architecture = architecture_of(checkpoint.config)
     except InvalidInputError:
         return  # dense, or a family that only transformers knows
     ExpertReader(checkpoint, architecture)

@@ -12,11 +12,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moetool.architectures import find_architecture
 from moetool.format.entry import METHOD, check_format_version, layer_layouts
+from moetool.format.families import architecture_of
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 from moetool.runtime.modules.experts import SharedBaseExperts, SharedExpertOnBase
-from moetool.runtime.modules.insertion import OwnModule, insert_modules
+from moetool.runtime.modules.insertion import CustomLayer, insert_modules
 
 # Below transformers' own logger, so that its verbosity is ours.
 _LOGGER = logging.get_logger(f"transformers.{__name__}")
@@ -46,7 +46,7 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
 
     def _replace_experts(self, model: Any, config: dict[str, Any]) -> None:
-        architecture = find_architecture(config)
+        architecture = architecture_of(config)
         layouts = layer_layouts(config)
         if any(layout.dynamic_channels for layout in layouts.values()):
             _LOGGER.warning(BATCH_DEPENDENT)
@@ -66,7 +66,7 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
         missing = [
             f"{name}.{parameter}"
             for name, module in model.named_modules()
-            if isinstance(module, SharedBaseExperts | OwnModule)
+            if isinstance(module, SharedBaseExperts | CustomLayer)
             for parameter, tensor in [*module.named_parameters(), *module.named_buffers()]
             if not getattr(tensor, "_is_hf_initialized", False) and tensor.device.type != "meta"
         ]

@@ -7,7 +7,7 @@ from torch import nn
 from moetool.errors import UsageError
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.fused import entering
-from moetool.runtime.modules.insertion import OwnModule, is_guard
+from moetool.runtime.modules.insertion import CustomLayer, is_placeholder
 from moetool.runtime.modules.routers import Routers
 from moetool.runtime.modules.simoe_mixing import interpolation_of
 
@@ -17,14 +17,14 @@ Train = Literal["auto", "all", "experts", "none"]
 def is_efficient(model: nn.Module) -> bool:
     """Whether a model's experts are few numbers beside what they all share."""
     return any(
-        isinstance(module, SharedBaseExperts) or (isinstance(module, OwnModule) and module.is_efficient)
+        isinstance(module, SharedBaseExperts) or (isinstance(module, CustomLayer) and module.is_efficient)
         for module in model.modules()
     )
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether a model has routers, or experts of moetool's own."""
-    return bool(len(Routers(model))) or any(isinstance(module, OwnModule) for module in model.modules())
+    """Whether a model has routers, or custom experts."""
+    return bool(len(Routers(model))) or any(isinstance(module, CustomLayer) for module in model.modules())
 
 
 def choose(model: Any, train: Train, *, freeze_shared: bool) -> int:
@@ -47,7 +47,7 @@ def choose(model: Any, train: Train, *, freeze_shared: bool) -> int:
             entering(module).requires_grad_(False)
             module.down_proj.requires_grad_(False)
     for parameter in model.parameters():
-        if is_guard(parameter) or not parameter.is_floating_point():
+        if is_placeholder(parameter) or not parameter.is_floating_point():
             parameter.requires_grad_(False)
     return trained_parameters(model)
 
@@ -61,11 +61,11 @@ def _experts_only(model: nn.Module) -> None:
     if not has_experts(model):
         raise UsageError("--train experts: this model has none. Upcycle it first.")
     routers = Routers(model).modules
-    own = [module for module in model.modules() if isinstance(module, OwnModule)]
+    custom = [module for module in model.modules() if isinstance(module, CustomLayer)]
     model.requires_grad_(False)
     for name, module in model.named_modules():
         if module in routers or name.endswith(".experts"):
             module.requires_grad_(True)
-    for module in own:
+    for module in custom:
         for parameter in module.expert_parameters():
             parameter.requires_grad_(True)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from moetool.architectures import own_modules
 from moetool.architectures.dense import is_encoder
 from moetool.calibration.data import check_vocabulary, data_files, load_tokenizer, parse_data
 from moetool.calibration.opening import opening_text
@@ -19,7 +18,9 @@ from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError, UsageError, VerificationError
-from moetool.format.entry import check_unquantised, moetool_entry, own_entry
+from moetool.format.entry import check_unquantised, custom_entry, moetool_entry
+from moetool.format.kinds import custom_module, kinds
+from moetool.format.kinds.simoe import SimoeSpec
 from moetool.job.blueprint import layer_of
 from moetool.job.job import Input, Job
 from moetool.job.options import RunOptions
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from moetool.tune.examples import Examples
 
 # What the names of experts and their routers hold.
-_EXPERTS = (".experts.", ".adapters.", ".delta", ".log_phi", ".interpolation.")
+_EXPERTS = (".experts.", *(part for kind in kinds().values() for part in kind.trained))
 
 
 @dataclass(frozen=True)
@@ -121,13 +122,14 @@ class Tune(Stage[TuneOptions, AnySource]):
             raise UsageError(f"--quantize-base has not been tried with {tool}: leave one of them out.")
         if tool.startswith("ZeRO") and self.options.bf16:
             raise UsageError(f"--bf16: {tool} would hand out weights rounded to bfloat16: use FSDP 2.")
-        if "interpolated" in own_modules(self.source.checkpoint.config):
+        if isinstance(custom_module(self.source.checkpoint.config), SimoeSpec):
             raise UsageError(f"SIMoE's masks are constrained as a whole, and {tool} has them in parts: train without.")
 
     def _may_train(self, name: str) -> bool:
         """Whether a tensor is among those that change, as far as its name tells."""
-        entry = moetool_entry(self.source.checkpoint.config) or {}
-        few = any(entry.get(kind) for kind in ("layers", "adapter_experts", "interpolated"))
+        config = self.source.checkpoint.config
+        entry, spec = moetool_entry(config) or {}, custom_module(config)
+        few = bool(entry.get("layers")) or (spec is not None and spec.is_efficient)
         few = few or self.options.lora_rank is not None or self.options.quantize_base != "none"
         if self.options.train == "all" or (self.options.train == "auto" and not few):
             return True
@@ -246,10 +248,10 @@ class Tune(Stage[TuneOptions, AnySource]):
             for site in sites(model).values():
                 site.prune()
             del interpolation.multiplier
-            described = own_modules(config)["interpolated"]
-            channels = {name: site.delta.shape[1] for name, site in sites(model).items()}
-            entry = own_entry("interpolated", {**described, "channels": channels})
-            config = patch_config(config, quantization_config=entry)
+            spec = custom_module(config)
+            assert isinstance(spec, SimoeSpec)
+            pruned = spec.pruned({name: site.delta.shape[1] for name, site in sites(model).items()})
+            config = patch_config(config, quantization_config=custom_entry(pruned))
         return config
 
     def _write(self, job: Job[AnySource], model: Any) -> None:
@@ -278,9 +280,10 @@ class Tune(Stage[TuneOptions, AnySource]):
 
     def verify(self, output: Path) -> Sizes:
         made, source = Checkpoint.open(output), self.source.checkpoint
-        closed = (".log_phi", ".multiplier")  # of masks, which are fixed now
+        spec = custom_module(made.config)
+        closed = spec.closed if isinstance(spec, SimoeSpec) else ()  # of masks, which are fixed now
         gone = [name for name in source.tensors if name not in made.tensors and "inv_freq" not in name]
-        lost = [name for name in gone if not (name.endswith(closed) and "interpolated" in own_modules(made.config))]
+        lost = [name for name in gone if not name.endswith(closed)]
         if lost:
             raise InvalidInputError(f"{output} lacks {len(lost)} tensors of {source.path}, the first {lost[0]}.")
         return Sizes(source.weight_bytes, made.weight_bytes)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moetool.format.entry import moetool_entry
-from moetool.format.moe_spec import Mixture
+from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets import Target
 
@@ -15,7 +15,7 @@ _GRANITE = ("granitemoe", "granitemoeshared")
 _QWEN = ("qwen2_moe", "qwen3_moe")
 
 
-def lint(target: Target, dense: DenseModel, mixture: Mixture, config: Mapping[str, Any]) -> list[str]:
+def lint(target: Target, dense: DenseModel, mixture: MoESpec, config: Mapping[str, Any]) -> list[str]:
     """Warnings about what vLLM or llama.cpp cannot express, a sentence each."""
     name, features = target.name, dense.features
     if name == "moetool":

@@ -15,8 +15,8 @@ from moetool.convert.layers import parse_layers
 from moetool.convert.stage import Conversion, Measured
 from moetool.convert.told import ConversionTold
 from moetool.errors import UsageError
+from moetool.format.kinds.moe import MoESpec, Shared
 from moetool.format.layout import LayerLayout
-from moetool.format.moe_spec import Mixture, Shared
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import RunOptions
 from moetool.job.result import Json
@@ -92,16 +92,19 @@ class Upcycle(Conversion[UpcycleOptions]):
         return bool(self.options.center_router)
 
     @cached_property
-    def mixture(self) -> Mixture:
+    def mixture(self) -> MoESpec:
         """What is to be made. Raises `UsageError` for numbers that do not fit."""
         options, dense, pieces = self.options, self.dense, self.start.pieces
-        return Mixture(
+        return MoESpec(
             experts=self.copies * pieces,
             top_k=options.top_k * pieces,
             intermediate=dense.intermediate // pieces,
             layers=parse_layers(options.layers, dense.layers),
-            of=dense.layers,
             shared=options.shared,
+            of=dense.layers,
+            hidden=dense.hidden,
+            roles=dense.architecture.roles,
+            biases=dense.biases,
         )
 
     @cached_property
@@ -121,7 +124,7 @@ class Upcycle(Conversion[UpcycleOptions]):
         extended = self.start.shared_on_base
         if extended and self.mixture.shared == "none":
             raise UsageError("--shared-expert: there is none without --shared half, xft or med.")
-        shape = self.dense.mixture_shape(self.mixture)
+        shape = self.mixture.shape
         count = range(shape.experts + extended)
         return {
             layer: LayerLayout(
@@ -175,7 +178,7 @@ class Upcycle(Conversion[UpcycleOptions]):
                 source_config=self.dense.checkpoint.config,
                 dtype=str(self.dense.dtype).removeprefix("torch."),
                 target=self.target.name,
-                mixture=self.mixture.to_config(),
+                mixture=self.mixture.told(),
                 granularity=self.start.pieces,
             )
         )

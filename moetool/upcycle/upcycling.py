@@ -11,14 +11,14 @@ from torch import Tensor
 
 from moetool.architectures import MoEShape, Role
 from moetool.architectures.base import by_name
-from moetool.architectures.custom_moe import ROUTER, SHARED, fused_names
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.writer import TensorSpec
 from moetool.convert.parts import REST, Converted, Made, mean
 from moetool.errors import InvalidInputError
 from moetool.format.entry import format_entry
+from moetool.format.kinds.base import PLACEHOLDER
+from moetool.format.kinds.moe import ROUTER, SHARED, MoESpec, fused_names, routed_scale
 from moetool.format.layout import LayerLayout, delta_name
-from moetool.format.moe_spec import Mixture, routed_scale
 from moetool.numerics.seeding import generator, linear_std, uniform
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.experts import Experts
@@ -48,7 +48,7 @@ class Upcycled(Converted):
     """
 
     target: Target
-    mixture: Mixture
+    mixture: MoESpec
     experts: Experts
     router: Callable[[int], Tensor]
     layouts: Mapping[int, LayerLayout] = field(default_factory=dict)
@@ -57,9 +57,8 @@ class Upcycled(Converted):
         source = self.dense.checkpoint.config
         entries = {**self.target.entries(self.dense, self.mixture), **self.dtype_entry()}
         if self.layouts:
-            own = entries.get("quantization_config", {})
-            kept = {"mixture": own["mixture"]} if "mixture" in own else {}
-            entries["quantization_config"] = format_entry(self.layouts, **kept)
+            spec = self.mixture if self.target.architecture is None else None
+            entries["quantization_config"] = format_entry(self.layouts, spec)
         if self.target.architecture is None:
             return patch_config(source, **entries)
         entries = {"model_type": self.target.name, "architectures": [self.target.model_class], **entries}
@@ -76,8 +75,8 @@ class Upcycled(Converted):
         ]
 
     def parameters(self) -> dict[str, int]:
-        guards = len(self.mixture.layers) if self.target.architecture is None else 0
-        total = sum(math.prod(made.spec.shape) for _, unit in self.units() for made in unit) - guards
+        placeholders = len(self.mixture.layers) if self.target.architecture is None else 0
+        total = sum(math.prod(made.spec.shape) for _, unit in self.units() for made in unit) - placeholders
         shape, unused = self.shape, self.mixture.experts - self.mixture.top_k
         idle = len(self.mixture.layers) * unused * (shape.expert_parameters + shape.bias_parameters)
         if self.layouts:
@@ -98,7 +97,7 @@ class Upcycled(Converted):
     @property
     def shape(self) -> MoEShape:
         """Of every mixture."""
-        return self.dense.mixture_shape(self.mixture)
+        return self.mixture.shape
 
     def _shape(self, role: Role) -> tuple[int, int]:
         return self.shape.matrix(role)
@@ -185,7 +184,7 @@ class Upcycled(Converted):
         elif self.target.has_idle_shared:
             yield from self._idle_shared(layer)
         if self.target.architecture is None:
-            yield self.filled(self.dense.architecture.weight_name(layer, "up"), (1, 1))
+            yield self.filled(self.dense.architecture.weight_name(layer, "up"), PLACEHOLDER)
 
     def _dense_ffn(self, layer: int) -> Iterator[Made]:
         prefix = self.dense.architecture.ffn_prefix(layer)

@@ -60,11 +60,6 @@ def test_one_expert_is_dense() -> None:
     assert find_dense_architecture({"model_type": "llama", "num_experts": 1}).name == "Llama"
 
 
-def test_what_moetool_upcycled_is_refused() -> None:
-    entry = {"quant_method": "moetool", "mixture": {"experts": 4}}
-    assert "moetool upcycled it" in refusal({"model_type": "phi", "quantization_config": entry})
-
-
 @pytest.mark.parametrize(
     "config",
     [

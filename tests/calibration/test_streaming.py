@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from upcycled import open_dense, save_dense, upcycled, write_upcycled
 
-from moetool.architectures import MoEShape, find_architecture
+from moetool.architectures import MoEShape
 from moetool.architectures.dense import find_dense_architecture
 from moetool.calibration.disk_experts import DiskExperts
 from moetool.calibration.streaming import StreamedModel
@@ -23,6 +23,7 @@ from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
+from moetool.format.families import architecture_of
 from moetool.format.layout import LayerLayout
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
@@ -36,7 +37,7 @@ CPU = torch.device("cpu")
 
 def stream(path: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:
     checkpoint = Checkpoint.open(path)
-    return StreamedModel(checkpoint, find_architecture(checkpoint.config), dtype, CPU)
+    return StreamedModel(checkpoint, architecture_of(checkpoint.config), dtype, CPU)
 
 
 def whole(path: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -362,7 +363,7 @@ def test_mixtures_of_our_own_give_the_logits_of_the_whole_model(family: str, win
 
 def stream_from_disk(path: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:
     checkpoint = Checkpoint.open(path)
-    return StreamedModel(checkpoint, find_architecture(checkpoint.config), dtype, CPU, experts_on_disk=True)
+    return StreamedModel(checkpoint, architecture_of(checkpoint.config), dtype, CPU, experts_on_disk=True)
 
 
 @pytest.mark.parametrize("target", ["mixtral", "granitemoe", "granitemoeshared", "qwen2_moe", "qwen3_moe", "flex_olmo"])
@@ -403,7 +404,7 @@ def test_a_compressed_checkpoint_runs_from_disk_too(
 def test_disk_experts_count_tokens_and_weights(tiny_mixtral: Path, make_mixtral: Any) -> None:
     """Against transformers' own experts, over several calls; an expert without tokens is not read."""
     checkpoint = Checkpoint.open(tiny_mixtral)
-    reader = ExpertReader(checkpoint, find_architecture(checkpoint.config))
+    reader = ExpertReader(checkpoint, architecture_of(checkpoint.config))
     native = make_mixtral().model.layers[1].mlp.experts
     disk = DiskExperts(native, reader, 1, torch.float32, CPU)
     asked: list[int] = []

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from upcycled import EXPERTS, TOP_K, load, logits, open_dense, prompt, save_dense, upcycled, write_upcycled
 
-from moetool.architectures import find_architecture
 from moetool.calibration.streaming import StreamedModel
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.proof import Routing, Run, compare, mean_loss, run
 from moetool.convert.told import Shares
+from moetool.format.families import architecture_of
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.upcycling import Upcycled
 
@@ -27,7 +27,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> DenseModel:
 
 def streamed(made: Path) -> StreamedModel:
     checkpoint = Checkpoint.open(made)
-    return StreamedModel(checkpoint, find_architecture(checkpoint.config), torch.float32, CPU, experts_on_disk=True)
+    return StreamedModel(checkpoint, architecture_of(checkpoint.config), torch.float32, CPU, experts_on_disk=True)
 
 
 def routed(path: Path, model: Upcycled) -> Run:

@@ -14,10 +14,10 @@ from upcycled import open_dense, save_dense, write_made
 
 import moetool  # noqa: F401  (makes transformers load its checkpoints)
 from moetool.errors import UsageError
+from moetool.format.kinds.moefied import MoefiedSpec, SelectorKind
 from moetool.moefy.clusters import (
     LayerPlan,
     Moefied,
-    SelectorKind,
     check_experts,
     chosen_experts,
     clustered_order,
@@ -25,7 +25,7 @@ from moetool.moefy.clusters import (
 )
 from moetool.runtime.dense import DenseModel
 from moetool.runtime.loading import model_class
-from moetool.runtime.modules.insertion import is_guard
+from moetool.runtime.modules.insertion import is_placeholder
 from moetool.runtime.modules.moefied import NeuronExperts
 from moetool.runtime.quiet import quiet
 
@@ -58,8 +58,9 @@ def moefied(dense: DenseModel, selector: SelectorKind = "mlp", keep: float = 0.5
             torch.randperm(EXPERTS, generator=stream),
         )
 
-    settings = {"layers": tuple(range(dense.layers)), "dtype": None, "seed": 0, "experts": EXPERTS, **options}
-    return Moefied(dense=dense, keep=keep, selector=selector, layer_plan=plan, **settings)
+    dtype, layers = options.pop("dtype", None), options.pop("layers", tuple(range(dense.layers)))
+    spec = MoefiedSpec(**{"experts": EXPERTS, **options}, keep=keep, selector=selector, layers=layers)
+    return Moefied(dense=dense, dtype=dtype, seed=0, spec=spec, layer_plan=plan)
 
 
 def written(model: Moefied, path: Path) -> dict[str, Tensor]:
@@ -151,7 +152,7 @@ def test_parameters_are_those_of_the_loaded_model(
     dense = opened(family)
     model = moefied(dense, selector, 0.25, layers=(1, 2))
     counts, tensors = model.parameters(), written(model, tmp_path / "out")
-    stored = sum(tensor.numel() for tensor in tensors.values() if not is_guard(tensor))
+    stored = sum(tensor.numel() for tensor in tensors.values() if not is_placeholder(tensor))
     assert counts["total"] == stored
     assert counts["added"] == stored - dense.parameters
     networks = [m for m in loaded(tmp_path / "out").modules() if isinstance(m, NeuronExperts)]

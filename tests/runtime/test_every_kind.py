@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import moetool
-from moetool.architectures.custom import OWN_MODULES
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
+from moetool.format.kinds import kinds
 from moetool.representations import representations
 from moetool.runtime.loading import model_class
 from moetool.runtime.quiet import quiet
@@ -79,7 +79,7 @@ def test_offloaded_weights_compute_what_loaded_ones_do(kind: str, by: str, saved
 def test_every_way_to_store_and_every_module_is_among_the_kinds(saved: Any) -> None:
     entries = str([json.loads((saved(kind) / "config.json").read_text()).get("quantization_config") for kind in KINDS])
     assert [kind for kind in representations() if f"'{kind}" not in entries] == []
-    assert [kind for kind in OWN_MODULES if f"'{kind}'" not in entries] == []
+    assert [kind for kind in kinds() if f"'{kind}'" not in entries] == []
 
 
 @every_kind

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from moetool.format.moe_spec import Mixture
+from moetool.architectures import ROLES
+from moetool.format.kinds.moe import MoESpec
 from moetool.upcycle.lint import lint
 from moetool.upcycle.targets import targets
 
@@ -25,7 +26,9 @@ def notes(
 ) -> list[str]:
     tensors = {"lm_head.weight": None} if head else {}
     dense: Any = SimpleNamespace(features=features, checkpoint=SimpleNamespace(tensors=tensors))
-    mixture = Mixture(experts=4, top_k=2, intermediate=width, layers=layers, of=2, shared=shared)
+    mixture = MoESpec(
+        experts=4, top_k=2, intermediate=width, layers=layers, shared=shared, of=2, hidden=64, roles=ROLES, biases=()
+    )
     return lint(targets()[target], dense, mixture, {**PLAIN, **(config or {})})
 
 

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from upcycled import EXPERTS, load, logits, open_dense, save_dense, upcycled, write_made, write_upcycled
 
-from moetool.architectures import find_architecture
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.parts import REST
 from moetool.errors import InvalidInputError
+from moetool.format.families import architecture_of
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.experts import FromSources, PartlyRedrawn, Pieces
 from moetool.upcycle.unmerging import Unmerging, dense_config
@@ -25,7 +25,7 @@ def unmerging(made: Path, model: Upcycled, **options: Any) -> Unmerging:
     checkpoint = Checkpoint.open(made)
     own = model.target.architecture is None
     options["native"] = not own
-    experts = ExpertReader(checkpoint, find_architecture(checkpoint.config))
+    experts = ExpertReader(checkpoint, architecture_of(checkpoint.config))
     options.setdefault("expert", 0)
     if model.mixture.shared == "half" and not own:
         options["down_scale"] = 0.5
@@ -145,7 +145,7 @@ def test_a_mixture_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"no tensor model\.layers\.0\.self_attn\.k_proj\.bias of shape \[16\]"):
         Unmerging(
             made,
-            ExpertReader(made, find_architecture(made.config)),
+            ExpertReader(made, architecture_of(made.config)),
             other.architecture,
             other.checkpoint.tensors,
             (0, 1, 2),

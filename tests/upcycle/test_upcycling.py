@@ -22,9 +22,9 @@ from upcycled import (
     write_upcycled,
 )
 
-from moetool.architectures import find_architecture
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
+from moetool.format.families import architecture_of
 from moetool.job.blueprint import imagine
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.experts import Pieces
@@ -148,7 +148,7 @@ def test_experts_are_the_ffn_bit_for_bit_and_so_is_the_rest(source: Any, tmp_pat
     dense, _ = source("llama")
     tensors = written(upcycled(dense), tmp_path / "out")
     checkpoint = Checkpoint.open(tmp_path / "out")
-    experts = ExpertReader(checkpoint, find_architecture(checkpoint.config))
+    experts = ExpertReader(checkpoint, architecture_of(checkpoint.config))
     for layer in range(3):
         for expert in range(EXPERTS):
             for role in ("gate", "up", "down"):

@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 from moetool.architectures.base import EXPERT_KEYS
-from moetool.architectures.custom import OWN_MODULES, own_modules
 from moetool.architectures.dense.base import FEATURES, DenseArchitecture
 from moetool.errors import InvalidInputError
 
@@ -32,7 +31,7 @@ def is_encoder(config: Mapping[str, Any]) -> bool:
 
 
 def find_dense_architecture(config: Mapping[str, Any]) -> DenseArchitecture:
-    """The dense family that a `config.json` belongs to.
+    """The dense family that a `config.json` belongs to, by its model type, whatever custom modules it lists.
 
     Raises:
         InvalidInputError: the model is a mixture of experts already, encodes only, or its family is not known.
@@ -43,9 +42,6 @@ def find_dense_architecture(config: Mapping[str, Any]) -> DenseArchitecture:
             f"This model ({model_type}) is an MoE model already: {key} is {config[key]}. Upcycling and "
             "moefying start from a dense model; `export --format dense --expert 0` makes one of it."
         )
-    if kind := next(iter(own_modules(config)), None):
-        made = OWN_MODULES[kind].made
-        raise InvalidInputError(f"This model ({model_type}) {made}. Start from the dense model that it was made of.")
     by_type = {name: family for family in dense_architectures() for name in family.model_types}
     if model_type in by_type:
         return by_type[model_type]

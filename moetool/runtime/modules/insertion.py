@@ -1,9 +1,9 @@
-"""Putting moetool's own modules where the config of a checkpoint lists them, and keeping others from loading these.
+"""Putting custom modules where the config of a checkpoint lists them, and keeping others from loading these.
 
-The module that an entry describes is in the file of its name in this directory, which has a function `insert`.
+The module of a kind is in the file of its name in this directory, which has a function `insert`.
 
-Where the dense model had a weight that a module of ours replaces, there is a guard of one number: a loader that does
-not know moetool fails on its shape instead of filling the weight at random.
+Where the dense model had a weight that a custom module replaces, there is a placeholder of one number: a loader that
+does not know moetool fails on its shape instead of filling the weight at random.
 """
 
 import importlib
@@ -13,15 +13,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from moetool.architectures import own_modules
+from moetool.architectures.dense import find_dense_architecture
 from moetool.errors import InvalidInputError
+from moetool.format.kinds import custom_module
+from moetool.format.kinds.base import PLACEHOLDER
 from moetool.representations.base import KeepsWide
 
-# Entry of `quantization_config` → the file beside this one that builds it.
-_MODULES = {"mixture": "moe", "adapter_experts": "pesc", "interpolated": "simoe", "neuron_experts": "moefied"}
 
-
-class OwnModule(KeepsWide):
+class CustomLayer(KeepsWide):
     """A module that only moetool's checkpoints have: all its tensors must be in the file.
 
     Attributes:
@@ -35,7 +34,7 @@ class OwnModule(KeepsWide):
         return self.parameters()
 
 
-class Routed(OwnModule):
+class Routed(CustomLayer):
     """A module whose router `gate` gives logits `[tokens, experts]`, of which the `top_k` largest count."""
 
     gate: nn.Linear
@@ -45,21 +44,21 @@ class Routed(OwnModule):
 
 def experts_per_token(model: Any) -> int:
     """The k of top-k routing, 1 for a model that has none."""
-    own = next((module.top_k for module in model.modules() if isinstance(module, Routed)), 1)
-    return int(getattr(model.config.get_text_config(), "num_experts_per_tok", 0) or own)
+    custom = next((module.top_k for module in model.modules() if isinstance(module, Routed)), 1)
+    return int(getattr(model.config.get_text_config(), "num_experts_per_tok", 0) or custom)
 
 
-def add_guard(module: nn.Module, path: str, like: Tensor) -> None:
-    """Put a guard at `path.weight` below `module`, or at its own `weight` for an empty path."""
-    guard = nn.Module() if path else module
-    guard.register_buffer("weight", torch.zeros(1, 1, device=like.device, dtype=like.dtype))
+def add_placeholder(module: nn.Module, path: str, like: Tensor) -> None:
+    """Put a placeholder at `path.weight` below `module`, or at its own `weight` for an empty path."""
+    holder = nn.Module() if path else module
+    holder.register_buffer("weight", torch.zeros(PLACEHOLDER, device=like.device, dtype=like.dtype))
     if path:
-        module.add_module(path, guard)
+        module.add_module(path, holder)
 
 
-def is_guard(tensor: Tensor) -> bool:
+def is_placeholder(tensor: Tensor) -> bool:
     """Whether a tensor of a model is one."""
-    return tuple(tensor.shape) == (1, 1)
+    return tuple(tensor.shape) == PLACEHOLDER
 
 
 def path_in(model: Any, path: str) -> str:
@@ -69,13 +68,15 @@ def path_in(model: Any, path: str) -> str:
 
 
 def insert_modules(model: Any, config: Mapping[str, Any]) -> None:
-    """Build everything that the `quantization_config` of `config` lists, empty, in its place.
+    """Build the custom modules that the `quantization_config` of `config` describes, empty, in their place.
 
     Raises:
         InvalidInputError: it cannot be read, or does not fit the model.
     """
-    for kind, described in own_modules(config).items():
-        try:
-            importlib.import_module(f"moetool.runtime.modules.{_MODULES[kind]}").insert(model, config, described)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InvalidInputError(f"quantization_config: {kind} cannot be read: {error!r}.") from error
+    if (spec := custom_module(config)) is None:
+        return
+    module = importlib.import_module(f"moetool.runtime.modules.{spec.name}")
+    try:
+        module.insert(model, find_dense_architecture(config), spec)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidInputError(f"quantization_config: {spec.key} does not fit the model: {error!r}.") from error

@@ -1,12 +1,10 @@
-"""Mixtures of a model's own feed-forward networks, for families that have no mixture-of-experts sibling.
+"""MoE layers of a model's own feed-forward networks, for families that have no mixture-of-experts sibling.
 
 Their experts are fused as transformers has them, which makes everything that works on a mixture-of-experts family work
-on these: on disk `{ffn}.experts.gate_up_proj` (`up_proj` without gates), `{ffn}.experts.down_proj`, and the same with
-`_bias` at the end. The router is `{ffn}.gate.weight`.
+on these. Their names on disk are in `format/kinds/moe.py`.
 """
 
 import copy
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moetool.architectures.custom_moe import mixture_shape
-from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
+from moetool.architectures.dense import DenseArchitecture
+from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.modules.fused import FusedExperts
-from moetool.runtime.modules.insertion import Routed, add_guard, path_in
+from moetool.runtime.modules.insertion import Routed, add_placeholder, path_in
 from moetool.runtime.modules.networks import activation_of, dropout_of, wide
 
 
@@ -43,12 +41,12 @@ class MixtureOfFFNs(Routed):
     arXiv:2404.10237).
     """
 
-    def __init__(self, ffn: nn.Module, architecture: DenseArchitecture, described: Mapping[str, Any]) -> None:
+    def __init__(self, ffn: nn.Module, architecture: DenseArchitecture, spec: MoESpec) -> None:
         """Build empty on the device and in the dtype of `ffn`, the dense network of the layer."""
         super().__init__()
-        shape = mixture_shape(described)
+        shape = spec.shape
         self.num_experts, self.top_k = shape.experts, shape.top_k
-        self.shared: str = described["shared"]
+        self.shared = spec.shared
         self.dropout = dropout_of(ffn)
         like = next(ffn.parameters())
         with torch.device(like.device):
@@ -57,7 +55,7 @@ class MixtureOfFFNs(Routed):
         self.gate = Router(shape.hidden, shape.experts, bias=False, device=like.device, dtype=like.dtype)
         if self.shared != "none":
             self.shared_expert = copy.deepcopy(ffn)
-        add_guard(self, architecture.weights["up"].removesuffix(".weight"), like)
+        add_placeholder(self, architecture.weights["up"].removesuffix(".weight"), like)
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Experts `[tokens, k]`, their weights `[tokens, k]` and the largest probability `[tokens, 1]`, fp32."""
@@ -81,10 +79,8 @@ class MixtureOfFFNs(Routed):
         return result.view_as(hidden_states)
 
 
-def insert(model: Any, config: Mapping[str, Any], described: Mapping[str, Any]) -> None:
-    """Put mixtures in the layers that are listed."""
-    architecture = find_dense_architecture({**config, "quantization_config": None})
-    for layer in described["layers"]:
-        path = path_in(model, architecture.ffn_prefix(int(layer)).removesuffix("."))
-        mixture = MixtureOfFFNs(model.get_submodule(path), architecture, described)
-        model.set_submodule(path, mixture)
+def insert(model: Any, dense: DenseArchitecture, spec: MoESpec) -> None:
+    """Put MoE layers where they are listed."""
+    for layer in spec.layers:
+        path = path_in(model, dense.ffn_prefix(layer).removesuffix("."))
+        model.set_submodule(path, MixtureOfFFNs(model.get_submodule(path), dense, spec))

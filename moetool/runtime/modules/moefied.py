@@ -4,10 +4,7 @@
 
 with a the activations that W2 multiplies, and r their representative values, `centre` (zeros: MoEfication, Zhang et
 al., arXiv:2110.01786). Expert k is the neurons k·s to (k+1)·s, s = f / K. What unselected experts give, Eq. 14's
-embeddings, is one constant vector.
-
-On disk: the network under `{ffn}.ffn.`, r in `{ffn}.centre [f]`, and `{ffn}.selector.first.weight [K, d]` and
-`{ffn}.selector.second.weight [K, K]`, or `{ffn}.order [K]` for a selection that is the same for all tokens.
+embeddings, is one constant vector. Names on disk are in `format/kinds/moefied.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,13 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moetool.architectures.base import Role
-from moetool.architectures.dense import find_dense_architecture
+from moetool.architectures.dense import DenseArchitecture
 from moetool.errors import UsageError
-from moetool.runtime.modules.insertion import add_guard, path_in
+from moetool.format.kinds.moefied import MoefiedSpec, linear_paths
+from moetool.runtime.modules.insertion import add_placeholder, path_in
 from moetool.runtime.modules.networks import SplitFFN, activation_of, dropout_of, wide
 from moetool.runtime.modules.offloading import below, loaded
-
-SELECTORS = ("mlp", "oracle", "fixed")
 
 # When it pays to run experts one after the other, each on its own tokens, instead of all of them on all tokens: from
 # how many tokens per expert on, and up to what share of the experts. And up to what share of the experts, used by any
@@ -66,8 +62,8 @@ class NeuronExperts(SplitFFN):
         act_fn: Callable[[Tensor], Tensor],
         hidden: int,
         intermediate: int,
-        described: Mapping[str, Any],
-        guarded: str | None,
+        spec: MoefiedSpec,
+        expected: str | None,
     ) -> None:
         """Build around `ffn`, on its device and in its dtype.
 
@@ -78,29 +74,27 @@ class NeuronExperts(SplitFFN):
             act_fn: the activation function.
             hidden: d, the width of inputs and outputs.
             intermediate: f, the number of neurons.
-            described: `experts`, `keep`, and `selector`: `mlp`, `oracle` (the true Σ (a − r)² per expert, from all
-                activations: for measuring only) or `fixed` (the first of the buffer `order`).
-            guarded: path of a weight that others expect, if there is one.
+            spec: how many experts, what share of them, and the selector: `oracle` is the true Σ (a − r)² per expert,
+                from all activations, for measuring only; `fixed` takes the first of the buffer `order`.
+            expected: path of a weight that others expect, if there is one.
 
         Raises:
-            ValueError: the experts do not divide the neurons, or the selector, `keep` or a shape is not possible.
+            ValueError: the experts do not divide the neurons, or a matrix has another shape.
         """
-        super().__init__(ffn, names, act_fn, hidden, intermediate, int(described["experts"]))
-        self.selector_kind = str(described["selector"])
-        if self.selector_kind not in SELECTORS:
-            raise ValueError(f"selector is {self.selector_kind!r}, not one of {', '.join(SELECTORS)}")
+        super().__init__(ffn, names, act_fn, hidden, intermediate, spec.experts)
+        self.selector_kind = spec.selector
         self.dropout = dropout_of(ffn)
         self.on_selection: Callable[[Tensor], object] | None = None
         self._cached: dict[str, tuple[object, Any]] = {}
-        self.set_keep(float(described["keep"]))
+        self.set_keep(spec.keep)
         like = self.linear("down").weight
         with torch.device(like.device):
             if self.selector_kind == "mlp":
                 self.selector = Selector(hidden, self.num_experts).to(like.dtype)
             elif self.selector_kind == "fixed":
                 self.register_buffer("order", torch.arange(self.num_experts))
-        if guarded is not None:
-            add_guard(self, guarded, like)
+        if expected is not None:
+            add_placeholder(self, expected, like)
         self.register_load_state_dict_post_hook(_forget)
 
     def set_keep(self, keep: float) -> None:
@@ -225,26 +219,27 @@ def set_keep(model: Any, keep: float) -> None:
             module.set_keep(keep)
         except ValueError as error:
             raise UsageError(f"{error}.") from error
-    model.config.quantization_config.neuron_experts["keep"] = keep
+    entry = model.config.quantization_config
+    spec = MoefiedSpec.from_config(getattr(entry, MoefiedSpec.key))
+    setattr(entry, MoefiedSpec.key, spec.keeping(keep).to_config())
 
 
-def insert(model: Any, config: Mapping[str, Any], described: Mapping[str, Any]) -> None:
+def insert(model: Any, dense: DenseArchitecture, spec: MoefiedSpec) -> None:
     """Split the networks of the layers that are listed."""
-    architecture = find_dense_architecture({**config, "quantization_config": None})
-    names = {role: name.removesuffix(".weight") for role, name in architecture.weights.items()}
-    for number in described["layers"]:
-        layer = model.get_submodule(path_in(model, architecture.layer_prefix(int(number)).removesuffix(".")))
-        ffn = layer.get_submodule(architecture.ffn)
-        act_fn, guarded = None, names["up"]
-        if (spread := architecture.spread) is not None:
+    names = {role: name.removesuffix(".weight") for role, name in dense.weights.items()}
+    for number in spec.layers:
+        layer = model.get_submodule(path_in(model, dense.layer_prefix(number).removesuffix(".")))
+        ffn = layer.get_submodule(dense.ffn)
+        act_fn, expected = None, names["up"]
+        if (spread := dense.spread) is not None:
             act_fn = activation_of(ffn if spread.activation is None else layer, spread.activation)
             ffn = nn.ModuleDict({role: layer.get_submodule(name) for role, name in names.items()})
-            guarded = names["up"].removeprefix(architecture.ffn).removeprefix(".")
+            expected = names["up"].removeprefix(dense.ffn).removeprefix(".")
             for emptied in (spread.exit, spread.activation):
                 if emptied is not None:
                     layer.set_submodule(emptied, nn.Identity())
-        within = names if spread is None else {role: role for role in names}
+        within = linear_paths(dense)
         hidden, intermediate = ffn.get_submodule(within["down"]).weight.shape
         act_fn = act_fn or activation_of(ffn)
-        experts = NeuronExperts(ffn, within, act_fn, hidden, intermediate, described, guarded)
-        layer.set_submodule(architecture.ffn, experts)
+        experts = NeuronExperts(ffn, within, act_fn, hidden, intermediate, spec, expected)
+        layer.set_submodule(dense.ffn, experts)

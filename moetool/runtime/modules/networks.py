@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moetool.architectures.base import Role
-from moetool.runtime.modules.insertion import OwnModule
+from moetool.runtime.modules.insertion import CustomLayer
 
 Runs = list[tuple[int, int]]  # of neurons that lie side by side: from, to
 
 
-class SplitFFN(OwnModule):
+class SplitFFN(CustomLayer):
     """A feed-forward network in `num_experts` groups of neurons, group k the neurons k·size to (k+1)·size.
 
     It gives `Σ (a − r) W2` over the groups that tokens use, with a the activations that W2 multiplies and r the buffer

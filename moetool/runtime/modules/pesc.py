@@ -1,32 +1,31 @@
 """Adapters as experts on one shared feed-forward network (PESC, arXiv:2401.02731).
 
 `h = FFN(x)`, once; `y = h + Σ_i p_i · scale · up_i(GELU(down_i(h)))` over the top-k experts, p the softmax over their
-logits. Since the p sum to 1, this is Eq. 7 with the shared network taken out of the sum.
-
-On disk: the network under `{ffn}.ffn.`, the router `{ffn}.gate.weight`, all adapters in `{ffn}.adapters.down_proj
-[experts, width, hidden]` and `{ffn}.adapters.up_proj [experts, hidden, width]`.
+logits. Since the p sum to 1, this is Eq. 7 with the shared network taken out of the sum. Names on disk are in
+`format/kinds/pesc.py`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moetool.architectures.dense import find_dense_architecture
+from moetool.architectures.dense import DenseArchitecture
+from moetool.format.kinds.pesc import PescSpec
 from moetool.runtime.modules.fused import weighted_sum
-from moetool.runtime.modules.insertion import Routed, add_guard, path_in
+from moetool.runtime.modules.insertion import Routed, add_placeholder, path_in
 
 
 class Adapters(nn.Module):
     """The adapters of one layer, `scale · up(GELU(down(h)))` each."""
 
-    def __init__(self, experts: int, hidden: int, width: int, scale: float, dropout: float) -> None:
+    def __init__(self, hidden: int, spec: PescSpec) -> None:
         super().__init__()
-        self.scale, self.dropout = scale, dropout
-        self.down_proj = nn.Parameter(torch.empty(experts, width, hidden))
-        self.up_proj = nn.Parameter(torch.empty(experts, hidden, width))
+        self.scale, self.dropout = spec.scale, spec.dropout
+        self.down_proj = nn.Parameter(torch.empty(spec.experts, spec.width, hidden))
+        self.up_proj = nn.Parameter(torch.empty(spec.experts, hidden, spec.width))
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`."""
@@ -41,19 +40,18 @@ class Adapters(nn.Module):
 class AdapterExperts(Routed):
     """A feed-forward network, and adapters on its output that a router chooses from by its input."""
 
-    is_efficient: ClassVar[bool] = True
+    is_efficient: ClassVar[bool] = PescSpec.is_efficient
 
-    def __init__(self, ffn: nn.Module, hidden: int, described: Mapping[str, Any], guarded: str) -> None:
-        """Build around `ffn`, on its device and in its dtype; `guarded` is the path of a weight that others expect."""
+    def __init__(self, ffn: nn.Module, hidden: int, spec: PescSpec, expected: str) -> None:
+        """Build around `ffn`, on its device and in its dtype; `expected` is the path of a weight that others expect."""
         super().__init__()
         like = next(ffn.parameters())
-        self.num_experts, self.top_k = int(described["experts"]), int(described["top_k"])
+        self.num_experts, self.top_k = spec.experts, spec.top_k
         self.ffn = ffn
         self.gate = nn.Linear(hidden, self.num_experts, bias=False, device=like.device, dtype=like.dtype)
-        width, scale, dropout = int(described["width"]), float(described["scale"]), float(described["dropout"])
         with torch.device(like.device):
-            self.adapters = Adapters(self.num_experts, hidden, width, scale, dropout).to(like.dtype)
-        add_guard(self, guarded, like)
+            self.adapters = Adapters(hidden, spec).to(like.dtype)
+        add_placeholder(self, expected, like)
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
         yield from (*self.gate.parameters(), *self.adapters.parameters())
@@ -68,11 +66,10 @@ class AdapterExperts(Routed):
         return (rows + added).view_as(shared)
 
 
-def insert(model: Any, config: Mapping[str, Any], described: Mapping[str, Any]) -> None:
+def insert(model: Any, dense: DenseArchitecture, spec: PescSpec) -> None:
     """Put adapters on the networks of the layers that are listed."""
-    architecture = find_dense_architecture({**config, "quantization_config": None})
-    guarded = architecture.weights["up"].removesuffix(".weight")
-    for layer in described["layers"]:
-        path = path_in(model, architecture.ffn_prefix(int(layer)).removesuffix("."))
+    expected = dense.weights["up"].removesuffix(".weight")
+    for layer in spec.layers:
+        path = path_in(model, dense.ffn_prefix(layer).removesuffix("."))
         ffn = model.get_submodule(path)
-        model.set_submodule(path, AdapterExperts(ffn, model.config.hidden_size, described, guarded))
+        model.set_submodule(path, AdapterExperts(ffn, model.config.hidden_size, spec, expected))

@@ -3,30 +3,28 @@ difference whose input channels are weighed by a mixture of masks.
 
 `y = W x + W_δ ((Σ_i α_i z_i) ⊙ x)`. The masks z_i are the experts, hard-concrete while they are trained. α comes
 from a router that sees what the frozen model makes of the prompt's last token: one α for all layers and all tokens of
-an example, whatever the answer. After training only channels that some mask leaves open stay.
-
-On disk, in the place of a linear layer `{site}`: `{site}.linear.weight`, `{site}.delta [out, channels]`, and while
-masks are trained `{site}.log_phi [experts, in]`, afterwards `{site}.columns [channels]` and `{site}.fixed_gates
-[experts, channels]`. The router lies under `{decoder}.interpolation.`.
+an example, whatever the answer. After training only channels that some mask leaves open stay. Names on disk are in
+`format/kinds/simoe.py`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moetool.architectures.dense import find_dense_architecture
+from moetool.architectures.dense import DenseArchitecture
+from moetool.format.kinds.simoe import SimoeSpec
 from moetool.numerics.hard_concrete import median_gate, open_probability, sampled_gate
-from moetool.runtime.modules.insertion import OwnModule, path_in
+from moetool.runtime.modules.insertion import CustomLayer, add_placeholder, path_in
 from moetool.runtime.modules.simoe_mixing import Interpolation, mix
 
 
-class InterpolatedLinear(OwnModule):
+class InterpolatedLinear(CustomLayer):
     """A frozen linear layer and its part of the shared difference."""
 
-    is_efficient: ClassVar[bool] = True
+    is_efficient: ClassVar[bool] = SimoeSpec.is_efficient
     kept_wide: ClassVar[tuple[str, ...]] = ("log_phi",)
     columns: Tensor
     fixed_gates: Tensor
@@ -38,7 +36,7 @@ class InterpolatedLinear(OwnModule):
         self._kind = type(linear)
         self._interpolation = (interpolation,)  # in a tuple, so that it is not registered here
         like, experts = linear.weight, interpolation.experts
-        self.register_buffer("weight", like.new_zeros(1, 1))  # a guard
+        add_placeholder(self, "", like)
         width = linear.in_features if channels is None else channels
         self.delta = nn.Parameter(like.new_empty(linear.out_features, width))
         if channels is None:
@@ -144,14 +142,12 @@ def overlap_penalty(model: nn.Module) -> Tensor:
     return (products - torch.diag(products.diagonal())).norm()
 
 
-def insert(model: Any, config: Mapping[str, Any], described: Mapping[str, Any]) -> None:
+def insert(model: Any, dense: DenseArchitecture, spec: SimoeSpec) -> None:
     """Wrap every linear layer of the decoder layers."""
-    architecture = find_dense_architecture({**config, "quantization_config": None})
-    prefix, _, _ = architecture.layer.partition(".{layer}")
+    prefix, _, _ = dense.layer.partition(".{layer}")
     layers = path_in(model, prefix)
     path, _, _ = layers.rpartition(".")
     decoder = model.get_submodule(path)
-    channels: Mapping[str, int] | None = described["channels"]
     linears = [
         (f"{prefix}.{name}", f"{layers}.{name}", module)
         for name, module in model.get_submodule(layers).named_modules()
@@ -160,15 +156,15 @@ def insert(model: Any, config: Mapping[str, Any], described: Mapping[str, Any]) 
     like = linears[0][2].weight
     interpolation = Interpolation(
         model.config.hidden_size,
-        int(described["experts"]),
-        int(described["router_width"]),
+        spec.experts,
+        spec.router_width,
         like,
-        trains_masks=channels is None,
-        sparsity=float(described["sparsity"]),
+        trains_masks=spec.channels is None,
+        sparsity=spec.sparsity,
     )
     decoder.add_module("interpolation", interpolation)
     decoder.register_forward_pre_hook(interpolation.before, with_kwargs=True)
     decoder.register_forward_hook(interpolation.after)
     for name, place, linear in linears:
-        left = None if channels is None else int(channels[name])
+        left = None if spec.channels is None else spec.channels[name]
         model.set_submodule(place, InterpolatedLinear(linear, interpolation, left))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moetool.runtime.modules.insertion import OwnModule
+from moetool.runtime.modules.insertion import CustomLayer
 
 # Calls that go on with a prompt's cache before its weights are folded, which costs about what as many calls save by it.
 FOLDING = 4
@@ -99,7 +99,7 @@ _HERE: WeakKeyDictionary["Interpolation", WeakKeyDictionary[Thread, _Here]] = We
 _LOCK = Lock()
 
 
-class Interpolation(OwnModule):
+class Interpolation(CustomLayer):
     """The router of a model, and the α of the examples that are running, which every thread has for itself.
 
     What counts as the prompt: of a batch with `prompt_ends`, what these say; of the first call that fills a cache, as

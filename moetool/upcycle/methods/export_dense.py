@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from moetool.architectures import Architecture, find_architecture
+from moetool.architectures import Architecture
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.manifest import Upcycling
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
+from moetool.format.families import architecture_of
 from moetool.job.blueprint import imagine
 from moetool.job.job import Input, Job
 from moetool.job.options import RunOptions
@@ -36,7 +37,7 @@ class UpcycledSource:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "UpcycledSource":
-        architecture = find_architecture(checkpoint.config)
+        architecture = architecture_of(checkpoint.config)
         experts = ExpertReader(checkpoint, architecture)
         return cls(checkpoint, architecture, experts, passed_on(checkpoint).upcycled)
 

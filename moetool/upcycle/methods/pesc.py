@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from moetool.architectures.custom_moe import ROUTER
-from moetool.checkpoint.files import patch_config
 from moetool.convert.layers import parse_layers
-from moetool.convert.parts import REST, Converted, Made
+from moetool.convert.parts import Converted, Customized, Made
 from moetool.convert.stage import Conversion, Measured
-from moetool.format.entry import own_entry
+from moetool.format.kinds.base import PLACEHOLDER, Shape
+from moetool.format.kinds.pesc import DOWN, ROUTER, UP, PescSpec
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import RunOptions
 from moetool.job.result import Json
@@ -61,18 +60,15 @@ class Pesc(Conversion[PescOptions]):
 
     def _with_adapters(self, rows: Rows) -> Converted:
         options = self.options
-        return WithAdapterExperts(
-            dense=self.dense,
-            dtype=self.new_dtype,
-            seed=options.seed,
+        spec = PescSpec(
             experts=self._experts,
             top_k=options.top_k,
             layers=self._layers,
             width=options.width,
             scale=options.scale,
             dropout=options.dropout,
-            router=rows,
         )
+        return WithAdapterExperts(dense=self.dense, dtype=self.new_dtype, seed=options.seed, spec=spec, router=rows)
 
     def details(self) -> dict[str, Json]:
         return {"experts": self._experts, "top_k": self.options.top_k, "moe_layers": len(self._layers)}
@@ -82,64 +78,25 @@ class Pesc(Conversion[PescOptions]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithAdapterExperts(Converted):
+class WithAdapterExperts(Customized[PescSpec]):
     """A dense model with adapters beside its feed-forward networks, whose output is zero until they are trained.
 
     Attributes:
-        experts, top_k: adapters per layer, and of them per token.
-        layers: which decoder layers have them, ascending.
-        width: of an adapter's hidden layer.
-        scale: of an adapter's output.
-        dropout: of an adapter's input while it is trained.
         router: rows `[experts, hidden]` for a layer.
     """
 
-    experts: int
-    top_k: int
-    layers: tuple[int, ...]
-    width: int
-    scale: float
-    dropout: float
     router: Rows
 
-    def config(self) -> dict[str, Any]:
-        described = {
-            "experts": self.experts,
-            "top_k": self.top_k,
-            "layers": list(self.layers),
-            "width": self.width,
-            "scale": self.scale,
-            "dropout": self.dropout,
-        }
-        entry = own_entry("adapter_experts", described)
-        return patch_config(self.dense.checkpoint.config, quantization_config=entry, **self.dtype_entry())
-
-    def units(self) -> list[tuple[int, list[Made]]]:
-        return [(layer, list(self._unit(layer, names))) for layer, names in self.names().items()]
-
-    def _unit(self, layer: int, names: list[str]) -> Iterator[Made]:
-        if layer == REST or layer not in self.layers:
-            yield from map(self.copied, names)
+    def unit(self, layer: int, names: list[str]) -> Iterator[Made]:
+        yield from self.kept(names)
+        if layer not in self.spec.layers:
             return
-        dense = self.dense.architecture
-        prefix, hidden = dense.ffn_prefix(layer), self.dense.hidden
-        for name in names:
-            inside = name.removeprefix(prefix)
-            yield self.copied(name) if inside == name else self.copied(name, f"{prefix}ffn.{inside}")
-        yield self.joined(prefix + ROUTER, (self.experts, hidden), [partial(self.router, layer)])
-        shape = (self.experts, self.width, hidden)
-        yield self.joined(f"{prefix}adapters.down_proj", shape, [partial(self._down, layer)])
-        yield self.filled(f"{prefix}adapters.up_proj", (self.experts, hidden, self.width))
-        yield self.filled(dense.weight_name(layer, "up"), (1, 1))
+        prefix, shapes = self.dense.architecture.ffn_prefix(layer), self.spec.tensors(self.dense.hidden)
+        yield self.joined(prefix + ROUTER, shapes[ROUTER], [partial(self.router, layer)])
+        yield self.joined(prefix + DOWN, shapes[DOWN], [partial(self._down, layer, shapes[DOWN])])
+        yield self.filled(prefix + UP, shapes[UP])
+        yield self.filled(self.dense.architecture.weight_name(layer, "up"), PLACEHOLDER)
 
-    def _down(self, layer: int) -> Tensor:
+    def _down(self, layer: int, shape: Shape) -> Tensor:
         """As a fresh `nn.Linear` (Kaiming, a = √5)."""
-        shape = (self.experts, self.width, self.dense.hidden)
         return uniform(shape, linear_std(self.dense.hidden), generator(self.seed, "adapter", layer))
-
-    def parameters(self) -> dict[str, int]:
-        adapter = 2 * self.dense.hidden * self.width
-        added = len(self.layers) * self.experts * (adapter + self.dense.hidden)
-        total = self.dense.parameters + added
-        idle = len(self.layers) * (self.experts - self.top_k) * adapter
-        return {"total": total, "active": total - idle, "added": added}

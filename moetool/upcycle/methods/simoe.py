@@ -3,18 +3,18 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.writer import TensorSpec
-from moetool.convert.parts import REST, Converted, Made
+from moetool.convert.parts import REST, Customized, Made
 from moetool.convert.stage import Conversion, ConversionOptions, Measured
-from moetool.format.entry import own_entry
+from moetool.format.kinds.base import PLACEHOLDER, Shape
+from moetool.format.kinds.simoe import DELTA, MASKS, MULTIPLIER, SimoeSpec
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import RunOptions
 from moetool.job.result import Json
@@ -34,7 +34,7 @@ class SimoeOptions(ConversionOptions):
 
 
 class Simoe(Conversion[SimoeOptions]):
-    """Sparse Interpolated Mixture-of-Experts: a shared difference on every linear layer, and masks as experts."""
+    """Sparse Interpolated Mixture-of-Experts: a shared delta on every linear layer, and masks as experts."""
 
     name: ClassVar[str] = "simoe"
     summary: ClassVar[str] = "masks on one shared delta per linear layer; training finds which and where"
@@ -43,14 +43,10 @@ class Simoe(Conversion[SimoeOptions]):
 
     def planned(self) -> "Interpolated":
         options = self.options
-        return Interpolated(
-            dense=self.dense,
-            dtype=self.new_dtype,
-            seed=options.seed,
-            experts=options.experts,
-            router_width=options.router_width,
-            sparsity=options.sparsity,
+        spec = SimoeSpec(
+            experts=options.experts, router_width=options.router_width, sparsity=options.sparsity, channels=None
         )
+        return Interpolated(dense=self.dense, dtype=self.new_dtype, seed=options.seed, spec=spec)
 
     def converted(self, job: Job[DenseSource]) -> Measured:
         return Measured(self.planned())
@@ -71,83 +67,54 @@ class Simoe(Conversion[SimoeOptions]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interpolated(Converted):
-    """A dense model with a shared difference of zero and masks on every linear layer of its decoder layers.
+class Interpolated(Customized[SimoeSpec]):
+    """A dense model with a shared delta of zero and masks on every linear layer of its decoder layers."""
 
-    Attributes:
-        experts: masks per linear layer.
-        router_width: of the router's hidden layer.
-        sparsity: the share of mask elements that training is to close.
-    """
-
-    experts: int
-    router_width: int
-    sparsity: float
-
-    def config(self) -> dict[str, Any]:
-        described = {
-            "experts": self.experts,
-            "router_width": self.router_width,
-            "sparsity": self.sparsity,
-            "channels": None,
-        }
-        entry = own_entry("interpolated", described)
-        return patch_config(self.dense.checkpoint.config, quantization_config=entry, **self.dtype_entry())
-
-    def units(self) -> list[tuple[int, list[Made]]]:
-        return [(layer, list(self._unit(layer, names))) for layer, names in self.names().items()]
-
-    def _unit(self, layer: int, names: list[str]) -> Iterator[Made]:
+    def unit(self, layer: int, names: list[str]) -> Iterator[Made]:
         if layer == REST:
             yield from map(self.copied, names)
             yield from self._router()
             return
-        linear = {name.removesuffix(".weight") for name in names if self._is_linear(name)}
-        for name in names:
-            site, _, kind = name.rpartition(".")
-            yield self.copied(name, f"{site}.linear.{kind}") if site in linear else self.copied(name)
-        for site in sorted(linear):
-            rows, columns = self.dense.checkpoint.info(f"{site}.weight").shape
-            yield self.filled(f"{site}.weight", (1, 1))
-            yield self.filled(f"{site}.delta", (rows, columns))
-            masks = TensorSpec(f"{site}.log_phi", torch.float32, (self.experts, columns))
-            yield Made(masks, partial(self._masks, site, columns))
+        yield from self.kept(names)
+        for site in sorted({name.rpartition(".")[0] for name in names} & self._sites):
+            rows, columns = self._shape(site)
+            shapes = self.spec.tensors(rows, columns)
+            yield self.filled(f"{site}.weight", PLACEHOLDER)
+            yield self.filled(f"{site}.{DELTA}", shapes[DELTA])
+            masks = TensorSpec(f"{site}.{MASKS}", torch.float32, shapes[MASKS])
+            yield Made(masks, partial(self._masks, site, shapes[MASKS]))
 
-    def _is_linear(self, name: str) -> bool:
-        return name.endswith(".weight") and len(self.dense.checkpoint.info(name).shape) == 2
+    @cached_property
+    def _sites(self) -> set[str]:
+        shapes = {name: info.shape for name, info in self.dense.checkpoint.tensors.items()}
+        return set(self.spec.sites(self.dense.architecture, shapes))
 
-    def _masks(self, site: str, columns: int) -> Tensor:
-        noise = torch.randn(self.experts, columns, generator=generator(self.seed, "masks", site))
+    def _shape(self, site: str) -> Shape:
+        return self.dense.checkpoint.info(f"{site}.weight").shape
+
+    def _masks(self, site: str, shape: Shape) -> Tensor:
+        noise = torch.randn(shape, generator=generator(self.seed, "masks", site))
         return log_phi_for(CLOSED) + NOISE * noise
 
     def _router(self) -> Iterator[Made]:
         """Two fresh linear layers, the second without a preference."""
-        decoder = self.dense.architecture.layer.partition(".{layer}")[0].rpartition(".")[0]
-        hidden, width, prefix = self.dense.hidden, self.router_width, f"{decoder}.interpolation."
-        shapes = {"first": (width, hidden), "second": (self.experts, width)}
-        for name, shape in shapes.items():
+        prefix, shapes = self.spec.router_prefix(self.dense.architecture), self.spec.router_tensors(self.dense.hidden)
+        for name in ("first", "second"):
+            shape = shapes[f"{name}.weight"]
             draw = partial(uniform, shape, linear_std(shape[1]), generator(self.seed, "router", name))
             yield self.joined(f"{prefix}{name}.weight", shape, [draw])
-            yield self.filled(f"{prefix}{name}.bias", shape[:1])
-        yield Made(TensorSpec(f"{prefix}multiplier", torch.float32, (1,)), partial(torch.zeros, 1))
+            yield self.filled(f"{prefix}{name}.bias", shapes[f"{name}.bias"])
+        multiplier = TensorSpec(prefix + MULTIPLIER, torch.float32, shapes[MULTIPLIER])
+        yield Made(multiplier, partial(torch.zeros, multiplier.shape))
 
     @property
     def linear_parameters(self) -> int:
         """Numbers in all linear layers that have masks."""
-        return sum(
-            math.prod(self.dense.checkpoint.info(name).shape)
-            for layer, names in self.names().items()
-            for name in names
-            if layer != REST and self._is_linear(name)
-        )
+        return sum(math.prod(self._shape(site)) for site in self._sites)
 
     def parameters(self) -> dict[str, int]:
-        specs = [made.spec for _, unit in self.units() for made in unit]
-        masks = sum(spec.shape[1] for spec in specs if spec.name.endswith(".log_phi"))
-        router = self.router_width * (self.dense.hidden + 1 + self.experts) + self.experts
-        added = self.linear_parameters + self.experts * masks + router
-        total = self.dense.parameters + added
-        return {"total": total, "active": total, "added": added}
+        """Without the multiplier of the masks' constraint, which is no part of the model."""
+        return {key: count - 1 for key, count in super().parameters().items()}
 
 
 def simoe_parameters(dense: int, sparsity: float) -> int:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moetool.architectures import Architecture
-from moetool.format.moe_spec import Mixture
+from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
 
-Entries = Callable[[DenseModel, Mixture], dict[str, Any]]
+Entries = Callable[[DenseModel, MoESpec], dict[str, Any]]
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 from typing import Any
 
 from moetool.architectures.flex_olmo import ARCHITECTURE
-from moetool.format.moe_spec import Mixture
+from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets.base import Target, common
 
 
-def _entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
+def _entries(dense: DenseModel, mixture: MoESpec) -> dict[str, Any]:
     return {
         **common(dense),
         "intermediate_size": mixture.intermediate,

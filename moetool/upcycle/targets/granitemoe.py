@@ -3,14 +3,14 @@
 from typing import Any
 
 from moetool.architectures.granitemoe import ARCHITECTURE
-from moetool.format.moe_spec import Mixture
+from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets.base import Target, common
 
 EXPRESSES = frozenset({"attention_bias", "qkv_bias", "scaled_embedding", "multipliers", "head_dim"})
 
 
-def entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
+def entries(dense: DenseModel, mixture: MoESpec) -> dict[str, Any]:
     config = dense.config
     scaled = dense.hidden**0.5 if "scaled_embedding" in dense.features else 1.0
     return {

@@ -3,13 +3,13 @@
 from typing import Any
 
 from moetool.architectures.granitemoeshared import ARCHITECTURE
-from moetool.format.moe_spec import Mixture
+from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets import granitemoe
 from moetool.upcycle.targets.base import Target
 
 
-def _entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
+def _entries(dense: DenseModel, mixture: MoESpec) -> dict[str, Any]:
     return {**granitemoe.entries(dense, mixture), "shared_intermediate_size": dense.intermediate}
 
 

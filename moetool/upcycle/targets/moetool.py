@@ -1,17 +1,16 @@
-"""moetool's own module: the source's model, with mixtures of its own feed-forward networks in the place of these."""
+"""A custom module: the source's model, with MoE layers of its own feed-forward networks in the place of these."""
 
 from typing import Any
 
 from moetool.architectures.dense import FEATURES
-from moetool.format.entry import own_entry
-from moetool.format.moe_spec import Mixture
+from moetool.format.entry import custom_entry
+from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets.base import Target
 
 
-def _entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
-    network = {"hidden": dense.hidden, "roles": list(dense.architecture.roles), "biases": list(dense.biases)}
-    return {"quantization_config": own_entry("mixture", {**mixture.to_config(), "of": mixture.of, **network})}
+def _entries(dense: DenseModel, mixture: MoESpec) -> dict[str, Any]:
+    return {"quantization_config": custom_entry(mixture)}
 
 
 TARGET = Target(

@@ -3,7 +3,7 @@
 from typing import Any
 
 from moetool.architectures.qwen2_moe import ARCHITECTURE
-from moetool.format.moe_spec import Mixture
+from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets.base import Target, common
 
@@ -23,7 +23,7 @@ def sliding(dense: DenseModel) -> dict[str, Any]:
     }
 
 
-def fine_grained(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
+def fine_grained(dense: DenseModel, mixture: MoESpec) -> dict[str, Any]:
     """What the two Qwen families share."""
     return {
         **common(dense),
@@ -38,7 +38,7 @@ def fine_grained(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
     }
 
 
-def _entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
+def _entries(dense: DenseModel, mixture: MoESpec) -> dict[str, Any]:
     return {
         **fine_grained(dense, mixture),
         **sliding(dense),

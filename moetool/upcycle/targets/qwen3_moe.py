@@ -3,13 +3,13 @@
 from typing import Any
 
 from moetool.architectures.qwen3_moe import ARCHITECTURE
-from moetool.format.moe_spec import Mixture
+from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets.base import Target
 from moetool.upcycle.targets.qwen2_moe import fine_grained
 
 
-def _entries(dense: DenseModel, mixture: Mixture) -> dict[str, Any]:
+def _entries(dense: DenseModel, mixture: MoESpec) -> dict[str, Any]:
     used = "sliding_window" in dense.features
     return {
         **fine_grained(dense, mixture),

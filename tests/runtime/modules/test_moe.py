@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from transformers import AutoModel
 from upcycled import fill_expert, load, logits, open_dense, prompt, relative_error, save_dense, upcycled, write_upcycled
 
 from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
+from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.modules.moe import MixtureOfFFNs
 from moetool.runtime.quiet import quiet
 from moetool.upcycle.experts import PartlyRedrawn
@@ -35,14 +35,8 @@ def mixture_of(family: str, shared: str, *, alike: bool) -> tuple[MixtureOfFFNs,
     """A mixture in fp64 with a random router, its experts copies of the dense network or not, and that network."""
     ffn, architecture = dense_ffn(family)
     width = width_of(ffn, architecture)
-    described = {
-        "experts": EXPERTS,
-        "top_k": TOP_K,
-        "intermediate": width,
-        "shared": shared,
-        **parts(ffn, architecture),
-    }
-    mixture = MixtureOfFFNs(ffn, architecture, described).eval()
+    spec = spec_of(ffn, architecture, experts=EXPERTS, top_k=TOP_K, intermediate=width, shared=shared)
+    mixture = MixtureOfFFNs(ffn, architecture, spec).eval()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         mixture.gate.weight.copy_(torch.randn(EXPERTS, HIDDEN, generator=draw) / HIDDEN**0.5)
@@ -55,10 +49,12 @@ def mixture_of(family: str, shared: str, *, alike: bool) -> tuple[MixtureOfFFNs,
     return mixture, ffn
 
 
-def parts(ffn: nn.Module, architecture: DenseArchitecture) -> dict[str, Any]:
+def spec_of(ffn: nn.Module, architecture: DenseArchitecture, shared: str = "none", **shape: int) -> MoESpec:
+    """A spec with the matrices and biases of a network, for one layer."""
     names = {name for name, _ in ffn.named_parameters()}
-    biased = [role for role, name in architecture.weights.items() if name.removesuffix("weight") + "bias" in names]
-    return {"hidden": HIDDEN, "roles": list(architecture.roles), "biases": biased}
+    biases = [role for role, name in architecture.weights.items() if name.removesuffix("weight") + "bias" in names]
+    rest = {"layers": [1], "of": 3, "hidden": HIDDEN, "roles": architecture.roles, "biases": biases}
+    return MoESpec.from_config({**shape, **rest, "shared": shared})
 
 
 def width_of(ffn: nn.Module, architecture: DenseArchitecture) -> int:
@@ -146,8 +142,8 @@ def test_pieces_of_two_copies_are_never_mixed_in_16_bits() -> None:
     """Of 8 copies in 4 pieces each, 8 of 32 experts per token: in bfloat16 logits of two copies are often equal."""
     copies, pieces = 8, 4
     ffn, architecture = dense_ffn("llama")
-    described = {"experts": copies * pieces, "top_k": 2 * pieces, "intermediate": 8, "shared": "none"}
-    mixture = MixtureOfFFNs(ffn, architecture, {**described, **parts(ffn, architecture)}).bfloat16()
+    spec = spec_of(ffn, architecture, experts=copies * pieces, top_k=2 * pieces, intermediate=8)
+    mixture = MixtureOfFFNs(ffn, architecture, spec).bfloat16()
     rows = torch.randn(4096, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
     with torch.no_grad():
         router = torch.randn(copies, HIDDEN, generator=torch.Generator().manual_seed(0)) / HIDDEN**0.5
@@ -160,16 +156,16 @@ def test_pieces_of_two_copies_are_never_mixed_in_16_bits() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_experts_may_be_narrower_and_the_guard_is_one_number(family: str) -> None:
+def test_experts_may_be_narrower_and_the_placeholder_is_one_number(family: str) -> None:
     ffn, architecture = dense_ffn(family)
-    described = {"experts": 3, "top_k": 1, "intermediate": 16, "shared": "half", **parts(ffn, architecture)}
-    mixture = MixtureOfFFNs(ffn, architecture, described)
+    spec = spec_of(ffn, architecture, experts=3, top_k=1, intermediate=16, shared="half")
+    mixture = MixtureOfFFNs(ffn, architecture, spec)
     whole = {name: tuple(parameter.shape) for name, parameter in ffn.named_parameters()}
     found = {name: tuple(parameter.shape) for name, parameter in mixture.named_parameters()}
     first = "gate_up_proj" if "gate" in architecture.roles else "up_proj"
     rows = 16 * (len(architecture.roles) - 1)
     expected = {f"experts.{first}": (3, rows, HIDDEN), "experts.down_proj": (3, HIDDEN, 16), "gate.weight": (3, HIDDEN)}
-    if described["biases"]:
+    if spec.biases:
         expected |= {f"experts.{first}_bias": (3, rows), "experts.down_proj_bias": (3, HIDDEN)}
     expected |= {f"shared_expert.{name}": shape for name, shape in whole.items()}
     assert dict(mixture.named_buffers())[architecture.weights["up"]].shape == (1, 1)

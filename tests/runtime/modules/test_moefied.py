@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from moetool.architectures.dense import find_dense_architecture
-from moetool.runtime.modules.insertion import is_guard
+from moetool.format.kinds.moefied import MoefiedSpec, SelectorKind
+from moetool.runtime.modules.insertion import is_placeholder
 from moetool.runtime.modules.moefied import NeuronExperts, insert
 from moetool.runtime.modules.networks import activation_of
 
@@ -20,12 +21,11 @@ HIDDEN, EXPERTS, KEEP = 32, 8, 0.5
 FAMILIES = ["llama", "llama-mlp-bias", "phi3", "gpt_neox", "phi", "gpt_bigcode", "starcoder2", "falcon", "gemma"]
 
 
-def build(family: str = "llama", selector: str = "mlp", dtype: torch.dtype = torch.float64) -> NeuronExperts:
+def build(family: str = "llama", selector: SelectorKind = "mlp", dtype: torch.dtype = torch.float64) -> NeuronExperts:
     """The experts of one layer of a tiny model, with a random selector, order and centre."""
     model = build_dense(family)
-    described = {"layers": [1], "experts": EXPERTS, "keep": KEEP, "selector": selector}
-    insert(model, model.config.to_dict(), described)
     architecture = find_dense_architecture(model.config.to_dict())
+    insert(model, architecture, MoefiedSpec(layers=(1,), experts=EXPERTS, keep=KEEP, selector=selector))
     experts: Any = model.get_submodule(architecture.ffn_prefix(1).removesuffix("."))
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -250,14 +250,13 @@ def test_impossible_shares_are_refused(keep: float) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     ffn = build().ffn
     names: Any = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-    described = {"experts": 8, "keep": 0.5, "selector": "mlp"}
-    for message, width, change in (
-        ("48 neurons cannot be divided among 7", 48, {"experts": 7}),
-        ("selector is 'best'", 48, {"selector": "best"}),
-        (r"gate_proj is \(48, 32\), not \(56, 32\)", 56, {}),
+    for message, width, experts_asked in (
+        ("48 neurons cannot be divided among 7", 48, 7),
+        (r"gate_proj is \(48, 32\), not \(56, 32\)", 56, 8),
     ):
+        spec = MoefiedSpec(experts=experts_asked, keep=0.5, selector="mlp", layers=(0,))
         with pytest.raises(ValueError, match=message):
-            NeuronExperts(ffn, names, F.silu, HIDDEN, width, {**described, **change}, None)
+            NeuronExperts(ffn, names, F.silu, HIDDEN, width, spec, None)
     experts = build()
     experts.ffn.up_proj = nn.Sequential(experts.ffn.up_proj)
     with pytest.raises(TypeError, match="Sequential"):
@@ -282,7 +281,8 @@ def test_dropout_is_where_the_family_has_it() -> None:
 
 def test_what_is_saved_does_not_depend_on_use(tmp_path: Path) -> None:
     model = build_dense("llama")
-    insert(model, model.config.to_dict(), {"layers": [0, 2], "experts": 4, "keep": 0.5, "selector": "mlp"})
+    spec = MoefiedSpec(layers=(0, 2), experts=4, keep=0.5, selector="mlp")
+    insert(model, find_dense_architecture(model.config.to_dict()), spec)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with torch.no_grad():
         model(torch.ones(1, 1, dtype=torch.long))
@@ -290,7 +290,7 @@ def test_what_is_saved_does_not_depend_on_use(tmp_path: Path) -> None:
     after = model.state_dict()
     assert all(after[name].equal(before[name]) and after[name].is_contiguous() for name in before)
     model.save_pretrained(tmp_path)
-    assert is_guard(after["model.layers.0.mlp.up_proj.weight"])
+    assert is_placeholder(after["model.layers.0.mlp.up_proj.weight"])
     assert {name for name in after if "layers.2.mlp" in name} == {
         f"model.layers.2.mlp.{name}"
         for name in (

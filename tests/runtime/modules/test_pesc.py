@@ -1,8 +1,6 @@
 """Adapters as experts: what they compute, and what they are in transformers."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from upcycled import load, logits, open_dense, prompt, relative_error, save_dense, with_adapters, write_upcycled
 
+from moetool.format.kinds.pesc import PescSpec
 from moetool.runtime.modules.pesc import AdapterExperts
 from moetool.runtime.quiet import quiet
 
@@ -23,10 +22,8 @@ def adapted(
     """Trained adapters on a FFN of two layers."""
     torch.manual_seed(0)
     ffn = nn.Sequential(nn.Linear(HIDDEN, 48), nn.SiLU(), nn.Linear(48, HIDDEN)).to(dtype)
-    described: Mapping[str, Any] = {
-        "experts": EXPERTS, "top_k": top_k, "width": WIDTH, "scale": scale, "dropout": dropout
-    }  # fmt: skip
-    module = AdapterExperts(ffn, HIDDEN, described, "up_proj")
+    spec = PescSpec(experts=EXPERTS, top_k=top_k, layers=(0,), width=WIDTH, scale=scale, dropout=dropout)
+    module = AdapterExperts(ffn, HIDDEN, spec, "up_proj")
     with torch.no_grad():
         for parameter in module.expert_parameters():
             parameter.copy_(torch.randn(parameter.shape) / parameter.shape[-1] ** 0.5)

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from transformers import AutoModel
 from upcycled import interpolated, load, logits, open_dense, prompt, relative_error, save_dense, write_upcycled
 
-from moetool.format.entry import own_entry
+from moetool.format.entry import custom_entry
+from moetool.format.kinds.simoe import SimoeSpec
 from moetool.numerics.hard_concrete import SHIFT, median_gate
 from moetool.runtime.modules.simoe import InterpolatedLinear, closed_share, open_share, overlap_penalty, sites
 from moetool.runtime.modules.simoe_mixing import FOLDING, hold_mixtures, interpolation_of
@@ -726,10 +727,10 @@ def test_no_channel_need_be_left(fresh: MakeModel, tmp_path: Path) -> None:
         nn.init.constant_(site.log_phi, -9.0)
         site.prune()
     del router.multiplier
-    described = {**model.config.quantization_config.interpolated, "channels": dict.fromkeys(sites(model), 0)}
+    spec = SimoeSpec.from_config(model.config.quantization_config.interpolated)
     with quiet():
         model.save_pretrained(tmp_path)
-    model.config.quantization_config = own_entry("interpolated", described)
+    model.config.quantization_config = custom_entry(spec.pruned(dict.fromkeys(sites(model), 0)))
     model.config.save_pretrained(tmp_path)
     assert logits(load(tmp_path)).equal(logits(dense_of(fresh)))
 

@@ -1,0 +1,93 @@
+"""The family that a `config.json` belongs to, custom modules included."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moetool.architectures import find_architecture
+from moetool.architectures.base import Architecture, MoEShape
+from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
+from moetool.errors import InvalidInputError
+from moetool.format.kinds import custom_module
+from moetool.format.kinds.moe import ROUTER, SHARED, MoESpec, fused_names
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomMoE(Architecture):
+    """A MoE model that moetool made of a dense family's own networks, in the words of an `Architecture`.
+
+    Attributes:
+        spec: what its config says of it.
+    """
+
+    spec: MoESpec
+
+    def moe_layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
+        return self.spec.layers
+
+    def numbers(self, config: Mapping[str, Any]) -> MoEShape:
+        return self.spec.shape
+
+    def layers(self, config: Mapping[str, Any]) -> int:
+        return self.spec.of
+
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture:
+    """The MoE family of a model: one of the hub's, or what moetool made of a dense model's own networks.
+
+    Raises:
+        InvalidInputError: the model is dense, its family is not known or known not to fit, or its experts are no
+            feed-forward networks.
+    """
+    spec = custom_module(config)
+    if spec is None:
+        return find_architecture(config)
+    dense = find_dense_architecture(config)
+    if isinstance(spec, MoESpec):
+        return _custom_moe(dense, spec)
+    raise InvalidInputError(
+        f"This ({config.get('model_type')}) is {spec.what}. transformers and moetool's eval, tune, inspect and verify "
+        "take it; compression and export to experts do not."
+    )
+
+
+def dense_architecture_of(config: Mapping[str, Any]) -> DenseArchitecture:
+    """The family of a dense model.
+
+    Raises:
+        InvalidInputError: the model has experts already, encodes only, or its family is not known.
+    """
+    if (spec := custom_module(config)) is not None:
+        raise InvalidInputError(
+            f"This model ({config.get('model_type')}) {spec.made}. Start from the dense model that it was made of."
+        )
+    return find_dense_architecture(config)
+
+
+def is_opaque(config: Mapping[str, Any]) -> bool:
+    """Whether a model has custom modules whose experts are no whole feed-forward networks."""
+    spec = custom_module(config)
+    return spec is not None and not isinstance(spec, MoESpec)
+
+
+def _custom_moe(dense: DenseArchitecture, spec: MoESpec) -> CustomMoE:
+    weights = fused_names(dense.roles)
+    biases = {f"{weights[role]}_bias" for role in spec.biases}
+    return CustomMoE(
+        name=f"{dense.name} ({spec.title})",
+        model_types=(),
+        reference=dense.reference,
+        experts_key="",
+        intermediate_key="",
+        router_rule=spec.rule,
+        layer=dense.layer,
+        block=dense.ffn,
+        weights=weights,
+        router=ROUTER,
+        experts_module=f"{dense.ffn}.experts",
+        returns_tuple=dense.returns_tuple,
+        others=(f"{SHARED}.", *sorted(biases), dense.weights["up"]),
+        shared_expert_module=f"{dense.ffn}.{SHARED}" if spec.shared != "none" else "",
+        shared_expert=dense.weights,
+        spec=spec,
+    )

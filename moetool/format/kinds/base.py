@@ -1,0 +1,140 @@
+"""What every kind of custom module says of itself: how many experts, where its tensors lie, and what they count as.
+
+A kind is a frozen spec, which the `config.json` of such a model has as an entry of `quantization_config`. The module
+itself is `runtime/modules/{name}.py`, whose function `insert(model, dense, spec)` builds it.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from moetool.architectures.dense import DenseArchitecture
+from moetool.errors import InvalidInputError
+from moetool.format.fields import ExpertCount, explain
+
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]  # of all tensors of a checkpoint, by name
+
+# Of the one number that stands where a dense model had a weight, so that nothing else loads the result.
+PLACEHOLDER: Shape = (1, 1)
+
+
+class Counts(NamedTuple):
+    """Numbers in a model without its placeholders: all, those that one token uses, those that the dense model it was
+    made of has not."""
+
+    total: int
+    active: int
+    added: int
+
+
+class CustomModule(BaseModel, ABC):
+    """One kind of custom module, as the config of a model describes it.
+
+    Attributes:
+        name: the file of the kind in this directory, and of its module in `runtime/modules`.
+        key: of its entry in `quantization_config`.
+        what: what a model with it is, as error messages say it.
+        made: what happened to such a model.
+        title: what `inspect` calls it.
+        is_efficient: its experts are few numbers beside what they share, and trained alone unless one asks for more.
+        trained: parts of the names of tensors that are trained then.
+        experts: per layer, or linear layer.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: ClassVar[str]
+    key: ClassVar[str]
+    what: ClassVar[str]
+    made: ClassVar[str]
+    title: ClassVar[str]
+    is_efficient: ClassVar[bool] = False
+    trained: ClassVar[tuple[str, ...]] = ()
+
+    experts: ExpertCount
+
+    @classmethod
+    def from_config(cls, described: object) -> Self:
+        """The spec that an entry of `config.json` describes; keys that are not known are left out.
+
+        Raises:
+            InvalidInputError: a field is missing or not what it has to be; the message names it.
+        """
+        try:
+            return cls.model_validate(dict(described) if isinstance(described, Mapping) else described)
+        except ValidationError as error:
+            raise InvalidInputError(f"quantization_config: {explain(error, cls.key)}.") from error
+
+    def to_config(self) -> dict[str, Any]:
+        """The entry of `config.json`; inverse of `from_config`."""
+        return self.model_dump(mode="json")
+
+    @property
+    @abstractmethod
+    def at_work(self) -> int:
+        """Experts that one token uses."""
+
+    @property
+    @abstractmethod
+    def rule(self) -> str:
+        """How experts are chosen, in words."""
+
+    def among(self, layers: int) -> tuple[int, ...]:
+        """Which of that many decoder layers have it."""
+        return tuple(range(layers))
+
+    def check(self, dense: DenseArchitecture, layers: int | None, hidden: int | None) -> None:
+        """Compare with what the rest of `config.json` says; `None` is what it does not say.
+
+        Raises:
+            InvalidInputError: it does not fit the model.
+        """
+        if layers is not None and (absent := [layer for layer in self.among(layers) if layer >= layers]):
+            raise self.refusal(f"layers has {absent}, and the model has {layers} layers")
+
+    def refusal(self, what: str) -> InvalidInputError:
+        """The error that a field is `what`."""
+        return InvalidInputError(f"quantization_config: {self.key}.{what}.")
+
+    @abstractmethod
+    def moved(self, dense: DenseArchitecture, shapes: Shapes) -> dict[str, str]:
+        """The tensors of a dense model that the converted one has, some of them under other names.
+
+        Args:
+            dense: its family.
+            shapes: of its tensors, by name.
+        """
+
+    @abstractmethod
+    def new(self, dense: DenseArchitecture, shapes: Shapes) -> set[str]:
+        """Those tensors of a converted model that the dense one has not, placeholders apart.
+
+        Args:
+            dense: the family of the dense model.
+            shapes: of the converted model's tensors, by name.
+        """
+
+    @abstractmethod
+    def idle(self, dense: DenseArchitecture, shapes: Shapes) -> int:
+        """Numbers of a converted model, whose shapes are given, that one token does not use."""
+
+    def counts(self, dense: DenseArchitecture, shapes: Shapes) -> Counts:
+        """Numbers in a converted model, from the shapes of its tensors."""
+        total = sum(math.prod(shape) for shape in shapes.values() if shape != PLACEHOLDER)
+        added = numbers(shapes, self.new(dense, shapes))
+        return Counts(total, total - self.idle(dense, shapes), added)
+
+
+def numbers(shapes: Shapes, names: Iterable[str]) -> int:
+    """Numbers in tensors."""
+    return sum(math.prod(shapes[name]) for name in names)
+
+
+def network_tensors(dense: DenseArchitecture, layer: int, names: Iterable[str]) -> dict[str, str]:
+    """Those of a dense model's tensors that are one layer's feed-forward network, and what follows its prefix."""
+    prefix = dense.ffn_prefix(layer)
+    return {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}

@@ -1,0 +1,84 @@
+"""PESC (arXiv:2401.02731): adapters as experts on a layer's one feed-forward network `{ffn}`.
+
+On disk: the network under `{ffn}.ffn.`, the router `{ffn}.gate.weight [experts, hidden]`, all adapters in
+`{ffn}.adapters.down_proj [experts, width, hidden]` and `{ffn}.adapters.up_proj [experts, hidden, width]`.
+"""
+
+from typing import Annotated, ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from moetool.architectures.dense import DenseArchitecture
+from moetool.format.fields import Count, ExpertCount, Layers, Number
+from moetool.format.kinds.base import CustomModule, Shape, Shapes, network_tensors, numbers
+
+ROUTER, DOWN, UP = "gate.weight", "adapters.down_proj", "adapters.up_proj"
+
+
+class PescSpec(CustomModule):
+    """Adapters on feed-forward networks.
+
+    Attributes:
+        experts: adapters per layer.
+        top_k: of them per token.
+        layers: which decoder layers have them, ascending.
+        width: of an adapter's hidden layer.
+        scale: of an adapter's output.
+        dropout: of an adapter's input while it is trained.
+    """
+
+    name: ClassVar[str] = "pesc"
+    key: ClassVar[str] = "adapter_experts"
+    what: ClassVar[str] = "a model whose experts are adapters (PESC), which are no feed-forward networks"
+    made: ClassVar[str] = "has experts already: adapters, by PESC"
+    title: ClassVar[str] = "adapters as experts (PESC)"
+    is_efficient: ClassVar[bool] = True
+    trained: ClassVar[tuple[str, ...]] = (".adapters.",)
+
+    top_k: ExpertCount
+    layers: Layers
+    width: Count
+    scale: Number
+    dropout: Annotated[float, Field(strict=True, ge=0, lt=1)]
+
+    @model_validator(mode="after")
+    def _choice(self) -> Self:
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k is {self.top_k}, more than the {self.experts} experts")
+        return self
+
+    @property
+    def at_work(self) -> int:
+        return self.top_k
+
+    @property
+    def rule(self) -> str:
+        return "top-k, softmax over the k"
+
+    def among(self, layers: int) -> tuple[int, ...]:
+        return self.layers
+
+    def tensors(self, hidden: int) -> dict[str, Shape]:
+        """The tensors that a layer gains, by name relative to its block."""
+        return {
+            ROUTER: (self.experts, hidden),
+            DOWN: (self.experts, self.width, hidden),
+            UP: (self.experts, hidden, self.width),
+        }
+
+    def moved(self, dense: DenseArchitecture, shapes: Shapes) -> dict[str, str]:
+        found = {name: name for name in shapes}
+        for layer in self.layers:
+            inner = network_tensors(dense, layer, shapes)
+            found |= {name: f"{dense.ffn_prefix(layer)}ffn.{inside}" for name, inside in inner.items()}
+        return found
+
+    def new(self, dense: DenseArchitecture, shapes: Shapes) -> set[str]:
+        return {dense.ffn_prefix(layer) + name for layer in self.layers for name in (ROUTER, DOWN, UP)}
+
+    def idle(self, dense: DenseArchitecture, shapes: Shapes) -> int:
+        adapters = numbers(shapes, (dense.ffn_prefix(layer) + name for layer in self.layers for name in (DOWN, UP)))
+        return adapters // self.experts * (self.experts - self.top_k)
+
+
+KIND = PescSpec

@@ -1,0 +1,94 @@
+"""SIMoE (Chen et al., 2025): masks as experts on one shared delta of every linear layer `{site}`.
+
+On disk, in its place: `{site}.linear.weight`, `{site}.delta [out, channels]`, and while masks are trained
+`{site}.log_phi [experts, in]`, afterwards `{site}.columns [channels]` and `{site}.fixed_gates [experts, channels]`. The
+router lies under `{decoder}.interpolation.`: two linear layers, and while masks are trained the multiplier of their
+constraint.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from moetool.architectures.dense import DenseArchitecture
+from moetool.format.fields import Count, Share, Whole
+from moetool.format.kinds.base import CustomModule, Shape, Shapes
+
+LINEAR, DELTA, MASKS, COLUMNS, GATES = "linear", "delta", "log_phi", "columns", "fixed_gates"
+ROUTER, MULTIPLIER = "interpolation", "multiplier"
+
+
+class SimoeSpec(CustomModule):
+    """Masks on linear layers.
+
+    Attributes:
+        experts: masks per linear layer.
+        router_width: of the router's hidden layer.
+        sparsity: share of the masks' elements that training is to close.
+        channels: how many input channels of every linear layer are left, by its name; `None` while masks are trained.
+    """
+
+    name: ClassVar[str] = "simoe"
+    key: ClassVar[str] = "interpolated"
+    what: ClassVar[str] = "a model whose experts are masks on its own weights (SIMoE)"
+    made: ClassVar[str] = "has experts already: masks, by SIMoE"
+    title: ClassVar[str] = "interpolated experts (SIMoE)"
+    is_efficient: ClassVar[bool] = True
+    trained: ClassVar[tuple[str, ...]] = (f".{DELTA}", f".{MASKS}", f".{ROUTER}.")
+    closed: ClassVar[tuple[str, ...]] = (f".{MASKS}", f".{MULTIPLIER}")  # ends of the names that `pruned` leaves out
+
+    router_width: Count
+    sparsity: Share
+    channels: Mapping[str, Whole] | None
+
+    @property
+    def at_work(self) -> int:
+        return self.experts
+
+    @property
+    def rule(self) -> str:
+        return "softmax over all masks, one mix per prompt"
+
+    def pruned(self, channels: Mapping[str, int]) -> "SimoeSpec":
+        """The same after training, with that many channels left of each linear layer."""
+        return self.model_copy(update={"channels": dict(channels)})
+
+    def tensors(self, rows: int, columns: int) -> dict[str, Shape]:
+        """The tensors that a linear layer `[rows, columns]` gains while masks are trained, by name relative to it."""
+        return {DELTA: (rows, columns), MASKS: (self.experts, columns)}
+
+    def router_tensors(self, hidden: int) -> dict[str, Shape]:
+        """Those of the router while masks are trained, by name relative to it."""
+        return {
+            "first.weight": (self.router_width, hidden),
+            "first.bias": (self.router_width,),
+            "second.weight": (self.experts, self.router_width),
+            "second.bias": (self.experts,),
+            MULTIPLIER: (1,),
+        }
+
+    def router_prefix(self, dense: DenseArchitecture) -> str:
+        """`model.interpolation.`"""
+        return f"{dense.layer.partition('.{layer}')[0].rpartition('.')[0]}.{ROUTER}."
+
+    def sites(self, dense: DenseArchitecture, shapes: Shapes) -> list[str]:
+        """The linear layers of a dense model's decoder layers, whose masks these are: whatever has a matrix."""
+        layers = dense.layer.partition("{layer}")[0]
+        matrices = [name for name, shape in shapes.items() if name.endswith(".weight") and len(shape) == 2]
+        return [name.removesuffix(".weight") for name in matrices if name.startswith(layers)]
+
+    def moved(self, dense: DenseArchitecture, shapes: Shapes) -> dict[str, str]:
+        sites, found = set(self.sites(dense, shapes)), {}
+        for name in shapes:
+            site, _, kind = name.rpartition(".")
+            found[name] = f"{site}.{LINEAR}.{kind}" if site in sites else name
+        return found
+
+    def new(self, dense: DenseArchitecture, shapes: Shapes) -> set[str]:
+        ends = tuple(f".{part}" for part in (DELTA, MASKS, COLUMNS, GATES))
+        return {name for name in shapes if name.endswith(ends) or name.startswith(self.router_prefix(dense))}
+
+    def idle(self, dense: DenseArchitecture, shapes: Shapes) -> int:
+        return 0
+
+
+KIND = SimoeSpec
