@@ -22,6 +22,8 @@ from moetool.format.layout import (
 )
 from moetool.representations import Representation
 
+Weights = Callable[[int, Role], Tensor]  # an expert's matrix `[out, in]`, by expert and role
+
 
 class ExpertReader:
     """The experts of a checkpoint. Holds no weights; every call reads what it returns.

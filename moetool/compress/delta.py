@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Role
-from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.experts import Weights
 from moetool.compress.base.layer_base import LayerBase
 
 
@@ -14,14 +14,19 @@ def delta(weight: Tensor, base: Tensor) -> Tensor:
 
 
 class Deltas:
-    """The deltas of one layer's experts, read and made one at a time. Taken role by role, every base is made once."""
+    """The deltas of one layer's experts to its `base`, made one at a time on `device`.
 
-    def __init__(self, reader: ExpertReader, layer: int, base: LayerBase, device: torch.device) -> None:
-        self._reader, self._layer, self._base, self._device = reader, layer, base, device
+    Taken role by role, each role's base is made once.
+    """
+
+    def __init__(self, weights: Weights, base: LayerBase, device: torch.device) -> None:
+        """`weights` gives every expert's matrix, as it is stored or wider, wherever it is."""
+        self.base, self.device = base, device
+        self._weights = weights
         self._full: tuple[Role, Tensor] | None = None
 
     def of(self, role: Role, expert: int) -> Tensor:
-        """`[out, in]` fp32 on the device. The shared expert is the one after the last routed one."""
+        """`[out, in]` fp32 on the device."""
         if self._full is None or self._full[0] != role:
-            self._full = role, self._base.full(role)
-        return delta(self._reader.dense(self._layer, expert, role), self._full[1]).to(self._device)
+            self._full = role, self.base.full(role).to(self.device)
+        return delta(self._weights(expert, role).to(self.device), self._full[1])

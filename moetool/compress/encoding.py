@@ -4,6 +4,7 @@ Every layer is encoded once, into a file of the work directory, and copied from 
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from moetool.architectures import ROLES, MoEShape, Role
 from moetool.calibration.collectors import LayerStatistics
 from moetool.calibration.input_grams import InputGramCollector
+from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.files import save_tensors
 from moetool.compress.base.given import base_form
 from moetool.compress.base.layer_base import LayerBase, base_path
@@ -213,10 +215,11 @@ def run_encoding(
 ) -> LayersTold:
     """Encode every layer, on the text if there is one, and write the result."""
 
-    def encode_layer(layer: int, grams: InputGramCollector | None) -> None:
+    def encode_layer(layer: int, weights: Weights, grams: InputGramCollector | None) -> None:
         base = load_base(layer)
+        deltas = Deltas(weights, base, job.device)
         base.save(base_path(job.work, layer))
-        save_tensors(_encoded_path(job.work, layer), dict(_encoded(job, layer, layouts[layer], base, grams)))
+        save_tensors(_encoded_path(job.work, layer), dict(_encoded(job, layer, layouts[layer], deltas, grams)))
 
     facts = None
     if text is not None:
@@ -225,14 +228,14 @@ def run_encoding(
         def visit(layer: int, module: nn.Module) -> None:
             grams = InputGramCollector(job.source.experts.shape, job.device)
             calibrated.sweep.forward(layer, module, [grams])
-            encode_layer(layer, grams)
+            encode_layer(layer, calibrated.weights(layer, module), grams)
 
         calibrated.forward_visiting(visit)
         facts = calibrated.facts
     else:
         for layer in layouts:
             if job.unit(f"encode/{layer}"):
-                encode_layer(layer, None)
+                encode_layer(layer, partial(job.source.experts.dense, layer), None)
                 job.finish(f"encode/{layer}")
     lost = {layer: EncodedLayer(_errors(job.work, layer)) for layer in layouts}
 
@@ -262,11 +265,10 @@ def _encoded_path(work: Path, layer: int) -> Path:
 
 
 def _encoded(
-    job: Job, layer: int, layout: LayerLayout, base: LayerBase, grams: InputGramCollector | None
+    job: Job, layer: int, layout: LayerLayout, deltas: Deltas, grams: InputGramCollector | None
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of every difference, by name relative to the experts, and their errors by role."""
     reader = job.source.experts
-    deltas = Deltas(reader, layer, base, job.device)
     for role in reader.shape.roles:
         if layout.weights[role] is None:
             continue

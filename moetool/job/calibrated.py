@@ -3,7 +3,9 @@
 import hashlib
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from moetool.architectures.dense import is_encoder
@@ -12,11 +14,13 @@ from moetool.calibration.data import check_vocabulary, load_tokenizer, sample_wi
 from moetool.calibration.masking import masked_windows
 from moetool.calibration.opening import Bos, opening_text
 from moetool.calibration.sweep import Sweep
+from moetool.checkpoint.experts import Weights
 from moetool.errors import UsageError
 from moetool.job.job import DenseSource, Input, Job, Source
 from moetool.job.options import CalibrationOptions, TextOptions
 from moetool.job.progress import phase
 from moetool.job.result import CalibrationFacts
+from moetool.runtime.modules.fused import fused_matrix
 
 Visit = Callable[[int, nn.Module], None]
 
@@ -167,6 +171,18 @@ class CalibratedJob:
     def experts(self, layer: nn.Module) -> nn.Module:
         """The fused experts of a loaded layer."""
         return layer.get_submodule(self.source.architecture.experts_module)
+
+    def weights(self, index: int, layer: nn.Module) -> Weights:
+        """The matrices of a loaded layer's experts, each as exactly as it is stored: those of the layer itself, unless
+        they were rounded when they were loaded. Then, and of a shared expert, they are read again."""
+        reader, experts = self.source.experts, self.experts(layer)
+        shape, read = reader.shape, partial(reader.dense, index)
+        stored = reader.dtype if reader.layout(index).is_native else torch.float32
+        if torch.promote_types(stored, self.model.dtype) != self.model.dtype:
+            return read
+        return lambda expert, role: (
+            fused_matrix(shape, experts, expert, role) if expert < shape.experts else read(expert, role)
+        )
 
     def tokens_routed(self) -> int:
         """Expert inputs per layer over the whole calibration set."""

@@ -145,9 +145,10 @@ def measured_base(calibrated: CalibratedJob, index: int, layer: nn.Module, metho
     rows = {role: to_cpu(sums / calibrated.sweep.count).float() for role, sums in fisher.rows.items()}
     statistics = LayerStatistics(usage.tokens, rows, usage.channel_energy)
     sums = {} if regression is None else {role: Regression(*own) for role, own in regression.sums().items()}
+    stored = calibrated.weights(index, layer)
     matrices: dict[Role, Tensor] = {}
     for role in reader.shape.roles:
-        weights = [reader.dense(index, expert, role).to(device) for expert in range(reader.shape.experts)]
+        weights = [stored(expert, role).to(device) for expert in range(reader.shape.experts)]
         base = merge(method, role, weights, usage.tokens, (fisher.weighted, fisher.total), sums)
         matrices[role] = to_cpu(base.to(reader.dtype))
     return LayerBase(matrices, torch.arange(reader.shape.intermediate), reader.shape.intermediate, statistics)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from moetool.architectures import ROLES, MoEShape, Role
 from moetool.calibration.collectors import GramCollector
-from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.writer import CheckpointWriter, TensorSpec
 from moetool.compress.base.layer_base import LayerBase
 from moetool.compress.choices import Sensitivity, Share, Svd
@@ -147,32 +146,29 @@ def measured_grams(
 
 
 def write_factors(
-    reader: ExpertReader,
+    shape: MoEShape,
     work: Path,
     layer: int,
-    base: LayerBase,
+    deltas: Deltas,
     options: FactorChoices,
     grams: GramCollector | None,
-    device: torch.device,
 ) -> None:
     """Factorise every difference of a layer, one at a time, and leave the result in the work directory."""
-    count = reader.shape.experts
+    count = shape.experts
     energy = grams.energy if grams is not None else torch.zeros(len(ROLES), count, dtype=torch.float64)
     tokens = grams.tokens() if grams is not None else torch.zeros(count, dtype=torch.int64)
     svd = LayerSvd(options.svd, grams)
-    sensitivity = LayerSensitivity(options.sensitivity, base.statistics, energy, tokens)
-
-    deltas = Deltas(reader, layer, base, device)
+    sensitivity = LayerSensitivity(options.sensitivity, deltas.base.statistics, energy, tokens)
 
     def factored() -> Iterator[Factored]:
-        for role in reader.shape.roles:
+        for role in shape.roles:
             for expert in range(count):
                 own = deltas.of(role, expert)
                 counts = sensitivity.of(role, expert, own.shape[1], whitened=svd.is_whitened)
                 yield role, expert, svd.factorize(role, expert, own, counts.row_scale), counts
 
     def jointly_factored() -> Iterator[Factored]:
-        for role in reader.shape.roles:
+        for role in shape.roles:
             own = [deltas.of(role, expert) for expert in range(count)]
             counts = sensitivity.jointly(role, own[0].shape[1], options.share, whitened=svd.is_whitened)
             scale = counts.row_scale
@@ -182,5 +178,5 @@ def write_factors(
                 scales = list(scale.chunk(count)) if options.share == "v" else [scale] * count
             yield role, 0, svd.factorize_jointly(role, own, options.share, scales), counts
 
-    file = FactorFile(work, layer, reader.shape, options.share)
+    file = FactorFile(work, layer, shape, options.share)
     file.write(factored() if options.share == "none" else jointly_factored(), energy)

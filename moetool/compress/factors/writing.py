@@ -1,6 +1,7 @@
 """What `svd-compress` and `compress` share: options, costs, and the way from factorisations to a written checkpoint."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -134,7 +135,8 @@ class Factored:
         base = LayerBase.load(self.bases[layer])
         yield from base_tensors(self.reader, layer, layout, base)
         dtype, prefix = self.reader.dtype, self.reader.architecture.experts_prefix(layer)
-        deltas = Deltas(self.reader, layer, base, self.job.device)
+        weights = partial(self.reader.dense, layer)
+        deltas = Deltas(weights, base, self.job.device)
         joint = {role for role in self.reader.shape.roles if layout.shared_tensors(role)}
         for role in self.reader.shape.roles:
             if role in joint:
@@ -143,7 +145,7 @@ class Factored:
             if role in joint:
                 continue
             if form.is_whole:
-                encoded = form.encode(self.reader.dense(layer, expert, role), dtype)
+                encoded = form.encode(weights(expert, role), dtype)
             elif form.directions:
                 measured = self.factors[layer].measured(role, expert, self.job.device)
                 encoded = form.encode(deltas.of(role, expert), dtype, measured)

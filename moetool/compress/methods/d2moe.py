@@ -11,6 +11,7 @@ from moetool.checkpoint.counting import parameter_counts
 from moetool.compress.base.layer_base import base_path, base_rank, factored_base, measured_base
 from moetool.compress.base.pruning import plan_pruning
 from moetool.compress.choices import BaseCompression, Merge
+from moetool.compress.delta import Deltas
 from moetool.compress.factors.files import measured_grams, write_factors
 from moetool.compress.factors.writing import Factored, FactorOptions, factor_plan, finish
 from moetool.compress.paper_counting import PaperRank, paper_rank
@@ -111,7 +112,8 @@ class D2MoE(Stage[D2MoEOptions]):
                 base = factored_base(calibrated, index, layer, base, options.prune_base)
             grams = measured_grams(calibrated, index, layer, base, keep=False)
             base.save(base_path(job.work, index))
-            write_factors(reader, job.work, index, base, options, grams, job.device)
+            deltas = Deltas(calibrated.weights(index, layer), base, job.device)
+            write_factors(reader.shape, job.work, index, deltas, options, grams)
 
         calibrated.reverse(visit, passes=2)
         factored = Factored(job, pruning.dynamic, options)

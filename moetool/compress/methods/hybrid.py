@@ -30,7 +30,7 @@ from moetool.compress.told import MixedLayer, MixedTold
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.calibrated import CalibratedJob
-from moetool.job.job import Job, Source, pick_compute_dtype, pick_device, to_cpu
+from moetool.job.job import Job, pick_compute_dtype, pick_device, to_cpu
 from moetool.job.options import CalibrationOptions, RunOptions
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.stage import Stage
@@ -140,7 +140,8 @@ class Hybrid(Stage[HybridOptions]):
             base.save(base_path(job.work, index))
             grams = InputGramCollector(reader.shape, job.device)
             calibrated.sweep.forward(index, layer, [grams], keep=False)
-            cook(self.source, index, base, forms, grams, options.sensitivity, candidates_path(job.work, index), job)
+            deltas = Deltas(calibrated.weights(index, layer), base, job.device)
+            cook(reader, deltas, forms, grams, options.sensitivity, candidates_path(job.work, index))
 
         calibrated.reverse(visit, passes=2)
         layouts, picked, lost = self._choose(job, forms)
@@ -253,19 +254,15 @@ def _bytes_in_file(reader: ExpertReader, key: Key, form: Representation, start: 
 
 
 def cook(
-    source: Source,
-    layer: int,
-    base: LayerBase,
+    reader: ExpertReader,
+    deltas: Deltas,
     forms: Mapping[Role, list[Representation]],
     grams: InputGramCollector,
     choice: Sensitivity,
     path: Path,
-    job: Job,
 ) -> None:
     """Make every form of every difference of a layer, measure what it loses, and leave both in the work directory."""
-    reader = source.experts
-    sensitivity = LayerSensitivity(choice, base.statistics, grams.energy(), grams.tokens())
-    deltas = Deltas(reader, layer, base, job.device)
+    sensitivity = LayerSensitivity(choice, deltas.base.statistics, grams.energy(), grams.tokens())
     made: dict[str, Tensor] = {}
     for role in reader.shape.roles:
         matrix = reader.shape.matrix(role)

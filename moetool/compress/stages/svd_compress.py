@@ -1,10 +1,12 @@
 """The third stage of D²-MoE alone: differences become low-rank (§3.3)."""
 
+from functools import partial
 from typing import ClassVar
 
 from torch import nn
 
 from moetool.compress.base.layer_base import base_path, stored_base
+from moetool.compress.delta import Deltas
 from moetool.compress.factors.files import measured_grams, write_factors
 from moetool.compress.factors.writing import Factored, FactorOptions, factor_plan, finish
 from moetool.compress.told import RankedTold
@@ -55,7 +57,8 @@ class SvdCompress(Stage[FactorOptions]):
             base = stored_base(reader, index, statistics.get(index))
             grams = measured_grams(calibrated, index, layer, base, keep=True)
             base.save(base_path(job.work, index))
-            write_factors(reader, job.work, index, base, options, grams, job.device)
+            deltas = Deltas(calibrated.weights(index, layer), base, job.device)
+            write_factors(reader.shape, job.work, index, deltas, options, grams)
 
         facts = None
         if options.calibration is not None:
@@ -67,7 +70,8 @@ class SvdCompress(Stage[FactorOptions]):
                 if job.unit(f"factor/{layer}"):
                     base = stored_base(reader, layer, statistics.get(layer))
                     base.save(base_path(job.work, layer))
-                    write_factors(reader, job.work, layer, base, options, None, job.device)
+                    deltas = Deltas(partial(reader.dense, layer), base, job.device)
+                    write_factors(reader.shape, job.work, layer, deltas, options, None)
                     job.finish(f"factor/{layer}")
         dynamic = {layer: reader.layout(layer).dynamic_channels for layer in reader.moe_layers}
         return finish(job, Factored(job, dynamic, options), options, self.name, facts)

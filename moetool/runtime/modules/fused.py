@@ -35,6 +35,13 @@ def fused_tensors(
         yield fused_name(roles), fused
 
 
+def fused_matrix(shape: MoEShape, experts: nn.Module, expert: int, role: Role) -> Tensor:
+    """One expert's matrix `[out, in]`, as a view of its fused tensor."""
+    group = shape.group(role)
+    fused: Tensor = getattr(experts, fused_name(group))
+    return fused.detach()[expert].chunk(len(group))[group.index(role)]
+
+
 def activated(act_fn: Callable[[Tensor], Tensor], values: Sequence[Tensor]) -> Tensor:
     """`act(gate) · up`, or without a gate `act(up)`."""
     first, *rest = values
