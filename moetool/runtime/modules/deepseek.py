@@ -146,7 +146,8 @@ class DeepseekForCausalLM(DeepseekPreTrainedModel, LlamaForCausalLM):  # type: i
 
 def register(config: type[PreTrainedConfig]) -> None:
     """Make the Auto classes know the model by its config. Safe to call twice."""
-    DeepseekPreTrainedModel.config_class = config
+    for kind in (DeepseekPreTrainedModel, DeepseekModel, DeepseekForCausalLM):
+        kind.config_class = config
     AutoModel.register(config, DeepseekModel, exist_ok=True)
     AutoModelForCausalLM.register(config, DeepseekForCausalLM, exist_ok=True)
     layout = get_checkpoint_conversion_mapping("qwen2_moe")
