@@ -141,7 +141,7 @@ def dropped(energy: float) -> Item:
     return Item([LowRank(0)], np.zeros(1, dtype=np.int64), np.array([energy]), np.empty(0), 0)
 
 
-def measured(forms: Sequence[Representation], nbytes: Sequence[int], losses: Sequence[float]) -> Item:
+def offered(forms: Sequence[Representation], nbytes: Sequence[int], losses: Sequence[float]) -> Item:
     """A matrix whose forms were made and measured, in any order. Those that are best at no price are left out."""
 
     def slope(smaller: int, larger: int) -> float:

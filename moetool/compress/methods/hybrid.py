@@ -18,7 +18,7 @@ from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.writer import TensorSpec, entry_nbytes
 from moetool.compress.base.given import in_few_bits
 from moetool.compress.base.layer_base import LayerBase, base_path, measured_base
-from moetool.compress.budget.items import Forms, Group, Key, measured
+from moetool.compress.budget.items import Forms, Group, Key, offered
 from moetool.compress.budget.spending import fit
 from moetool.compress.choices import Merge, Sensitivity
 from moetool.compress.delta import Deltas
@@ -191,7 +191,7 @@ class Hybrid(Stage[HybridOptions]):
                         key = layer, role, expert
                         losses[key] = file.get_tensor(f"{role}.{expert}.loss").tolist()
                         sizes = [_bytes_in_file(reader, key, form, start) for form in forms[role]]
-                        items[key] = measured(forms[role], sizes, losses[key])
+                        items[key] = offered(forms[role], sizes, losses[key])
 
         def layouts(chosen: Forms) -> dict[int, LayerLayout]:
             return {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moetool.compress.budget.items import Forms, Group, Item, Key, Ladder, dropped, factors_of, measured
+from moetool.compress.budget.items import Forms, Group, Item, Key, Ladder, dropped, factors_of, offered
 from moetool.compress.budget.spending import allocate
 from moetool.errors import UsageError
 from moetool.representations.dense import Dense
@@ -23,14 +23,14 @@ class Point:
     loss: float
 
 
-def offered(points: Sequence[Point]) -> Item:
+def item_of(points: Sequence[Point]) -> Item:
     """The rank of each form is its place in the list."""
     forms = [LowRank(place) for place in range(len(points))]
-    return measured(forms, [point.nbytes for point in points], [point.loss for point in points])
+    return offered(forms, [point.nbytes for point in points], [point.loss for point in points])
 
 
 def choose(menus: Sequence[Sequence[Point]], budget: int) -> list[int]:
-    items: dict[Key, Item] = {(0, "up", expert): offered(points) for expert, points in enumerate(menus)}
+    items: dict[Key, Item] = {(0, "up", expert): item_of(points) for expert, points in enumerate(menus)}
     return ranks(allocate("water-filling", [Group(items)], budget))
 
 
@@ -71,7 +71,7 @@ def test_every_choice_is_best_at_its_own_size(seed: int) -> None:
     """At the sizes where a step of the hull ends, nothing of that size or less loses less."""
     chosen = menus(seed)
     every = [totals(chosen, list(picked)) for picked in itertools.product(range(4), repeat=4)]
-    items = [offered(menu) for menu in chosen]
+    items = [item_of(menu) for menu in chosen]
     steps = sorted(
         (step for item in items for step in zip(item.slopes, np.diff(item.nbytes), strict=True)), reverse=True
     )
@@ -84,7 +84,7 @@ def test_every_choice_is_best_at_its_own_size(seed: int) -> None:
 
 
 def test_a_hull_leaves_out_what_never_pays() -> None:
-    item = offered([Point(0, 10.0), Point(10, 9.0), Point(12, 2.0), Point(20, 2.5), Point(40, 1.0)])
+    item = item_of([Point(0, 10.0), Point(10, 9.0), Point(12, 2.0), Point(20, 2.5), Point(40, 1.0)])
     assert item.forms == [LowRank(0), LowRank(2), LowRank(4)]
     assert item.nbytes.tolist() == [0, 12, 40]
     assert item.losses.tolist() == [10.0, 2.0, 1.0]
@@ -143,7 +143,7 @@ def test_a_dropped_delta_has_one_form() -> None:
 
 
 def test_a_group_is_left_as_it_was_where_its_base_does_not_pay() -> None:
-    items: dict[Key, Item] = {(0, "up", e): offered([Point(0, 4.0), Point(10, 0.0)]) for e in range(2)}
+    items: dict[Key, Item] = {(0, "up", e): item_of([Point(0, 4.0), Point(10, 0.0)]) for e in range(2)}
     group = Group(items, base_bytes=10, native_bytes=20)
     assert (group.least, group.most) == (10, 20)
     assert [group.at(price) for price in (1.0, 0.5, 0.1)] == [10, None, None]  # 8 lost for 10 bytes less pays from 0.8

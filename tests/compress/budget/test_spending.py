@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moetool.compress.budget import spending
-from moetool.compress.budget.items import Forms, Group, Item, Key, Ladder, byte_range, dropped, measured
+from moetool.compress.budget.items import Forms, Group, Item, Key, Ladder, byte_range, dropped, offered
 from moetool.compress.choices import Allocation
 from moetool.errors import UsageError
 from moetool.representations import Representation
@@ -430,8 +430,8 @@ def test_ranks_and_measured_forms_share_a_budget() -> None:
     ladder, forms = random_matrix(3), [LowRank(0), Dense(), LowRank(1), LowRank(2)]
     items: dict[Key, Item] = {
         (0, "up", 0): ladder.item,
-        (0, "down", 0): measured(forms, [0, 300, 50, 120], [4.0, 0.0, 2.5, 0.4]),
-        (1, "up", 0): measured(forms, [0, 70, 20, 30], [0.5, 0.0, 0.3, 0.1]),
+        (0, "down", 0): offered(forms, [0, 300, 50, 120], [4.0, 0.0, 2.5, 0.4]),
+        (1, "up", 0): offered(forms, [0, 70, 20, 30], [0.5, 0.0, 0.3, 0.1]),
     }
     choices = [
         (sum(int(item.nbytes[i]) for item, i in chosen), math.fsum(item.losses[i] for item, i in chosen))
