@@ -1,0 +1,102 @@
+"""What every stage promises: options that go through JSON and YAML, and a plan from headers alone."""
+
+import importlib
+import json
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from dense_families import build_dense
+from pydantic import ValidationError
+
+from moetool.job.options import RunOptions
+from moetool.stages import _PLACES, plan_stage, run_stage, stages
+
+STAGES = sorted(stages())
+# What a stage cannot be planned without; the files that are named are found below.
+NEEDED: dict[str, dict[str, Any]] = {
+    "branch-train-mix": {"source": ["DENSE", "DENSE"]},
+    "d2moe": {"ratio": 0.2},
+    "hybrid": {"ratio": 0.5, "group_size": 16},
+    "moefication": {"experts": 4},
+    "g-moefication": {"experts": 4},
+    "prune-base": {"ratio": 0.2},
+    "quantize-delta": {"group_size": 16},
+    "svd-compress": {"ratio": 0.2},
+    "tune": {"data": "TEXT", "sequence_length": 32},
+}
+# What a stage starts from, if not from the MoE model that it is for.
+INPUTS = {
+    **dict.fromkeys((name for name, stage in stages().items() if stage.method_of in ("upcycle", "moefy")), "dense"),
+    **dict.fromkeys(("dense-experts", "prune-base", "quantize-delta", "sparsify-delta", "svd-compress"), "decomposed"),
+    "dense": "upcycled",
+}
+
+Inputs = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def inputs(tiny_mixtral: Path, save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    """`inputs("decomposed")`: a tiny model of that kind."""
+    dense = save_model(build_dense("llama"), tmp_path_factory.mktemp("inputs") / "dense")
+    made = {"moe": tiny_mixtral, "dense": dense}
+    ways: dict[str, tuple[str, str]] = {"decomposed": ("decompose", "moe"), "upcycled": ("vanilla", "dense")}
+
+    def find(kind: str) -> Path:
+        if kind not in made:
+            stage, source = ways[kind]
+            made[kind] = tmp_path_factory.mktemp("inputs") / kind
+            run_stage(stage, made[source], made[kind], stages()[stage].options_type())
+        return made[kind]
+
+    return find
+
+
+@pytest.fixture
+def options(name: str, inputs: Inputs, tiny_text: Path) -> RunOptions:
+    """Of a stage, no more than it needs."""
+    kind = stages()[name].options_type
+    given: dict[str, Any] = dict(NEEDED.get(name, {}))
+    if "data" in given:
+        given["data"] = str(tiny_text)
+    if "source" in given:
+        given["source"] = [str(inputs("dense"))] * 2
+    if "calibration" in kind.model_fields:
+        given |= {"calibration": str(tiny_text), "samples": 8, "sequence_length": 32}
+    return kind(**given)
+
+
+def test_every_file_is_a_stage() -> None:
+    known = {stage.__module__ for stage in stages().values()}
+    for place in _PLACES:
+        home = importlib.import_module(f"moetool.{place}")
+        inside = [f"{home.__name__}.{info.name}" for info in pkgutil.iter_modules(getattr(home, "__path__", ()))]
+        assert set(inside or [home.__name__]) <= known
+    assert {*NEEDED, *INPUTS} <= set(STAGES)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_options_go_through_json_and_yaml(name: str, options: RunOptions) -> None:
+    kind = stages()[name].options_type
+    assert kind.model_validate_json(options.model_dump_json()) == options
+    assert kind(**yaml.safe_load(yaml.safe_dump(options.model_dump(mode="json")))) == options
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_options_that_do_not_exist_are_refused(name: str, options: RunOptions) -> None:
+    with pytest.raises(ValidationError, match="no_such_option"):
+        stages()[name].options_type(**options.model_dump(mode="json"), no_such_option=1)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_plan_is_of_headers_and_options(name: str, options: RunOptions, inputs: Inputs) -> None:
+    source = inputs(INPUTS.get(name, "moe"))
+    plan = plan_stage(name, source, options).to_json()
+    assert plan["stage"] == name
+    assert plan["input_bytes"] >= sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    assert min(plan["output_bytes"], plan["disk_bytes"], plan["peak_memory_bytes"]) > 0
+    again = stages()[name].options_type.model_validate_json(options.model_dump_json())
+    assert plan_stage(name, source, again).to_json() == json.loads(json.dumps(plan)) == plan
