@@ -68,6 +68,10 @@ DENSE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma": ("gemma", {**GATED, "head_dim": 8, "tie_word_embeddings": True}),
     "gemma2": ("gemma2", {**GATED, "head_dim": 8, "tie_word_embeddings": True, "sliding_window": 8}),
+    "gemma3": (
+        "gemma3_text",
+        {**GATED, "head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": True, "sliding_window": 8},
+    ),
     "granite": ("granite", {**GATED, **MULTIPLIERS}),
     "gpt_neox": ("gpt_neox", {"intermediate_size": 64, "tie_word_embeddings": False}),
     "phi": ("phi", {"intermediate_size": 64}),

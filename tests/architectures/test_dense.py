@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from dense_families import DENSE_FAMILIES, build_dense
+from dense_families import DENSE_FAMILIES, MOEFY_FAMILIES, build_dense
 
 from moetool.architectures.dense import FEATURES, dense_architectures, find_dense_architecture
 from moetool.errors import InvalidInputError
@@ -15,7 +15,7 @@ def test_every_family_is_data_and_unambiguous() -> None:
     types = [name for family in found for name in family.model_types]
     assert [family.name for family in found] == sorted(family.name for family in found)
     assert len(types) == len(set(types))
-    assert {model_type for model_type, _ in DENSE_FAMILIES.values()} <= set(types)
+    assert {model_type for model_type, _ in {**DENSE_FAMILIES, **MOEFY_FAMILIES}.values()} == set(types)
     for family in found:
         assert family.reference.startswith("https://")
         assert set(family.roles) in ({"gate", "up", "down"}, {"up", "down"})

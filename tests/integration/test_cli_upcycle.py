@@ -53,6 +53,7 @@ AUTOMATIC = {
     "phi3-longrope": "mixtral",
     "gemma": "granitemoe",
     "gemma2": "moetool",
+    "gemma3": "moetool",
     "granite": "granitemoe",
     "gpt_neox": "moetool",
     "phi": "moetool",

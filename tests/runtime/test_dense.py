@@ -30,6 +30,7 @@ FEATURES_OF = {
     "phi3-longrope": (),
     "gemma": ("scaled_embedding",),
     "gemma2": ("scaled_embedding", "sandwich_norm", "mixed_attention"),
+    "gemma3": ("scaled_embedding", "sandwich_norm", "mixed_attention"),
     "granite": ("multipliers",),
     **dict.fromkeys(("gpt_neox", "phi", "gpt_bigcode", "starcoder2", "falcon"), ("ungated", "own_block")),
 }

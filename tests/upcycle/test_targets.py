@@ -28,6 +28,11 @@ CHOICES |= {"granite": CHOICES["gemma"]}
 ONLY_OWN = ((), "moetool", "moetool", "moetool")
 
 
+def test_every_target_is_chosen_for_some_family() -> None:
+    found = {name for able, *chosen in CHOICES.values() for name in (*able, *chosen)}
+    assert found == set(targets())
+
+
 @pytest.mark.parametrize("family", DENSE_FAMILIES)
 def test_every_family_has_its_targets(family: str, tmp_path: Path) -> None:
     features = open_dense(save_dense(tmp_path / "dense", family)).features
