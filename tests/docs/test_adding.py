@@ -5,6 +5,7 @@ Files are put into directories beside the package's own, which the package then 
 
 import contextlib
 import importlib
+import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -206,6 +207,10 @@ def test_a_representation(section: Section) -> None:
     assert {"representation": "kronecker", "stands for": "delta to the base"} in told["representations"]
     form: Any = parse_representation("kronecker:8")
     generator = torch.Generator().manual_seed(0)
+    contract = runpy.run_path(str(ROOT / "tests" / "representations" / "test_contract.py"))
+    assert {"kronecker:4", "kronecker:8"} <= set(contract["SPECS"])
+    for known in (contract["NOTHING"], contract["measured"]()):
+        contract["test_encoded_as_promised"](form, known, torch.bfloat16)
     exact = torch.kron(torch.randn(3, 4, generator=generator), torch.randn(8, 8, generator=generator))
     stored = form.encode(exact, torch.float32)
     assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == {
