@@ -104,7 +104,7 @@ def test_every_family(dense: Any, upcycle: Any, tokens: Tensor, family: str) -> 
     assert torch.equal(after.generate(tokens[:, :6], **generate), before.generate(tokens[:, :6], **generate))
     stored = {name: tensor.numel() for name, tensor in tensors_of(made.path).items()}
     routed = sum(size for name, size in stored.items() if EXPERT.search(name))
-    total = sum(stored.values()) - (0 if native else LAYERS)  # guards of one number
+    total = sum(stored.values()) - (0 if native else LAYERS)  # placeholders of one number
     dense_total = sum(tensor.numel() for tensor in tensors_of(source).values())
     counts = {"total": total, "active": total - routed // 2, "added": total - dense_total}
     assert made.told["parameters"] == counts
@@ -586,7 +586,7 @@ def test_compress_takes_it_with_text(
 
 
 def test_without_moetool_an_own_module_does_not_load(dense: Any, upcycle: Any, tmp_path: Path) -> None:
-    """A guard of one number stands where the dense network's matrix was."""
+    """A placeholder of one number stands where the dense network's matrix was."""
     path = copy_of(upcycle(dense("gpt_neox"), *FOUR).path, tmp_path / "plain")
     change_config(path, quantization_config=None)
     with pytest.raises(RuntimeError, match="mismatch"):
