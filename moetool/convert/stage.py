@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moetool.calibration.data import load_tokenizer
+from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.manifest import Provenance
 from moetool.checkpoint.reader import CONFIG, Checkpoint
 from moetool.convert.parts import Converted

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from moetool.architectures.dense import is_encoder
 from moetool.calibration.activations import ActivationFile
-from moetool.calibration.data import check_vocabulary, load_tokenizer, sample_windows
 from moetool.calibration.masking import masked_windows
 from moetool.calibration.opening import Bos, opening_text
 from moetool.calibration.sweep import Sweep
+from moetool.calibration.windows import check_vocabulary, load_tokenizer, sample_windows
 from moetool.checkpoint.experts import Weights
 from moetool.errors import UsageError
 from moetool.job.job import DenseSource, Input, Job, Source

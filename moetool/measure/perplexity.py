@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moetool.architectures.dense import is_encoder
-from moetool.calibration.data import check_vocabulary, evaluation_windows, load_tokenizer
 from moetool.calibration.opening import BOS_HELP, Bos, opening_text
+from moetool.calibration.windows import check_vocabulary, evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import VerificationError
 from moetool.job.options import Options, fit_context

@@ -7,8 +7,9 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from moetool.calibration.data import check_vocabulary, evaluation_windows, load_tokenizer, parse_data
+from moetool.calibration.data import parse_data
 from moetool.calibration.opening import BOS_HELP, Bos, opening_text
+from moetool.calibration.windows import check_vocabulary, evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, VerificationError
 from moetool.job.options import Options, fit_context

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moetool.calibration.data import DataSpec, iter_text, parse_data, records, token_stream
+from moetool.calibration.data import DataSpec, iter_text, parse_data, records
 from moetool.calibration.opening import Bos, opening_of
+from moetool.calibration.windows import token_stream
 from moetool.checkpoint.source import first_line
 from moetool.errors import InvalidInputError
 from moetool.tune.chat import Conversations, Spoken, tokens_of, without_nones

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from moetool.architectures.dense import is_encoder
-from moetool.calibration.data import check_vocabulary, data_files, load_tokenizer, parse_data
+from moetool.calibration.data import data_files, parse_data
 from moetool.calibration.opening import opening_text
+from moetool.calibration.windows import check_vocabulary, load_tokenizer
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec

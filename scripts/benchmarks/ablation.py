@@ -20,7 +20,7 @@ from typing import Any
 
 from _common import Kept, excess, made_by
 
-from moetool.calibration.data import evaluation_windows, load_tokenizer
+from moetool.calibration.windows import evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.measure.perplexity import window_loss
 from moetool.runtime.loading import load_model

@@ -25,7 +25,7 @@ from _common import made_by
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from moetool.calibration.data import evaluation_windows
+from moetool.calibration.windows import evaluation_windows
 
 EXPERTS, TOP_K = 8, 2
 WINDOWS, LENGTH = 4, 256

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from moetool.architectures.dense import is_encoder
-from moetool.calibration.data import evaluation_windows, load_tokenizer
+from moetool.calibration.windows import evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.told import ConversionTold
 from moetool.measure.perplexity import window_loss

@@ -22,7 +22,7 @@ from _common import made_by
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import moetool  # noqa: F401  (lets transformers load moetool's own mixtures)
-from moetool.calibration.data import evaluation_windows, load_tokenizer
+from moetool.calibration.windows import evaluation_windows, load_tokenizer
 from moetool.errors import InvalidInputError
 from moetool.job.result import Result
 from moetool.runtime.quiet import quiet

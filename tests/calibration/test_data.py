@@ -13,13 +13,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from moetool.calibration import data
-from moetool.calibration.data import (
-    DataSpec,
+from moetool.calibration.data import DataSpec, iter_text, parse_data
+from moetool.calibration.windows import (
     check_vocabulary,
     evaluation_windows,
-    iter_text,
     load_tokenizer,
-    parse_data,
     sample_windows,
     token_stream,
 )

@@ -13,8 +13,8 @@ from tokenizers import processors
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from moetool.calibration.data import evaluation_windows, sample_windows
 from moetool.calibration.opening import opening_of
+from moetool.calibration.windows import evaluation_windows, sample_windows
 from moetool.errors import UsageError
 
 

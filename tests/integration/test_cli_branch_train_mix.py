@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from moetool.calibration.data import sample_windows
+from moetool.calibration.windows import sample_windows
 from moetool.runtime.quiet import quiet
 
 MIX = ("--method", "branch-train-mix")

@@ -29,7 +29,7 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from moetool.architectures.dense import find_dense_architecture
 from moetool.calibration.activations import ActivationFile
-from moetool.calibration.data import load_tokenizer, sample_windows
+from moetool.calibration.windows import load_tokenizer, sample_windows
 from moetool.moefy.clusters import Moefied
 from moetool.runtime.modules.moefied import NeuronExperts, set_keep
 from moetool.runtime.quiet import quiet

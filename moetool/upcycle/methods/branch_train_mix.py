@@ -11,7 +11,8 @@ from pydantic import AliasChoices, BeforeValidator, Field, field_validator
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moetool.calibration.data import check_vocabulary, load_tokenizer, parse_data, sample_windows
+from moetool.calibration.data import parse_data
+from moetool.calibration.windows import check_vocabulary, load_tokenizer, sample_windows
 from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.told import ConversionTold
