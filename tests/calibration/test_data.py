@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from moetool.calibration import data
+from moetool.calibration import windows as windows_module
 from moetool.calibration.data import DataSpec, iter_text, parse_data
 from moetool.calibration.windows import (
     check_vocabulary,
@@ -294,7 +294,7 @@ def test_evaluation_reads_no_more_than_its_limit(
 ) -> None:
     name = write(tmp_path / "x.txt", count_up(0, 200) + "\n" + "\n".join(["5"] * 10_000))
     monkeypatch.setattr(data, "READ_CHARS", 100)
-    monkeypatch.setattr(data, "WHOLE_TEXT_CHARS", 1000)
+    monkeypatch.setattr(windows_module, "WHOLE_TEXT_CHARS", 1000)
     seen: list[str] = []
     real = iter_text
 
@@ -359,8 +359,8 @@ def test_every_part_of_the_text_can_be_drawn(tmp_path: Path, numbers: PreTrained
 def test_a_long_stream_is_read_only_as_far_as_needed(
     tmp_path: Path, numbers: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "RESERVOIR_TOKENS", 100)
-    monkeypatch.setattr(data, "SAMPLING_CHARS", 50)
+    monkeypatch.setattr(windows_module, "RESERVOIR_TOKENS", 100)
+    monkeypatch.setattr(windows_module, "SAMPLING_CHARS", 50)
     consumed: list[int] = []
 
     def endless(spec: DataSpec) -> Iterator[str]:
@@ -399,7 +399,7 @@ def test_weighted_sources(tmp_path: Path, numbers: PreTrainedTokenizerBase) -> N
     ],
 )
 def test_largest_remainder(samples: int, weights: list[float], shares: list[int]) -> None:
-    assert data._shares(samples, weights) == shares
+    assert windows_module._shares(samples, weights) == shares
 
 
 # Refusals
