@@ -12,7 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from moetool.calibration import windows as windows_module
+from moetool.calibration import data
+from moetool.calibration import windows as cutting
 from moetool.calibration.data import DataSpec, iter_text, parse_data
 from moetool.calibration.windows import (
     check_vocabulary,
@@ -294,7 +295,7 @@ def test_evaluation_reads_no_more_than_its_limit(
 ) -> None:
     name = write(tmp_path / "x.txt", count_up(0, 200) + "\n" + "\n".join(["5"] * 10_000))
     monkeypatch.setattr(data, "READ_CHARS", 100)
-    monkeypatch.setattr(windows_module, "WHOLE_TEXT_CHARS", 1000)
+    monkeypatch.setattr(cutting, "WHOLE_TEXT_CHARS", 1000)
     seen: list[str] = []
     real = iter_text
 
@@ -303,7 +304,7 @@ def test_evaluation_reads_no_more_than_its_limit(
             seen.append(piece)
             yield piece
 
-    monkeypatch.setattr(data, "iter_text", recording)
+    monkeypatch.setattr(cutting, "iter_text", recording)
     windows = evaluation_windows(name, numbers, sequence_length=50, limit=2)
     assert torch.equal(windows, torch.arange(100).view(2, 50))
     assert sum(map(len, seen)) < 2000
@@ -359,8 +360,8 @@ def test_every_part_of_the_text_can_be_drawn(tmp_path: Path, numbers: PreTrained
 def test_a_long_stream_is_read_only_as_far_as_needed(
     tmp_path: Path, numbers: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(windows_module, "RESERVOIR_TOKENS", 100)
-    monkeypatch.setattr(windows_module, "SAMPLING_CHARS", 50)
+    monkeypatch.setattr(cutting, "RESERVOIR_TOKENS", 100)
+    monkeypatch.setattr(cutting, "SAMPLING_CHARS", 50)
     consumed: list[int] = []
 
     def endless(spec: DataSpec) -> Iterator[str]:
@@ -368,7 +369,7 @@ def test_a_long_stream_is_read_only_as_far_as_needed(
             consumed.append(i)
             yield f"{i % WORDS}\n"
 
-    monkeypatch.setattr(data, "iter_text", endless)
+    monkeypatch.setattr(cutting, "iter_text", endless)
     windows = sample_windows("owner/name", numbers, samples=2, sequence_length=10, seed=0)
     assert windows.shape == (2, 10)
     assert 320 <= len(consumed) < 400  # 16 × 2 windows of 10
@@ -399,7 +400,7 @@ def test_weighted_sources(tmp_path: Path, numbers: PreTrainedTokenizerBase) -> N
     ],
 )
 def test_largest_remainder(samples: int, weights: list[float], shares: list[int]) -> None:
-    assert windows_module._shares(samples, weights) == shares
+    assert cutting._shares(samples, weights) == shares
 
 
 # Refusals
