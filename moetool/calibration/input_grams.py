@@ -1,4 +1,4 @@
-"""Second moments of what each expert's matrices are given, for rounding them to few bits."""
+"""Second moments of what each expert's matrices are given, for quantizing them."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
 """How many numbers a MoE model has, by several ways to count."""
 
 from moetool.checkpoint.experts import ExpertReader
-from moetool.format.layout import GUARD
+from moetool.format.kinds.base import PLACEHOLDER
 
 
 def parameter_counts(reader: ExpertReader) -> dict[str, int]:
@@ -10,12 +10,12 @@ def parameter_counts(reader: ExpertReader) -> dict[str, int]:
     `stored` counts what the files hold. `total` counts the weights these stand for, every expert in full; tensors that
     are tied count once. `active` is the part of `total` that one token uses: everything but the experts, and `top_k`
     experts per MoE layer. `added` is what the experts have beyond one dense FFN per layer, in numbers of 16 bits as the
-    DeRS paper counts them (Tables S13 to S18): differences without scales and indices.
+    DeRS paper counts them (Tables S13 to S18): deltas without scales and indices.
     """
     tensors = reader.checkpoint.tensors
     sizes = {name: info.nbytes // info.dtype.itemsize for name, info in tensors.items()}
-    guards = sum(info.shape == GUARD for name, info in tensors.items() if name not in reader.names)
-    other = sum(size for name, size in sizes.items() if name not in reader.names) - guards
+    placeholders = sum(info.shape == PLACEHOLDER for name, info in tensors.items() if name not in reader.names)
+    other = sum(size for name, size in sizes.items() if name not in reader.names) - placeholders
     layers, shape = reader.moe_layers, reader.shape
     total = other + sum(reader.count(layer) for layer in layers) * shape.expert_parameters
     idle = len(layers) * (shape.experts - shape.top_k) * (shape.expert_parameters + shape.bias_parameters)

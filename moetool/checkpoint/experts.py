@@ -11,9 +11,9 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError
 from moetool.format.entry import check_unquantised, layer_layouts
+from moetool.format.kinds.base import PLACEHOLDER
 from moetool.format.layout import (
     BASE_CHANNELS,
-    GUARD,
     LayerLayout,
     base_name,
     delta_name,
@@ -194,7 +194,7 @@ class ExpertReader:
         return representation.decode(tensors, shape, self.dtype)
 
     def stored(self, layer: int, expert: int, role: Role) -> Tensor | None:
-        """The expert's own matrix as it is on disk, `None` where it is only stored as a difference to a base.
+        """The expert's own matrix as it is on disk, `None` where it is only stored as a delta to a base.
 
         The shared expert is the one after the last routed one.
         """
@@ -259,7 +259,7 @@ class ExpertReader:
         return self.full_base(layer, role) + matrix if representation.uses_base else matrix
 
     def factors(self, layer: int, expert: int, role: Role) -> tuple[Tensor, Tensor] | None:
-        """U `[out, rank]` and V `[rank, in]` of an expert's difference as they are stored, `None` where it has none."""
+        """U `[out, rank]` and V `[rank, in]` of an expert's delta as they are stored, `None` where it has none."""
         weights = self.layout(layer).weights[role]
         if weights is None or (names := weights[expert].factors) is None:
             return None
@@ -280,6 +280,6 @@ class ExpertReader:
             for i in range(count):
                 yield architecture.weight_name(layer, i, role), matrix(role, i)
 
-    def guards(self, layer: int, roles: Sequence[Role]) -> Iterator[tuple[str, Tensor]]:
+    def placeholders(self, layer: int, roles: Sequence[Role]) -> Iterator[tuple[str, Tensor]]:
         """What stands at the native names of a group whose base is not dense."""
-        yield from self.native_tensors(layer, roles, 1, lambda *_: torch.zeros(GUARD, dtype=self.dtype))
+        yield from self.native_tensors(layer, roles, 1, lambda *_: torch.zeros(PLACEHOLDER, dtype=self.dtype))

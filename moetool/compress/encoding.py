@@ -1,4 +1,4 @@
-"""What the stages that store differences in few bits or few numbers share: options, costs, encoding, writing.
+"""What the stages that store quantized or sparse deltas share: options, costs, encoding, writing.
 
 Every layer is encoded once, into a file of the work directory, and copied from there when the output is written.
 """
@@ -42,7 +42,7 @@ BaseBits = Annotated[Literal["1", "2", "3", "4", "8", "nf4", "int8"], BeforeVali
 LoadBase = Callable[[int], LayerBase]
 Form = Callable[[int, int, Role, Representation], Representation]  # layer, expert, role, how it is stored now
 
-ERROR = "error"  # [experts, 2] fp64 per role: squared error of each difference, and its squared norm
+ERROR = "error"  # [experts, 2] fp64 per role: squared error of each delta, and its squared norm
 
 
 class BaseOptions(Options):
@@ -69,7 +69,7 @@ class ExtendedOptions(BaseOptions):
 
 
 class CodeOptions(Options):
-    """How few bits, and how they are chosen."""
+    """Bits per number, and how codes are chosen."""
 
     bits: Bits = Field(4, description="Bits per number of a delta.")
     group_size: int = Field(
@@ -78,7 +78,7 @@ class CodeOptions(Options):
 
 
 class SparsityOptions(Options):
-    """How few numbers, and which."""
+    """Which share of a delta is dropped, and which elements."""
 
     drop: float = Field(0.9, gt=0, lt=1, description="Share of each delta that is dropped.")
     select: Literal["random", "magnitude"] = Field(
@@ -99,10 +99,10 @@ def base_representations(shape: MoEShape, bits: str | None, group: int) -> dict[
 
 
 def encoded_layouts(source: Source, form: Form) -> dict[int, LayerLayout]:
-    """The layouts of a decomposed checkpoint with every difference in another form.
+    """The layouts of a decomposed checkpoint with every delta in another form.
 
     Raises:
-        InvalidInputError: no experts have a base, or their differences are already in few bits or numbers.
+        InvalidInputError: no experts have a base, or their deltas are already quantized or sparse.
     """
     reader = source.experts
     if all(reader.layout(layer).is_native for layer in reader.moe_layers):
@@ -126,7 +126,7 @@ def encoded_layouts(source: Source, form: Form) -> dict[int, LayerLayout]:
 def decomposed_layouts(
     source: Source, base: Mapping[Role, Representation], form: Form, *, shared_expert: bool
 ) -> dict[int, LayerLayout]:
-    """The layouts of an ordinary checkpoint that gets a base, and its differences to it in some form."""
+    """The layouts of an ordinary checkpoint that gets a base, and its deltas to it in some form."""
     shape = source.experts.shape
     count = shape.experts + shared_expert
 
@@ -140,7 +140,7 @@ def decomposed_layouts(
 
 
 def quantised(bits: int, group: int, shape: MoEShape) -> Form:
-    """Full differences as codes; the factors of low-rank ones, too."""
+    """Full deltas as codes; the factors of low-rank ones, too."""
 
     def form(layer: int, expert: int, role: Role, old: Representation) -> Representation:
         return in_groups(old.quantized(bits, group), shape.matrix(role), group)
@@ -161,7 +161,7 @@ def in_groups(form: Representation, matrix: tuple[int, int], group: int) -> Repr
 
 
 def sparse(options: SparsityOptions) -> Form:
-    """Few numbers of each full difference."""
+    """A sparse form of each full delta."""
 
     def form(layer: int, expert: int, role: Role, old: Representation) -> Representation:
         if not old.is_whole:
@@ -185,7 +185,7 @@ def encoding_plan(
     text: CalibrationOptions | None = None,
     **details: Json,
 ) -> Plan:
-    """Costs of encoding every difference into known forms, on a text if there is one; sizes are exact."""
+    """Costs of encoding every delta into known forms, on a text if there is one; sizes are exact."""
     reader = source.experts
     output = OutputPlan(source, layouts, options.shard_size).nbytes
     itemsize = pick_compute_dtype(options.compute_dtype, pick_device(options.device), reader.dtype).itemsize
@@ -267,7 +267,7 @@ def _encoded_path(work: Path, layer: int) -> Path:
 def _encoded(
     job: Job, layer: int, layout: LayerLayout, deltas: Deltas, grams: InputGramCollector | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of every difference, by name relative to the experts, and their errors by role."""
+    """The tensors of every delta, by name relative to the experts, and their errors by role."""
     reader = job.source.experts
     for role in reader.shape.roles:
         if layout.weights[role] is None:
@@ -290,7 +290,7 @@ def _encoded(
 
 
 def _errors(work: Path, layer: int) -> dict[Role, list[float]]:
-    """By role and expert: the norm of a difference's error, relative to the difference."""
+    """By role and expert: the norm of a delta's error, relative to the delta."""
     encoded = load_file(_encoded_path(work, layer))
     pairs = {role: encoded[f"{ERROR}.{role}"].tolist() for role in ROLES if f"{ERROR}.{role}" in encoded}
     return {

@@ -13,7 +13,7 @@ from moetool.errors import UsageError
 
 @dataclass(frozen=True)
 class PaperRank:
-    """One rank for every difference, and the share of a difference's parameters that its factors keep."""
+    """One rank for every delta, and the share of a delta's parameters that its factors keep."""
 
     rank: int
     kept: float

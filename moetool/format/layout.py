@@ -6,7 +6,8 @@ Everything else follows from that: names, shapes, bytes, and the run-time module
 
 Names are chosen so that nothing can be loaded by mistake. A dense base takes the native name of expert 0 and is the
 only one of its kind, so a reader that does not know moetool finds one expert where the config promises many and stops.
-A base in any other form lies under names of its own, and a single number, the guard, stops such a reader in its place.
+A base in any other form lies under names of its own, and a single number, the placeholder, stops such a reader in its
+place.
 """
 
 import math
@@ -18,11 +19,11 @@ import torch
 
 from moetool.architectures import ROLES, MoEShape, Role
 from moetool.errors import InvalidInputError
+from moetool.format.kinds.base import PLACEHOLDER
 from moetool.representations import Representation, Stored, parse_representation
 from moetool.representations.dense import Dense
 
 BASE_CHANNELS = "base_channels"  # indices of the intermediate channels that the stored base still has
-GUARD = (1, 1)  # shape of what stands at the native name of a base that is not dense
 DENSE_BASE: Mapping[Role, Representation] = dict.fromkeys(ROLES, Dense())
 
 
@@ -106,7 +107,7 @@ class LayerLayout:
 
     @property
     def is_extended(self) -> bool:
-        """Whether the shared expert is stored as one more difference to the base (DeRS, Appendix A)."""
+        """Whether the shared expert is stored as one more delta to the base (DeRS, Appendix A)."""
         return self.stored_experts > self.shape.experts
 
     @property
@@ -130,8 +131,8 @@ class LayerLayout:
         return self.weights[role] is not None and self.base[role].is_whole
 
     def native_shape(self, role: Role) -> tuple[int, int]:
-        """Shape of what stands at the native name of expert 0, for a role that has a base: the base, or its guard."""
-        return self.base_shape(role) if self.has_dense_base(role) else GUARD
+        """Shape of what stands at the native name of expert 0, for a role with a base: that, or its placeholder."""
+        return self.base_shape(role) if self.has_dense_base(role) else PLACEHOLDER
 
     def compact_bases(self) -> Iterator[tuple[Role, Representation]]:
         """Every base that is not dense."""
@@ -167,7 +168,7 @@ class LayerLayout:
                 yield delta_name(expert, role, tensor), stored
 
     def native_parameters(self) -> int:
-        """Numbers under native names: bases or their guards, and experts that were left as they were."""
+        """Numbers under native names: bases or their placeholders, and experts that were left as they were."""
         total = 0
         for role in self.shape.roles:
             rows, columns = self.shape.matrix(role) if self.weights[role] is None else self.native_shape(role)
@@ -180,7 +181,7 @@ class LayerLayout:
         return self.native_parameters() + own
 
     def expert_parameters(self, expert: int) -> float:
-        """Numbers that one expert has for itself, as the papers count them: differences or matrices, and biases."""
+        """Numbers that one expert has for itself, as the papers count them: deltas or matrices, and biases."""
         total = float(self.shape.bias_parameters)
         for role in self.shape.roles:
             rows, columns = matrix = self.shape.matrix(role)
@@ -189,7 +190,7 @@ class LayerLayout:
         return total
 
     def added_parameters(self) -> float:
-        """What this layer has beyond one dense FFN, as the papers count it: all differences, or without a base all
+        """What this layer has beyond one dense FFN, as the papers count it: all deltas, or without a base all
         experts but one, and all biases but one expert's."""
         shape = self.shape
         native = sum(math.prod(shape.matrix(role)) for role in shape.roles if self.weights[role] is None)

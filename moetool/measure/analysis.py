@@ -53,11 +53,11 @@ def analyse(path: str | Path, options: AnalysisOptions, progress: Progress | Non
     - `sensitivity`: what errors of the same relative size in all experts cost, in units that compare layers and roles
       (`relative_error_cost`, summed over the experts), from the Fisher information that a compressed checkpoint keeps
       and the experts as they are now. `None` without it.
-    - `cka` between the experts' matrices, and `cka_v` and `cka_u` between the factors of their differences as stored,
+    - `cka` between the experts' matrices, and `cka_v` and `cka_u` between the factors of their deltas as stored,
       V over the input channels and U over the output channels; `None` where fewer than two experts have factors. Each
       has a `matrix` (E × E), and its `mean`, `min` and `max` off the diagonal.
     - `energy` retained at `shares` per cent of the singular values by the `base` and, mean over the experts, by the
-      `experts` and their differences, `delta`, without the `zero_deltas`. All count as full matrices `[out, in]`.
+      `experts` and their deltas, `delta`, without the `zero_deltas`. All count as full matrices `[out, in]`.
 
     Per layer the sum of the `sensitivity`, and `token_share`: the part of the routed tokens that each expert was given
     on calibration, `None` if not measured. `notes` say what is undefined (`None`) or left out, and why. Numbers from 0

@@ -1,4 +1,4 @@
-"""An ascending set of indices in few bits, whose size depends on how many there are and not on which.
+"""An ascending set of indices, packed, whose size depends on how many there are and not on which.
 
 Either a bit per element, or Elias and Fano's code: the lowest bits of every index as they are, the rest in unary, as
 the ones among as many zeros as there are values of the rest (P. Elias, "Efficient storage and retrieval by content and

@@ -1,4 +1,4 @@
-"""A matrix in few bits: packed codes and one scale per group of inputs (DeRS compression, arXiv:2503.01359, Eq. 5)."""
+"""A quantized matrix: packed codes and one scale per group of inputs (DeRS compression, arXiv:2503.01359, Eq. 5)."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""A delta to the shared base as a product of two thin matrices, each in few bits."""
+"""A delta to the shared base as a product of two thin matrices, each quantized."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

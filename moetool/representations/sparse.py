@@ -83,7 +83,7 @@ class Sparse(Representation):
 
 @dataclass(frozen=True)
 class MagnitudeSparse(Representation):
-    """The largest elements as they are: k = round(n * kept) values and their positions in few bits."""
+    """The largest elements as they are: k = round(n * kept) values and their positions, packed."""
 
     kept: float
     kind: ClassVar[str] = "sparse-magnitude"

@@ -15,7 +15,7 @@ Train = Literal["auto", "all", "experts", "none"]
 
 
 def is_efficient(model: nn.Module) -> bool:
-    """Whether a model's experts are few numbers beside what they all share."""
+    """Whether a model's experts are small beside what they all share."""
     return any(
         isinstance(module, SharedBaseExperts) or (isinstance(module, CustomLayer) and module.is_efficient)
         for module in model.modules()

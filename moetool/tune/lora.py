@@ -47,7 +47,7 @@ def add_lora(model: nn.Module, names: list[str], rank: int, alpha: float, seed: 
 
 
 def quantise_linears(model: nn.Module, names: list[str], kind: Quantisation, device: torch.device) -> None:
-    """Hold the named linear layers in few bits while others are trained, by bitsandbytes. Raises `UsageError`."""
+    """Hold the named linear layers quantized while others are trained, by bitsandbytes. Raises `UsageError`."""
     try:
         import bitsandbytes as bnb
     except ImportError as error:
@@ -76,7 +76,7 @@ def merge_lora(model: nn.Module, source: Checkpoint) -> None:
     """Put ordinary linear layers back: the weights of the source, plus what their factors have learnt.
 
     Raises:
-        InvalidInputError: a layer that was held in few bits has another name in the checkpoint.
+        InvalidInputError: a layer that was held quantized has another name in the checkpoint.
     """
     from peft.tuners.lora import LoraLayer
 

@@ -187,7 +187,7 @@ class SeededOrder(Sampler[int]):
         return self._count
 
 
-class Told(TrainerCallback):  # type: ignore[misc]
+class Reporter(TrainerCallback):  # type: ignore[misc]
     """Passes on that a step is done, and what was logged; stops where somebody asks it to."""
 
     def __init__(

@@ -24,7 +24,7 @@ from moetool.tune.examples import Example, collate, pack
 from moetool.tune.masks import WAY, MaskConstraint, parameter_groups
 from moetool.tune.options import TuneOptions
 from moetool.tune.told import Training
-from moetool.tune.trainer import MixtureTrainer, Told, keeps_apart, last_checkpoint, recompute_activations
+from moetool.tune.trainer import MixtureTrainer, Reporter, keeps_apart, last_checkpoint, recompute_activations
 
 
 class Trained(NamedTuple):
@@ -61,7 +61,7 @@ def train(
         arguments = _arguments(str(work), options, steps, on_cpu=job.device.type == "cpu", evaluates=bool(held_out))
         with arguments.main_process_first(local=False):
             last, done = last_checkpoint(work)
-        told = Told(job.progress.advance, job.progress.log, lambda: job.interrupt.requested)
+        told = Reporter(job.progress.advance, job.progress.log, lambda: job.interrupt.requested)
         began = time.monotonic()
         with phase(job.progress, "Train", steps - done):
             trainer = MixtureTrainer(

@@ -44,7 +44,7 @@ class Upcycled(Converted):
         mixture: its shape.
         experts: what every expert starts as.
         router: rows `[experts, hidden]` for a layer.
-        layouts: by layer, how experts are stored if they are differences to one base, the dense FFN.
+        layouts: by layer, how experts are stored if they are deltas to one base, the dense FFN.
     """
 
     target: Target
@@ -223,7 +223,7 @@ class Upcycled(Converted):
                 yield self.joined(f"{self._block_prefix(layer)}{template}_bias", shape, parts)
 
     def _differences(self, layer: int) -> Iterator[Made]:
-        """The dense FFN as the base of all experts, and differences that are zero (DeRS, arXiv:2503.01359, §3.3)."""
+        """The dense FFN as the base of all experts, and deltas that are zero (DeRS, arXiv:2503.01359, §3.3)."""
         scale, prefix = self._routed_scale, self._block_prefix(layer)
         for template, roles in by_name(self._names).items():
             rows, columns = sum(self._shape(role)[0] for role in roles), self._shape(roles[0])[1]

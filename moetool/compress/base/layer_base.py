@@ -50,7 +50,7 @@ class LayerBase:
     compact: Mapping[Role, tuple[Representation, dict[str, Tensor]]] = field(default_factory=dict)
 
     def full(self, role: Role) -> Tensor:
-        """The base in fp32, with zeros where channels are gone: what differences are taken against."""
+        """The base in fp32, with zeros where channels are gone: what deltas are taken against."""
         return spread(self.matrices[role].float(), self.channels, self.intermediate, 1 if role == "down" else 0)
 
     def pruned(self, plan: PruningPlan) -> "LayerBase":
@@ -64,7 +64,7 @@ class LayerBase:
         return replace(self, matrices=matrices, channels=self.channels[kept])
 
     def stored_as(self, compact: Mapping[Role, tuple[Representation, dict[str, Tensor]]]) -> "LayerBase":
-        """In compact forms; the matrices become what these stand for, so that differences make up for their errors."""
+        """In compact forms; the matrices become what these stand for, so that deltas make up for their errors."""
         decoded = {
             role: representation.decode(tensors, self._shape(role), self.matrices[role].dtype).float()
             for role, (representation, tensors) in compact.items()
@@ -130,7 +130,7 @@ def unweighted_base(
 def measured_base(calibrated: CalibratedJob, index: int, layer: nn.Module, method: Merge) -> LayerBase:
     """Run a loaded layer backwards, measure it, and merge its experts.
 
-    The base is rounded to the storage dtype here, before any difference is taken against it, so that the differences
+    The base is rounded to the storage dtype here, before any delta is taken against it, so that the deltas
     absorb the rounding.
     """
     reader, experts, device = calibrated.source.experts, calibrated.experts(layer), calibrated.job.device

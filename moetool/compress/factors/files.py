@@ -1,4 +1,4 @@
-"""Every difference of a layer, factorised but not yet cut to a rank, as files of the work directory.
+"""Every delta of a layer, factorised but not yet cut to a rank, as files of the work directory.
 
 Which rank a matrix gets depends on all others, in all layers. So each layer leaves its spectra and bases here, and the
 cut is made when the output is written.
@@ -153,7 +153,7 @@ def write_factors(
     options: FactorChoices,
     grams: GramCollector | None,
 ) -> None:
-    """Factorise every difference of a layer, one at a time, and leave the result in the work directory."""
+    """Factorise every delta of a layer, one at a time, and leave the result in the work directory."""
     count = shape.experts
     energy = grams.energy if grams is not None else torch.zeros(len(ROLES), count, dtype=torch.float64)
     tokens = grams.tokens() if grams is not None else torch.zeros(count, dtype=torch.int64)

@@ -33,7 +33,7 @@ class LayerSpectra:
     dynamic_channels: int
     statistics: LayerStatistics | None
     base: Mapping[Role, Representation] = field(default_factory=lambda: DENSE_BASE)
-    trimmed: frozenset[int] = frozenset()  # experts that lose their differences
+    trimmed: frozenset[int] = frozenset()  # experts that lose their deltas
 
     def base_bytes(self, role: Role, shape: MoEShape, dtype: torch.dtype) -> int:
         """Bytes of the stored base of one role."""

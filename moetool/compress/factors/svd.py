@@ -1,4 +1,4 @@
-"""Which norm a difference is approximated in (D²-MoE §3.3, and the two it is compared with in Table 6)."""
+"""Which norm a delta is approximated in (D²-MoE §3.3, and the two it is compared with in Table 6)."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ _ASVD_ALPHA = 0.5
 
 
 class LayerSvd:
-    """Factorises every difference of one layer in the norm of its own calibration inputs.
+    """Factorises every delta of one layer in the norm of its own calibration inputs.
 
     The Gram matrix of a rarely used expert says little about the tokens it will meet; it is shrunk towards the mean of
     the layer. An expert that no token reached has none at all; it gets the layer's mean, as if it had been given one
@@ -78,12 +78,12 @@ class LayerSvd:
     def factorize_jointly(
         self, role: Role, deltas: list[Tensor], share: Share, row_scales: list[Tensor | None], rank: int | None = None
     ) -> Factorization:
-        """The leading directions that all differences of a role have in common (Appendix A.6).
+        """The leading directions that all deltas of a role have in common (Appendix A.6).
 
-        `v`: of the differences one below the other `[experts · out, in]`, on the summed Gram of the inputs (for a wide
-        down, on the sample of all activations). `u`: of the differences side by side `[out, experts · in]`, on the sum
+        `v`: of the deltas one below the other `[experts · out, in]`, on the summed Gram of the inputs (for a wide
+        down, on the sample of all activations). `u`: of the deltas side by side `[out, experts · in]`, on the sum
         of what each would lose on its own inputs; from the left, whichever side is longer, as a sum over outputs is.
-        With row scales the factorisation is that of the scaled differences.
+        With row scales the factorisation is that of the scaled deltas.
         """
         ones = torch.ones(len(deltas[0]), device=deltas[0].device)
         scales = [ones if scale is None else scale.to(ones.device) for scale in row_scales]

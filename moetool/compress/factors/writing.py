@@ -38,7 +38,7 @@ from moetool.representations.shared_factor import SharedU, SharedV
 
 
 class FactorOptions(RunOptions, CalibrationOptions):
-    """How differences become factors."""
+    """How deltas become factors."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("ratio", "rank")  # one typed replaces the other of a recipe
 
@@ -170,7 +170,7 @@ class Factored:
                 yield prefix + delta_name(expert, role, name), tensor
 
     def _lost(self, layouts: Mapping[int, LayerLayout]) -> dict[int, RankedLayer]:
-        """Per layer: tokens per expert, and the share of each difference's energy that its rank loses."""
+        """Per layer: tokens per expert, and the share of each delta's energy that its rank loses."""
         lost = {}
         for entry in self.spectra:
             layout = layouts[entry.layer]
@@ -200,7 +200,7 @@ def base_tensors(
         elif layout.has_dense_base(roles[0]):
             yield from reader.native_tensors(layer, roles, 1, lambda role, _: base.matrices[role])
         else:
-            yield from reader.guards(layer, roles)
+            yield from reader.placeholders(layer, roles)
     prefix = reader.architecture.experts_prefix(layer)
     if layout.is_pruned:
         yield prefix + BASE_CHANNELS, base.channels.int()

@@ -1,4 +1,4 @@
-"""D²-MoE in one streamed pass: base, differences, factors (arXiv:2502.17298)."""
+"""D²-MoE in one streamed pass: base, deltas, factors (arXiv:2502.17298)."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -53,7 +53,7 @@ class D2MoEOptions(FactorOptions):
 
 
 class D2MoE(Stage[D2MoEOptions]):
-    """Fisher-weighted base, truncation-aware low-rank differences, pruned base."""
+    """Fisher-weighted base, truncation-aware low-rank deltas, pruned base."""
 
     name: ClassVar[str] = "d2moe"
     summary: ClassVar[str] = "one shared base per layer plus low-rank deltas"

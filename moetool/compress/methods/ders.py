@@ -1,4 +1,4 @@
-"""DeRS compression in one pass: base, differences, and those in few bits or few numbers (arXiv:2503.01359)."""
+"""DeRS compression in one pass: base and deltas, quantized or sparse (arXiv:2503.01359)."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ from moetool.job.options import CalibrationOptions, RunOptions
 from moetool.job.plan import Plan
 from moetool.job.stage import Stage, found_here
 
-BASE_GROUP = 128  # inputs that share a scale in a base of few bits, where differences have no groups
+BASE_GROUP = 128  # inputs that share a scale in a quantized base, where deltas have no groups
 
 
 class DersOptions(RunOptions, ExtendedOptions):
@@ -40,27 +40,27 @@ class DersOptions(RunOptions, ExtendedOptions):
 
 
 class DersQuantizeOptions(DersOptions, CodeOptions, CalibrationOptions):
-    """Which base, and how few bits."""
+    """Which base, and the bits of a delta."""
 
 
 class DersSparsifyOptions(DersOptions, SparsityOptions):
-    """Which base, and how few numbers."""
+    """Which base, and which share of a delta is dropped."""
 
 
 DersT = TypeVar("DersT", DersQuantizeOptions, DersSparsifyOptions)
 
 
 class _Ders(Stage[DersT]):
-    """`decompose` and the stage that encodes differences, in one pass."""
+    """`decompose` and the stage that encodes deltas, in one pass."""
 
     method_of: ClassVar[str | None] = "compress"
 
     @abstractmethod
     def _form(self) -> Form:
-        """How differences are stored."""
+        """How deltas are stored."""
 
     def _base_group(self) -> int:
-        """Inputs that share a scale in a base of few bits."""
+        """Inputs that share a scale in a quantized base."""
         return BASE_GROUP
 
     def _text(self) -> CalibrationOptions | None:

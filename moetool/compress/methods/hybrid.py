@@ -1,4 +1,4 @@
-"""A base in few bits, and every difference in whichever form loses least for its bytes."""
+"""A quantized base, and every delta in whichever form loses least for its bytes."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -42,7 +42,7 @@ from moetool.representations.measured import cut
 from moetool.representations.quantised import Quantised
 from moetool.representations.quantised_low_rank import QuantisedLowRank
 
-# Forms are offered from a third to three times the bits that every number of a difference can have on average.
+# Forms are offered from a third to three times the bits that every number of a delta can have on average.
 _REACH = 3.0
 _LOW_RANK_BITS = 3  # of factors; 3 bits of twice the rank beat 4 and 8 bits on trained experts
 _LOW_RANK_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # of the rank at which full-precision factors break even
@@ -121,7 +121,7 @@ class Hybrid(Stage[HybridOptions]):
         return OutputPlan(self.source, layouts, self.options.shard_size).nbytes
 
     def _average_bits(self) -> float:
-        """Bits that the budget leaves for every number of a difference."""
+        """Bits that the budget leaves for every number of a delta."""
         reader = self.source.experts
         smallest = self._planned({layer: self._layout(LowRank(0)) for layer in reader.moe_layers})
         left = original_bytes(self.source) * (1 - self.options.ratio) - smallest
@@ -222,12 +222,12 @@ def summed(losses: Iterable[tuple[Key, float]]) -> dict[int, dict[Role, float]]:
 
 
 def candidates_path(work: Path, layer: int) -> Path:
-    """Where all forms of a layer's differences wait for the choice."""
+    """Where all forms of a layer's deltas wait for the choice."""
     return work / f"candidates-{layer:05d}.safetensors"
 
 
 def forms_for(shape: MoEShape, bits: float, group: int) -> dict[Role, list[Representation]]:
-    """The forms that every difference of a role is offered in, if each of its numbers can have `bits` on average."""
+    """The forms that every delta of a role is offered in, if each of its numbers can have `bits` on average."""
     near = [b for b in (1, 2, 3, 4, 8) if bits / _REACH <= b <= bits * _REACH] or [1 if bits < 1 else 8]
     forms: dict[Role, list[Representation]] = {}
     for role in shape.roles:
@@ -261,7 +261,7 @@ def cook(
     choice: Sensitivity,
     path: Path,
 ) -> None:
-    """Make every form of every difference of a layer, measure what it loses, and leave both in the work directory."""
+    """Make every form of every delta of a layer, measure what it loses, and leave both in the work directory."""
     sensitivity = LayerSensitivity(choice, deltas.base.statistics, grams.energy(), grams.tokens())
     made: dict[str, Tensor] = {}
     for role in reader.shape.roles:

@@ -1,4 +1,4 @@
-"""The second stage of D²-MoE alone: experts as base and difference, losing nothing (§3.1, Eq. 3)."""
+"""The second stage of D²-MoE alone: experts as base and delta, losing nothing (§3.1, Eq. 3)."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -34,7 +34,7 @@ class DecomposeOptions(RunOptions, ExtendedOptions):
 class Decompose(Stage[DecomposeOptions]):
     """Adds a base to every MoE layer.
 
-    A difference is kept as the expert's own weight beside the base. That is the same information in the same bytes, and
+    A delta is kept as the expert's own weight beside the base. That is the same information in the same bytes, and
     it is exact: the difference of two bf16 numbers usually is not a bf16 number.
     """
 

@@ -1,4 +1,4 @@
-"""Differences in few bits (DeRS compression, arXiv:2503.01359, Eq. 5), alone or on top of low-rank factors."""
+"""Quantized deltas (DeRS compression, arXiv:2503.01359, Eq. 5), alone or on top of low-rank factors."""
 
 from typing import ClassVar
 
@@ -21,11 +21,11 @@ from moetool.job.writing import read_statistics
 
 
 class QuantizeDeltaOptions(RunOptions, CodeOptions, CalibrationOptions):
-    """How few bits; with calibration text, codes make up for each other's errors on it."""
+    """Bits per number; with calibration text, codes make up for each other's errors on it."""
 
 
 class QuantizeDelta(Stage[QuantizeDeltaOptions]):
-    """Stores full differences, or the factors of low-rank ones, as packed codes and scales."""
+    """Stores full deltas, or the factors of low-rank ones, as packed codes and scales."""
 
     name: ClassVar[str] = "quantize-delta"
     summary: ClassVar[str] = "store the deltas of a decomposed checkpoint quantized"

@@ -1,4 +1,4 @@
-"""Differences of which few elements are stored (DeRS compression, arXiv:2503.01359, Eq. 4)."""
+"""Sparse deltas (DeRS compression, arXiv:2503.01359, Eq. 4)."""
 
 from typing import ClassVar
 
@@ -18,7 +18,7 @@ class SparsifyDeltaOptions(RunOptions, SparsityOptions):
 
 
 class SparsifyDelta(Stage[SparsifyDeltaOptions]):
-    """Drops most of each full difference."""
+    """Drops most of each full delta."""
 
     name: ClassVar[str] = "sparsify-delta"
     summary: ClassVar[str] = "store the deltas of a decomposed checkpoint sparse"

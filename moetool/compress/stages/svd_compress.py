@@ -1,4 +1,4 @@
-"""The third stage of D²-MoE alone: differences become low-rank (§3.3)."""
+"""The third stage of D²-MoE alone: deltas become low-rank (§3.3)."""
 
 from functools import partial
 from typing import ClassVar
@@ -20,7 +20,7 @@ from moetool.job.writing import read_statistics
 
 
 class SvdCompress(Stage[FactorOptions]):
-    """Factorises the differences of a decomposed checkpoint against the bases it holds."""
+    """Factorises the deltas of a decomposed checkpoint against the bases it holds."""
 
     name: ClassVar[str] = "svd-compress"
     summary: ClassVar[str] = "make the deltas of a decomposed checkpoint low-rank"

@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]  # of all tensors of a checkpoint, by name
 
 # Of the one number that stands where a dense model had a weight, so that nothing else loads the result.
-PLACEHOLDER: Shape = (1, 1)
+PLACEHOLDER: tuple[int, int] = (1, 1)
 
 
 class Counts(NamedTuple):
@@ -40,7 +40,7 @@ class CustomModule(BaseModel, ABC):
         what: what a model with it is, as error messages say it.
         made: what happened to such a model.
         title: what `inspect` calls it.
-        is_efficient: its experts are few numbers beside what they share, and trained alone unless one asks for more.
+        is_efficient: its experts are small beside what they share, and trained alone unless one asks for more.
         trained: parts of the names of tensors that are trained then.
         experts: per layer, or linear layer.
     """

@@ -25,11 +25,11 @@ from moetool.runtime.modules.rows import add_rows
 
 
 class SharedBaseExperts(nn.Module):
-    """Experts of one layer as a shared base and one small difference per expert and matrix.
+    """Experts of one layer as a shared base and one small delta per expert and matrix.
 
     Parameters keep their native names: `gate_up_proj` (`up_proj` without gates) and `down_proj` hold the base (leading
-    dimension 1), a guard if the base is stored in another form, or all experts where that group was left alone; biases
-    are every expert's own. `moetool.{expert}.{role}` holds the differences, `moetool.base.{role}` a base that is not
+    dimension 1), a placeholder if the base is stored in another form, or all experts where that group was left alone;
+    biases are every expert's own. `moetool.{expert}.{role}` holds the deltas, `moetool.base.{role}` a base that is not
     dense.
     """
 
@@ -98,7 +98,7 @@ class SharedBaseExperts(nn.Module):
         return [compact, *below(compact)]
 
     def _shared(self) -> list[nn.Module]:
-        """The modules that hold what differences have in common."""
+        """The modules that hold what deltas have in common."""
         return below(self.moetool["shared"]) if "shared" in self.moetool else []
 
     def _uses_base(self, expert: int, role: Role) -> bool:
@@ -175,7 +175,7 @@ class SharedBaseExperts(nn.Module):
         """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`.
 
         For the backward nothing is kept of an expert with a base: its activations follow from those of the base, which
-        are kept once per token, and its difference, and are computed again, expert by expert.
+        are kept once per token, and its delta, and are computed again, expert by expert.
         """
         with loaded(*self._shared()):
             return self._forward(hidden_states, top_k_index, top_k_weights)

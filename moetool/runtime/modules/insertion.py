@@ -24,7 +24,7 @@ class CustomLayer(KeepsWide):
     """A module that only moetool's checkpoints have: all its tensors must be in the file.
 
     Attributes:
-        is_efficient: its experts are few numbers beside what they share, and trained alone unless one asks for more.
+        is_efficient: its experts are small beside what they share, and trained alone unless one asks for more.
     """
 
     is_efficient: ClassVar[bool] = False

@@ -1,5 +1,5 @@
 """Sparse interpolated experts (SIMoE; Chen et al., 2025): every linear layer of a frozen model, plus one shared
-difference whose input channels are weighed by a mixture of masks.
+delta whose input channels are weighed by a mixture of masks.
 
 `y = W x + W_δ ((Σ_i α_i z_i) ⊙ x)`. The masks z_i are the experts, hard-concrete while they are trained. α comes
 from a router that sees what the frozen model makes of the prompt's last token: one α for all layers and all tokens of
@@ -22,7 +22,7 @@ from moetool.runtime.modules.simoe_mixing import Interpolation, mix
 
 
 class InterpolatedLinear(CustomLayer):
-    """A frozen linear layer and its part of the shared difference."""
+    """A frozen linear layer and its part of the shared delta."""
 
     is_efficient: ClassVar[bool] = SimoeSpec.is_efficient
     kept_wide: ClassVar[tuple[str, ...]] = ("log_phi",)

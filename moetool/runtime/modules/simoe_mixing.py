@@ -235,7 +235,7 @@ class Interpolation(CustomLayer):
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """The model as it was before: no differences, in this thread, for the time of the `with` block."""
+        """The model as it was before: no deltas, in this thread, for the time of the `with` block."""
         here = self._here
         here.is_frozen = True
         try:
