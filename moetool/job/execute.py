@@ -128,7 +128,10 @@ def output_directory(name: str | Path) -> Path:
         path = local_path(name)
     except InvalidInputError as error:
         raise UsageError(str(error)) from error
-    there = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
+    above = [path, *path.absolute().parents]
+    if (link := next((parent for parent in above if parent.is_symlink() and not parent.exists()), None)) is not None:
+        raise UsageError(f"{link} is a link that leads nowhere. Remove it, or choose another place.")
+    there = next(parent for parent in above if parent.exists())
     if not there.is_dir() and there != path:
         raise UsageError(f"{path} lies in {there}, which is not a directory.")
     longest = os.pathconf(there, "PC_NAME_MAX")

@@ -33,6 +33,16 @@ def test_an_output_in_a_folder_that_is_a_file(run_cli: Any, tiny_mixtral: Path, 
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("name", ["loop", "dangling", "loop/out", "dangling/out"])
+def test_an_output_at_a_link_that_leads_nowhere(run_cli: Any, tiny_mixtral: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    result = run_cli("decompose", tiny_mixtral, tmp_path / name)
+    assert result.code == 2, result.stderr
+    assert result.stderr.startswith("error: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "loop"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_input(run_cli: Any, tiny_mixtral: Path, name: str, tmp_path: Path) -> None:
     reading = {
