@@ -15,6 +15,7 @@ from moetool.job.job import Job
 from moetool.job.processes import check_processes, processes, sharding
 from moetool.job.progress import phase
 from moetool.job.workspace import TRAINER
+from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT, depends_on_batch
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import experts_per_token
 from moetool.runtime.modules.routers import Routers
@@ -48,6 +49,8 @@ def train(
         for module in model.modules():
             if isinstance(module, SharedBaseExperts):
                 module.flatten_bases()
+    if depends_on_batch(model):
+        job.progress.log(BATCH_DEPENDENT)
     packs = options.packing and keeps_apart(model)
     if options.packing and not packs:
         job.progress.log("In this family examples that share a row would see each other: each gets its own.")

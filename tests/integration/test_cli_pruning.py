@@ -120,6 +120,14 @@ def test_eval_says_it(run_cli: Any, static: Any, semi_dynamic: Any, tiny_text: P
     assert not dense["depends_on_batch"], "dynamic pruning has no dense form"
 
 
+def test_tune_says_it(run_cli: Any, static: Any, semi_dynamic: Any, tiny_text: Path, tmp_path: Path) -> None:
+    for made, says in ((static, False), (semi_dynamic, True)):
+        arguments = ("--data", tiny_text, "--sequence-length", 16, "--steps", 1, "--batch-size", 2)
+        result = run_cli("tune", made.path, tmp_path / str(says), *arguments)
+        assert result.code == 0, result.stderr
+        assert said(result.stderr) is says
+
+
 def test_routing_says_it(run_cli: Any, static: Any, semi_dynamic: Any, tiny_text: Path) -> None:
     for made, depends in ((static, False), (semi_dynamic, True)):
         options = ("--data", tiny_text, "--sequence-length", 32, "--windows", 2)
