@@ -31,6 +31,12 @@ class Counts(NamedTuple):
     added: int
 
 
+def check_choice(top_k: int, experts: int) -> None:
+    """Raise `ValueError` for more experts per token than there are."""
+    if top_k > experts:
+        raise ValueError(f"top_k is {top_k}, more than the {experts} experts")
+
+
 class CustomModule(BaseModel, ABC):
     """One kind of custom module, as the config of a model describes it.
 

@@ -13,7 +13,7 @@ from pydantic import model_validator
 from moetool.architectures.base import MoEShape, Role, fused_name
 from moetool.architectures.dense import DenseArchitecture
 from moetool.format.fields import Count, ExpertCount, LayerCount, Layers
-from moetool.format.kinds.base import CustomModule, Shapes, network_tensors
+from moetool.format.kinds.base import CustomModule, Shapes, check_choice, network_tensors
 
 Shared = Literal["none", "half", "xft", "med"]
 
@@ -66,8 +66,7 @@ class MoESpec(CustomModule):
 
     @model_validator(mode="after")
     def _choice(self) -> Self:
-        if self.top_k > self.experts:
-            raise ValueError(f"top_k is {self.top_k}, more than the {self.experts} experts")
+        check_choice(self.top_k, self.experts)
         return self
 
     @property

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from moetool.architectures.dense import DenseArchitecture
 from moetool.format.fields import Count, ExpertCount, Layers, Number
-from moetool.format.kinds.base import CustomModule, Shape, Shapes, network_tensors, numbers
+from moetool.format.kinds.base import CustomModule, Shape, Shapes, check_choice, network_tensors, numbers
 
 ROUTER, DOWN, UP = "gate.weight", "adapters.down_proj", "adapters.up_proj"
 
@@ -43,8 +43,7 @@ class PescSpec(CustomModule):
 
     @model_validator(mode="after")
     def _choice(self) -> Self:
-        if self.top_k > self.experts:
-            raise ValueError(f"top_k is {self.top_k}, more than the {self.experts} experts")
+        check_choice(self.top_k, self.experts)
         return self
 
     @property
