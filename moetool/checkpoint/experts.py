@@ -10,7 +10,7 @@ from moetool.architectures.base import by_name
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError
-from moetool.format.entry import check_unquantised, layer_layouts
+from moetool.format.entry import check_unquantized, layer_layouts
 from moetool.format.kinds.base import PLACEHOLDER
 from moetool.format.layout import (
     BASE_CHANNELS,
@@ -39,7 +39,7 @@ class ExpertReader:
     """
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
-        check_unquantised(checkpoint.config)
+        check_unquantized(checkpoint.config)
         self.checkpoint, self.architecture = checkpoint, architecture
         self.shape: MoEShape = architecture.shape(checkpoint.config)
         self.layouts: dict[int, LayerLayout] = layer_layouts(checkpoint.config)

@@ -139,7 +139,7 @@ def decomposed_layouts(
     return {layer: layout(layer) for layer in source.experts.moe_layers}
 
 
-def quantised(bits: int, group: int, shape: MoEShape) -> Form:
+def quantized(bits: int, group: int, shape: MoEShape) -> Form:
     """Full deltas as codes; the factors of low-rank ones, too."""
 
     def form(layer: int, expert: int, role: Role, old: Representation) -> Representation:

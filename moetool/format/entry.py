@@ -13,7 +13,7 @@ __all__ = [
     "FORMAT_VERSION",
     "METHOD",
     "check_format_version",
-    "check_unquantised",
+    "check_unquantized",
     "custom_entry",
     "format_entry",
     "layer_layouts",
@@ -21,8 +21,8 @@ __all__ = [
 ]
 
 
-def check_unquantised(config: Mapping[str, Any]) -> None:
-    """Raise `InvalidInputError` for a checkpoint that another tool has quantised."""
+def check_unquantized(config: Mapping[str, Any]) -> None:
+    """Raise `InvalidInputError` for a checkpoint that another tool has quantized."""
     entry = config.get("quantization_config")
     if entry is not None and moetool_entry(config) is None:
         method = entry.get("quant_method", "unknown") if isinstance(entry, Mapping) else entry

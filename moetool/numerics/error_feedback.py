@@ -9,7 +9,7 @@ squares solution, which the upper Cholesky factor of G^-1 holds row by row.
 import torch
 from torch import Tensor
 
-from moetool.numerics.quantisation import dequantise, levels, nearest, nearest_levels
+from moetool.numerics.quantization import dequantize, levels, nearest, nearest_levels
 
 _DAMPING = 0.01  # of every input's own energy: relative to the mean it would drown ordinary inputs beside outliers
 _SILENT = 1e-6  # share of the mean energy that inputs without any are given
@@ -21,7 +21,7 @@ def feed_back(matrix: Tensor, scales: Tensor, bits: int, gram: Tensor) -> Tensor
 
     Args:
         matrix: [out, in], floating and finite.
-        scales: [out, groups] as they will be stored, e.g. those of `quantise`.
+        scales: [out, groups] as they will be stored, e.g. those of `quantize`.
         bits: of the codes.
         gram: [in, in], sum of x x^T over the inputs x; positive semi-definite, may be singular. All zero, as of a layer
             whose inputs are, it leaves every code the nearest.
@@ -73,5 +73,5 @@ def feed_back(matrix: Tensor, scales: Tensor, bits: int, gram: Tensor) -> Tensor
 
 def _output_error(matrix: Tensor, codes: Tensor, scales: Tensor, bits: int, gram: Tensor) -> Tensor:
     """e G e^T of every row: [out]."""
-    error = dequantise(codes, scales.detach(), bits, torch.float64) - matrix.double()
+    error = dequantize(codes, scales.detach(), bits, torch.float64) - matrix.double()
     return ((error @ gram) * error).sum(1)

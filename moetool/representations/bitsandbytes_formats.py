@@ -82,7 +82,7 @@ def _finite(matrix: Tensor) -> Tensor:
     """The matrix in fp32. Raises `ValueError` for values that no code stands for."""
     wide = matrix.detach().float()
     if not bool(wide.isfinite().all()):
-        raise ValueError("a matrix with values that are not finite cannot be quantised")
+        raise ValueError("a matrix with values that are not finite cannot be quantized")
     return wide
 
 

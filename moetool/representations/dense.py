@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
 from moetool.representations.measured import NOTHING, Measured
-from moetool.representations.quantised import Quantised
+from moetool.representations.quantized import Quantized
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Dense(Representation):
     examples: ClassVar[tuple[str, ...]] = ("dense",)
 
     def quantized(self, bits: int, group: int) -> Representation:
-        return Quantised(bits, group)
+        return Quantized(bits, group)
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         return {"matrix": Stored(shape)}  # not "weight": some families rename "gate.weight" as they load

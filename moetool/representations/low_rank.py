@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
 from moetool.representations.measured import NOTHING, Measured, cut
-from moetool.representations.quantised_low_rank import QuantisedLowRank
+from moetool.representations.quantized_low_rank import QuantizedLowRank
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class LowRank(Representation):
         return ("u", "v") if self.rank else None
 
     def quantized(self, bits: int, group: int) -> Representation:
-        return QuantisedLowRank(self.rank, bits, group) if self.rank else self
+        return QuantizedLowRank(self.rank, bits, group) if self.rank else self
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         return {"u": Stored((shape[0], self.rank)), "v": Stored((self.rank, shape[1]))} if self.rank else {}

@@ -11,7 +11,7 @@ from moetool.architectures import Role
 from moetool.architectures.dense import DenseArchitecture
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
-from moetool.format.entry import check_unquantised
+from moetool.format.entry import check_unquantized
 from moetool.format.families import dense_architecture_of
 from moetool.runtime.building import model_config
 
@@ -32,7 +32,7 @@ class DenseModel:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self.architecture: DenseArchitecture = dense_architecture_of(checkpoint.config)
-        check_unquantised(checkpoint.config)
+        check_unquantized(checkpoint.config)
         self.layers = int(self.config.num_hidden_layers)
         down = self.checkpoint.info(self.architecture.weight_name(0, "down")).shape
         if len(down) != 2:

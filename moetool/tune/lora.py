@@ -12,7 +12,7 @@ from moetool.errors import InvalidInputError, UsageError
 from moetool.numerics.seeding import generator, linear_std, uniform
 from moetool.runtime.modules.networks import SplitFFN
 
-Quantisation = Literal["none", "nf4", "int8"]
+Quantization = Literal["none", "nf4", "int8"]
 
 
 def frozen_linears(model: nn.Module) -> list[str]:
@@ -46,7 +46,7 @@ def add_lora(model: nn.Module, names: list[str], rank: int, alpha: float, seed: 
         parameter.requires_grad_(True)  # peft freezes everything else
 
 
-def quantise_linears(model: nn.Module, names: list[str], kind: Quantisation, device: torch.device) -> None:
+def quantize_linears(model: nn.Module, names: list[str], kind: Quantization, device: torch.device) -> None:
     """Hold the named linear layers quantized while others are trained, by bitsandbytes. Raises `UsageError`."""
     try:
         import bitsandbytes as bnb

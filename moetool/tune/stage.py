@@ -19,7 +19,7 @@ from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError, UsageError, VerificationError
-from moetool.format.entry import check_unquantised, custom_entry, moetool_entry
+from moetool.format.entry import check_unquantized, custom_entry, moetool_entry
 from moetool.format.kinds import custom_module, kinds
 from moetool.format.kinds.simoe import SimoeSpec
 from moetool.job.blueprint import layer_of
@@ -49,7 +49,7 @@ class AnySource:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "AnySource":
-        check_unquantised(checkpoint.config)
+        check_unquantized(checkpoint.config)
         if is_encoder(checkpoint.config):
             kind = checkpoint.config["model_type"]
             raise InvalidInputError(f"{checkpoint.path} is an encoder ({kind}); tune trains causal language models.")
@@ -216,7 +216,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         """Let everything that is to be trained require gradients; returns how many numbers that is."""
         from moetool.runtime.modules.simoe_mixing import interpolation_of
         from moetool.tune.choice import Train, choose, has_experts, trained_parameters
-        from moetool.tune.lora import add_lora, frozen_linears, quantise_linears
+        from moetool.tune.lora import add_lora, frozen_linears, quantize_linears
 
         options = self.options
         few: Train = options.train
@@ -227,7 +227,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         choose(model, few, freeze_shared=options.freeze_shared)
         frozen = frozen_linears(model)
         if options.quantize_base != "none":
-            quantise_linears(model, frozen, options.quantize_base, job.device)
+            quantize_linears(model, frozen, options.quantize_base, job.device)
         if options.lora_rank is not None:
             if not frozen:
                 raise UsageError("--lora-rank: no linear layer is left that is not trained itself.")

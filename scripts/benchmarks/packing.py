@@ -30,9 +30,9 @@ from torch import Tensor
 
 from moetool.numerics import sampling
 from moetool.numerics.packing import pack, packed_size, unpack
-from moetool.numerics.quantisation import dequantise
+from moetool.numerics.quantization import dequantize
 from moetool.numerics.sampling import sample, scatter
-from moetool.representations.quantised import Quantised
+from moetool.representations.quantized import Quantized
 from moetool.representations.sparse import Sparse
 
 KEEP = 0.1
@@ -92,7 +92,7 @@ def main() -> None:
         methods[f"unpack {bits} bit"] = lambda bits=bits, packed=packed: unpack(packed, bits, n, codes)
         wanted |= {f"pack {bits} bit": limit, f"unpack {bits} bit": limit}
     scales = torch.ones(rows, columns // 128, dtype=torch.bfloat16)
-    methods["dequantise 4 bit (codes to new bf16 matrix)"] = lambda: dequantise(codes & 15, scales, 4, torch.bfloat16)
+    methods["dequantize 4 bit (codes to new bf16 matrix)"] = lambda: dequantize(codes & 15, scales, 4, torch.bfloat16)
     methods["indices from a seed"] = lambda: sample(n, k, 3)
     methods["sparse decode, surplus removed"] = lambda: decode(values, 2, copy)
     methods["sparse decode, deficit added"] = lambda: decode(values, 3, copy)
@@ -129,7 +129,7 @@ def main() -> None:
     sizes = {f"sparse:{1 - KEEP}:SEED": (Sparse(1 - KEEP, 3).nbytes(shape, bf16), 2 * round(n * KEEP))}
     for bits in (1, 2, 3, 4, 8):
         assert packed_size(n, bits) == n * bits // 8
-        sizes[f"quantised:{bits}:128"] = (Quantised(bits, 128).nbytes(shape, bf16), n * bits // 8 + 2 * n // 128)
+        sizes[f"quantised:{bits}:128"] = (Quantized(bits, 128).nbytes(shape, bf16), n * bits // 8 + 2 * n // 128)
     for name, (ours, theory) in sizes.items():
         lines.append(f"| {name} | {ours:,} | {theory:,} | {'PASS' if ours == theory else 'FAIL'} |")
     publish(lines, options.output)

@@ -38,7 +38,7 @@ def shape(path: Path, role: Role) -> tuple[int, int]:
 
 
 def specs(path: Path, role: Role) -> set[str]:
-    """The quantised forms that `config.json` names for a role's differences and base."""
+    """The quantized forms that `config.json` names for a role's differences and base."""
     [layer] = config_of(path)["quantization_config"]["layers"].values()
     named = {*layer[role], layer.get("base", {}).get(role, "dense")}
     return {spec for spec in named if spec.startswith("quantised")}

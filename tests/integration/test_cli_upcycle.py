@@ -568,8 +568,8 @@ def test_compress_takes_it(run_cli: Any, dense: Any, upcycle: Any, tokens: Tenso
     made = upcycle(source, *FOUR, *options)
     assert made.told["target"] == target
     assert run_cli("verify", made.path).code == 0
-    quantised = ("--method", "ders-quantize", "--bits", 2, "--group-size", 16)
-    result = run_cli("compress", made.path, tmp_path / "out", *quantised, "--json")
+    quantized = ("--method", "ders-quantize", "--bits", 2, "--group-size", 16)
+    result = run_cli("compress", made.path, tmp_path / "out", *quantized, "--json")
     assert result.code == 0, result.stderr
     assert weight_bytes(tmp_path / "out") < 0.8 * weight_bytes(made.path)
     assert relative_error(logits(tmp_path / "out", tokens), logits(source, tokens)) < 1e-5

@@ -7,7 +7,7 @@ from torch import Tensor
 from moetool.numerics import whitened
 from moetool.numerics.factorize import Factorization, balancing_powers, factorize, truncate, whitened_error
 from moetool.representations import Measured
-from moetool.representations.quantised_low_rank import QuantisedLowRank
+from moetool.representations.quantized_low_rank import QuantizedLowRank
 
 Build = Callable[..., Tensor]
 SHAPES = [(96, 160), (160, 96), (128, 128)]
@@ -388,8 +388,8 @@ def test_directions_that_hold_nothing_stay_so(make_delta: Build) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_scales_of_quantised_factors_are_of_one_size(make_delta: Build, dtype: torch.dtype) -> None:
-    delta, form = 1e-3 * make_delta(96, 160), QuantisedLowRank(24, 4, 32)
+def test_scales_of_quantized_factors_are_of_one_size(make_delta: Build, dtype: torch.dtype) -> None:
+    delta, form = 1e-3 * make_delta(96, 160), QuantizedLowRank(24, 4, 32)
     basis = truncate(delta, factorize(delta), 24, torch.float32)[0]
     expected = form.encode(delta, torch.float32, Measured(basis=basis))
     lost = (form.decode(expected, (96, 160), torch.float32) - delta).norm()

@@ -5,7 +5,7 @@ import pytest
 from moetool.architectures import ROLES, MoEShape, Role
 from moetool.format.layout import LayerLayout, native_layout
 from moetool.representations import Representation
-from moetool.representations.quantised import Quantised
+from moetool.representations.quantized import Quantized
 from moetool.representations.sparse import Sparse
 
 # Hidden size, FFN width and MoE layers of the upcycled models, of four experts each (Phi-2's FFN has two matrices).
@@ -29,7 +29,7 @@ def added(model: tuple[int, int, int], form: Representation | None) -> float:
 )
 def test_bits(model: tuple[int, int, int], published: dict[int, float]) -> None:
     for bits, billions in published.items():
-        form = None if bits == 16 else Quantised(bits, 128)
+        form = None if bits == 16 else Quantized(bits, 128)
         assert added(model, form) == pytest.approx(billions, abs=0.006)
 
 
@@ -42,6 +42,6 @@ def test_drop_rates(drop: float, billions: float) -> None:
 
 def test_roles_count_alike() -> None:
     shape = MoEShape(experts=4, top_k=2, hidden=32, intermediate=48)
-    form = Quantised(4, 16)
+    form = Quantized(4, 16)
     each: dict[Role, float] = {role: form.counted_parameters(shape.matrix(role)) for role in ROLES}
     assert set(each.values()) == {32 * 48 / 4}

@@ -128,7 +128,7 @@ def test_a_tensor_of_another_shape_or_none_is_named(saved: Callable[[str], Path]
         open_dense(broken(saved("phi3"), tmp_path / "half", **{joined: torch.zeros(48, 32)}))
 
 
-def test_quantised_models_are_refused(saved: Callable[[str], Path], tmp_path: Path) -> None:
+def test_quantized_models_are_refused(saved: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"already quantized \(quant_method 'gptq'\)"):
         open_dense(broken(saved("llama"), tmp_path / "gptq", {"quantization_config": {"quant_method": "gptq"}}))
 

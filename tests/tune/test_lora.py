@@ -16,7 +16,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
 from moetool.runtime.modules.simoe import sites
 from moetool.tune.choice import choose
-from moetool.tune.lora import Quantisation, add_lora, frozen_linears, merge_lora, quantise_linears
+from moetool.tune.lora import Quantization, add_lora, frozen_linears, merge_lora, quantize_linears
 
 RANK, ALPHA = 2, 6.0
 BLOCKS = {"hidden_size": 64, "intermediate_size": 128}  # rows of whole blocks
@@ -108,12 +108,12 @@ def test_the_merged_weight_is_the_product_times_alpha_over_rank(pesc: MakeModel)
 @needs_bitsandbytes
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_a_base_in_few_bits_comes_back_exactly(family: str, kind: Quantisation, pesc: MakeModel) -> None:
+def test_a_base_in_few_bits_comes_back_exactly(family: str, kind: Quantization, pesc: MakeModel) -> None:
     model, path = pesc(family, **BLOCKS)
     stored = load_file(path / "model.safetensors")
     names = frozen_linears(model)
     whole = logits(model)
-    quantise_linears(model, names, kind, torch.device("cpu"))
+    quantize_linears(model, names, kind, torch.device("cpu"))
     assert 1e-4 < relative_error(logits(model), whole) < 0.5
     add_lora(model, names[::2], RANK, ALPHA)
     learn(model)
@@ -132,13 +132,13 @@ def test_a_base_in_few_bits_comes_back_exactly(family: str, kind: Quantisation, 
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_gradients_flow_through_a_base_in_few_bits(kind: Quantisation, pesc: MakeModel) -> None:
+def test_gradients_flow_through_a_base_in_few_bits(kind: Quantization, pesc: MakeModel) -> None:
     """The same before and after the model has run in evaluation mode."""
     found = []
     for evaluated in (False, True):
         model, _ = pesc("llama", **BLOCKS)
         names = frozen_linears(model)
-        quantise_linears(model, names, kind, torch.device("cpu"))
+        quantize_linears(model, names, kind, torch.device("cpu"))
         add_lora(model, names, RANK, ALPHA)
         learn(model)
         if evaluated:
@@ -162,7 +162,7 @@ def test_a_base_of_interpolated_experts_comes_back_exactly(tmp_path: Path) -> No
     names = frozen_linears(model)
     assert set(names) == {f"{name}.linear" for name in sites(model)}
     before = logits(model)
-    quantise_linears(model, names, "nf4", torch.device("cpu"))
+    quantize_linears(model, names, "nf4", torch.device("cpu"))
     assert not logits(model).equal(before)
     merge_lora(model, Checkpoint.open(path))
     assert logits(model).equal(before)
@@ -172,7 +172,7 @@ def test_a_base_of_interpolated_experts_comes_back_exactly(tmp_path: Path) -> No
 def test_a_source_that_lacks_a_layer_is_named(pesc: MakeModel, tmp_path: Path) -> None:
     model, path = pesc("llama")
     name = "model.layers.1.self_attn.q_proj"
-    quantise_linears(model, [name], "nf4", torch.device("cpu"))
+    quantize_linears(model, [name], "nf4", torch.device("cpu"))
     stored = load_file(path / "model.safetensors")
     del stored[f"{name}.weight"]
     save_file(stored, tmp_path / "model.safetensors")
@@ -185,4 +185,4 @@ def test_without_bitsandbytes_the_reason_is_told(pesc: MakeModel, monkeypatch: p
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     model, _ = pesc("llama")
     with pytest.raises(UsageError, match="pip install bitsandbytes"):
-        quantise_linears(model, frozen_linears(model), "nf4", torch.device("cpu"))
+        quantize_linears(model, frozen_linears(model), "nf4", torch.device("cpu"))

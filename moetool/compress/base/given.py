@@ -18,7 +18,7 @@ from moetool.compress.choices import UNMEASURED_MERGES, Merge
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.writing import down_scale
 from moetool.representations import Representation, parse_representation
-from moetool.representations.quantised import QuantisedMatrix
+from moetool.representations.quantized import QuantizedMatrix
 from moetool.runtime.dense import DenseModel
 
 # Experts that were upcycled from a dense FFN stay close to it; below this it is hardly theirs.
@@ -183,7 +183,7 @@ def base_form(bits: str, group: int, shape: tuple[int, int]) -> Representation:
     Raises:
         UsageError: only groups of one would.
     """
-    form = QuantisedMatrix(int(bits), group) if bits.isdigit() else parse_representation(bits)
+    form = QuantizedMatrix(int(bits), group) if bits.isdigit() else parse_representation(bits)
     try:
         return form.fitted(shape)
     except ValueError as error:

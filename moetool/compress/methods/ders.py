@@ -20,7 +20,7 @@ from moetool.compress.encoding import (
     base_representations,
     decomposed_layouts,
     encoding_plan,
-    quantised,
+    quantized,
     run_encoding,
     sparse,
     with_text,
@@ -105,7 +105,7 @@ class DersQuantize(_Ders[DersQuantizeOptions]):
     options_type: ClassVar[type[RunOptions]] = DersQuantizeOptions
 
     def _form(self) -> Form:
-        return quantised(self.options.bits, self.options.group_size, self.source.experts.shape)
+        return quantized(self.options.bits, self.options.group_size, self.source.experts.shape)
 
     def _base_group(self) -> int:
         return self.options.group_size

@@ -39,8 +39,8 @@ from moetool.representations import Measured, Representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank, break_even_rank
 from moetool.representations.measured import cut
-from moetool.representations.quantised import Quantised
-from moetool.representations.quantised_low_rank import QuantisedLowRank
+from moetool.representations.quantized import Quantized
+from moetool.representations.quantized_low_rank import QuantizedLowRank
 
 # Forms are offered from a third to three times the bits that every number of a delta can have on average.
 _REACH = 3.0
@@ -232,10 +232,10 @@ def forms_for(shape: MoEShape, bits: float, group: int) -> dict[Role, list[Repre
     forms: dict[Role, list[Representation]] = {}
     for role in shape.roles:
         matrix = shape.matrix(role)
-        own: list[Representation] = [LowRank(0), *(in_groups(Quantised(b, group), matrix, group) for b in near)]
+        own: list[Representation] = [LowRank(0), *(in_groups(Quantized(b, group), matrix, group) for b in near)]
         if bits <= _LOW_RANK_BITS:
             ranks = sorted({max(1, math.floor(break_even_rank(matrix) * share)) for share in _LOW_RANK_SHARES})
-            own += [in_groups(QuantisedLowRank(rank, _LOW_RANK_BITS, group), matrix, group) for rank in ranks]
+            own += [in_groups(QuantizedLowRank(rank, _LOW_RANK_BITS, group), matrix, group) for rank in ranks]
         if bits * _REACH >= 16 or not near[1:]:
             own.append(Dense())
         forms[role] = own

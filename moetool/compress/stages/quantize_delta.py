@@ -7,7 +7,7 @@ from moetool.compress.encoding import (
     CodeOptions,
     encoded_layouts,
     encoding_plan,
-    quantised,
+    quantized,
     run_encoding,
     with_text,
 )
@@ -32,7 +32,7 @@ class QuantizeDelta(Stage[QuantizeDeltaOptions]):
     options_type: ClassVar[type[RunOptions]] = QuantizeDeltaOptions
 
     def _layouts(self) -> dict[int, LayerLayout]:
-        form = quantised(self.options.bits, self.options.group_size, self.source.experts.shape)
+        form = quantized(self.options.bits, self.options.group_size, self.source.experts.shape)
         return encoded_layouts(self.source, form)
 
     def plan(self) -> Plan:

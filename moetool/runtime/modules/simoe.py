@@ -88,7 +88,7 @@ class InterpolatedLinear(CustomLayer):
 
     @property
     def is_plain(self) -> bool:
-        """Whether `W x` is all that the layer computes, and W is there: nothing has adapted, quantised or offloaded it
+        """Whether `W x` is all that the layer computes, and W is there: nothing has adapted, quantized or offloaded it
         since."""
         return type(self.linear) is self._kind and not self.linear.weight.is_meta
 

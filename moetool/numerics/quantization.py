@@ -50,7 +50,7 @@ def levels(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.cat([-upper.flip(0), upper]).to(dtype).to(device)
 
 
-def quantise(
+def quantize(
     matrix: Tensor, bits: int, group: int, dtype: torch.dtype, *, importance: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales with a small (at 1 bit: the least) weighted squared error.
@@ -89,7 +89,7 @@ def quantise(
         part = slice(start, start + step)
         values = matrix[part].detach().float().contiguous().view(-1, columns // group, group)
         if not bool(values.isfinite().all()):
-            raise ValueError("a matrix with values that are not finite cannot be quantised")
+            raise ValueError("a matrix with values that are not finite cannot be quantized")
         # Groups are brought to unit size, so that no square under- or overflows.
         size = values.abs().amax(2, keepdim=True)
         unit = values / torch.where(size > 0, size, 1)
@@ -98,7 +98,7 @@ def quantise(
     return codes, scales
 
 
-def dequantise(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+def dequantize(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """The matrix [out, in] that codes [out * in] or [out, in] uint8 and scales [out, groups] stand for, in `dtype`."""
     rows, groups = scales.shape
     grid, flat = levels(bits, dtype, codes.device), codes.reshape(-1)

@@ -10,17 +10,17 @@ from moetool.errors import InvalidInputError
 from moetool.numerics.factorize import factorize, truncate, whitened_error
 from moetool.representations import Measured, Representation, parse_representation
 from moetool.representations.base import Weight
-from moetool.representations.quantised import Quantised, QuantisedMatrix
-from moetool.representations.quantised_low_rank import QuantisedLowRank
+from moetool.representations.quantized import Quantized, QuantizedMatrix
+from moetool.representations.quantized_low_rank import QuantizedLowRank
 
 CPU = torch.device("cpu")
 SHAPE = (24, 32)
-PLAIN = [Quantised(bits, group) for bits in (8, 4, 3, 2, 1) for group in (8, 0)] + [QuantisedMatrix(4, 16)]
+PLAIN = [Quantized(bits, group) for bits in (8, 4, 3, 2, 1) for group in (8, 0)] + [QuantizedMatrix(4, 16)]
 FACTORED = [
-    QuantisedLowRank(5, 4, 8),
-    QuantisedLowRank(5, 4, 12, 16),
-    QuantisedLowRank(3, 1, 0),
-    QuantisedLowRank(0, 2, 8),
+    QuantizedLowRank(5, 4, 8),
+    QuantizedLowRank(5, 4, 12, 16),
+    QuantizedLowRank(3, 1, 0),
+    QuantizedLowRank(0, 2, 8),
 ]
 
 
@@ -45,17 +45,17 @@ def test_spec_round_trip(representation: Representation) -> None:
 
 
 def test_specs_are_what_config_json_says() -> None:
-    assert Quantised(4, 128).spec == "quantised:4:128"
-    assert QuantisedMatrix(3, 0).spec == "quantised-weight:3:row"
-    assert QuantisedLowRank(16, 4, 64).spec == "quantised-low-rank:16:4:64"
-    assert QuantisedLowRank(16, 4, 64, 96).spec == "quantised-low-rank:16:4:64:96"
-    assert QuantisedLowRank(16, 4, 64, 64) == QuantisedLowRank(16, 4, 64)
-    assert QuantisedLowRank(16, 4, 64, 64).spec == "quantised-low-rank:16:4:64"
-    assert QuantisedLowRank(16, 4, 64, 0).spec == "quantised-low-rank:16:4:64:row"
-    assert Quantised(4, 128) != QuantisedMatrix(4, 128)
-    assert Quantised.uses_base
-    assert QuantisedLowRank.uses_base
-    assert not QuantisedMatrix.uses_base
+    assert Quantized(4, 128).spec == "quantised:4:128"
+    assert QuantizedMatrix(3, 0).spec == "quantised-weight:3:row"
+    assert QuantizedLowRank(16, 4, 64).spec == "quantised-low-rank:16:4:64"
+    assert QuantizedLowRank(16, 4, 64, 96).spec == "quantised-low-rank:16:4:64:96"
+    assert QuantizedLowRank(16, 4, 64, 64) == QuantizedLowRank(16, 4, 64)
+    assert QuantizedLowRank(16, 4, 64, 64).spec == "quantised-low-rank:16:4:64"
+    assert QuantizedLowRank(16, 4, 64, 0).spec == "quantised-low-rank:16:4:64:row"
+    assert Quantized(4, 128) != QuantizedMatrix(4, 128)
+    assert Quantized.uses_base
+    assert QuantizedLowRank.uses_base
+    assert not QuantizedMatrix.uses_base
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_bad_specs(spec: str, says: str) -> None:
 
 @pytest.mark.parametrize(("group", "says"), [(100, "96 and 128 would"), (1000, "768 would"), (7, "6 and 8 would")])
 def test_groups_must_divide(group: int, says: str) -> None:
-    for representation in (Quantised(4, group), QuantisedMatrix(4, group), QuantisedLowRank(2, 4, group)):
+    for representation in (Quantized(4, group), QuantizedMatrix(4, group), QuantizedLowRank(2, 4, group)):
         with pytest.raises(ValueError, match=f"groups of {group} do not divide 768 inputs; .*{says}"):
             representation.tensors((768, 768))
         with pytest.raises(ValueError, match="do not divide"):
@@ -98,19 +98,19 @@ def test_groups_must_divide(group: int, says: str) -> None:
     ],
 )
 def test_the_largest_group_that_fits(group: int, length: int, largest: int) -> None:
-    assert Quantised(4, group).fitted((5, length)) == Quantised(4, largest)
-    assert QuantisedMatrix(4, group).fitted((5, length)) == QuantisedMatrix(4, largest)
-    assert QuantisedLowRank(3, 4, group).fitted((length, length)) == QuantisedLowRank(3, 4, largest)
-    Quantised(4, largest).tensors((5, length))
+    assert Quantized(4, group).fitted((5, length)) == Quantized(4, largest)
+    assert QuantizedMatrix(4, group).fitted((5, length)) == QuantizedMatrix(4, largest)
+    assert QuantizedLowRank(3, 4, group).fitted((length, length)) == QuantizedLowRank(3, 4, largest)
+    Quantized(4, largest).tensors((5, length))
 
 
 def test_groups_of_one_are_taken_only_if_asked_for() -> None:
     with pytest.raises(ValueError, match="rows of 97 numbers cannot be cut into equal groups of 2 to 96; 97 would"):
-        Quantised(4, 96).fitted((5, 97))
+        Quantized(4, 96).fitted((5, 97))
     for shape in ((97, 96), (96, 97)):
         with pytest.raises(ValueError, match="rows of 97 numbers"):
-            QuantisedLowRank(3, 4, 96).fitted(shape)
-    assert QuantisedLowRank(3, 4, 96).fitted((194, 192)) == QuantisedLowRank(3, 4, 2, 96)
+            QuantizedLowRank(3, 4, 96).fitted(shape)
+    assert QuantizedLowRank(3, 4, 96).fitted((194, 192)) == QuantizedLowRank(3, 4, 2, 96)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
@@ -119,18 +119,18 @@ def test_bytes_are_those_of_theory(bits: int, group: int) -> None:
     """N k bits and one 16-bit scale per group (METHODS.md's K + N k, without the base)."""
     rows, columns = 768, 256
     expected = rows * columns * bits // 8 + 2 * rows * columns // (group or columns)
-    assert Quantised(bits, group).nbytes((rows, columns), torch.bfloat16) == expected
-    assert QuantisedMatrix(bits, group).nbytes((rows, columns), torch.bfloat16) == expected
+    assert Quantized(bits, group).nbytes((rows, columns), torch.bfloat16) == expected
+    assert QuantizedMatrix(bits, group).nbytes((rows, columns), torch.bfloat16) == expected
 
 
 def test_bytes_of_factors_are_those_of_theory() -> None:
     expected = 16 * (768 + 256) * 4 // 8 + 2 * 16 * (768 + 256) // 128
-    assert QuantisedLowRank(16, 4, 128).nbytes((768, 256), torch.bfloat16) == expected
+    assert QuantizedLowRank(16, 4, 128).nbytes((768, 256), torch.bfloat16) == expected
 
 
 @pytest.mark.parametrize("bits", [4, 3, 2, 1])
 def test_odd_sizes_are_padded_by_less_than_two_bytes(bits: int) -> None:
-    codes = Quantised(bits, 0).tensors((3, 5))["codes"].shape[0]
+    codes = Quantized(bits, 0).tensors((3, 5))["codes"].shape[0]
     assert 15 * bits / 8 <= codes < 15 * bits / 8 + 2
 
 
@@ -175,7 +175,7 @@ def test_state_dict_round_trip(representation: Representation) -> None:
 
 def test_one_bit_is_the_sign_times_the_mean_magnitude() -> None:
     values = matrix()
-    decoded = loaded(Quantised(1, 8)).dense()
+    decoded = loaded(Quantized(1, 8)).dense()
     expected = values.sign() * values.view(24, 4, 8).abs().mean(2).repeat_interleave(8, 1)
     torch.testing.assert_close(decoded.detach(), expected, rtol=1e-6, atol=0)
 
@@ -183,7 +183,7 @@ def test_one_bit_is_the_sign_times_the_mean_magnitude() -> None:
 @pytest.mark.parametrize(("bits", "limit"), [(8, 0.007), (4, 0.1), (3, 0.19), (2, 0.35), (1, 0.61)])
 def test_errors_fall_with_bits(bits: int, limit: float) -> None:
     values = matrix((64, 256))
-    for representation in (Quantised(bits, 128), QuantisedMatrix(bits, 128)):
+    for representation in (Quantized(bits, 128), QuantizedMatrix(bits, 128)):
         decoded = representation.decode(representation.encode(values, torch.bfloat16), (64, 256), torch.bfloat16)
         assert torch.linalg.norm(decoded - values) < limit * torch.linalg.norm(values)
 
@@ -208,16 +208,16 @@ def test_gradients_reach_the_scales_and_nothing_else(representation: Representat
         assert float(parameter.grad[0, 0]) == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-5, abs=1e-5)
 
 
-def test_factors_are_refitted_to_the_quantised_u() -> None:
-    """Better than to quantise the best factors one by one."""
+def test_factors_are_refitted_to_the_quantized_u() -> None:
+    """Better than to quantize the best factors one by one."""
     generator = torch.Generator().manual_seed(0)
     delta = torch.randn(64, 8, generator=generator) @ torch.randn(8, 96, generator=generator)
     delta += 0.3 * torch.randn(64, 96, generator=generator)
     u, v = truncate(delta, factorize(delta, rank=8), 8, torch.float32)
-    representation = QuantisedLowRank(8, 3, 32)
+    representation = QuantizedLowRank(8, 3, 32)
     encoded = representation.encode(delta, torch.float32, Measured(basis=u))
     decoded = representation.decode(encoded, (64, 96), torch.float32)
-    factor = Quantised(3, 32)
+    factor = Quantized(3, 32)
     naive_u = factor.decode(factor.encode(u.T.contiguous(), torch.float32), (8, 64), torch.float32).T
     naive_v = factor.decode(factor.encode(v, torch.float32), (8, 96), torch.float32)
     refitted = float((decoded - delta).square().sum())
@@ -230,7 +230,7 @@ def test_row_scale_is_respected() -> None:
     """The refit is the best in the scaled norm: scaling rows changes V unless U spans everything."""
     delta, basis = matrix((16, 32)), matrix((16, 4), seed=2)
     row_scale = torch.linspace(0.1, 3, 16, dtype=torch.float64)
-    representation = QuantisedLowRank(4, 8, 8)
+    representation = QuantizedLowRank(4, 8, 8)
 
     def error(**options: Tensor) -> float:
         tensors = representation.encode(delta, torch.float64, Measured(basis=basis, **options))
@@ -242,10 +242,10 @@ def test_row_scale_is_respected() -> None:
 
 def test_a_basis_of_a_lower_rank_is_refused() -> None:
     with pytest.raises(ValueError, match=r"basis must be \[24, 5\] or wider, got \[24, 4\]"):
-        QuantisedLowRank(5, 4, 8).encode(matrix(), torch.float32, Measured(basis=matrix((24, 4))))
+        QuantizedLowRank(5, 4, 8).encode(matrix(), torch.float32, Measured(basis=matrix((24, 4))))
 
 
 def test_rank_0_is_nothing_at_all() -> None:
-    weight = QuantisedLowRank(0, 4, 8).build(SHAPE, torch.float32, CPU)
+    weight = QuantizedLowRank(0, 4, 8).build(SHAPE, torch.float32, CPU)
     assert not weight.state_dict()
     assert weight.dense().equal(torch.zeros(SHAPE))

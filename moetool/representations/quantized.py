@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from moetool.numerics.error_feedback import feed_back
 from moetool.numerics.packing import pack, packed_size, unpack
-from moetool.numerics.quantisation import BITS, dequantise, quantise
+from moetool.numerics.quantization import BITS, dequantize, quantize
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
 from moetool.representations.measured import NOTHING, Measured
 
@@ -20,11 +20,11 @@ ROW = "row"  # how a spec says that a whole row shares one scale
 
 
 @dataclass(frozen=True)
-class Quantised(Representation):
+class Quantized(Representation):
     """A delta to the shared base in `bits` (8, 4, 3, 2 or 1) per element and a scale per `group` inputs.
 
     `codes` are packed without gaps in [out * in * bits / 8] bytes; `scales` [out, in / group] are in the model's own
-    dtype: its range is what the weights needed, and its rounding is of second order (see `numerics.quantisation`).
+    dtype: its range is what the weights needed, and its rounding is of second order (see `numerics.quantization`).
     A group of 0 is the whole row.
     """
 
@@ -36,7 +36,7 @@ class Quantised(Representation):
     examples: ClassVar[tuple[str, ...]] = ("quantised:4:8", "quantised:3:row", "quantised:1:32")
 
     def __post_init__(self) -> None:
-        check_quantisation(self.bits, self.group)
+        check_quantization(self.bits, self.group)
 
     @property
     def spec(self) -> str:
@@ -54,7 +54,7 @@ class Quantised(Representation):
     def from_arguments(cls, arguments: list[str]) -> Self:
         if len(arguments) != 2:
             raise ValueError(f"'{cls.kind}' takes two arguments, bits and group size (or '{ROW}')")
-        return cls(*parse_quantisation(*arguments))
+        return cls(*parse_quantization(*arguments))
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         rows, columns = shape
@@ -71,17 +71,17 @@ class Quantised(Representation):
         """`matrix` is floating and finite, scales are in `dtype`. With a Gram matrix errors are chosen to cancel in the
         output, see `numerics.error_feedback`."""
         group = group_size(self.group, matrix.shape[1])
-        codes, scales = quantise(matrix, self.bits, group, dtype, importance=measured.energy)
+        codes, scales = quantize(matrix, self.bits, group, dtype, importance=measured.energy)
         if measured.gram is not None:
             codes = feed_back(matrix, scales, self.bits, measured.gram)
         return {"codes": pack(codes.view(-1), self.bits), "scales": scales}
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
-        return QuantisedWeight(self, shape, dtype, device)
+        return QuantizedWeight(self, shape, dtype, device)
 
 
 @dataclass(frozen=True)
-class QuantisedMatrix(Quantised):
+class QuantizedMatrix(Quantized):
     """The same for a matrix that is not a delta: an expert's own, or a base."""
 
     kind: ClassVar[str] = "quantised-weight"
@@ -90,16 +90,16 @@ class QuantisedMatrix(Quantised):
 
     @classmethod
     def describe(cls, forms: Sequence[Self]) -> list[str]:
-        return super(Quantised, cls).describe(forms)
+        return super(Quantized, cls).describe(forms)
 
 
-class QuantisedWeight(Weight):
-    """Run-time form of both: a product dequantises the matrix. Scales can be trained, codes cannot."""
+class QuantizedWeight(Weight):
+    """Run-time form of both: a product dequantizes the matrix. Scales can be trained, codes cannot."""
 
     codes: Tensor
 
     def __init__(
-        self, representation: Quantised, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+        self, representation: Quantized, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
         self.shape, self.bits = shape, representation.bits
@@ -107,21 +107,21 @@ class QuantisedWeight(Weight):
         self.register_buffer("codes", torch.zeros(stored["codes"].shape, dtype=torch.uint8, device=device))
         self.scales = empty_parameter(stored["scales"].shape, dtype, device)
 
-    def dequantise(self, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The matrix [out, in] in `dtype`."""
         codes = unpack(self.codes, self.bits, self.shape[0] * self.shape[1])
-        return dequantise(codes, self.scales, self.bits, dtype)
+        return dequantize(codes, self.scales, self.bits, dtype)
 
     def forward(self, inputs: Tensor, *, transposed: bool = False) -> Tensor:
         """`[tokens, in]` → `[tokens, out]`, or `transposed` `[tokens, out]` → `[tokens, in]`."""
-        matrix = self.dequantise(inputs.dtype)
+        matrix = self.dequantize(inputs.dtype)
         return inputs @ matrix if transposed else F.linear(inputs, matrix)
 
     def dense(self) -> Tensor:
-        return self.dequantise(torch.promote_types(self.scales.dtype, torch.float32))
+        return self.dequantize(torch.promote_types(self.scales.dtype, torch.float32))
 
 
-def parse_quantisation(bits: str, group: str) -> tuple[int, int]:
+def parse_quantization(bits: str, group: str) -> tuple[int, int]:
     """Bits and group size from a spec. Raises `ValueError` on anything else."""
     if not bits.isdigit() or not (group == ROW or group.isdigit()):
         raise ValueError(f"bits and group size are whole numbers (or '{ROW}' for the group), not '{bits}:{group}'")
@@ -130,7 +130,7 @@ def parse_quantisation(bits: str, group: str) -> tuple[int, int]:
     return int(bits), 0 if group == ROW else int(group)
 
 
-def check_quantisation(bits: int, group: int) -> None:
+def check_quantization(bits: int, group: int) -> None:
     """Raise `ValueError` unless there can be such codes and groups."""
     if bits not in BITS:
         raise ValueError(f"codes have {', '.join(map(str, BITS))} bits, not {bits}")

@@ -10,19 +10,19 @@ from torch import Tensor
 from moetool.numerics.factorize import balancing_powers, refit, unit_columns
 from moetool.representations.base import Representation, Stored, Weight
 from moetool.representations.measured import NOTHING, Measured, cut
-from moetool.representations.quantised import (
+from moetool.representations.quantized import (
     ROW,
-    Quantised,
-    QuantisedWeight,
-    check_quantisation,
+    Quantized,
+    QuantizedWeight,
+    check_quantization,
     fitting_group,
-    parse_quantisation,
+    parse_quantization,
 )
 
 
 @dataclass(frozen=True)
-class QuantisedLowRank(Representation):
-    """`U^T [rank, out]` and `V [rank, in]`, quantised along their long sides. Rank 0 stores nothing.
+class QuantizedLowRank(Representation):
+    """`U^T [rank, out]` and `V [rank, in]`, quantized along their long sides. Rank 0 stores nothing.
 
     Groups run along the outputs in U and along the inputs in V, so every direction has scales of its own. How a
     singular value is split between the two changes no code, but scales are stored in 16 bits, and trained: each gets
@@ -47,8 +47,8 @@ class QuantisedLowRank(Representation):
             raise ValueError(f"a rank cannot be {self.rank}")
         if self.input_group == self.group:
             object.__setattr__(self, "input_group", None)  # one form has one spec
-        check_quantisation(self.bits, self.group)
-        check_quantisation(self.bits, self.v.group)
+        check_quantization(self.bits, self.group)
+        check_quantization(self.bits, self.v.group)
 
     @property
     def spec(self) -> str:
@@ -63,7 +63,7 @@ class QuantisedLowRank(Representation):
                 "groups are of another size"
             )
         rank, bits, *groups = arguments
-        parsed = [parse_quantisation(bits, group) for group in groups]
+        parsed = [parse_quantization(bits, group) for group in groups]
         return cls(int(rank), parsed[0][0], *(group for _, group in parsed))
 
     @classmethod
@@ -86,14 +86,14 @@ class QuantisedLowRank(Representation):
         return replace(self, group=fitting_group(self.u.group, rows), input_group=fitting_group(self.v.group, columns))
 
     @property
-    def u(self) -> Quantised:
+    def u(self) -> Quantized:
         """How U^T is stored."""
-        return Quantised(self.bits, self.group)
+        return Quantized(self.bits, self.group)
 
     @property
-    def v(self) -> Quantised:
+    def v(self) -> Quantized:
         """How V is stored."""
-        return Quantised(self.bits, self.group if self.input_group is None else self.input_group)
+        return Quantized(self.bits, self.group if self.input_group is None else self.input_group)
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         rows, columns = shape
@@ -126,23 +126,23 @@ class QuantisedLowRank(Representation):
         return {f"{factor}.{name}": tensor for factor, part in tensors.items() for name, tensor in part.items()}
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
-        return QuantisedLowRankWeight(self, shape, dtype, device)
+        return QuantizedLowRankWeight(self, shape, dtype, device)
 
 
-class QuantisedLowRankWeight(Weight):
-    """Run-time form of `QuantisedLowRank`: dequantises the thin matrices and multiplies by one after the other."""
+class QuantizedLowRankWeight(Weight):
+    """Run-time form of `QuantizedLowRank`: dequantizes the thin matrices and multiplies by one after the other."""
 
-    u: QuantisedWeight
-    v: QuantisedWeight
+    u: QuantizedWeight
+    v: QuantizedWeight
 
     def __init__(
-        self, representation: QuantisedLowRank, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+        self, representation: QuantizedLowRank, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
         self.shape, self.rank = shape, representation.rank
         if self.rank:
-            self.u = QuantisedWeight(representation.u, (self.rank, shape[0]), dtype, device)
-            self.v = QuantisedWeight(representation.v, (self.rank, shape[1]), dtype, device)
+            self.u = QuantizedWeight(representation.u, (self.rank, shape[0]), dtype, device)
+            self.v = QuantizedWeight(representation.v, (self.rank, shape[1]), dtype, device)
 
     def forward(self, inputs: Tensor) -> Tensor:
         if not self.rank:
