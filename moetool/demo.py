@@ -109,7 +109,7 @@ def make_dense(directory: Path, steps: int, seed: int, progress: Progress) -> tu
 def tune(source: Path, target: Path, text: Path, steps: int, seed: int, progress: Progress) -> None:
     """Train a saved model some steps more, on windows that it has not seen yet, and save it as `target`.
 
-    A mixture of experts is trained with its family's load-balancing loss.
+    An MoE model is trained with its family's load-balancing loss.
     """
     from transformers import AutoTokenizer
 

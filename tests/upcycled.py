@@ -1,4 +1,4 @@
-"""Dense checkpoints of every family, and mixtures made of them: the conversions' own tensors, written to one file."""
+"""Dense checkpoints of every family, and MoE models made of them: the conversions' own tensors, written to one file."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ def upcycled(
     dtype: torch.dtype | None = None,
 ) -> Upcycled:
     """Copies of the FFN, two of four per token, in every layer, unless something else is said."""
-    mixture = MoESpec(
+    spec = MoESpec(
         experts=EXPERTS * granularity,
         top_k=TOP_K * granularity,
         intermediate=dense.intermediate // granularity,
@@ -73,8 +73,8 @@ def upcycled(
 
     return Upcycled(
         dense=dense,
-        target=choose_target(target, (*dense.features, *mixture.features)),
-        mixture=mixture,
+        target=choose_target(target, (*dense.features, *spec.features)),
+        spec=spec,
         experts=experts or Copies(dense),
         router=router or rows,
         rest=rest or [dense],

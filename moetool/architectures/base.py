@@ -13,7 +13,7 @@ from moetool.errors import InvalidInputError
 Role = Literal["gate", "up", "down"]
 ROLES: tuple[Role, ...] = ("gate", "up", "down")
 
-# Keys that only a mixture of experts has in its config, whatever the family.
+# Keys that only an MoE model has in its config, whatever the family.
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 # The two ways in which most families name a gated network's matrices, relative to it.
@@ -99,12 +99,12 @@ class MoEShape:
 
 @dataclass(frozen=True)
 class MoELayers:
-    """Which decoder layers are mixtures of experts, by the keys of `config.json`; every layer if no key says otherwise.
+    """Which decoder layers are MoE layers, by the keys of `config.json`; every layer if no key says otherwise.
 
     Attributes:
         first_dense: key with the number of leading dense layers.
-        every: key with n, every n-th layer being a mixture, and the index of the first that counts (`0`: layers 0, n,
-            2n …; `n - 1` is written as -1: layers n-1, 2n-1 …).
+        every: key with n, every n-th layer being an MoE layer, and the index of the first that counts (`0`: layers 0,
+            n, 2n …; `n - 1` is written as -1: layers n-1, 2n-1 …).
         dense: key with a list of dense layers.
     """
 
@@ -113,7 +113,7 @@ class MoELayers:
     dense: str | None = None
 
     def among(self, layers: int, config: Mapping[str, Any]) -> tuple[int, ...]:
-        """The mixtures among that many layers.
+        """The MoE layers among that many layers.
 
         Raises:
             InvalidInputError: an entry is not of the kind it has to be.
@@ -166,7 +166,7 @@ class Architecture:
         top_k_key: config key, experts per token.
         router_options: config keys that change the router's rule, and the values that transformers computes.
         others: beginnings of the names of other tensors in the block, relative to it (shared experts, biases).
-        moe_layers_rule: which layers are mixtures.
+        moe_layers_rule: which layers are MoE layers.
         returns_tuple: a decoder layer gives a tuple, of which the model takes the first entry.
         shared_expert_module: path of the shared expert, relative to the layer, of a family that has one.
         shared_expert: its matrices, relative to it; gate and up may share a tensor, one below the other.
@@ -213,7 +213,7 @@ class Architecture:
         return self.number(config, "num_hidden_layers")
 
     def moe_layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
-        """Which decoder layers are mixtures of experts, by `config.json`.
+        """Which decoder layers are MoE layers, by `config.json`.
 
         Raises:
             InvalidInputError: none is, or an entry cannot be read.

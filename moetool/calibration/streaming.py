@@ -35,7 +35,7 @@ from moetool.runtime.building import described_in, model_config
 from moetool.runtime.loading import model_class, run_experts_of_any_width, surplus
 from moetool.runtime.modules.fused import fused_tensors
 from moetool.runtime.modules.insertion import insert_modules
-from moetool.runtime.modules.simoe_mixing import hold_mixtures
+from moetool.runtime.modules.simoe_mixing import weigh_equally
 from moetool.runtime.quiet import quiet
 
 REST = -1  # the block of everything that is not a decoder layer
@@ -50,7 +50,7 @@ class StreamedModel:
         config: transformers' config of the (dense-expert) model.
         layer_count: number of decoder layers.
         hidden_size: width of the hidden states.
-        experts: reads the experts; `None` for a dense model, and for one with mixtures of moetool's own.
+        experts: reads the experts; `None` for a dense model, and for one with custom MoE layers.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class StreamedModel:
         with described_in(checkpoint.path), torch.device("meta"):
             self.model: Any = model_class(checkpoint.config).from_config(self.config, dtype=dtype)
             insert_modules(self.model, checkpoint.config)
-            hold_mixtures(self.model)
+            weigh_equally(self.model)
             self.model.eval().requires_grad_(False)
         run_experts_of_any_width(self.model)
         self._uncached = {} if is_encoder(checkpoint.config) else {"use_cache": False}

@@ -1,4 +1,4 @@
-"""How many numbers a MoE model has, by several ways to count."""
+"""How many numbers an MoE model has, by several ways to count."""
 
 from moetool.checkpoint.experts import ExpertReader
 from moetool.format.kinds.base import PLACEHOLDER

@@ -49,11 +49,11 @@ class ExpertReader:
         self._check()
 
     def has(self, layer: int) -> bool:
-        """Whether a layer is a mixture of experts."""
+        """Whether a layer is an MoE layer."""
         return layer in self.moe_layers
 
     def layout(self, layer: int) -> LayerLayout:
-        """How a MoE layer's experts are stored."""
+        """How an MoE layer's experts are stored."""
         return self.layouts.get(layer) or native_layout(self.shape)
 
     def _shapes(
@@ -155,7 +155,7 @@ class ExpertReader:
             inside = next(name.removeprefix(prefix) for prefix in blocks if name.startswith(prefix))
             if not inside.startswith(architecture.others):
                 raise InvalidInputError(
-                    f"Tensor {name} is inside a MoE block, and moetool does not know what it is for. "
+                    f"Tensor {name} is inside an MoE block, and moetool does not know what it is for. "
                     "Refusing to guess: a rewritten checkpoint would be wrong."
                 )
         self.names = frozenset(experts)

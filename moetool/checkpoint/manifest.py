@@ -39,11 +39,11 @@ class DenseOrigin(BaseModel):
 
 
 class Upcycling(DenseOrigin):
-    """How a MoE model was made of a dense one, as far as un-merging it has to know.
+    """How an MoE model was made of a dense one, as far as un-merging it has to know.
 
     Attributes:
         target: the family that was written.
-        mixture: its shape, as `Mixture.to_config` says it.
+        mixture: its shape, as `MoESpec.to_config` says it.
         granularity: pieces into which each copy of an FFN was cut.
     """
 
@@ -56,7 +56,7 @@ class Provenance(BaseModel):
     """What a model was made of, where the way back leads there.
 
     Attributes:
-        upcycled: by upcycling to a MoE model of whole FFNs.
+        upcycled: by upcycling to an MoE model of whole FFNs.
         moefied: by splitting the FFNs of a dense model.
     """
 

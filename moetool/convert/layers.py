@@ -1,4 +1,4 @@
-"""Which layers of a dense model become mixtures of experts."""
+"""Which layers of a dense model become MoE layers."""
 
 from moetool.errors import UsageError
 

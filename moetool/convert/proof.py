@@ -37,7 +37,7 @@ class Run:
 
     Attributes:
         logits: `[windows, length, vocabulary]` fp32, on the CPU.
-        routing: by mixture layer.
+        routing: by MoE layer.
     """
 
     logits: Tensor
@@ -108,16 +108,16 @@ def mean_loss(logits: Tensor, tokens: Tensor) -> float:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).item()
 
 
-def compare(dense: Run, mixture: Run, tokens: Tensor, *, preserves: bool = True, predicts: bool = True) -> Proof:
+def compare(dense: Run, moe: Run, tokens: Tensor, *, preserves: bool = True, predicts: bool = True) -> Proof:
     """What a reader wants to know of a conversion that `preserves` the model or not: the difference of the logits, the
     losses of a model that predicts tokens, and the routing."""
-    difference = (mixture.logits - dense.logits).double().norm() / dense.logits.double().norm()
+    difference = (moe.logits - dense.logits).double().norm() / dense.logits.double().norm()
     losses, routing = None, None
     if predicts:
-        losses = Losses(*(round(mean_loss(model.logits, tokens), 6) for model in (dense, mixture)))
-    if mixture.routing:
-        shares = torch.stack([layer.shares for layer in mixture.routing.values()])
-        entropies = [layer.entropy for layer in mixture.routing.values()]
+        losses = Losses(*(round(mean_loss(model.logits, tokens), 6) for model in (dense, moe)))
+    if moe.routing:
+        shares = torch.stack([layer.shares for layer in moe.routing.values()])
+        entropies = [layer.entropy for layer in moe.routing.values()]
         entropy = sum(entropies) / len(entropies)
         routing = Shares(round(shares.min().item(), 4), round(shares.max().item(), 4), round(entropy, 4))
     return Proof(

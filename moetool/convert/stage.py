@@ -216,13 +216,13 @@ class Conversion(Stage[ConversionT, DenseSource]):
                 tokens,
                 job.progress.advance,
             )
-            mixture = proof.run(
+            moe = proof.run(
                 StreamedModel(made, family, torch.float32, job.device, experts_on_disk=True),
                 tokens,
                 job.progress.advance,
             )
         predicts = not self.dense.architecture.is_encoder
-        found = proof.compare(dense, mixture, tokens, preserves=self.preserves, predicts=predicts)
+        found = proof.compare(dense, moe, tokens, preserves=self.preserves, predicts=predicts)
         error = found.relative_logit_error
         if not error < float("inf") or (self.preserves and error > proof.TOLERANCE):
             raise VerificationError(

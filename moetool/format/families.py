@@ -14,7 +14,7 @@ from moetool.format.kinds.moe import ROUTER, SHARED, MoESpec, fused_names
 
 @dataclass(frozen=True, kw_only=True)
 class CustomMoE(Architecture):
-    """A MoE model that moetool made of a dense family's own networks, in the words of an `Architecture`.
+    """An MoE model that moetool made of a dense family's own networks, in the words of an `Architecture`.
 
     Attributes:
         spec: what its config says of it.

@@ -42,7 +42,7 @@ class Input(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """A mixture of experts."""
+    """An MoE model."""
 
     checkpoint: Checkpoint
     architecture: Architecture
@@ -50,7 +50,7 @@ class Source:
 
     @classmethod
     def open(cls, path: str | Path) -> "Source":
-        """Open and check a mixture of experts by its headers. Raises `InvalidInputError`."""
+        """Open and check an MoE model by its headers. Raises `InvalidInputError`."""
         return cls.of(Checkpoint.open(path))
 
     @classmethod

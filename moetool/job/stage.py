@@ -26,7 +26,7 @@ class Stage(ABC, Generic[OptionsT, SourceT]):
     Attributes:
         name, summary: for the command line and the manifest.
         options_type: its options.
-        source_type: what it works on: a mixture of experts, unless it says otherwise.
+        source_type: what it works on: an MoE model, unless it says otherwise.
         writes_model: whether its output is a model.
         is_parallel: whether several processes, as `accelerate launch` starts them, share the work.
         method_of: the command that offers it as one of its methods, if it is not a command of its own.

@@ -165,7 +165,7 @@ def write_model(
 
 def passed_on(checkpoint: Checkpoint) -> Provenance:
     """What the manifest of a checkpoint says of how it was upcycled, if moetool did that: as long as what is made of it
-    is a MoE model, it can be un-merged."""
+    is an MoE model, it can be un-merged."""
     if not (checkpoint.path / MANIFEST).exists():
         return Provenance()
     return Provenance(upcycled=read_manifest(checkpoint.path).provenance.upcycled)

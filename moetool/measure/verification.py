@@ -47,7 +47,7 @@ def verify_checkpoint(
     """
     progress = progress or Silent()
     checkpoint = Checkpoint.open(path)
-    made = _mixture(checkpoint)
+    made = _moe_source(checkpoint)
     manifest = read_manifest(checkpoint.path) if (checkpoint.path / MANIFEST).exists() else None
     problems: list[str] = []
     notes: list[str] = []
@@ -62,7 +62,7 @@ def verify_checkpoint(
         stages = [] if is_itself else _stages(manifest, original, notes)
         if stages is None:
             problems.append(f"its manifest names another source than {against}")
-        pair = _comparable(made, _mixture(original))
+        pair = _comparable(made, _moe_source(original))
         if pair is None and not stages and not is_itself:
             problems.append(f"it is not made from {against}: family or shape differ, and no manifest says otherwise")
         if pair is not None:
@@ -94,8 +94,8 @@ def _raise_for(path: str | Path, problems: list[str]) -> None:
         raise VerificationError(f"{path}: " + "; ".join(problems[:5]) + more)
 
 
-def _mixture(checkpoint: Checkpoint) -> Source | None:
-    """The checkpoint as a mixture of experts, or `None` for one of a dense family or of moetool's own networks. Raises
+def _moe_source(checkpoint: Checkpoint) -> Source | None:
+    """The checkpoint as an MoE model, or `None` for one of a dense family or of moetool's own networks. Raises
     `InvalidInputError` for one that is neither."""
     if is_opaque(checkpoint.config):
         check_sizes(checkpoint)

@@ -1,4 +1,4 @@
-"""Instruction-tuning of a mixture of experts, or of any causal language model."""
+"""Instruction-tuning of an MoE model, or of any causal language model."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""transformers' Trainer with the losses of a mixture of experts."""
+"""transformers' Trainer with the losses of an MoE model."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ DIGESTS = "digests.json"  # of a checkpoint's files
 _SHOWN = ("loss", "eval_loss", "balance_loss", "z_loss", "mask_sparsity", "multiplier", "grad_norm", "learning_rate")
 
 
-class MixtureTrainer(Trainer):  # type: ignore[misc]
+class MoETrainer(Trainer):  # type: ignore[misc]
     """Loss: next tokens of the answers, averaged over the answer tokens of the whole step, plus the router losses,
     averaged over its batches.
     """

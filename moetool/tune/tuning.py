@@ -25,7 +25,7 @@ from moetool.tune.examples import Example, collate, pack
 from moetool.tune.masks import WAY, MaskConstraint, parameter_groups
 from moetool.tune.options import TuneOptions
 from moetool.tune.told import Training
-from moetool.tune.trainer import MixtureTrainer, Reporter, keeps_apart, last_checkpoint, recompute_activations
+from moetool.tune.trainer import MoETrainer, Reporter, keeps_apart, last_checkpoint, recompute_activations
 
 
 class Trained(NamedTuple):
@@ -67,7 +67,7 @@ def train(
         told = Reporter(job.progress.advance, job.progress.log, lambda: job.interrupt.requested)
         began = time.monotonic()
         with phase(job.progress, "Train", steps - done):
-            trainer = MixtureTrainer(
+            trainer = MoETrainer(
                 model=model,
                 args=arguments,
                 train_dataset=rows,

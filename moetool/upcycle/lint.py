@@ -15,7 +15,7 @@ _GRANITE = ("granitemoe", "granitemoeshared")
 _QWEN = ("qwen2_moe", "qwen3_moe")
 
 
-def lint(target: Target, dense: DenseModel, mixture: MoESpec, config: Mapping[str, Any]) -> list[str]:
+def lint(target: Target, dense: DenseModel, spec: MoESpec, config: Mapping[str, Any]) -> list[str]:
     """Warnings about what vLLM or llama.cpp cannot express, a sentence each."""
     name, features = target.name, dense.features
     if name == "moetool":
@@ -32,15 +32,15 @@ def lint(target: Target, dense: DenseModel, mixture: MoESpec, config: Mapping[st
     )
     note(name == "flex_olmo", "llama.cpp does not know flex_olmo; older vLLM ignores norm_topk_prob for it")
     note(
-        name == "qwen2_moe" and mixture.shared != "med",
+        name == "qwen2_moe" and spec.shared != "med",
         "llama.cpp never renormalizes the routing of qwen2_moe and would scale the experts' output down",
     )
     note(
-        name == "qwen2_moe" and mixture.shared == "none",
+        name == "qwen2_moe" and spec.shared == "none",
         "qwen2_moe always has a shared expert: this one is narrow, and its output is zero until it is trained",
     )
     note(
-        name in _QWEN and mixture.dense_layers,
+        name in _QWEN and spec.dense_layers,
         f"llama.cpp cannot convert {name} with dense layers among those with experts",
     )
     note(
@@ -69,7 +69,7 @@ def lint(target: Target, dense: DenseModel, mixture: MoESpec, config: Mapping[st
     )
     note("mixed_attention" in features and name == "qwen2_moe", "vLLM ignores windows in some layers of qwen2_moe")
     note(
-        mixture.intermediate % 256,
-        f"experts are {mixture.intermediate} wide, no multiple of 256: llama.cpp's K-quants fall back to larger types",
+        spec.intermediate % 256,
+        f"experts are {spec.intermediate} wide, no multiple of 256: llama.cpp's K-quants fall back to larger types",
     )
     return notes

@@ -1,4 +1,4 @@
-"""Upcycling to a MoE model of whole FFNs: what a method says of it, and the stage that all methods share."""
+"""Upcycling to an MoE model of whole FFNs: what a method says of it, and the stage that all methods share."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ class Start:
 
 
 class Upcycle(Conversion[UpcycleOptions]):
-    """A dense model into a MoE model."""
+    """A dense model into an MoE model."""
 
     options_type: ClassVar[type[RunOptions]] = UpcycleOptions
     method_of: ClassVar[str | None] = "upcycle"
@@ -92,7 +92,7 @@ class Upcycle(Conversion[UpcycleOptions]):
         return bool(self.options.center_router)
 
     @cached_property
-    def mixture(self) -> MoESpec:
+    def spec(self) -> MoESpec:
         """What is to be made. Raises `UsageError` for numbers that do not fit."""
         options, dense, pieces = self.options, self.dense, self.start.pieces
         return MoESpec(
@@ -113,7 +113,7 @@ class Upcycle(Conversion[UpcycleOptions]):
         narrow = self.dense.architecture.norm_offset and self.stored_dtype.itemsize < 4
         on_base = any(layout.is_extended for layout in self.layouts.values())
         asked = (("narrow_norms", narrow), ("shared_on_base", on_base))
-        features = (*self.dense.features, *self.mixture.features, *(name for name, wanted in asked if wanted))
+        features = (*self.dense.features, *self.spec.features, *(name for name, wanted in asked if wanted))
         return choose_target(self.options.target, features)
 
     @cached_property
@@ -122,9 +122,9 @@ class Upcycle(Conversion[UpcycleOptions]):
         if (form := self.start.form) is None:
             return {}
         extended = self.start.shared_on_base
-        if extended and self.mixture.shared == "none":
+        if extended and self.spec.shared == "none":
             raise UsageError("--shared-expert: there is none without --shared half, xft or med.")
-        shape = self.mixture.shape
+        shape = self.spec.shape
         count = range(shape.experts + extended)
         return {
             layer: LayerLayout(
@@ -132,7 +132,7 @@ class Upcycle(Conversion[UpcycleOptions]):
                 {role: tuple(form(layer, expert, role) for expert in count) for role in shape.roles},
                 shape.intermediate,
             )
-            for layer in self.mixture.layers
+            for layer in self.spec.layers
         }
 
     def fresh(self) -> Rows:
@@ -141,7 +141,7 @@ class Upcycle(Conversion[UpcycleOptions]):
 
     def rows(self, job: Job[DenseSource]) -> StartingRows:
         """What the routers start as, a row for every copy."""
-        return starting_rows(job, self.options, self.mixture.layers, self.fresh())
+        return starting_rows(job, self.options, self.spec.layers, self.fresh())
 
     def planned(self) -> Upcycled:
         check_routing(self.options, self.copies)
@@ -155,7 +155,7 @@ class Upcycle(Conversion[UpcycleOptions]):
         return Upcycled(
             dense=self.dense,
             target=self.target,
-            mixture=self.mixture,
+            spec=self.spec,
             experts=self.start.experts,
             router=lambda layer: rows(layer).repeat_interleave(self.start.pieces, 0),
             rest=self.rest,
@@ -167,9 +167,9 @@ class Upcycle(Conversion[UpcycleOptions]):
     def details(self) -> dict[str, Json]:
         return {
             "target": self.target.name,
-            "experts": self.mixture.experts,
-            "top_k": self.mixture.top_k,
-            "moe_layers": len(self.mixture.layers),
+            "experts": self.spec.experts,
+            "top_k": self.spec.top_k,
+            "moe_layers": len(self.spec.layers),
         }
 
     def provenance(self) -> Provenance:
@@ -178,13 +178,13 @@ class Upcycle(Conversion[UpcycleOptions]):
                 source_config=self.dense.checkpoint.config,
                 dtype=str(self.dense.dtype).removeprefix("torch."),
                 target=self.target.name,
-                mixture=self.mixture.told(),
+                mixture=self.spec.told(),
                 granularity=self.start.pieces,
             )
         )
 
     def notes(self, config: dict[str, Any]) -> list[str]:
-        notes = lint(self.target, self.dense, self.mixture, config)
+        notes = lint(self.target, self.dense, self.spec, config)
         if self.start.pieces > 1 and self.target.architecture is not None:
             notes.append(
                 "run in 16 bits, two copies' logits are sometimes equal (bfloat16: for about 1 token in 300 per layer) "

@@ -1,4 +1,4 @@
-"""A mixture of experts back into a dense model: one expert per layer takes the place of them all."""
+"""An MoE model back into a dense model: one expert per layer takes the place of them all."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -21,22 +21,22 @@ Parts = list[Callable[[], Iterator[Tensor]]]
 
 
 class Unmerging:
-    """The tensors of the dense model that a mixture of experts holds.
+    """The tensors of the dense model that an MoE model holds.
 
     Args:
-        checkpoint: the mixture.
+        checkpoint: the MoE model.
         experts: reads its experts.
         architecture: the dense family to write.
-        native: whether the mixture is of another family, and has its norms.
+        native: whether the MoE model is of another family, and has its norms.
         tensors: headers of the dense checkpoint that is wanted.
-        layers: which of its layers are mixtures.
+        layers: which of its layers are MoE layers.
         expert: which expert to take; a whole copy where experts are pieces.
         granularity: pieces per copy.
         down_scale: what the experts' down matrices were multiplied by beyond that.
         dtype: to store in; `None` keeps each tensor's own.
 
     Raises:
-        InvalidInputError: a tensor of the dense model is nowhere in the mixture.
+        InvalidInputError: a tensor of the dense model is nowhere in the MoE model.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Unmerging:
         return [(layer, unit) for layer, unit in found.items() if unit]
 
     def _passed(self, name: str, info: TensorInfo) -> tuple[torch.dtype, Parts]:
-        """What is not a feed-forward network that became a mixture."""
+        """What is not a feed-forward network that became an MoE layer."""
         there = self._checkpoint.tensors
         if name in there and there[name].shape == info.shape:
             if self._native and self._dense.norm_offset and name.endswith("norm.weight"):
@@ -129,13 +129,13 @@ def _in_parts(dtype: torch.dtype, shape: tuple[int, ...], parts: Parts) -> InPar
 
 
 def dense_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The config of the dense model beside a mixture that moetool did not make, where its family has a dense sibling
+    """The config of the dense model beside an MoE model that moetool did not make, where its family has a dense sibling
     with the same layers; else `None`."""
     sibling = _SIBLINGS.get(str(config.get("model_type")))
     if sibling is None:
         return None
     model_type, model_class = sibling
-    kept = {key: value for key, value in config.items() if key not in _MIXTURE_KEYS}
+    kept = {key: value for key, value in config.items() if key not in _MOE_KEYS}
     width = config.get("moe_intermediate_size", config.get("intermediate_size"))
     return {**kept, "model_type": model_type, "architectures": [model_class], "intermediate_size": width}
 
@@ -146,7 +146,7 @@ _SIBLINGS = {
     "flex_olmo": ("olmo2", "Olmo2ForCausalLM"),
     "granitemoe": ("granite", "GraniteForCausalLM"),
 }
-_MIXTURE_KEYS = {
+_MOE_KEYS = {
     "num_local_experts",
     "num_experts",
     "num_experts_per_tok",

@@ -1,4 +1,4 @@
-"""The tensors of an upcycled model: a mixture of experts of some family."""
+"""The tensors of an upcycled model: an MoE model of some family."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from moetool.upcycle.targets.qwen2_moe import IDLE_WIDTH
 # representable in every dtype, fp16 among them, and far too small to matter.
 _TINY = 2.0**-24
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-# Entries of dense configs that mean nothing, or something else, in a mixture of another family; `auto_map` names code.
+# Entries of dense configs that mean nothing, or something else, in an MoE family; `auto_map` names code.
 _DROPPED = ("auto_map", "pretraining_tp", "mlp_bias", "attention_bias", "hidden_activation", "query_pre_attn_scalar",
             "layer_types", "use_sliding_window", "max_window_layers", "sliding_window", "use_bidirectional_attention",
             "resid_pdrop", "embd_pdrop", "rope_scaling", "rope_theta", "partial_rotary_factor", "head_dim")  # fmt: skip
@@ -41,23 +41,23 @@ class Upcycled(Converted):
 
     Attributes:
         target: the family it is written as.
-        mixture: its shape.
+        spec: its shape.
         experts: what every expert starts as.
         router: rows `[experts, hidden]` for a layer.
         layouts: by layer, how experts are stored if they are deltas to one base, the dense FFN.
     """
 
     target: Target
-    mixture: MoESpec
+    spec: MoESpec
     experts: Experts
     router: Callable[[int], Tensor]
     layouts: Mapping[int, LayerLayout] = field(default_factory=dict)
 
     def config(self) -> dict[str, Any]:
         source = self.dense.checkpoint.config
-        entries = {**self.target.entries(self.dense, self.mixture), **self.dtype_entry()}
+        entries = {**self.target.entries(self.dense, self.spec), **self.dtype_entry()}
         if self.layouts:
-            spec = self.mixture if self.target.architecture is None else None
+            spec = self.spec if self.target.architecture is None else None
             entries["quantization_config"] = format_entry(self.layouts, spec)
         if self.target.architecture is None:
             return patch_config(source, **entries)
@@ -67,7 +67,7 @@ class Upcycled(Converted):
     def units(self) -> list[tuple[int, list[Made]]]:
         gone: set[str] = set()
         for layer in range(self.dense.layers):
-            if layer in self.mixture.layers or self._is_unjoined:
+            if layer in self.spec.layers or self._is_unjoined:
                 gone |= self.dense.ffn_names(layer)
         return [
             (layer, [*self._passed(layer, [name for name in names if name not in gone]), *self._ffn(layer)])
@@ -75,14 +75,14 @@ class Upcycled(Converted):
         ]
 
     def parameters(self) -> dict[str, int]:
-        placeholders = len(self.mixture.layers) if self.target.architecture is None else 0
+        placeholders = len(self.spec.layers) if self.target.architecture is None else 0
         total = sum(math.prod(made.spec.shape) for _, unit in self.units() for made in unit) - placeholders
-        shape, unused = self.shape, self.mixture.experts - self.mixture.top_k
-        idle = len(self.mixture.layers) * unused * (shape.expert_parameters + shape.bias_parameters)
+        shape, unused = self.shape, self.spec.experts - self.spec.top_k
+        idle = len(self.spec.layers) * unused * (shape.expert_parameters + shape.bias_parameters)
         if self.layouts:
-            routed = range(self.mixture.experts)
+            routed = range(self.spec.experts)
             own = sum(layout.expert_parameters(expert) for layout in self.layouts.values() for expert in routed)
-            idle = round(own * unused / self.mixture.experts)
+            idle = round(own * unused / self.spec.experts)
         return {"total": total, "active": total - idle, "added": total - self.dense.parameters}
 
     @property
@@ -96,8 +96,8 @@ class Upcycled(Converted):
 
     @property
     def shape(self) -> MoEShape:
-        """Of every mixture."""
-        return self.mixture.shape
+        """Of every MoE layer."""
+        return self.spec.shape
 
     def _shape(self, role: Role) -> tuple[int, int]:
         return self.shape.matrix(role)
@@ -114,7 +114,7 @@ class Upcycled(Converted):
 
     @property
     def _routed_scale(self) -> float:
-        return routed_scale(self.mixture.shared, native=self.target.architecture is not None)
+        return routed_scale(self.spec.shared, native=self.target.architecture is not None)
 
     # What is not a feed-forward network.
 
@@ -172,14 +172,14 @@ class Upcycled(Converted):
     def _ffn(self, layer: int) -> Iterator[Made]:
         if layer == REST:
             return
-        if layer not in self.mixture.layers:
+        if layer not in self.spec.layers:
             if self._is_unjoined:
                 yield from self._dense_ffn(layer)
             return
         yield from self._differences(layer) if layer in self.layouts else self._experts(layer)
         yield from self._biases(layer)
         yield self._routing(layer)
-        if self.mixture.shared != "none":
+        if self.spec.shared != "none":
             yield from self._shared(layer)
         elif self.target.has_idle_shared:
             yield from self._idle_shared(layer)
@@ -200,7 +200,7 @@ class Upcycled(Converted):
         return mean([model.bias(layer, role) for model in self._models])
 
     def _experts(self, layer: int) -> Iterator[Made]:
-        mixture, scale, prefix = self.mixture, self._routed_scale, self._block_prefix(layer)
+        spec, scale, prefix = self.spec, self._routed_scale, self._block_prefix(layer)
         for template, roles in by_name(self._names).items():
             rows, columns = sum(self._shape(role)[0] for role in roles), self._shape(roles[0])[1]
 
@@ -208,18 +208,18 @@ class Upcycled(Converted):
                 return [partial(self._expert, layer, expert, role, scale) for expert in experts for role in roles]
 
             if "{expert}" in template:
-                for expert in range(mixture.experts):
+                for expert in range(spec.experts):
                     yield self.joined(prefix + template.format(expert=expert), (rows, columns), parts(expert))
             else:
-                yield self.joined(prefix + template, (mixture.experts, rows, columns), parts(*range(mixture.experts)))
+                yield self.joined(prefix + template, (spec.experts, rows, columns), parts(*range(spec.experts)))
 
     def _biases(self, layer: int) -> Iterator[Made]:
         """Every expert's own, however its matrices are stored."""
         for template, roles in by_name(self._names).items():
             if roles[0] in self.dense.biases:
-                experts = range(self.mixture.experts)
+                experts = range(self.spec.experts)
                 parts = [partial(self.experts.bias, layer, expert, role) for expert in experts for role in roles]
-                shape = (self.mixture.experts, sum(self._shape(role)[0] for role in roles))
+                shape = (self.spec.experts, sum(self._shape(role)[0] for role in roles))
                 yield self.joined(f"{self._block_prefix(layer)}{template}_bias", shape, parts)
 
     def _differences(self, layer: int) -> Iterator[Made]:
@@ -250,14 +250,14 @@ class Upcycled(Converted):
     def _routing(self, layer: int) -> Made:
         family = self.target.architecture
         name = self.dense.architecture.ffn_prefix(layer) + ROUTER if family is None else family.router_name(layer)
-        return self.joined(name, (self.mixture.experts, self.dense.hidden), [partial(self.router, layer)])
+        return self.joined(name, (self.spec.experts, self.dense.hidden), [partial(self.router, layer)])
 
     def _shared(self, layer: int) -> Iterator[Made]:
-        """The original FFN, scaled so that with the routed experts it gives what the mixture is to give."""
+        """The original FFN, scaled so that with the routed experts it gives what the MoE layer is to give."""
         dense, native = self.dense.architecture, self.target.architecture is not None
         scale = 1.0
         if native:
-            scale = (2.0 if self.target.shared_gate else 1.0) * (0.5 if self.mixture.shared == "half" else 1.0)
+            scale = (2.0 if self.target.shared_gate else 1.0) * (0.5 if self.spec.shared == "half" else 1.0)
         prefix = "" if native else f"{dense.ffn_prefix(layer)}{SHARED}."
 
         def part(role: Role) -> Tensor:

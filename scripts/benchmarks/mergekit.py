@@ -106,7 +106,7 @@ def run(command: list[object]) -> Scores:
 
 
 class Judge:
-    """Measures mixtures beside the dense model that they came from."""
+    """Measures MoE models beside the dense model that they came from."""
 
     def __init__(self, dense: Path, data: str) -> None:
         tokenizer = AutoTokenizer.from_pretrained(dense)

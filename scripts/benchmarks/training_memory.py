@@ -1,4 +1,4 @@
-"""Peak memory of training a mixture whose experts are differences to one FFN, against the dense model (DeRS, Table 6).
+"""Peak memory of training an MoE model whose experts are deltas to one FFN, against the dense model (DeRS, Table 6).
 
     python scripts/benchmarks/training_memory.py
 

@@ -21,7 +21,7 @@ import torch
 from _common import made_by
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-import moetool  # noqa: F401  (lets transformers load moetool's own mixtures)
+import moetool  # noqa: F401  (lets transformers load custom MoE models)
 from moetool.calibration.windows import evaluation_windows, load_tokenizer
 from moetool.errors import InvalidInputError
 from moetool.job.result import Result

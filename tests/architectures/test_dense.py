@@ -50,7 +50,7 @@ def refusal(config: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("key", ["num_local_experts", "num_experts", "n_routed_experts"])
-def test_mixtures_are_refused(key: str) -> None:
+def test_moe_models_are_refused(key: str) -> None:
     told = refusal({"model_type": "llama", key: 8})
     assert f"(llama) is an MoE model already: {key} is 8." in told
     assert "export --format dense --expert 0" in told

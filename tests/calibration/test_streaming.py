@@ -347,7 +347,7 @@ def test_a_missing_tensor_of_a_dense_model_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["phi", "gemma2", "llama-mlp-bias"])
-def test_mixtures_of_our_own_give_the_logits_of_the_whole_model(family: str, windows: Tensor, tmp_path: Path) -> None:
+def test_custom_moe_models_give_the_logits_of_the_whole_model(family: str, windows: Tensor, tmp_path: Path) -> None:
     dense = open_dense(save_dense(tmp_path / "dense", family))
     different = PartlyRedrawn(dense, 0.5, seed=0)
     path = write_upcycled(tmp_path / "made", upcycled(dense, "moetool", experts=different, shared="half", layers=(1,)))

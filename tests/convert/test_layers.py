@@ -1,4 +1,4 @@
-"""`--layers`: which layers become mixtures."""
+"""`--layers`: which layers become MoE layers."""
 
 import pytest
 

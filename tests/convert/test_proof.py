@@ -72,7 +72,7 @@ def test_routing_is_that_of_the_model(target: str, tmp_path: Path) -> None:
         assert found.routing[layer].entropy == pytest.approx(entropy, rel=1e-4)
 
 
-def test_only_mixtures_route(dense: DenseModel, tmp_path: Path) -> None:
+def test_only_moe_models_route(dense: DenseModel, tmp_path: Path) -> None:
     found = routed(tmp_path / "made", upcycled(dense, "qwen2_moe", layers=(0, 2)))
     assert list(found.routing) == [0, 2]
 

@@ -1,4 +1,4 @@
-"""`moetool upcycle --method branch-train-mix`: several fine-tuned models into one mixture of experts."""
+"""`moetool upcycle --method branch-train-mix`: several fine-tuned models into one MoE model."""
 
 import json
 import re

@@ -204,8 +204,8 @@ def test_configs_that_cannot_be_used(
     [
         ("qwen2_moe", "model.layers.0.mlp.experts.3.up_proj.weight", lambda t: t[:-1], "config.json promises"),
         ("granitemoe", "model.layers.1.block_sparse_moe.input_linear.weight", lambda t: t[:-1], "promises"),
-        ("deepseek_v3", "model.layers.1.mlp.gate.mystery", lambda _: torch.ones(3), "inside a MoE block"),
-        ("olmoe", "model.layers.2.mlp.experts.1.gate_proj.weight_scale", lambda _: torch.ones(1), "inside a MoE"),
+        ("deepseek_v3", "model.layers.1.mlp.gate.mystery", lambda _: torch.ones(3), "inside an MoE block"),
+        ("olmoe", "model.layers.2.mlp.experts.1.gate_proj.weight_scale", lambda _: torch.ones(1), "inside an MoE"),
     ],
 )
 def test_files_that_contradict_the_config(

@@ -26,14 +26,14 @@ def sources(
     made = tmp_path_factory.mktemp("families")
     families = {name: save_model(build(name), made / name) for name in ("qwen2_moe", "deepseek_v3")}
     llama, bigcode = dense("llama"), dense("gpt_bigcode")
-    mixture = ("--experts", 4, "--top-k", 2)
+    small = ("--experts", 4, "--top-k", 2)
     return {
         **families,
         "mixtral": tiny_mixtral_bf16,
         "llama": llama,
         "d2moe": compress(tiny_mixtral_bf16, "--ratio", 0.35).path,
         "hybrid": compress(tiny_mixtral_bf16, "--method", "hybrid", "--ratio", 0.5, "--group-size", 16).path,
-        "mixture": upcycle(bigcode, *mixture).path,
+        "mixture": upcycle(bigcode, *small).path,
         "pesc": upcycle(llama, "--method", "pesc", "--experts", 4, "--width", 8).path,
         "simoe": upcycle(llama, "--method", "simoe", "--experts", 4, "--router-width", 8, "--sparsity", 0.5).path,
         "moefied": moefy(llama, "--experts", 4, "--keep", 0.5).path,
@@ -43,7 +43,7 @@ def sources(
 KINDS = (
     "llama", "mixtral", "qwen2_moe", "deepseek_v3", "d2moe", "hybrid", "mixture", "pesc", "simoe", "moefied"
 )  # fmt: skip
-MIXTURES = ("mixtral", "qwen2_moe", "deepseek_v3", "d2moe", "hybrid", "mixture")
+MOE_KINDS = ("mixtral", "qwen2_moe", "deepseek_v3", "d2moe", "hybrid", "mixture")
 DAMAGES = 100  # of each kind
 ENDS = {0, 2, 3, 4, 5}
 
@@ -54,7 +54,7 @@ def commands(kind: str, source: Path, output: Path, text: Path) -> Iterator[tupl
     calibration = ("--calibration", text, "--samples", 2, *few)
     plan = ("upcycle", source, output, "--dry-run")
     real: tuple[object, ...] = ("moefy", source, output, "--experts", 4, *calibration)
-    if kind in MIXTURES:
+    if kind in MOE_KINDS:
         plan = ("compress", source, output, "--ratio", 0.2, "--dry-run", *calibration)
         real = ("compress", source, output, "--method", "ders-sparsify")
     elif kind != "llama":

@@ -525,7 +525,7 @@ def test_tune_does_not_take_an_encoder(run_cli: Any, dense: Any, moefy: Any, tin
 
 @pytest.mark.parametrize("command", ["export", "compress", "decompose", "fisher-merge"])
 @pytest.mark.parametrize("family", ["llama", "bert"])
-def test_what_needs_experts_of_a_mixture_refuses_it(
+def test_what_needs_experts_of_an_moe_model_refuses_it(
     run_cli: Any, dense: Any, moefy: Any, calibration: Any, tmp_path: Path, command: str, family: str
 ) -> None:
     options = {"compress": ("--ratio", 0.3, *calibration), "fisher-merge": calibration}.get(command, ())

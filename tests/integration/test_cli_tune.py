@@ -28,7 +28,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, tiny_text: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def mixture(dense: Any, upcycle: Any) -> Path:
+def moe(dense: Any, upcycle: Any) -> Path:
     return upcycle(dense("llama"), "--experts", 4).path
 
 
@@ -48,16 +48,16 @@ def tuned(run_cli: Any, tmp_path: Path) -> Any:
     return run
 
 
-def test_it_learns(tuned: Any, mixture: Path, tiny_text: Path, tokens: Tensor) -> None:
-    output, told = tuned(mixture, "--data", tiny_text, "--eval-data", tiny_text, "--steps", 12, "--learning-rate", 1e-2)
-    before = _loss(mixture, tokens)
+def test_it_learns(tuned: Any, moe: Path, tiny_text: Path, tokens: Tensor) -> None:
+    output, told = tuned(moe, "--data", tiny_text, "--eval-data", tiny_text, "--steps", 12, "--learning-rate", 1e-2)
+    before = _loss(moe, tokens)
     assert told["steps"] == 12
     assert told["eval_loss"] < before - 0.2
     assert _loss(output, tokens) < before - 0.2
-    assert told["trained_parameters"] == sum(tensor.numel() for tensor in tensors_of(mixture).values())
-    assert (output / "tokenizer.json").read_bytes() == (mixture / "tokenizer.json").read_bytes()
-    assert (output / "config.json").read_text() == (mixture / "config.json").read_text()
-    assert tensors_of(output).keys() == tensors_of(mixture).keys()
+    assert told["trained_parameters"] == sum(tensor.numel() for tensor in tensors_of(moe).values())
+    assert (output / "tokenizer.json").read_bytes() == (moe / "tokenizer.json").read_bytes()
+    assert (output / "config.json").read_text() == (moe / "config.json").read_text()
+    assert tensors_of(output).keys() == tensors_of(moe).keys()
 
 
 def _loss(path: Path, tokens: Tensor) -> float:
@@ -65,8 +65,8 @@ def _loss(path: Path, tokens: Tensor) -> float:
         return load(path)(input_ids=tokens, labels=tokens, use_cache=False).loss.item()
 
 
-def test_the_same_seed_gives_the_same_bytes(tuned: Any, mixture: Path, data: Path) -> None:
-    first, second, other = (tuned(mixture, "--data", data, "--steps", 3, "--seed", seed)[0] for seed in (1, 1, 2))
+def test_the_same_seed_gives_the_same_bytes(tuned: Any, moe: Path, data: Path) -> None:
+    first, second, other = (tuned(moe, "--data", data, "--steps", 3, "--seed", seed)[0] for seed in (1, 1, 2))
     assert contents(first) == contents(second)
     assert (first / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
 
@@ -113,10 +113,10 @@ def test_differences_and_their_base_are_trained(
     assert relative_error(logits(tmp_path / "native", tokens), logits(output, tokens)) < 1e-5
 
 
-def test_the_balance_loss_evens_out_routing(tuned: Any, run_cli: Any, mixture: Path, tiny_text: Path) -> None:
+def test_the_balance_loss_evens_out_routing(tuned: Any, run_cli: Any, moe: Path, tiny_text: Path) -> None:
     shares = {}
     for weight in (0, 1):
-        output = tuned(mixture, "--data", tiny_text, "--steps", 25, "--train", "experts", "--balance", weight)[0]
+        output = tuned(moe, "--data", tiny_text, "--steps", 25, "--train", "experts", "--balance", weight)[0]
         model, counts = load(output), []
         ids = torch.arange(256).view(4, 64)
         with torch.inference_mode():
@@ -126,8 +126,8 @@ def test_the_balance_loss_evens_out_routing(tuned: Any, run_cli: Any, mixture: P
     assert shares[1] < shares[0]
 
 
-def test_packing_changes_no_token(tuned: Any, mixture: Path, data: Path) -> None:
-    packed, apart = (tuned(mixture, "--data", data, "--steps", 1, *options)[1] for options in ((), ("--no-packing",)))
+def test_packing_changes_no_token(tuned: Any, moe: Path, data: Path) -> None:
+    packed, apart = (tuned(moe, "--data", data, "--steps", 1, *options)[1] for options in ((), ("--no-packing",)))
     assert packed["answer_tokens"] == apart["answer_tokens"] > 0
     assert packed["examples"] == apart["examples"] == 60
 
@@ -154,21 +154,21 @@ def test_packing_changes_no_token(tuned: Any, mixture: Path, data: Path) -> None
     ],
 )
 def test_bad_input(
-    run_cli: Any, mixture: Path, data: Path, tmp_path: Path, options: tuple[object, ...], code: int, words: list[str]
+    run_cli: Any, moe: Path, data: Path, tmp_path: Path, options: tuple[object, ...], code: int, words: list[str]
 ) -> None:
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"question": "?", "answer": "!"}\n')
     named = {"PAIRS": data, "QUESTIONS": questions}
-    result = run_cli("tune", mixture, tmp_path / "out", *(named.get(option, option) for option in options))
+    result = run_cli("tune", moe, tmp_path / "out", *(named.get(option, option) for option in options))
     assert result.code == code, result.stderr
     assert all(word in result.stderr for word in words), result.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_a_loss_that_is_not_a_number(run_cli: Any, mixture: Path, data: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_a_number(run_cli: Any, moe: Path, data: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     options = ("--sequence-length", 64, "--batch-size", 2, "--save-every", 1, "--steps", 20)
-    result = run_cli("tune", mixture, output, "--data", data, *options, "--learning-rate", 1e38, "--warmup", 0)
+    result = run_cli("tune", moe, output, "--data", data, *options, "--learning-rate", 1e38, "--warmup", 0)
     assert result.code == 5, result.stderr
     assert "at step" in result.stderr
     assert not (output / "config.json").exists()
@@ -210,7 +210,7 @@ def _told(done: subprocess.CompletedProcess[str]) -> Any:
 def test_two_processes_learn_what_one_learns(
     run_cli: Any,
     two_processes: Any,
-    mixture: Path,
+    moe: Path,
     tiny_text: Path,
     data: Path,
     tmp_path: Path,
@@ -218,8 +218,8 @@ def test_two_processes_learn_what_one_learns(
 ) -> None:
     """Half the batch each, with all weights or a part of them: the same steps, to rounding."""
     options = ("--data", data, "--eval-data", tiny_text, "--sequence-length", 64, "--steps", 4, "--learning-rate", 1e-3)
-    one = run_cli("tune", mixture, tmp_path / "one", *options, "--batch-size", 4, "--balance", 0.1, "--json").json
-    arguments = ("tune", mixture, tmp_path / "two", *options, "--batch-size", 2, "--balance", 0.1, "--json")
+    one = run_cli("tune", moe, tmp_path / "one", *options, "--batch-size", 4, "--balance", 0.1, "--json").json
+    arguments = ("tune", moe, tmp_path / "two", *options, "--batch-size", 2, "--balance", 0.1, "--json")
     done = two_processes(environment, *arguments)
     assert done.returncode == 0, done.stderr
     assert "every process holds the whole model" not in done.stderr
@@ -228,7 +228,7 @@ def test_two_processes_learn_what_one_learns(
     assert two["steps"] == one["steps"] == 4
     assert two["trained_parameters"] == one["trained_parameters"]
     first, second = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "two")
-    before = tensors_of(mixture)
+    before = tensors_of(moe)
     for name, tensor in first.items():
         moved = (tensor - before[name]).norm()
         assert (tensor - second[name]).norm() < 0.02 * moved, name
@@ -294,12 +294,10 @@ def test_other_commands_run_in_one_process(run_cli: Any, dense: Any, monkeypatch
     assert not (tmp_path / "out").exists()
 
 
-def test_other_data_under_the_same_name_is_not_the_same_run(
-    crash: Any, mixture: Path, data: Path, tmp_path: Path
-) -> None:
+def test_other_data_under_the_same_name_is_not_the_same_run(crash: Any, moe: Path, data: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine.jsonl"
     mine.write_bytes(data.read_bytes())
-    arguments = ("tune", mixture, *SHORT, "--data", mine, "--steps", 6, "--save-every", 2)
+    arguments = ("tune", moe, *SHORT, "--data", mine, "--steps", 6, "--save-every", 2)
     quiet = crash(tmp_path / "quiet", arguments)
     assert crash(tmp_path / "out", arguments, at=quiet["changes"] // 3)["code"] == -signal.SIGKILL
     mine.write_text(data.read_text().replace("a", "b"))

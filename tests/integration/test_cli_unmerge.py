@@ -32,7 +32,7 @@ LAYERS = 3
 
 @pytest.fixture
 def unmerge(run_cli: Any, tmp_path: Path) -> Any:
-    """`unmerge(source, *options)`: what `export --format dense` makes of a mixture."""
+    """`unmerge(source, *options)`: what `export --format dense` makes of an MoE model."""
 
     def run(source: Path, *options: object) -> Path:
         output = tmp_path / f"dense-{len(list(tmp_path.glob('dense-*')))}"
@@ -139,7 +139,7 @@ def test_a_redrawn_expert(dense: Any, upcycle: Any, unmerge: Any, tokens: Tensor
     """Only the feed-forward networks are other ones, and each expert has its own."""
     source = dense("llama")
     made = upcycle(source, *FOUR, "--method", "drop")
-    mixture, before = tensors_of(made.path), tensors_of(source)
+    moe, before = tensors_of(made.path), tensors_of(source)
     for expert in range(4):
         found = tensors_of(unmerge(made.path, "--expert", expert))
         assert found.keys() == before.keys()
@@ -150,14 +150,14 @@ def test_a_redrawn_expert(dense: Any, upcycle: Any, unmerge: Any, tokens: Tensor
             own = f"model.layers.{layer}.block_sparse_moe.experts.{expert}."
             for role, name in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
                 dense_name = f"model.layers.{layer}.mlp.{role}_proj.weight"
-                assert found[dense_name].equal(mixture[f"{own}{name}.weight"])
+                assert found[dense_name].equal(moe[f"{own}{name}.weight"])
                 assert not found[dense_name].equal(before[dense_name])
 
 
 @pytest.mark.parametrize(
     ("family", "options"), [("llama", ()), ("llama", ("--shared", "half")), ("phi", ()), ("phi", ("--shared", "xft"))]
 )
-def test_a_mixture_that_was_compressed_since(
+def test_an_moe_model_that_was_compressed_since(
     run_cli: Any, dense: Any, upcycle: Any, unmerge: Any, tmp_path: Path, family: str, options: Any
 ) -> None:
     """Equal experts have no differences, so that what is compressed away is nothing."""
@@ -174,7 +174,7 @@ def test_a_mixture_that_was_compressed_since(
             torch.testing.assert_close(after[name], tensor, rtol=1e-6, atol=0)
 
 
-# -- mixtures that moetool did not make
+# -- MoE models that moetool did not make
 
 
 @pytest.mark.parametrize("expert", [0, 3])
@@ -201,7 +201,7 @@ def test_a_mixtral_from_elsewhere(tiny_mixtral: Path, unmerge: Any, tokens: Tens
 
 
 def only(model: Any, expert: int) -> Any:
-    """A mixture whose experts are all this one."""
+    """An MoE model whose experts are all this one."""
     for module in model.modules():
         if isinstance(getattr(module, "gate_up_proj", None), torch.nn.Parameter):
             for parameter in (module.gate_up_proj, module.down_proj):
@@ -315,7 +315,7 @@ def test_a_family_without_a_dense_sibling(run_cli: Any, save_model: Any, tmp_pat
 
 
 def test_an_upcycled_model_whose_record_is_gone(dense: Any, upcycle: Any, unmerge: Any, tmp_path: Path) -> None:
-    """It is a mixture like any other then, of the dense family that is beside it."""
+    """It is an MoE model like any other then, of the dense family that is beside it."""
     source = dense("llama")
     path = copy_of(upcycle(source, *FOUR).path, tmp_path / "copy")
     (path / "moetool.json").unlink()

@@ -1,4 +1,4 @@
-"""`moetool upcycle`: dense models into mixtures of experts that compute what the dense model computed."""
+"""`moetool upcycle`: dense models into MoE models that compute what the dense model computed."""
 
 import re
 import signal
@@ -76,7 +76,7 @@ def llama(dense: Any) -> Path:
 
 
 def routers(path: Path) -> dict[int, Tensor]:
-    """The router of every mixture layer, `[experts, hidden]`."""
+    """The router of every MoE layer, `[experts, hidden]`."""
     found = {name: tensor for name, tensor in tensors_of(path).items() if ROUTER.search(name)}
     return {int(re.search(r"\.(\d+)\.", name)[1]): tensor.float() for name, tensor in found.items()}
 
@@ -345,7 +345,7 @@ def test_a_wrong_config_is_refused(
 ) -> None:
     known = dict(targets())
     right = known["qwen2_moe"]
-    known["qwen2_moe"] = replace(right, entries=lambda dense, mixture: {**right.entries(dense, mixture), **entry})
+    known["qwen2_moe"] = replace(right, entries=lambda dense, spec: {**right.entries(dense, spec), **entry})
     monkeypatch.setattr("moetool.upcycle.targets.targets", lambda: known)
     result = run_cli("upcycle", llama, tmp_path / "out", *FOUR, "--target", "qwen2_moe")
     assert result.code == 5, result.stderr
@@ -777,7 +777,7 @@ def test_an_encoder(refused: Any, save_model: Any, tmp_path: Path) -> None:
     assert "decoder" in message
 
 
-def test_what_is_a_mixture_already(refused: Any, tiny_mixtral: Path, dense: Any, upcycle: Any) -> None:
+def test_what_is_an_moe_model_already(refused: Any, tiny_mixtral: Path, dense: Any, upcycle: Any) -> None:
     assert "(mixtral) is an MoE model already: num_local_experts is 4" in refused(3, tiny_mixtral)
     assert "an MoE model already: moetool upcycled it" in refused(3, upcycle(dense("gpt_neox"), *FOUR).path)
 

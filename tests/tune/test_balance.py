@@ -57,9 +57,9 @@ def test_its_gradient_evens_out_routing() -> None:
     ],
 )
 def test_every_router_is_heard(family: str, target: str, tmp_path) -> None:
-    """One set of logits per mixture layer, those of its own weight, with gradients, also through checkpointing."""
+    """One set of logits per MoE layer, those of its own weight, with gradients, also through checkpointing."""
     dense = open_dense(save_dense(tmp_path / "dense", family))
-    model = load(write_upcycled(tmp_path / "mixture", upcycled(dense, target, layers=(0, 1, 2))))
+    model = load(write_upcycled(tmp_path / "moe", upcycled(dense, target, layers=(0, 1, 2))))
     routers = Routers(model)
     assert len(routers) == 3
     tokens = torch.randint(288, (2, 10), generator=torch.Generator().manual_seed(0))

@@ -26,10 +26,10 @@ def notes(
 ) -> list[str]:
     tensors = {"lm_head.weight": None} if head else {}
     dense: Any = SimpleNamespace(features=features, checkpoint=SimpleNamespace(tensors=tensors))
-    mixture = MoESpec(
+    spec = MoESpec(
         experts=4, top_k=2, intermediate=width, layers=layers, shared=shared, of=2, hidden=64, roles=ROLES, biases=()
     )
-    return lint(targets()[target], dense, mixture, {**PLAIN, **(config or {})})
+    return lint(targets()[target], dense, spec, {**PLAIN, **(config or {})})
 
 
 # What fires, what does not, and a word of the warning.

@@ -12,7 +12,7 @@ from moetool.errors import InvalidInputError, UsageError
 from moetool.upcycle.targets import choose_target, targets
 
 # By family: what it can be written as, the one that `auto` takes first; then what `auto` takes for a shared expert that
-# gives half, for one as in Med-MoE, and for mixtures in some layers only.
+# gives half, for one as in Med-MoE, and for MoE layers in some places only.
 CHOICES: dict[str, tuple[tuple[str, ...], str, str, str]] = {
     "llama": (("mixtral", "granitemoe", "qwen2_moe"), "granitemoeshared", "qwen2_moe", "qwen2_moe"),
     "mistral": (("mixtral", "qwen2_moe"), "qwen2_moe", "qwen2_moe", "qwen2_moe"),

@@ -1,4 +1,4 @@
-"""Un-merging undoes upcycling: the very tensors that a mixture was made from."""
+"""Un-merging undoes upcycling: the very tensors that an MoE model was made from."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,10 +27,10 @@ def unmerging(made: Path, model: Upcycled, **options: Any) -> Unmerging:
     options["native"] = not own
     experts = ExpertReader(checkpoint, architecture_of(checkpoint.config))
     options.setdefault("expert", 0)
-    if model.mixture.shared == "half" and not own:
+    if model.spec.shared == "half" and not own:
         options["down_scale"] = 0.5
     dense = model.dense
-    return Unmerging(checkpoint, experts, dense.architecture, dense.checkpoint.tensors, model.mixture.layers, **options)
+    return Unmerging(checkpoint, experts, dense.architecture, dense.checkpoint.tensors, model.spec.layers, **options)
 
 
 def tensors_of(unmerged: Unmerging, dense: DenseModel, path: Path) -> Mapping[str, Tensor]:
@@ -137,7 +137,7 @@ def test_units_go_layer_by_layer(tmp_path: Path) -> None:
         assert names == (own or {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"})
 
 
-def test_a_mixture_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_an_moe_model_of_another_source_is_refused(tmp_path: Path) -> None:
     dense = open_dense(save_dense(tmp_path / "dense", "llama"))
     model = upcycled(dense)
     made = Checkpoint.open(write_upcycled(tmp_path / "made", model))
@@ -162,7 +162,7 @@ def test_a_mixture_of_another_model_is_refused(tmp_path: Path) -> None:
         ("granite", "granitemoe", "GraniteForCausalLM"),
     ],
 )
-def test_a_sibling_can_be_named_for_mixtures_of_other_origin(
+def test_a_sibling_can_be_named_for_moe_models_of_other_origin(
     family: str, target: str, sibling: str, tmp_path: Path
 ) -> None:
     """With its config alone, the un-merged model computes what the dense one did."""

@@ -139,7 +139,7 @@ def test_published_sizes(
     dense = DenseModel(imagine("x", tmp_path, config))
     made = upcycled(dense)
     assert made.target.name == "mixtral"
-    assert made.mixture.experts == 8
+    assert made.spec.experts == 8
     added = total - sum(info.nbytes for info in dense.checkpoint.tensors.values()) // 2
     assert made.parameters() == {"total": total, "active": active, "added": added}
 

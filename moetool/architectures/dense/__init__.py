@@ -34,7 +34,7 @@ def find_dense_architecture(config: Mapping[str, Any]) -> DenseArchitecture:
     """The dense family that a `config.json` belongs to, by its model type, whatever custom modules it lists.
 
     Raises:
-        InvalidInputError: the model is a mixture of experts already, encodes only, or its family is not known.
+        InvalidInputError: the model is an MoE model already, encodes only, or its family is not known.
     """
     model_type = str(config.get("model_type"))
     if key := next((key for key in EXPERT_KEYS if isinstance(config.get(key), int) and config[key] > 1), None):

@@ -74,7 +74,7 @@ def try_next(arguments: str) -> list[str]:
 
 
 def run(output: Path, steps: int, seed: int, display: Display) -> list[dict[str, Any]]:
-    """Train a dense model, upcycle it, fine-tune both, compress the mixture; one row per model."""
+    """Train a dense model, upcycle it, fine-tune both, compress the MoE model; one row per model."""
     if output.exists() and not output.is_dir():
         raise UsageError(f"{output} exists and is not a directory. Choose another place.")
     marker = output / _MARKER
@@ -116,13 +116,13 @@ def _run(output: Path, steps: int, seed: int, display: Display) -> list[dict[str
     display.log(f"Fine-tuning both for {more} steps.")
     demo.tune(dense, output / "dense-tuned", train_text, more, seed, display)
     add(output / "dense-tuned", f"the dense model after {more} more steps")
-    mixture = output / "mixture"
-    demo.tune(upcycled, mixture, train_text, more, seed, display)
-    add(mixture, f"the upcycled model after {more} more steps")
+    tuned = output / "mixture"
+    demo.tune(upcycled, tuned, train_text, more, seed, display)
+    add(tuned, f"the upcycled model after {more} more steps")
     for method, ratio, own in COMPRESSIONS:
         display.log(f"Compressing it by {ratio:.0%} with --method {method}.")
         target = output / f"{method}-{ratio * 100:.0f}"
-        sizes = stage(method, mixture, target, ratio=ratio, samples=64, **own).sizes
+        sizes = stage(method, tuned, target, ratio=ratio, samples=64, **own).sizes
         assert sizes is not None
         add(target, f"that one, {sizes.achieved_ratio:.1%} smaller")
     return rows

@@ -33,7 +33,7 @@ def fused_names(roles: Sequence[Role]) -> dict[Role, str]:
 
 
 class MoESpec(CustomModule):
-    """The shape of a MoE model to be made.
+    """The shape of an MoE model to be made.
 
     Attributes:
         experts: routed experts per layer, pieces of an FFN counted one by one.

@@ -1,7 +1,7 @@
-"""MoE layers of a model's own feed-forward networks, for families that have no mixture-of-experts sibling.
+"""MoE layers of a model's own feed-forward networks, for families that have no MoE sibling.
 
-Their experts are fused as transformers has them, which makes everything that works on a mixture-of-experts family work
-on these. Their names on disk are in `format/kinds/moe.py`.
+Their experts are fused as transformers has them, which makes everything that works on an MoE family work on
+these. Their names on disk are in `format/kinds/moe.py`.
 """
 
 import copy
@@ -33,7 +33,7 @@ class Router(nn.Linear):
             return F.linear(input.to(dtype), self.weight.to(dtype))
 
 
-class MixtureOfFFNs(Routed):
+class CustomMoELayer(Routed):
     """Softmax routing to the top-k of several feed-forward networks, renormalised, beside a shared one if there is one.
 
     The weight of the shared network, and what is left for the others, is ½ (`half`), 1 − the largest routing
@@ -83,4 +83,4 @@ def insert(model: Any, dense: DenseArchitecture, spec: MoESpec) -> None:
     """Put MoE layers where they are listed."""
     for layer in spec.layers:
         path = path_in(model, dense.ffn_prefix(layer).removesuffix("."))
-        model.set_submodule(path, MixtureOfFFNs(model.get_submodule(path), dense, spec))
+        model.set_submodule(path, CustomMoELayer(model.get_submodule(path), dense, spec))

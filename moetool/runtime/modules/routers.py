@@ -1,4 +1,4 @@
-"""Routers of transformers' mixture-of-experts families, whose classes have in common how they are called."""
+"""Routers of transformers' MoE families, whose classes have in common how they are called."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -331,7 +331,7 @@ def interpolation_of(model: nn.Module) -> Interpolation | None:
     return next((module for module in model.modules() if isinstance(module, Interpolation)), None)
 
 
-def hold_mixtures(model: nn.Module) -> None:
+def weigh_equally(model: nn.Module) -> None:
     """Weigh all experts of a model equally, whatever the prompt."""
     if (interpolation := interpolation_of(model)) is not None:
         interpolation.hold(torch.full((1, interpolation.experts), 1 / interpolation.experts, device="cpu"))

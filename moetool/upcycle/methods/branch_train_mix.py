@@ -1,4 +1,4 @@
-"""Several fine-tuned models into one mixture of experts (Branch-Train-MiX)."""
+"""Several fine-tuned models into one MoE model (Branch-Train-MiX)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -232,7 +232,7 @@ class BranchTrainMix(Upcycle):
         groups = self._texts()
         count, ffn = len(self.specs), self.dense.architecture.ffn
         for layer, moments in enumerate(prompt_moments(model, groups, ffn, job.progress.advance)):
-            if layer not in self.mixture.layers:
+            if layer not in self.spec.layers:
                 continue
             means = moments.means
             centroids = means[:count] - torch.where(moments.count[count:, None] > 0, means[count:] - moments.mean, 0)

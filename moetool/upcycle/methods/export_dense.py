@@ -28,7 +28,7 @@ from moetool.upcycle.unmerging import Unmerging, dense_config
 
 @dataclass(frozen=True)
 class UpcycledSource:
-    """A mixture of experts of a known family, or one of moetool's own, and how it came about, if moetool made it."""
+    """An MoE model of a known family, or one of moetool's own, and how it came about, if moetool made it."""
 
     checkpoint: Checkpoint
     architecture: Architecture
@@ -53,7 +53,7 @@ class ExportDenseOptions(RunOptions):
 
 
 class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
-    """Un-merges a mixture of experts: of a model that was upcycled without changes, the very tensors it came from."""
+    """Un-merges an MoE model: of a model that was upcycled without changes, the very tensors it came from."""
 
     name: ClassVar[str] = "dense"
     summary: ClassVar[str] = "un-merge: one expert per layer becomes the FFN of a dense model"

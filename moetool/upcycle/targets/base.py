@@ -13,14 +13,14 @@ Entries = Callable[[DenseModel, MoESpec], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Target:
-    """One mixture-of-experts family, and what a model of it can express.
+    """One MoE family, and what a model of it can express.
 
     Attributes:
         name: its `model_type`.
         architecture: its names on disk; `None` for moetool's own module, which keeps the source's.
         model_class: for `architectures` of `config.json`.
-        entries: the entries of `config.json` that make it a mixture of this family.
-        expresses: features, by the names of `FEATURES`, that a source and a mixture may have.
+        entries: the entries of `config.json` that make it an MoE model of this family.
+        expresses: features, by the names of `FEATURES`, that a source and an MoE model may have.
         needs: features that a source must have.
         last_resort_for: features that it expresses, but other engines do not in this family.
         shared_gate: the weight `[1, hidden]` of the shared expert's own gate, relative to the layer.

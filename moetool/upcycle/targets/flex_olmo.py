@@ -8,12 +8,12 @@ from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets.base import Target, common
 
 
-def _entries(dense: DenseModel, mixture: MoESpec) -> dict[str, Any]:
+def _entries(dense: DenseModel, spec: MoESpec) -> dict[str, Any]:
     return {
         **common(dense),
-        "intermediate_size": mixture.intermediate,
-        "num_experts": mixture.experts,
-        "num_experts_per_tok": mixture.top_k,
+        "intermediate_size": spec.intermediate,
+        "num_experts": spec.experts,
+        "num_experts_per_tok": spec.top_k,
         "norm_topk_prob": True,
         "attention_bias": "attention_bias" in dense.features,
         "router_aux_loss_coef": 0.01,

@@ -10,14 +10,14 @@ from moetool.upcycle.targets.base import Target, common
 EXPRESSES = frozenset({"attention_bias", "qkv_bias", "scaled_embedding", "multipliers", "head_dim"})
 
 
-def entries(dense: DenseModel, mixture: MoESpec) -> dict[str, Any]:
+def entries(dense: DenseModel, spec: MoESpec) -> dict[str, Any]:
     config = dense.config
     scaled = dense.hidden**0.5 if "scaled_embedding" in dense.features else 1.0
     return {
         **common(dense),
-        "intermediate_size": mixture.intermediate,
-        "num_local_experts": mixture.experts,
-        "num_experts_per_tok": mixture.top_k,
+        "intermediate_size": spec.intermediate,
+        "num_local_experts": spec.experts,
+        "num_experts_per_tok": spec.top_k,
         "attention_bias": "attention_bias" in dense.features or "qkv_bias" in dense.features,
         "embedding_multiplier": getattr(config, "embedding_multiplier", scaled),
         "attention_multiplier": getattr(config, "attention_multiplier", dense.head_dim**-0.5),

@@ -9,8 +9,8 @@ from moetool.upcycle.targets import granitemoe
 from moetool.upcycle.targets.base import Target
 
 
-def _entries(dense: DenseModel, mixture: MoESpec) -> dict[str, Any]:
-    return {**granitemoe.entries(dense, mixture), "shared_intermediate_size": dense.intermediate}
+def _entries(dense: DenseModel, spec: MoESpec) -> dict[str, Any]:
+    return {**granitemoe.entries(dense, spec), "shared_intermediate_size": dense.intermediate}
 
 
 TARGET = Target(

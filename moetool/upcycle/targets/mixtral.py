@@ -8,12 +8,12 @@ from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets.base import Target, common
 
 
-def _entries(dense: DenseModel, mixture: MoESpec) -> dict[str, Any]:
+def _entries(dense: DenseModel, spec: MoESpec) -> dict[str, Any]:
     return {
         **common(dense),
-        "intermediate_size": mixture.intermediate,
-        "num_local_experts": mixture.experts,
-        "num_experts_per_tok": mixture.top_k,
+        "intermediate_size": spec.intermediate,
+        "num_local_experts": spec.experts,
+        "num_experts_per_tok": spec.top_k,
         "sliding_window": dense.config.sliding_window if "sliding_window" in dense.features else None,
         "router_aux_loss_coef": 0.02,
         "router_jitter_noise": 0.0,

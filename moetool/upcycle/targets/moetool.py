@@ -9,8 +9,8 @@ from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets.base import Target
 
 
-def _entries(dense: DenseModel, mixture: MoESpec) -> dict[str, Any]:
-    return {"quantization_config": custom_entry(mixture)}
+def _entries(dense: DenseModel, spec: MoESpec) -> dict[str, Any]:
+    return {"quantization_config": custom_entry(spec)}
 
 
 TARGET = Target(

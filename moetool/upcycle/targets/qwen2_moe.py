@@ -1,4 +1,4 @@
-"""Qwen2-MoE: biases on queries, keys and values, dense layers among the mixtures, a gated shared expert."""
+"""Qwen2-MoE: biases on queries, keys and values, dense layers among the MoE layers, a gated shared expert."""
 
 from typing import Any
 
@@ -23,26 +23,26 @@ def sliding(dense: DenseModel) -> dict[str, Any]:
     }
 
 
-def fine_grained(dense: DenseModel, mixture: MoESpec) -> dict[str, Any]:
+def fine_grained(dense: DenseModel, spec: MoESpec) -> dict[str, Any]:
     """What the two Qwen families share."""
     return {
         **common(dense),
         "intermediate_size": dense.intermediate,
-        "moe_intermediate_size": mixture.intermediate,
-        "num_experts": mixture.experts,
-        "num_experts_per_tok": mixture.top_k,
-        "norm_topk_prob": mixture.shared != "med",
+        "moe_intermediate_size": spec.intermediate,
+        "num_experts": spec.experts,
+        "num_experts_per_tok": spec.top_k,
+        "norm_topk_prob": spec.shared != "med",
         "decoder_sparse_step": 1,
-        "mlp_only_layers": mixture.dense_layers,
+        "mlp_only_layers": spec.dense_layers,
         "router_aux_loss_coef": 0.001,
     }
 
 
-def _entries(dense: DenseModel, mixture: MoESpec) -> dict[str, Any]:
+def _entries(dense: DenseModel, spec: MoESpec) -> dict[str, Any]:
     return {
-        **fine_grained(dense, mixture),
+        **fine_grained(dense, spec),
         **sliding(dense),
-        "shared_expert_intermediate_size": IDLE_WIDTH if mixture.shared == "none" else dense.intermediate,
+        "shared_expert_intermediate_size": IDLE_WIDTH if spec.shared == "none" else dense.intermediate,
         "qkv_bias": True,
     }
 

@@ -9,10 +9,10 @@ from moetool.upcycle.targets.base import Target
 from moetool.upcycle.targets.qwen2_moe import fine_grained
 
 
-def _entries(dense: DenseModel, mixture: MoESpec) -> dict[str, Any]:
+def _entries(dense: DenseModel, spec: MoESpec) -> dict[str, Any]:
     used = "sliding_window" in dense.features
     return {
-        **fine_grained(dense, mixture),
+        **fine_grained(dense, spec),
         "attention_bias": "attention_bias" in dense.features,
         "use_sliding_window": used,
         "sliding_window": dense.config.sliding_window if used else None,

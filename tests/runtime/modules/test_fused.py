@@ -1,4 +1,4 @@
-"""Fused experts of moetool's own mixtures, against so many networks of the family's own class."""
+"""Fused experts of custom MoE layers, against so many networks of the family's own class."""
 
 import copy
 from types import SimpleNamespace

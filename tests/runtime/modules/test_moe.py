@@ -1,4 +1,4 @@
-"""Mixtures of a family's own feed-forward networks: the maths of routing, and life inside transformers."""
+"""MoE layers of a family's own feed-forward networks: the maths of routing, and life inside transformers."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from upcycled import fill_expert, load, logits, open_dense, prompt, relative_err
 
 from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
 from moetool.format.kinds.moe import MoESpec
-from moetool.runtime.modules.moe import MixtureOfFFNs
+from moetool.runtime.modules.moe import CustomMoELayer
 from moetool.runtime.quiet import quiet
 from moetool.upcycle.experts import PartlyRedrawn
 
@@ -31,22 +31,22 @@ def dense_ffn(family: str) -> tuple[nn.Module, DenseArchitecture]:
     return model.get_submodule(architecture.ffn_prefix(1).removesuffix(".")).double(), architecture
 
 
-def mixture_of(family: str, shared: str, *, alike: bool) -> tuple[MixtureOfFFNs, nn.Module]:
-    """A mixture in fp64 with a random router, its experts copies of the dense network or not, and that network."""
+def custom_layer(family: str, shared: str, *, alike: bool) -> tuple[CustomMoELayer, nn.Module]:
+    """An MoE layer in fp64 with a random router, its experts copies of the dense network or not, and that network."""
     ffn, architecture = dense_ffn(family)
     width = width_of(ffn, architecture)
     spec = spec_of(ffn, architecture, experts=EXPERTS, top_k=TOP_K, intermediate=width, shared=shared)
-    mixture = MixtureOfFFNs(ffn, architecture, spec).eval()
+    layer = CustomMoELayer(ffn, architecture, spec).eval()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        mixture.gate.weight.copy_(torch.randn(EXPERTS, HIDDEN, generator=draw) / HIDDEN**0.5)
+        layer.gate.weight.copy_(torch.randn(EXPERTS, HIDDEN, generator=draw) / HIDDEN**0.5)
         for index in range(EXPERTS):
-            fill_expert(mixture.experts, index, ffn, architecture)
-        for parameter in [] if alike else mixture.experts.parameters():
+            fill_expert(layer.experts, index, ffn, architecture)
+        for parameter in [] if alike else layer.experts.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw))
         if shared != "none":
-            mixture.shared_expert.load_state_dict(ffn.state_dict())
-    return mixture, ffn
+            layer.shared_expert.load_state_dict(ffn.state_dict())
+    return layer, ffn
 
 
 def spec_of(ffn: nn.Module, architecture: DenseArchitecture, shared: str = "none", **shape: int) -> MoESpec:
@@ -68,30 +68,30 @@ def inputs(*shape: int) -> Tensor:
 @pytest.mark.parametrize("shared", ["none", "half", "xft"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_copies_are_the_network(family: str, shared: str) -> None:
-    mixture, ffn = mixture_of(family, shared, alike=True)
+    layer, ffn = custom_layer(family, shared, alike=True)
     with torch.no_grad():
-        torch.testing.assert_close(mixture(inputs(2, 7)), ffn(inputs(2, 7)), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(layer(inputs(2, 7)), ffn(inputs(2, 7)), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_med_adds_the_network_to_what_routing_gives(family: str) -> None:
     """(1 + Σp)·FFN."""
-    mixture, ffn = mixture_of(family, "med", alike=True)
+    layer, ffn = custom_layer(family, "med", alike=True)
     with torch.no_grad():
-        mass = (inputs(2, 7) @ mixture.gate.weight.T).softmax(-1).topk(TOP_K).values.sum(-1, keepdim=True)
+        mass = (inputs(2, 7) @ layer.gate.weight.T).softmax(-1).topk(TOP_K).values.sum(-1, keepdim=True)
         assert mass.max() < 0.999
-        torch.testing.assert_close(mixture(inputs(2, 7)), (1 + mass) * ffn(inputs(2, 7)), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(layer(inputs(2, 7)), (1 + mass) * ffn(inputs(2, 7)), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("shared", SHARED)
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_different_experts_token_by_token(family: str, shared: str) -> None:
-    mixture, ffn = mixture_of(family, shared, alike=False)
+    layer, ffn = custom_layer(family, shared, alike=False)
     rows = inputs(40)
     expected = []
     with torch.no_grad():
         for row in rows:
-            p = torch.softmax(mixture.gate.weight @ row, 0)
+            p = torch.softmax(layer.gate.weight @ row, 0)
             best = sorted(range(EXPERTS), key=lambda e: -p[e])[:TOP_K]
             top = p[best]
             weights = {
@@ -101,18 +101,18 @@ def test_different_experts_token_by_token(family: str, shared: str) -> None:
                 "xft": torch.softmax(top, 0) * top[0],
             }[shared]
             beside = {"none": 0.0, "half": 0.5, "med": 1.0, "xft": 1 - top[0]}[shared]
-            routed = mixture.experts(row[None], torch.tensor([best]), weights[None])[0]
+            routed = layer.experts(row[None], torch.tensor([best]), weights[None])[0]
             expected.append(routed + beside * ffn(row[None])[0])
-        torch.testing.assert_close(mixture(rows), torch.stack(expected), rtol=1e-5, atol=1e-6)
-        assert not torch.allclose(mixture(rows), ffn(rows), rtol=1e-3)
+        torch.testing.assert_close(layer(rows), torch.stack(expected), rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(layer(rows), ffn(rows), rtol=1e-3)
 
 
 @pytest.mark.parametrize("shared", SHARED)
 def test_weights_sum_to_what_is_left_for_the_experts(shared: str) -> None:
-    mixture, _ = mixture_of("llama", shared, alike=True)
+    layer, _ = custom_layer("llama", shared, alike=True)
     with torch.no_grad():
-        chosen, weights, largest = mixture.route(inputs(50))
-        p = (inputs(50) @ mixture.gate.weight.T).softmax(-1)
+        chosen, weights, largest = layer.route(inputs(50))
+        p = (inputs(50) @ layer.gate.weight.T).softmax(-1)
     assert chosen.equal(p.topk(TOP_K).indices)
     torch.testing.assert_close(largest[:, 0].double(), p.max(-1).values, rtol=1e-6, atol=0)
     sums = {"none": 1.0, "half": 0.5, "xft": p.max(-1).values, "med": p.topk(TOP_K).values.sum(-1)}[shared]
@@ -120,21 +120,21 @@ def test_weights_sum_to_what_is_left_for_the_experts(shared: str) -> None:
 
 
 def test_the_shape_of_the_input_is_kept() -> None:
-    mixture, _ = mixture_of("llama", "half", alike=False)
+    layer, _ = custom_layer("llama", "half", alike=False)
     with torch.no_grad():
-        rows = mixture(inputs(6))
-        assert mixture(inputs(6).view(2, 3, HIDDEN)).equal(rows.view(2, 3, HIDDEN))
-        assert mixture(inputs(0)).shape == (0, HIDDEN)
+        rows = layer(inputs(6))
+        assert layer(inputs(6).view(2, 3, HIDDEN)).equal(rows.view(2, 3, HIDDEN))
+        assert layer(inputs(0)).shape == (0, HIDDEN)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_routes_in_fp32(dtype: torch.dtype) -> None:
-    mixture, ffn = mixture_of("llama", "none", alike=True)
-    mixture, ffn = mixture.to(dtype), ffn.to(dtype)
+    layer, ffn = custom_layer("llama", "none", alike=True)
+    layer, ffn = layer.to(dtype), ffn.to(dtype)
     with torch.no_grad():
-        found = mixture(inputs(6).to(dtype))
+        found = layer(inputs(6).to(dtype))
         assert found.dtype == dtype
-        assert mixture.route(inputs(6).to(dtype))[1].dtype == torch.float32
+        assert layer.route(inputs(6).to(dtype))[1].dtype == torch.float32
         assert relative_error(found.float(), ffn(inputs(6).to(dtype)).float()) < 0.01
 
 
@@ -143,12 +143,12 @@ def test_pieces_of_two_copies_are_never_mixed_in_16_bits() -> None:
     copies, pieces = 8, 4
     ffn, architecture = dense_ffn("llama")
     spec = spec_of(ffn, architecture, experts=copies * pieces, top_k=2 * pieces, intermediate=8)
-    mixture = MixtureOfFFNs(ffn, architecture, spec).bfloat16()
+    layer = CustomMoELayer(ffn, architecture, spec).bfloat16()
     rows = torch.randn(4096, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
     with torch.no_grad():
         router = torch.randn(copies, HIDDEN, generator=torch.Generator().manual_seed(0)) / HIDDEN**0.5
-        mixture.gate.weight.copy_(router.repeat_interleave(pieces, 0))
-        chosen, _, _ = mixture.route(rows)
+        layer.gate.weight.copy_(router.repeat_interleave(pieces, 0))
+        chosen, _, _ = layer.route(rows)
     ranked = (rows @ router.bfloat16().T).sort(dim=-1, descending=True).values
     assert (ranked[:, 1] == ranked[:, 2]).sum() > 5
     of_each = torch.zeros(len(rows), copies).scatter_add_(1, chosen // pieces, torch.ones(chosen.shape))
@@ -159,27 +159,27 @@ def test_pieces_of_two_copies_are_never_mixed_in_16_bits() -> None:
 def test_experts_may_be_narrower_and_the_placeholder_is_one_number(family: str) -> None:
     ffn, architecture = dense_ffn(family)
     spec = spec_of(ffn, architecture, experts=3, top_k=1, intermediate=16, shared="half")
-    mixture = MixtureOfFFNs(ffn, architecture, spec)
+    layer = CustomMoELayer(ffn, architecture, spec)
     whole = {name: tuple(parameter.shape) for name, parameter in ffn.named_parameters()}
-    found = {name: tuple(parameter.shape) for name, parameter in mixture.named_parameters()}
+    found = {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
     first = "gate_up_proj" if "gate" in architecture.roles else "up_proj"
     rows = 16 * (len(architecture.roles) - 1)
     expected = {f"experts.{first}": (3, rows, HIDDEN), "experts.down_proj": (3, HIDDEN, 16), "gate.weight": (3, HIDDEN)}
     if spec.biases:
         expected |= {f"experts.{first}_bias": (3, rows), "experts.down_proj_bias": (3, HIDDEN)}
     expected |= {f"shared_expert.{name}": shape for name, shape in whole.items()}
-    assert dict(mixture.named_buffers())[architecture.weights["up"]].shape == (1, 1)
+    assert dict(layer.named_buffers())[architecture.weights["up"]].shape == (1, 1)
     assert found == expected
-    assert all(parameter.requires_grad for parameter in mixture.parameters())
+    assert all(parameter.requires_grad for parameter in layer.parameters())
 
 
 @pytest.mark.parametrize("shared", SHARED)
 def test_gradients_reach_router_and_experts(shared: str) -> None:
-    mixture, _ = mixture_of("llama", shared, alike=False)
-    mixture(inputs(60)).square().sum().backward()
-    assert mixture.gate.weight.grad is not None
-    assert (mixture.gate.weight.grad.abs().sum(1) > 0).all()
-    for name, parameter in mixture.named_parameters():
+    layer, _ = custom_layer("llama", shared, alike=False)
+    layer(inputs(60)).square().sum().backward()
+    assert layer.gate.weight.grad is not None
+    assert (layer.gate.weight.grad.abs().sum(1) > 0).all()
+    for name, parameter in layer.named_parameters():
         if name.startswith(("experts.", "shared_expert.")):
             assert parameter.grad is not None, name
             assert parameter.grad.abs().sum() > 0, name
@@ -188,18 +188,18 @@ def test_gradients_reach_router_and_experts(shared: str) -> None:
 @pytest.mark.parametrize("shared", SHARED)
 def test_the_routers_gradient_is_the_derivative(shared: str) -> None:
     """By central differences along one direction."""
-    mixture, _ = mixture_of("llama", shared, alike=False)
+    layer, _ = custom_layer("llama", shared, alike=False)
     draw = torch.Generator().manual_seed(3)
     direction = torch.randn(EXPERTS, HIDDEN, generator=draw, dtype=torch.float64)
     against = torch.randn(5, HIDDEN, generator=draw, dtype=torch.float64)
-    (mixture(inputs(5)) * against).sum().backward()
-    assert mixture.gate.weight.grad is not None
-    slope = (mixture.gate.weight.grad * direction).sum().item()
+    (layer(inputs(5)) * against).sum().backward()
+    assert layer.gate.weight.grad is not None
+    slope = (layer.gate.weight.grad * direction).sum().item()
     values = []
     for step in (1e-3, -2e-3):  # forth, then back past the middle
         with torch.no_grad():
-            mixture.gate.weight.add_(step * direction)
-            values.append((mixture(inputs(5)) * against).sum().item())
+            layer.gate.weight.add_(step * direction)
+            values.append((layer(inputs(5)) * against).sum().item())
     assert abs(slope) > 0.01
     assert slope == pytest.approx((values[0] - values[1]) / 2e-3, rel=0.01)
 
@@ -211,8 +211,8 @@ OWN = ["phi", "llama-mlp-bias", "phi3", "gpt_bigcode"]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Mixtures of different experts beside a shared one, in the first and the last layer."""
-    directory = tmp_path_factory.mktemp("mixtures")
+    """MoE layers of different experts beside a shared one, in the first and the last layer."""
+    directory = tmp_path_factory.mktemp("custom")
     found = {}
     for family in OWN:
         dense = open_dense(save_dense(directory / f"{family}-dense", family))
@@ -222,11 +222,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("family", OWN)
-def test_loading_inserts_mixtures_with_the_weights_of_the_file(family: str, saved: dict[str, Path]) -> None:
+def test_loading_inserts_moe_layers_with_the_weights_of_the_file(family: str, saved: dict[str, Path]) -> None:
     model = load(saved[family])
     architecture = find_dense_architecture(model.config.to_dict() | {"quantization_config": None})
     ffns = [model.get_submodule(architecture.ffn_prefix(layer).removesuffix(".")) for layer in range(3)]
-    assert [isinstance(ffn, MixtureOfFFNs) for ffn in ffns] == [True, False, True]
+    assert [isinstance(ffn, CustomMoELayer) for ffn in ffns] == [True, False, True]
     stored = load_file(saved[family] / "model.safetensors")
     state = model.state_dict()
     assert all(state[name].equal(tensor) for name, tensor in stored.items())
@@ -274,7 +274,7 @@ def test_a_training_step_changes_router_and_experts(saved: dict[str, Path]) -> N
 
 def test_the_bare_decoder(saved: dict[str, Path]) -> None:
     decoder, whole = load(saved["phi"], AutoModel), load(saved["phi"])
-    assert isinstance(decoder.layers[0].mlp, MixtureOfFFNs)
+    assert isinstance(decoder.layers[0].mlp, CustomMoELayer)
     with torch.no_grad():
         found, expected = (model(input_ids=prompt()).last_hidden_state for model in (decoder, whole.model))
     assert found.equal(expected)

@@ -20,7 +20,7 @@ from moetool.format.entry import custom_entry
 from moetool.format.kinds.simoe import SimoeSpec
 from moetool.numerics.hard_concrete import SHIFT, median_gate
 from moetool.runtime.modules.simoe import InterpolatedLinear, closed_share, open_share, overlap_penalty, sites
-from moetool.runtime.modules.simoe_mixing import FOLDING, hold_mixtures, interpolation_of
+from moetool.runtime.modules.simoe_mixing import FOLDING, interpolation_of, weigh_equally
 from moetool.runtime.quiet import quiet
 from moetool.tune.examples import IGNORED, Example, collate
 from moetool.tune.trainer import recompute_activations
@@ -697,7 +697,7 @@ def test_masks_that_share_nothing_have_no_penalty_and_a_finite_gradient(trained:
 
 def test_equal_weights_for_all(fresh: MakeModel, trained: MakeModel) -> None:
     model = trained()
-    hold_mixtures(model)
+    weigh_equally(model)
     expected = folded(dense_of(fresh), model, torch.full((EXPERTS,), 1 / EXPERTS))
     assert relative_error(logits(model), logits(expected)) < 1e-5
 

@@ -1,4 +1,4 @@
-"""Mixtures without gates and with biases, in moetool's own module: compressed, trained as differences, un-merged."""
+"""MoE models without gates and with biases, in the custom module: compressed, trained as deltas, un-merged."""
 
 import signal
 from pathlib import Path
@@ -19,7 +19,7 @@ COMPRESS: dict[str, tuple[object, ...]] = {
     "d2moe, everything": ("--method", "d2moe", "--ratio", 0.3, "--merge", "regmean", "--prune-base", 0.2, "--trim", 1),
     "shared factors": ("--method", "d2moe", "--ratio", 0.3, "--share", "v", "--svd", "vanilla"),
     "hybrid": ("--method", "hybrid", "--ratio", 0.4, "--group-size", 16),
-    "quantised": ("--method", "ders-quantize", "--bits", 4, "--group-size", 16, "--base-bits", 8),
+    "quantized": ("--method", "ders-quantize", "--bits", 4, "--group-size", 16, "--base-bits", 8),
     "sparse": ("--method", "ders-sparsify", "--drop", 0.5, "--select", "magnitude"),
 }
 LOW_RANK = ("--method", "ders-lowrank", "--rank", 2, "--experts", 4)
@@ -32,8 +32,8 @@ def tokens(tiny_tokens: Tensor) -> Tensor:
 
 
 @pytest.fixture
-def mixture(dense: Any, upcycle: Any) -> Any:
-    """`mixture("phi")`: experts that are not alike."""
+def moe(dense: Any, upcycle: Any) -> Any:
+    """`moe("phi")`: experts that are not alike."""
     return lambda family, *options: upcycle(dense(family), *DROP, *options).path
 
 
@@ -45,10 +45,10 @@ def numbers(path: Path) -> int:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_full_decomposition_is_the_mixture(
-    run_cli: Any, mixture: Any, tokens: Tensor, tmp_path: Path, family: str
+def test_a_full_decomposition_is_the_moe_model(
+    run_cli: Any, moe: Any, tokens: Tensor, tmp_path: Path, family: str
 ) -> None:
-    source = mixture(family)
+    source = moe(family)
     assert run_cli("decompose", source, tmp_path / "split").code == 0
     expected = logits(source, tokens)
     assert relative_error(logits(tmp_path / "split", tokens), expected) < 1e-5
@@ -60,9 +60,9 @@ def test_a_full_decomposition_is_the_mixture(
 @pytest.mark.parametrize("options", COMPRESS.values(), ids=COMPRESS.keys())
 @pytest.mark.parametrize("family", ["phi", "llama-mlp-bias"])
 def test_compression(
-    run_cli: Any, calibration: Any, mixture: Any, tokens: Tensor, tmp_path: Path, family: str, options: Any
+    run_cli: Any, calibration: Any, moe: Any, tokens: Tensor, tmp_path: Path, family: str, options: Any
 ) -> None:
-    source, made = mixture(family), tmp_path / "made"
+    source, made = moe(family), tmp_path / "made"
     text = () if "ders-sparsify" in options else calibration
     assert run_cli("compress", source, made, *text, *options).code == 0
     assert weight_bytes(made) < weight_bytes(source)
@@ -80,17 +80,17 @@ def test_compression(
 
 
 def test_a_killed_compression_goes_on_to_the_same_bytes(
-    crash: Any, compress: Any, mixture: Any, calibration: Any, tmp_path: Path
+    crash: Any, compress: Any, moe: Any, calibration: Any, tmp_path: Path
 ) -> None:
-    source, options = mixture("phi"), COMPRESS["d2moe"]
+    source, options = moe("phi"), COMPRESS["d2moe"]
     arguments = ("compress", source, *calibration, *options)
     assert crash(tmp_path / "out", arguments, at=20)["code"] == -signal.SIGKILL
     assert crash(tmp_path / "out", (*arguments, "--resume"))["code"] == 0
     assert contents(tmp_path / "out") == contents(compress(source, *options).path)
 
 
-def test_the_dense_model_as_base(run_cli: Any, dense: Any, mixture: Any, tmp_path: Path) -> None:
-    source = mixture("phi")
+def test_the_dense_model_as_base(run_cli: Any, dense: Any, moe: Any, tmp_path: Path) -> None:
+    source = moe("phi")
     assert run_cli("decompose", source, tmp_path / "split", "--base", dense("phi")).code == 0
     stored, before = tensors_of(tmp_path / "split"), tensors_of(dense("phi"))
     for ours, theirs in (("up_proj", "fc1"), ("down_proj", "fc2")):
