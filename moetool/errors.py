@@ -33,7 +33,7 @@ class UsageError(MoetoolError):
 
 
 class InvalidInputError(MoetoolError):
-    """A checkpoint, a data set or a recipe that cannot be used."""
+    """A checkpoint, a data set or a preset that cannot be used."""
 
     exit_code = 3
 

@@ -11,14 +11,14 @@ set -euo pipefail
 model=${1:-mistralai/Mixtral-8x7B-v0.1}
 output=${2:-mixtral-8x7b-d2moe}
 variant=${3:-d2moe-40}
-recipe=${RECIPE:-configs/d2moe.yaml}:$variant
+preset=${PRESET:-${RECIPE:-configs/d2moe.yaml}}:$variant
 evaluation=${EVALUATION:-Salesforce/wikitext:wikitext-2-raw-v1:test:text}
 length=${EVALUATION_LENGTH:-2048}
 read -r -a more <<<"${OPTIONS:-}" # e.g. OPTIONS="--calibration mine.txt --samples 128"
 
-moetool compress "$model" "$output" --recipe "$recipe" "${more[@]}" --dry-run >&2
+moetool compress "$model" "$output" --preset "$preset" "${more[@]}" --dry-run >&2
 status=0
-moetool compress "$model" "$output" --recipe "$recipe" "${more[@]}" --resume & # does nothing if it is finished
+moetool compress "$model" "$output" --preset "$preset" "${more[@]}" --resume & # does nothing if it is finished
 job=$!
 trap 'kill -TERM "$job"' TERM
 wait "$job" || status=$?

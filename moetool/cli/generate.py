@@ -7,17 +7,14 @@ import signal
 import sys
 import types
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
-from moetool.cli.presets import presets
-from moetool.errors import InvalidInputError, UsageError, did_you_mean, explained
+from moetool.errors import UsageError, did_you_mean, explained
 from moetool.job.sizes import format_bytes, parse_bytes
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -94,7 +91,7 @@ def with_options(
 ) -> Callable[..., None]:
     """Add one keyword parameter per field of `model`, and `more`, to a function that takes them as `**options`.
 
-    Defaults are left to the model, so that what was typed can be told from what was not (a recipe comes between).
+    Defaults are left to the model, so that what was typed can be told from what was not (a preset comes between).
     """
     own = [
         parameter
@@ -137,8 +134,8 @@ def _plain_type(annotation: Any) -> Any:
     return annotation
 
 
-def build_options(model: type[ModelT], typed: Mapping[str, Any], recipe: Mapping[str, Any] | None = None) -> ModelT:
-    """The model from a recipe and, over it, what was typed.
+def build_options(model: type[ModelT], typed: Mapping[str, Any], preset: Mapping[str, Any] | None = None) -> ModelT:
+    """The model from a preset's options and, over it, what was typed.
 
     Raises:
         UsageError: a value that does not fit, a name that does not exist.
@@ -146,7 +143,7 @@ def build_options(model: type[ModelT], typed: Mapping[str, Any], recipe: Mapping
     said = {name: value for name, value in typed.items() if value is not None and value != []}
     alternatives = getattr(model, "alternatives", ())
     replaced = set(alternatives) if any(name in said for name in alternatives) else set()
-    given = {name: value for name, value in (recipe or {}).items() if name not in replaced} | said
+    given = {name: value for name, value in (preset or {}).items() if name not in replaced} | said
     try:
         return model.model_validate(given)
     except ValidationError as error:
@@ -170,66 +167,3 @@ def _explain(model: type[BaseModel], problem: Any) -> str:
     if problem["type"] == "missing":
         return f"{flag} is required"
     return f"{flag} {problem['input']}: {message}"
-
-
-def preset_recipe(preset: str | None, recipe: str | None) -> str | None:
-    """The recipe that `--preset` stands for, or what `--recipe` says.
-
-    Raises:
-        UsageError: both are given, or there is no such preset.
-    """
-    if preset is None:
-        return recipe
-    if recipe is not None:
-        raise UsageError("--preset and --recipe both say where options come from: give one of them.")
-    known = presets()
-    if preset not in known:
-        hint = did_you_mean(preset, known) or f" There are {', '.join(known)}."
-        raise UsageError(f"No preset '{preset}' (`moetool list presets` shows all).{hint}")
-    return known[preset]
-
-
-def _load_recipe(reference: str) -> tuple[str, str, Any]:
-    """File, variant (empty for none) and content of `FILE.yaml:VARIANT`. Raises `InvalidInputError`."""
-    file, _, variant = reference.rpartition(":") if ":" in Path(reference).name else (reference, "", "")
-    try:
-        recipe = yaml.safe_load(Path(file).read_text())
-    except OSError as error:
-        raise InvalidInputError(f"--recipe {file}: {error.strerror or error}.") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InvalidInputError(f"--recipe {file} is not valid YAML: {' '.join(str(error).split())}.") from error
-    return file, variant, recipe
-
-
-def recipe_method(reference: str | None) -> str | None:
-    """The method that a recipe is for, if it says so. Raises `InvalidInputError` for what cannot be read."""
-    recipe = None if reference is None else _load_recipe(reference)[2]
-    return recipe.get("method") if isinstance(recipe, dict) else None
-
-
-def read_recipe(reference: str | None, command: str, method: str | None = None) -> dict[str, Any]:
-    """The options of a recipe: `FILE.yaml` or `FILE.yaml:VARIANT`.
-
-    A recipe names its `command` (and `method`), gives `options`, and may have `variants` that override some of them.
-
-    Raises:
-        InvalidInputError: no such file or variant, not a recipe, or one for another command.
-    """
-    if reference is None:
-        return {}
-    file, variant, recipe = _load_recipe(reference)
-    if not isinstance(recipe, dict) or not isinstance(recipe.get("options"), dict):
-        raise InvalidInputError(f"{file} is not a preset: it needs a mapping `options`.")
-    if unknown := set(recipe) - {"command", "method", "description", "options", "variants"}:
-        raise InvalidInputError(f"{file} has entries that a preset does not have: {', '.join(sorted(unknown))}.")
-    if recipe.get("command") != command:
-        raise InvalidInputError(f"{file} is a preset for `moetool {recipe.get('command')}`, not for `{command}`.")
-    if recipe.get("method", method) != method:
-        raise InvalidInputError(f"{file} is a preset for --method {recipe['method']}, not for {method or command}.")
-    variants = recipe.get("variants") or {}
-    if not isinstance(variants, dict) or not all(isinstance(options, dict) for options in variants.values()):
-        raise InvalidInputError(f"The variants of {file} are not a mapping from names to options.")
-    if variant and variant not in variants:
-        there = f"there are {', '.join(variants) or 'none'}.{did_you_mean(variant, variants)}"
-        raise InvalidInputError(f"{file} has no variant '{variant}'; {there}")
-    return {**recipe["options"], **(variants[variant] if variant else {})}

@@ -20,7 +20,7 @@ HEADER = """# Options
 
 Every option of every command. This page is generated from the commands (`make docs`); a test compares it with them.
 `moetool COMMAND --help` shows the same, and with `--method NAME` the options of that method. In a preset
-(`--recipe FILE.yaml`) an option is written with `_` for `-` and without the dashes.
+(`--preset FILE.yaml`) an option is written with `_` for `-` and without the dashes.
 """
 STAGES = [name for name, (module, _) in COMMANDS.items() if module == "stage"]
 

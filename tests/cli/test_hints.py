@@ -36,11 +36,11 @@ def test_a_column_that_is_nearly_right(run_cli, tiny_mixtral, tmp_path):
 def test_a_preset_file_with_slips(run_cli, tiny_mixtral, tmp_path):
     preset = tmp_path / "preset.yaml"
     preset.write_text("command: compress\nmethod: d2moe\noptions: {ratoi: 0.4, merge: fishr}\nvariants: {small: {}}\n")
-    result = run_cli("compress", tiny_mixtral, tmp_path / "out", "--recipe", preset)
+    result = run_cli("compress", tiny_mixtral, tmp_path / "out", "--preset", preset)
     assert result.code == 2
     assert "Did you mean ratio?" in result.stderr
     assert "Did you mean fisher?" in result.stderr
-    result = run_cli("compress", tiny_mixtral, tmp_path / "out", "--recipe", f"{preset}:smal")
+    result = run_cli("compress", tiny_mixtral, tmp_path / "out", "--preset", f"{preset}:smal")
     assert "Did you mean small?" in result.stderr
 
 

@@ -130,15 +130,15 @@ class Reader:
         return self._told[key]
 
     def _with_models(self, arguments: list[str]) -> list[str]:
-        """A recipe names models, too."""
-        if "--recipe" not in arguments:
+        """A preset of models names them, too."""
+        place = arguments.index("--preset") + 1 if "--preset" in arguments else 0
+        if not arguments[place].endswith(".yaml"):
             return arguments
-        place = arguments.index("--recipe") + 1
-        recipe = yaml.safe_load((ROOT / arguments[place]).read_text(encoding="utf-8"))
-        for source in recipe["options"]["sources"]:
+        preset = yaml.safe_load((ROOT / arguments[place]).read_text(encoding="utf-8"))
+        for source in preset["options"]["sources"]:
             source["source_model"] = str(self._fixtures["documented_dense"])
-        Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
-        return [*arguments[:place], "recipe.yaml", *arguments[place + 1 :]]
+        Path("preset.yaml").write_text(yaml.safe_dump(preset))
+        return [*arguments[:place], "preset.yaml", *arguments[place + 1 :]]
 
 
 @pytest.fixture(scope="session")

@@ -362,24 +362,24 @@ def test_an_output_that_is_the_input_or_holds_it(refused, decomposed, calibratio
     assert "is the input" in message
 
 
-# -- recipes
+# -- presets
 
 
 @pytest.fixture
-def recipe(tmp_path, calibration) -> Callable[..., Path]:
-    """`recipe(**entries)` writes a recipe for `compress`, with those entries for its own."""
+def preset(tmp_path, calibration) -> Callable[..., Path]:
+    """`preset(**entries)` writes a preset for `compress`, with those entries for its own."""
 
     def write(**entries: Any) -> Path:
         options = {"calibration": str(calibration[1]), "samples": 16, "sequence_length": 32, "ratio": 0.3}
         whole = {"command": "compress", "method": "d2moe", "options": options, **entries}
-        path = tmp_path / "recipe.yaml"
+        path = tmp_path / "preset.yaml"
         path.write_text(json.dumps({key: value for key, value in whole.items() if value is not None}))  # JSON is YAML
         return path
 
     return write
 
 
-RECIPES: dict[str, tuple[int, dict[str, Any], list[str]]] = {
+PRESETS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "unknown option": (2, {"options": {"ratoi": 0.3}}, ["ratoi", "ratio"]),
     "bad value": (2, {"options": {"ratio": "much"}}, ["--ratio much"]),
     "of another command": (3, {"command": "export"}, ["moetool export", "compress"]),
@@ -392,27 +392,27 @@ RECIPES: dict[str, tuple[int, dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", RECIPES)
-def test_a_bad_recipe(refused, recipe, tiny_mixtral, tmp_path, kind):
-    code, entries, words = RECIPES[kind]
-    message = refused(code, "compress", tiny_mixtral, tmp_path / "out", "--recipe", recipe(**entries))
+@pytest.mark.parametrize("kind", PRESETS)
+def test_a_bad_preset(refused, preset, tiny_mixtral, tmp_path, kind):
+    code, entries, words = PRESETS[kind]
+    message = refused(code, "compress", tiny_mixtral, tmp_path / "out", "--preset", preset(**entries))
     assert all(word in message for word in words), message
 
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [(None, "No such file"), ("[", "recipe.yaml"), ("just words", "recipe.yaml"), ("", "recipe.yaml")],
+    [(None, "No such file"), ("[", "preset.yaml"), ("just words", "preset.yaml"), ("", "preset.yaml")],
 )
-def test_a_recipe_that_is_none(refused, tiny_mixtral, tmp_path, text, word):
-    path = tmp_path / "recipe.yaml"
+def test_a_preset_that_is_none(refused, tiny_mixtral, tmp_path, text, word):
+    path = tmp_path / "preset.yaml"
     if text is not None:
         path.write_text(text)
-    assert word in refused(3, "compress", tiny_mixtral, tmp_path / "out", "--recipe", path)
+    assert word in refused(3, "compress", tiny_mixtral, tmp_path / "out", "--preset", path)
 
 
-def test_an_unknown_variant(refused, recipe, tiny_mixtral, tmp_path):
-    path = recipe(variants={"small": {"ratio": 0.4}, "large": {"ratio": 0.2}})
-    message = refused(3, "compress", tiny_mixtral, tmp_path / "out", "--recipe", f"{path}:medium")
+def test_an_unknown_variant(refused, preset, tiny_mixtral, tmp_path):
+    path = preset(variants={"small": {"ratio": 0.4}, "large": {"ratio": 0.2}})
+    message = refused(3, "compress", tiny_mixtral, tmp_path / "out", "--preset", f"{path}:medium")
     assert "medium" in message
     assert "small, large" in message
 

@@ -61,11 +61,11 @@ def mixed(upcycle: Any, models: list[Path], given: Any) -> Any:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Callable[..., Path]:
-    """`recipe(**options)`: a recipe for this command and method."""
+def preset(tmp_path: Path) -> Callable[..., Path]:
+    """`preset(**options)`: a preset for this command and method."""
 
     def write(**options: Any) -> Path:
-        path = tmp_path / f"recipe-{len(list(tmp_path.glob('recipe-*')))}.yaml"
+        path = tmp_path / f"preset-{len(list(tmp_path.glob('preset-*')))}.yaml"
         path.write_text(yaml.safe_dump({"command": "upcycle", "method": "branch-train-mix", "options": options}))
         return path
 
@@ -351,10 +351,10 @@ def check_routers(rows: list[Tensor], inputs: list[list[Tensor]]) -> None:
 @pytest.mark.parametrize("names", [("model", "prompts"), ("source_model", "positive_prompts")], ids=["own", "mergekit"])
 @pytest.mark.parametrize("key", ["source", "sources"])
 def test_routers_from_prompts(
-    upcycle: Any, models: list[Path], recipe: Any, inputs_of: Any, names: tuple[str, str], key: str
+    upcycle: Any, models: list[Path], preset: Any, inputs_of: Any, names: tuple[str, str], key: str
 ) -> None:
     sources = [{names[0]: str(path), names[1]: PROMPTS[index]} for index, path in enumerate(models)]
-    made = upcycle(models[0], "--recipe", recipe(gate_mode="prompts", **{key: sources}))
+    made = upcycle(models[0], "--preset", preset(gate_mode="prompts", **{key: sources}))
     tokenizer = AutoTokenizer.from_pretrained(models[0])
     groups = [[torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in group] for group in PROMPTS]
     check_routers(routers(made.path), inputs_of(groups))
@@ -364,7 +364,7 @@ def test_routers_from_prompts(
 
 
 def test_routers_from_data(
-    upcycle: Any, models: list[Path], recipe: Any, inputs_of: Any, tiny_text: Path, tmp_path: Path
+    upcycle: Any, models: list[Path], preset: Any, inputs_of: Any, tiny_text: Path, tmp_path: Path
 ) -> None:
     numbers, code = tmp_path / "numbers.txt", tmp_path / "code.txt"
     numbers.write_text("\n".join(f"{n} + {n * 7} = {n * 8};" for n in range(400)))
@@ -372,18 +372,18 @@ def test_routers_from_data(
     files = [tiny_text, numbers, code]
     sources = [{"model": str(path), "data": str(file)} for path, file in zip(models, files, strict=True)]
     options = {"samples": 6, "sequence_length": 48, "seed": 3}
-    made = upcycle(models[0], "--recipe", recipe(gate_mode="data", source=sources, **options))
+    made = upcycle(models[0], "--preset", preset(gate_mode="data", source=sources, **options))
     tokenizer = AutoTokenizer.from_pretrained(models[0])
     groups = [list(sample_windows(str(file), tokenizer, **options)) for file in files]
     check_routers(routers(made.path), inputs_of(groups))
 
 
-def test_prompts_that_it_should_not_get(upcycle: Any, models: list[Path], recipe: Any, inputs_of: Any) -> None:
+def test_prompts_that_it_should_not_get(upcycle: Any, models: list[Path], preset: Any, inputs_of: Any) -> None:
     unwanted = ["Dear Sir or Madam,", "Yours sincerely"]
     sources = [{"model": str(path), "prompts": PROMPTS[index]} for index, path in enumerate(models)]
-    plain = upcycle(models[0], "--recipe", recipe(gate_mode="prompts", source=sources))
+    plain = upcycle(models[0], "--preset", preset(gate_mode="prompts", source=sources))
     sources[1]["negative_prompts"] = unwanted
-    warned = upcycle(models[0], "--recipe", recipe(gate_mode="prompts", source=sources))
+    warned = upcycle(models[0], "--preset", preset(gate_mode="prompts", source=sources))
     tokenizer = AutoTokenizer.from_pretrained(models[0])
     groups = [[torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in [*PROMPTS[1], *unwanted]]]
     groups = [groups[0][:2], groups[0][2:]]
@@ -396,10 +396,10 @@ def test_prompts_that_it_should_not_get(upcycle: Any, models: list[Path], recipe
         assert preference(warned.path) > preference(plain.path)
 
 
-def test_copies_of_a_source_share_its_prompts(upcycle: Any, models: list[Path], recipe: Any) -> None:
+def test_copies_of_a_source_share_its_prompts(upcycle: Any, models: list[Path], preset: Any) -> None:
     sources = [{"model": str(path), "prompts": PROMPTS[index]} for index, path in enumerate(models)]
-    once = upcycle(models[0], "--recipe", recipe(gate_mode="prompts", source=sources))
-    twice = upcycle(models[0], "--recipe", recipe(gate_mode="prompts", source=sources, experts=6))
+    once = upcycle(models[0], "--preset", preset(gate_mode="prompts", source=sources))
+    twice = upcycle(models[0], "--preset", preset(gate_mode="prompts", source=sources, experts=6))
     for few, many in zip(routers(once.path), routers(twice.path), strict=True):
         assert not many[:3].equal(many[3:])
         for half in (many[:3], many[3:]):
@@ -427,13 +427,13 @@ def test_centred_random_routers(upcycle: Any, models: list[Path], given: Any, ca
 @merges
 @pytest.mark.parametrize("kind", ["prompts", "adapter"])
 def test_a_killed_job_resumes_to_the_same_bytes(
-    crash: Any, models: list[Path], recipe: Any, adapter: Path, tmp_path: Path, kind: str
+    crash: Any, models: list[Path], preset: Any, adapter: Path, tmp_path: Path, kind: str
 ) -> None:
     sources: list[Any] = [{"model": str(path), "prompts": PROMPTS[index]} for index, path in enumerate(models)]
     options: dict[str, Any] = {"source": sources, "gate_mode": "prompts", "shard_size": "80kB"}
     if kind == "adapter":
         options |= {"source": [str(models[1]), str(adapter)], "gate_mode": "random"}
-    arguments = ("upcycle", models[0], "--recipe", recipe(**options))
+    arguments = ("upcycle", models[0], "--preset", preset(**options))
     quiet = crash(tmp_path / "quiet", arguments)
     assert quiet["code"] == 0, quiet["stderr"]
     for at in [quiet["changes"] * part // 10 for part in (1, 3, 6)]:
@@ -508,7 +508,7 @@ def refused(run_cli: Any, tmp_path: Path) -> Callable[..., str]:
     [
         ("--experts 2", ["--experts 2", "3 sources"]),
         ("--top-k 4", ["--top-k 4", "only 3 experts"]),
-        ("--gate-mode prompts", ["--gate-mode prompts", "llama-0 has no prompts", "recipe"]),
+        ("--gate-mode prompts", ["--gate-mode prompts", "llama-0 has no prompts", "--preset FILE"]),
         ("--gate-mode data", ["--gate-mode data", "llama-0 has no data"]),
         ("--gate-mode guess", ["guess", "prompts"]),
         ("--center-router", ["--center-router", "--calibration"]),
@@ -566,13 +566,13 @@ def test_a_source_that_cannot_be_used(
         assert word in refused(3, models[0], *MIX, "--source", models[0], "--source", path)
 
 
-def test_recipes_with_mistakes(refused: Any, models: list[Path], recipe: Any) -> None:
+def test_presets_with_mistakes(refused: Any, models: list[Path], preset: Any) -> None:
     first, second = ({"model": str(path), "prompts": ["text"]} for path in models[:2])
     for wrong, word in (({**second, "promts": ["text"]}, "promts"), (str(models[1]), "has no prompts")):
-        assert word in refused(2, models[0], "--recipe", recipe(source=[first, wrong], gate_mode="prompts"))
-    message = refused(2, models[0], "--recipe", recipe(source=[first, {"prompts": ["text"]}]))
+        assert word in refused(2, models[0], "--preset", preset(source=[first, wrong], gate_mode="prompts"))
+    message = refused(2, models[0], "--preset", preset(source=[first, {"prompts": ["text"]}]))
     assert "source[1].model" in message
-    message = refused(2, models[0], "--recipe", recipe(experts=[first, second]))
+    message = refused(2, models[0], "--preset", preset(experts=[first, second]))
     assert "sources" in message
 
 
@@ -591,17 +591,17 @@ def test_a_source_is_not_overwritten(run_cli: Any, models: list[Path], mixed: An
 
 @pytest.mark.parametrize(("mode", "word"), [("prompts", "A prompt is empty"), ("data", "nope.txt")])
 def test_text_that_cannot_be_used(
-    run_cli: Any, models: list[Path], recipe: Any, tmp_path: Path, mode: str, word: str
+    run_cli: Any, models: list[Path], preset: Any, tmp_path: Path, mode: str, word: str
 ) -> None:
     sources = [{"model": str(path), "prompts": [""], "data": "./nope.txt"} for path in models]
-    path = recipe(source=sources, gate_mode=mode)
-    result = run_cli("upcycle", models[0], tmp_path / "out", "--recipe", path)
+    path = preset(source=sources, gate_mode=mode)
+    result = run_cli("upcycle", models[0], tmp_path / "out", "--preset", path)
     assert result.code == 3
     assert word in result.stderr
     assert not {name for name in contents(tmp_path / "out") if "/" not in name}
     # Nothing is in the way of the command once it is right.
-    right = recipe(source=[str(model) for model in models])
-    assert run_cli("upcycle", models[0], tmp_path / "out", "--recipe", right).code == 0
+    right = preset(source=[str(model) for model in models])
+    assert run_cli("upcycle", models[0], tmp_path / "out", "--preset", right).code == 0
     assert weights(tmp_path / "out")
 
 

@@ -85,9 +85,9 @@ def _targets() -> list[dict[str, str]]:
 
 def _presets() -> list[dict[str, str]]:
     rows = []
-    for file, recipe in presets.files().items():
-        command = " --method ".join(recipe[key] for key in ("command", "method") if key in recipe)
-        for preset, options in recipe.get("variants", {}).items():
+    for file, content in presets.files().items():
+        command = " --method ".join(content[key] for key in ("command", "method") if key in content)
+        for preset, options in content.get("variants", {}).items():
             settings = ", ".join(f"{name} {value}" for name, value in options.items())
             rows.append({"preset": preset, "recipe": file.name, "command": command, "settings": settings})
     return rows

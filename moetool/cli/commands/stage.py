@@ -10,14 +10,8 @@ import typer
 
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json
-from moetool.cli.generate import (
-    build_options,
-    make_command,
-    preset_recipe,
-    read_recipe,
-    recipe_method,
-    with_options,
-)
+from moetool.cli.generate import build_options, make_command, with_options
+from moetool.cli.presets import preset_method, preset_options
 from moetool.convert.told import Activations, ConversionTold, Proof
 from moetool.errors import MoetoolError, UsageError, did_you_mean
 from moetool.job.processes import is_first_process
@@ -31,6 +25,8 @@ CHOICES = {
     "moefy": ("method", "g-moefication"),
     "export": ("format", "dense-experts"),
 }
+PRESET = ("--preset", "--recipe")  # the second is its older name
+_PRESET_HELP = "Options of a preset: one that comes along (d2moe-40 …), FILE.yaml or FILE.yaml:VARIANT."
 
 
 def build(name: str, arguments: list[str]) -> Any:
@@ -56,8 +52,7 @@ def build(name: str, arguments: list[str]) -> Any:
     def command(
         input: Annotated[str, typer.Argument(help="A checkpoint: a directory or a hub id.", show_default=False)],
         output: Annotated[Path, typer.Argument(help="Where to write; new or empty.", show_default=False)],
-        recipe: Annotated[str | None, typer.Option(help="Options from FILE.yaml or FILE.yaml:VARIANT.")] = None,
-        preset: Annotated[str | None, typer.Option(help="Options of a preset that comes along: d2moe-40 …")] = None,
+        preset: Annotated[str | None, typer.Option(*PRESET, help=_PRESET_HELP)] = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it will cost, and stop.")] = False,
         resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
         overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete an earlier result.")] = False,
@@ -68,7 +63,7 @@ def build(name: str, arguments: list[str]) -> Any:
 
         if methods:
             typed.pop(choice)
-        given = read_recipe(preset_recipe(preset, recipe), name, chosen if methods else None)
+        given = preset_options(preset, name, chosen if methods else None)
         options = build_options(stage.options_type, typed, given)
         if dry_run:
             plan = plan_stage(chosen, input, options).to_json()
@@ -95,24 +90,26 @@ def build(name: str, arguments: list[str]) -> Any:
 
 
 def _method(arguments: list[str], option: str, known: list[str], default: str) -> str:
-    """What `--method` says, or the recipe; it decides which other options there are."""
+    """What `--method` says, or the preset; it decides which other options there are."""
     if (said := _value(arguments, option)) is not None:
         return said
     try:
-        recipe = preset_recipe(_value(arguments, "--preset"), _value(arguments, "--recipe"))
-        said = recipe_method(recipe)
+        said = preset_method(_value(arguments, *PRESET))
     except MoetoolError:
-        said = None  # the command itself says what is wrong with the recipe
+        said = None  # the command itself says what is wrong with the preset
     return said if said in known else default
 
 
-def _value(arguments: list[str], option: str) -> str | None:
-    """What an option says; the last time, as everywhere."""
+def _value(arguments: list[str], *names: str) -> str | None:
+    """What an option of these names says; the last time, as everywhere."""
     said = None
     for position, argument in enumerate(arguments):
-        if argument.startswith(f"{option}="):
-            said = argument.removeprefix(f"{option}=")
-        elif argument == option and position + 1 < len(arguments):
+        name, equals, value = argument.partition("=")
+        if name not in names:
+            continue
+        if equals:
+            said = value
+        elif position + 1 < len(arguments):
             said = arguments[position + 1]
     return said
 

@@ -40,7 +40,7 @@ from moetool.representations.shared_factor import SharedU, SharedV
 class FactorOptions(RunOptions, CalibrationOptions):
     """How deltas become factors."""
 
-    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "rank")  # one typed replaces the other of a recipe
+    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "rank")  # one typed replaces the other of a preset
 
     ratio: float | None = Field(
         None, description="Share of the weight files' bytes that disappears: 0.4 makes the model 40 % smaller."

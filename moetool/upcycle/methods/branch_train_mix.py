@@ -98,7 +98,7 @@ class BranchTrainMix(Upcycle):
             lacking = [entry.model for entry in found if not (entry.prompts if mode == "prompts" else entry.data)]
             if lacking:
                 raise UsageError(
-                    f"--gate-mode {mode}: the source {lacking[0]} has no {mode}. Give them in a preset (--recipe FILE)."
+                    f"--gate-mode {mode}: the source {lacking[0]} has no {mode}. Give them by --preset FILE.yaml."
                 )
         return found
 

@@ -1,4 +1,4 @@
-"""Recipes: options from a file, with variants, under what is typed."""
+"""Presets: options from a file, with variants, under what is typed."""
 
 import json
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from moetool.cli.presets import files
 
 
 @pytest.fixture
-def recipe(tmp_path, calibration) -> Path:
-    """A recipe with a variant that prunes and one that compresses less."""
+def preset(tmp_path, calibration) -> Path:
+    """A preset with a variant that prunes and one that compresses less."""
     _, text, _, samples, _, length = calibration
-    path = tmp_path / "recipe.yaml"
+    path = tmp_path / "preset.yaml"
     content = {
         "command": "compress",
         "method": "d2moe",
@@ -41,42 +41,42 @@ def made(run_cli, tiny_mixtral_bf16, tmp_path) -> Callable[..., dict[str, bytes]
     return run
 
 
-def test_a_recipe_is_its_options(made, recipe, compress, tiny_mixtral_bf16):
-    assert made("--recipe", recipe) == contents(compress(tiny_mixtral_bf16, "--ratio", 0.35).path)
+def test_a_preset_is_its_options(made, preset, compress, tiny_mixtral_bf16):
+    assert made("--preset", preset) == contents(compress(tiny_mixtral_bf16, "--ratio", 0.35).path)
 
 
-def test_a_variant_overrides_its_recipe(made, recipe, calibration, compress, tiny_mixtral_bf16):
-    assert made("--recipe", f"{recipe}:gentle") == contents(compress(tiny_mixtral_bf16, "--ratio", 0.2).path)
+def test_a_variant_overrides_its_preset(made, preset, calibration, compress, tiny_mixtral_bf16):
+    assert made("--preset", f"{preset}:gentle") == contents(compress(tiny_mixtral_bf16, "--ratio", 0.2).path)
     typed = made("--ratio", 0.35, *calibration, "--prune-base", 0.25, "--shard-size", "40kB")
-    assert made("--recipe", f"{recipe}:pruned") == typed
+    assert made("--preset", f"{preset}:pruned") == typed
 
 
-def test_the_command_line_overrides_both(made, recipe, compress, tiny_mixtral_bf16):
+def test_the_command_line_overrides_both(made, preset, compress, tiny_mixtral_bf16):
     expected = contents(compress(tiny_mixtral_bf16, "--ratio", 0.2).path)
-    assert made("--recipe", recipe, "--ratio", 0.2) == expected
-    assert made("--recipe", f"{recipe}:gentle", "--ratio", 0.35) == made("--recipe", recipe)
+    assert made("--preset", preset, "--ratio", 0.2) == expected
+    assert made("--preset", f"{preset}:gentle", "--ratio", 0.35) == made("--preset", preset)
 
 
-def test_the_manifest_says_what_was_done(made, recipe):
-    manifest = json.loads(made("--recipe", recipe, "--seed", 3)["moetool.json"])
+def test_the_manifest_says_what_was_done(made, preset):
+    manifest = json.loads(made("--preset", preset, "--seed", 3)["moetool.json"])
     told = manifest["recipe"]
     assert (told["stage"], told["ratio"], told["samples"], told["seed"]) == ("d2moe", 0.35, 16, 3)
     assert manifest["seed"] == 3
 
 
-def test_recipes_of_other_commands(run_cli, tiny_mixtral, tmp_path):
+def test_presets_of_other_commands(run_cli, tiny_mixtral, tmp_path):
     path = tmp_path / "base.yaml"
     path.write_text("command: fisher-merge\noptions: {merge: mean}\n")
-    assert run_cli("fisher-merge", tiny_mixtral, tmp_path / "base", "--recipe", path).code == 0
+    assert run_cli("fisher-merge", tiny_mixtral, tmp_path / "base", "--preset", path).code == 0
     path.write_text(f"command: decompose\noptions: {{base: {tmp_path / 'base'}}}\n")
-    assert run_cli("decompose", tiny_mixtral, tmp_path / "one", "--recipe", path).code == 0
+    assert run_cli("decompose", tiny_mixtral, tmp_path / "one", "--preset", path).code == 0
     assert run_cli("decompose", tiny_mixtral, tmp_path / "two").code == 0
     assert weights(tmp_path / "one") == weights(tmp_path / "two")
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: path.stem)
-def test_packaged_recipes_are_valid(run_cli, tiny_mixtral, save_model, tiny_text, tmp_path, path):
-    """Every variant of every recipe names options that exist, with values they can have."""
+def test_packaged_presets_are_valid(run_cli, tiny_mixtral, save_model, tiny_text, tmp_path, path):
+    """Every variant of every preset names options that exist, with values they can have."""
     content = yaml.safe_load(path.read_text())
     typed = ("--calibration", tiny_text, "--sequence-length", 32, "--dry-run", "--json")
     source = tiny_mixtral
@@ -94,9 +94,9 @@ def test_packaged_recipes_are_valid(run_cli, tiny_mixtral, save_model, tiny_text
         path.write_text(yaml.safe_dump(content))
     for variant in ("", *(f":{name}" for name in content.get("variants", {}))):
         reference = f"{path}{variant}"
-        # The model of a recipe is wider than this one, and can be made smaller.
+        # The model of a preset is wider than this one, and can be made smaller.
         if method in ("hybrid", "ders-quantize"):
             typed = (*typed, "--group-size", 16)
         for ratio in ((), ("--ratio", 0.2)) if "ratio" in content["options"] else ((),):
-            result = run_cli(content["command"], source, tmp_path / "out", "--recipe", reference, *typed, *ratio)
+            result = run_cli(content["command"], source, tmp_path / "out", "--preset", reference, *typed, *ratio)
             assert result.code == 0 or (not ratio and "is not possible here" in result.stderr), result.stderr
