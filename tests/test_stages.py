@@ -12,6 +12,7 @@ import yaml
 from dense_families import build_dense
 from pydantic import ValidationError
 
+from moetool.cli.app import COMMANDS, commands
 from moetool.job.options import RunOptions
 from moetool.stages import _PLACES, plan_stage, run_stage, stages
 
@@ -76,6 +77,14 @@ def test_every_file_is_a_stage() -> None:
         inside = [f"{home.__name__}.{info.name}" for info in pkgutil.iter_modules(getattr(home, "__path__", ()))]
         assert set(inside or [home.__name__]) <= known
     assert {*NEEDED, *INPUTS} <= set(STAGES)
+
+
+def test_every_command_is_called_as_its_file() -> None:
+    """The help shows files of this directory that nobody imported."""
+    called = {name for name, stage in stages().items() if stage.__module__.startswith("moetool.compress.stages.")}
+    alone = {name for name in called if stages()[name].method_of is None}
+    assert {stages()[name].__module__.rpartition(".")[2].replace("_", "-") for name in alone} == alone
+    assert {*commands()} == {*COMMANDS}
 
 
 @pytest.mark.parametrize("name", STAGES)

@@ -1,14 +1,19 @@
 """The list of commands. Each is imported only when it is called, so that `moetool --help` is instant."""
 
+import ast
 import importlib
+import importlib.util
+import pkgutil
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from moetool.compress import stages
 from moetool.errors import did_you_mean
 
-# Name → (module with a function `build(name, arguments)`, one line for --help).
+# Name → (module with a function `build(name, arguments)`, one line for --help), in the order of --help.
 COMMANDS: dict[str, tuple[str, str]] = {
     "upcycle": ("stage", "Turn a dense model into an MoE model (--method vanilla, drop, fine-grained …)."),
     "moefy": ("stage", "Split a dense model's FFNs into experts and skip most of them, without training."),
@@ -30,23 +35,38 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
+def commands() -> dict[str, tuple[str, str]]:
+    """`COMMANDS`, and behind these the other files of `compress/stages`: each is a stage that is called as it is, and
+    the first line of its docstring is that of the help. Nothing is imported for it."""
+    files = {info.name.replace("_", "-"): info.name for info in pkgutil.iter_modules(stages.__path__)}
+    return COMMANDS | {name: ("stage", _docstring(file)) for name, file in files.items() if name not in COMMANDS}
+
+
+def _docstring(file: str) -> str:
+    spec = importlib.util.find_spec(f"{stages.__name__}.{file}")
+    assert spec is not None
+    assert spec.origin is not None
+    return (ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or "").partition("\n")[0]
+
+
 class LazyGroup(TyperGroup):
     """A group whose help needs one line per command, and whose calls load one module."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
+        return list(commands())
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in COMMANDS:
+        if (known := commands().get(cmd_name)) is None:
             return None
-        return TyperCommand(cmd_name, help=COMMANDS[cmd_name][1], short_help=COMMANDS[cmd_name][1])
+        return TyperCommand(cmd_name, help=known[1], short_help=known[1])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
-        if args[0] not in COMMANDS and not args[0].startswith("-"):
-            ctx.fail(f"No such command '{args[0]}'.{did_you_mean(args[0], COMMANDS)}")
+        known = commands()
+        if args[0] not in known and not args[0].startswith("-"):
+            ctx.fail(f"No such command '{args[0]}'.{did_you_mean(args[0], known)}")
         name, command, rest = super().resolve_command(ctx, args)
-        if command is not None and name in COMMANDS:
-            module = importlib.import_module(f"moetool.cli.commands.{COMMANDS[name][0]}")
+        if command is not None and name in known:
+            module = importlib.import_module(f"moetool.cli.commands.{known[name][0]}")
             command = module.build(name, rest)
         return name, command, rest
 

@@ -21,7 +21,7 @@ _INCIDENTAL = {"device", "memory", "disk"}
 
 
 class Stage(ABC, Generic[OptionsT, SourceT]):
-    """One step from a checkpoint to a checkpoint. A file of `stages/` that defines a subclass adds a stage.
+    """One step from a checkpoint to a checkpoint. A file beside others that defines a subclass adds one.
 
     Attributes:
         name, summary: for the command line and the manifest.

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import AliasChoices
 from pydantic.fields import FieldInfo
 
-from moetool.cli.app import COMMANDS
+from moetool.cli.app import commands
 from moetool.cli.commands.stage import CHOICES
 from moetool.stages import stages
 
@@ -22,6 +22,7 @@ Every option of every command. This page is generated from the commands (`make d
 `moetool COMMAND --help` shows the same, and with `--method NAME` the options of that method. In a preset
 (`--preset FILE.yaml`) an option is written with `_` for `-` and without the dashes.
 """
+COMMANDS = commands()
 STAGES = [name for name, (module, _) in COMMANDS.items() if module == "stage"]
 
 Row = tuple[str, str, str, str]

@@ -1,32 +1,76 @@
-"""docs/adding.md: every section's one file is put where it says, and its commands run on tiny models.
+"""docs/adding*.md: the files of every section are put where they say, and its commands run on tiny models.
 
 Files are put into directories beside the package's own, which the package then looks into as well.
 """
 
 import contextlib
 import importlib
+import os
+import re
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pages import ADDING, ROOT, Block, blocks, commands, smaller
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moetool.architectures import architectures, find_architecture
 from moetool.architectures.dense import dense_architectures
 from moetool.calibration.streaming import StreamedModel
 from moetool.calibration.sweep import Sweep
+from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
+from moetool.format.kinds import kinds
 from moetool.representations import parse_representation, representations
 from moetool.runtime.quiet import quiet
 from moetool.stages import stages
 from moetool.upcycle.targets import targets
 
-DENSE, FAMILY, TARGET, REPRESENTATION, METHOD = SHOWN = [block for block in blocks(ADDING) if block.file]
+
+@dataclass(frozen=True)
+class Example:
+    """What a section adds, and what it shows of it.
+
+    Attributes:
+        title: of the section.
+        files: that it adds.
+        shown: the words of its commands.
+        before: files of the sections before it on its page.
+    """
+
+    title: str
+    files: tuple[Block, ...]
+    shown: tuple[tuple[str, ...], ...]
+    before: tuple[Block, ...]
+
+    @property
+    def directories(self) -> set[str]:
+        return {str(Path(block.file).parent) for block in self.files}
+
+
+def examples(page: str) -> Iterator[Example]:
+    """The sections of a page that have files."""
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    starts = [number for number, line in enumerate(lines, start=1) if re.match("##? [A-Z]", line)]
+    before: tuple[Block, ...] = ()
+    for start, end in pairwise([*starts, len(lines) + 1]):
+        inside = [block for block in blocks(page) if start < block.line < end]
+        if files := tuple(block for block in inside if block.file):
+            shown = [words for block in inside if block.language == "console" for words in commands(block)]
+            yield Example(lines[start - 1].lstrip("# "), files, tuple(map(tuple, shown)), before)
+            before += files
+
+
+EXAMPLES = [example for page in ADDING for example in examples(page)]
+DENSE, FAMILY, TARGET, REPRESENTATION, METHOD, KIND, STAGE = EXAMPLES
 SIZES: dict[str, Any] = {
     "vocab_size": 288,
     "hidden_size": 64,
@@ -49,6 +93,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "JetBrains/Mellum2-12B-A2.5B-Base": ("mellum", {**WINDOWS, "num_experts": 8, "moe_intermediate_size": 48}),
     "QWEN3_WITH_WINDOWS": ("qwen3", {**WINDOWS, "use_sliding_window": True}),
     "meta-llama/Llama-3.2-3B": ("llama", {}),
+    "RUN_A": ("mixtral", {"num_local_experts": 4}),
+    "RUN_B": ("mixtral", {"num_local_experts": 4}),
 }
 
 
@@ -78,12 +124,12 @@ def added(root: Path, files: Sequence[Block]) -> Iterator[None]:
 def forget() -> None:
     """What was found in directories before."""
     importlib.invalidate_caches()
-    for found in (architectures, dense_architectures, targets, representations, stages):
+    for found in (architectures, dense_architectures, targets, representations, kinds, stages):
         found.cache_clear()
 
 
 class Section:
-    """Runs the commands under a file of the page, with this file and those before it in their places."""
+    """Runs the commands of an example, with its files and those before them in their places."""
 
     def __init__(self, run_cli: Callable[..., Any], save_model: Callable[..., Path], root: Path) -> None:
         self._run_cli, self._save_model, self.root = run_cli, save_model, root
@@ -94,21 +140,25 @@ class Section:
         if not path.exists():
             model_type, more = MODELS[name]
             with quiet(), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
+                torch.manual_seed(list(MODELS).index(name))
                 model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SIZES, **more}))
             self._save_model(model, path)
         return path
 
-    def run(self, file: Block) -> list[Any]:
-        """What the commands under a file print with `--json`."""
-        return [self.call(*words[1:]) for words in shown_under(file)]
+    def run(self, example: Example) -> list[Any]:
+        """What its commands print with `--json`."""
+        return [self.call(*words[1:]) for words in example.shown]
 
     def call(self, *shown: str) -> Any:
-        words = [str(self.model(word)) if word in MODELS else word for word in smaller(list(shown))]
-        with contextlib.chdir(self.root):
-            result = self._run_cli(*words, "--json")
+        result = self.ends(*shown, "--json")
         assert result.code == 0, f"{' '.join(shown)}\n{result.stderr}"
         return result.json
+
+    def ends(self, *shown: str) -> Any:
+        """How a command ends."""
+        words = [str(self.model(word)) if word in MODELS else word for word in smaller(list(shown))]
+        with contextlib.chdir(self.root):
+            return self._run_cli(*words)
 
     def logits(self, path: Path) -> torch.Tensor:
         with quiet(), torch.no_grad():
@@ -129,47 +179,47 @@ def streamed_logits(path: Path, scratch: Path) -> torch.Tensor:
         return model.head(TOKENS, sweep.hidden(model.layer_count).read(0, sweep.count))
 
 
-def shown_under(file: Block) -> list[list[str]]:
-    """The words of the commands between a file of the page and the next."""
-    later = [block.line for block in SHOWN if block.line > file.line]
-    end = min(later, default=10**9)
-    between = [block for block in blocks(ADDING) if block.language == "console" and file.line < block.line < end]
-    return [words for block in between for words in commands(block)]
-
-
 @pytest.fixture
 def section(run_cli: Any, save_model: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Section]:
-    """With the file that the test is about, and those before it."""
-    file: Block = request.param
-    if file in (FAMILY, TARGET):
+    """With the files that the test is about, and those before them."""
+    example: Example = request.param
+    if example in (FAMILY, TARGET):
         pytest.importorskip("transformers.models.mellum")
     (tmp_path / "my-text.txt").write_text(request.getfixturevalue("tiny_text").read_text(encoding="utf-8")[:300])
     (tmp_path / "instructions.jsonl").symlink_to(request.getfixturevalue("instructions"))
-    with added(tmp_path / "files", SHOWN[: SHOWN.index(file) + 1]):
+    with added(tmp_path / "files", [*example.before, *example.files]):
         yield Section(run_cli, save_model, tmp_path)
 
 
-def about(file: Block) -> Any:
-    return pytest.mark.parametrize("section", [file], indirect=True, ids=[file.file])
+def about(example: Example) -> Any:
+    return pytest.mark.parametrize("section", [example], indirect=True, ids=[example.title])
 
 
-def test_every_section_is_one_new_file() -> None:
-    text = (ROOT / ADDING).read_text(encoding="utf-8")
-    titles = [part.splitlines()[0] for part in text.split("\n## ")[1:] if "\n```python" in part]
-    assert len(titles) == len(SHOWN) == len({block.file for block in SHOWN})
-    assert not any((ROOT / block.file).exists() for block in SHOWN)
-    assert all(shown_under(block) for block in SHOWN)
+def test_all_that_is_added_is_new_files() -> None:
+    """The table: of every example its new files, their directories, and no file of the package among them."""
+    row = re.compile(r"\| \[(.*)\]\((.*)\) \| (\d) \| (.*) \| (\d) \|")
+    table = [row.fullmatch(line) for line in (ROOT / ADDING[0]).read_text(encoding="utf-8").splitlines()]
+    stated = [found.groups() for found in table if found]
+    assert len(stated) == len(EXAMPLES)
+    for (title, target, new, directories, changed), example in zip(stated, EXAMPLES, strict=True):
+        known = [block.file for block in example.files if (ROOT / block.file).exists()]
+        assert (int(new), int(changed)) == (len({block.file for block in example.files}), len(known)), title
+        assert {f"moetool/{name}" for name in re.findall("`(.*?)`", directories)} == example.directories, title
+        assert title == example.title or target.endswith(".md"), title
+        assert example.shown, title
 
 
 def test_nothing_is_left_of_them(tmp_path: Path) -> None:
     def known() -> list[set[str]]:
         named = ({family.name for family in found()} for found in (architectures, dense_architectures))
-        return [*named, set(targets()), set(representations()), set(stages())]
+        return [*named, set(targets()), set(representations()), set(kinds()), set(stages())]
 
     before = known()
-    with added(tmp_path, [DENSE, REPRESENTATION, METHOD]):
+    added_here = [block for example in (DENSE, REPRESENTATION, METHOD, KIND, STAGE) for block in example.files]
+    with added(tmp_path, added_here):
         more = [inside - outside for inside, outside in zip(known(), before, strict=True)]
-        assert more == [set(), {"StableLM"}, set(), {"kronecker"}, {"kronecker"}]
+        made = {"kronecker", "mov", "average-experts"}
+        assert more == [set(), {"StableLM"}, set(), {"kronecker"}, {"vector_experts"}, made]
     assert known() == before
 
 
@@ -233,3 +283,88 @@ def test_a_method(section: Section) -> None:
     root = section.root
     torch.testing.assert_close(section.logits(root / "tuned"), section.logits(root / "exported"), rtol=1e-4, atol=1e-4)
     assert not torch.equal(section.logits(root / "tuned"), section.logits(root / "adapted"))
+
+
+@about(KIND)
+def test_a_custom_kind(section: Section) -> None:
+    upcycled, tuned, found, verified = section.run(KIND)
+    layers, experts, hidden = SIZES["num_hidden_layers"], 4, SIZES["hidden_size"]
+    assert upcycled["proof"]["relative_logit_error"] < 1e-5
+    assert upcycled["parameters"]["added"] == tuned["trained_parameters"] == layers * 2 * experts * hidden
+    assert found["architecture"] == "Llama, vectors as experts (MoV)"
+    assert (found["moe_layers"], found["experts"], found["intermediate_size"]) == (layers, experts, 128)
+    assert verified["stages"] == ["tune", "mov"]
+    refused = section.ends(
+        "compress", "tuned", "x", "--method", "d2moe", "--ratio", "0.4", "--calibration", "my-text.txt"
+    )
+    assert refused.code == 3
+    assert "experts are vectors" in refused.stderr
+
+    # As trained, and with vectors so large that an error in any of them is seen.
+    file = section.root / "tuned" / "model.safetensors"
+    trained = load_file(file)
+    drawn = {name: torch.randn(one.shape) for name, one in trained.items() if name.endswith(".vectors")}
+    assert len(drawn) == layers
+    for weights in (trained, {**trained, **drawn}):
+        save_file(weights, file, {"format": "pt"})
+        expected = scaled_logits(section.model("meta-llama/Llama-3.2-3B"), weights)
+        torch.testing.assert_close(section.logits(section.root / "tuned"), expected, rtol=1e-4, atol=1e-4)
+
+
+def scaled_logits(path: Path, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of a Llama whose feed-forward networks' outputs are scaled as MoV does it."""
+    with quiet(), torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        for index, layer in enumerate(model.model.layers):
+            gate, vectors = (weights[f"model.layers.{index}.mlp.{name}"].float() for name in ("gate.weight", "vectors"))
+
+            def scale(_: Any, inputs: Any, made: Any, gate: Any = gate, vectors: Any = vectors) -> torch.Tensor:
+                shares = (inputs[0] @ gate.T).softmax(-1)
+                return made * (1 + torch.einsum("...e,eh->...h", shares, vectors))
+
+            layer.mlp.register_forward_hook(scale)
+        return model(input_ids=TOKENS, use_cache=False).logits
+
+
+@about(STAGE)
+def test_a_stage(section: Section) -> None:
+    planned, made, again, verified = section.run(STAGE)
+    assert planned["averaged"] == made["averaged"] == 2
+    assert planned["output_bytes"] == made["bytes_after"]
+    assert again["status"] == "finished"
+    assert verified["stages"] == ["average-experts"]
+    one, other, mean = (
+        Checkpoint.open(path) for path in (section.model("RUN_A"), section.model("RUN_B"), section.root / "mean")
+    )
+    for name in mean.tensors:
+        parts = [one.read(name), *([other.read(name)] if ".experts." in name else [])]
+        torch.testing.assert_close(mean.read(name), torch.stack(parts).mean(0), msg=name)
+
+
+@about(STAGE)
+def test_a_stage_is_found_by_its_file(section: Section) -> None:
+    shown = section.ends("--help").stdout
+    assert re.search(r"average-experts +Average the experts of checkpoints", shown)
+    assert "average-experts" in {row["method"] for row in section.call("list")["methods"]}
+    assert "Did you mean average-experts?" in section.ends("average-expert", "a", "b").stderr
+    assert section.ends("average-experts", "RUN_A", "x").code == 2
+
+
+@about(STAGE)
+def test_a_stage_goes_on_where_it_was_stopped(section: Section, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["average-experts", "RUN_A", "mean", "--other", "RUN_B", "--shard-size", "20KB"]
+    read: list[int] = []
+
+    def stopped(self: ExpertReader, layer: int, *arguments: Any) -> torch.Tensor:
+        read.append(layer)
+        if len(read) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return dense(self, layer, *arguments)
+
+    dense = ExpertReader.dense
+    monkeypatch.setattr(ExpertReader, "dense", stopped)
+    assert section.ends(*words).code == 75
+    assert set(read) == {0}
+    read[:] = [-1]
+    assert section.ends(*words, "--resume").code == 0
+    assert set(read) == {-1, 1}

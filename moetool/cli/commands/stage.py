@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moetool.cli.app import COMMANDS
+from moetool.cli.app import commands
 from moetool.cli.display import Display, print_fields, print_json
 from moetool.cli.generate import build_options, make_command, with_options
 from moetool.cli.presets import preset_method, preset_options
@@ -86,7 +86,7 @@ def build(name: str, arguments: list[str]) -> Any:
         for field in stages()[method].options_type.model_fields:
             elsewhere.setdefault("--" + field.replace("_", "-"), []).append(method)
     places = {option: f"--{CHOICES[name][0]} {' or '.join(those)}" for option, those in elsewhere.items()}
-    return make_command(name, with_options(command, stage.options_type, *more), COMMANDS[name][1], places)
+    return make_command(name, with_options(command, stage.options_type, *more), commands()[name][1], places)
 
 
 def _method(arguments: list[str], option: str, known: list[str], default: str) -> str:
