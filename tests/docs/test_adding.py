@@ -3,6 +3,7 @@
 Files are put into directories beside the package's own, which the package then looks into as well.
 """
 
+import ast
 import contextlib
 import importlib
 import os
@@ -207,6 +208,17 @@ def test_all_that_is_added_is_new_files() -> None:
         assert {f"moetool/{name}" for name in re.findall("`(.*?)`", directories)} == example.directories, title
         assert title == example.title or target.endswith(".md"), title
         assert example.shown, title
+
+
+def test_what_is_added_keeps_to_the_floors() -> None:
+    house = runpy.run_path(str(ROOT / "tests" / "test_house.py"))
+    room, floor = house["room"], house["floor"]
+    for block in (block for example in EXAMPLES for block in example.files):
+        here = room(block.file.replace("/", "."))
+        nodes = (node for node in ast.walk(ast.parse("\n".join(block.lines))) if isinstance(node, ast.ImportFrom))
+        there = {room(node.module) for node in nodes if node.module and node.module.startswith("moetool.")}
+        assert there, block.file
+        assert {other for other in there if other != here and floor(other) >= floor(here)} == set(), block.file
 
 
 def test_nothing_is_left_of_them(tmp_path: Path) -> None:
