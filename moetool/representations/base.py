@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moetool.representations.measured import NOTHING, Measured
+from moetool.representations.operand import Products
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ class Weight(nn.Module, ABC):
     @abstractmethod
     def dense(self) -> Tensor:
         """The matrix `[out, in]` in fp32 or better."""
+
+    @abstractmethod
+    def products(self) -> Products:
+        """The same as stored matrices that inputs are multiplied with."""
 
 
 class Representation(ABC):

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from moetool.representations.base import KeepsWide, Representation, Stored, Weight
 from moetool.representations.measured import NOTHING, Measured
+from moetool.representations.operand import Operand, Products
 
 BLOCK = 64  # numbers that share an absmax in NF4
 _CHUNK = 1 << 18  # bytes unpacked at a time
@@ -130,9 +131,15 @@ class NF4Weight(_FormatWeight):
         values.view(-1, BLOCK).mul_(absmax[:, None])
         return values[:numbers].view(self.shape)
 
+    def products(self) -> Products:
+        return ((Operand("nf4", self.shape, self.codes, self.absmax, bits=4, group=BLOCK),),)
+
 
 class Int8Weight(_FormatWeight):
     """Run-time form of `Int8`."""
 
     def dense(self) -> Tensor:
         return self.codes.float() * self.absmax.float()[:, None] * _BY_127
+
+    def products(self) -> Products:
+        return ((Operand("int8", self.shape, self.codes, self.absmax, bits=8, group=self.shape[1]),),)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
 from moetool.representations.measured import NOTHING, Measured
+from moetool.representations.operand import Products, numbers
 from moetool.representations.quantized import Quantized
 
 
@@ -52,3 +53,6 @@ class DenseWeight(Weight):
 
     def dense(self) -> Tensor:
         return self.matrix
+
+    def products(self) -> Products:
+        return ((numbers(self.matrix),),)

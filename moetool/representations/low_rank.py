@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
 from moetool.representations.measured import NOTHING, Measured, cut
+from moetool.representations.operand import Products, factors
 from moetool.representations.quantized_low_rank import QuantizedLowRank
 
 
@@ -80,6 +81,9 @@ class LowRankWeight(Weight):
         if not self.rank:
             return torch.zeros(self.shape)
         return self.u.float() @ self.v.float()
+
+    def products(self) -> Products:
+        return (factors(self.u, self.v),) if self.rank else ()
 
 
 def break_even_rank(shape: tuple[int, int]) -> int:

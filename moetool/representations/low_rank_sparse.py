@@ -10,6 +10,7 @@ from torch import Tensor
 from moetool.representations.base import Representation, Stored, Weight, counted
 from moetool.representations.low_rank import LowRank
 from moetool.representations.measured import NOTHING, Measured
+from moetool.representations.operand import Products
 from moetool.representations.sparse import MagnitudeSparse, Sparse
 
 _RESIDUALS: dict[str, type[Sparse] | type[MagnitudeSparse]] = {
@@ -103,3 +104,7 @@ class LowRankSparseWeight(Weight):
     def dense(self) -> Tensor:
         factors, residual = self._parts
         return factors.dense() + residual.dense()
+
+    def products(self) -> Products:
+        factors, residual = self._parts
+        return factors.products() + residual.products()

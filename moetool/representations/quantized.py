@@ -15,6 +15,7 @@ from moetool.numerics.packing import pack, packed_size, unpack
 from moetool.numerics.quantization import BITS, dequantize, quantize
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
 from moetool.representations.measured import NOTHING, Measured
+from moetool.representations.operand import Operand, Products
 
 ROW = "row"  # how a spec says that a whole row shares one scale
 
@@ -119,6 +120,14 @@ class QuantizedWeight(Weight):
 
     def dense(self) -> Tensor:
         return self.dequantize(torch.promote_types(self.scales.dtype, torch.float32))
+
+    def operand(self, *, transposed: bool = False) -> Operand:
+        """The matrix as it lies in memory."""
+        group = self.shape[1] // max(1, self.scales.shape[1])
+        return Operand("codes", self.shape, self.codes, self.scales, self.bits, group, transposed)
+
+    def products(self) -> Products:
+        return ((self.operand(),),)
 
 
 def parse_quantization(bits: str, group: str) -> tuple[int, int]:

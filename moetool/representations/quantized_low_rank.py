@@ -10,6 +10,7 @@ from torch import Tensor
 from moetool.numerics.factorize import balancing_powers, refit, unit_columns
 from moetool.representations.base import Representation, Stored, Weight
 from moetool.representations.measured import NOTHING, Measured, cut
+from moetool.representations.operand import Products
 from moetool.representations.quantized import (
     ROW,
     Quantized,
@@ -151,3 +152,6 @@ class QuantizedLowRankWeight(Weight):
 
     def dense(self) -> Tensor:
         return self.u.dense().T @ self.v.dense() if self.rank else torch.zeros(self.shape)
+
+    def products(self) -> Products:
+        return ((self.v.operand(), self.u.operand(transposed=True)),) if self.rank else ()

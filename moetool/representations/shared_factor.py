@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
 from moetool.representations.measured import NOTHING, Measured, cut
+from moetool.representations.operand import Products, factors
 
 
 @dataclass(frozen=True)
@@ -106,3 +107,6 @@ class SharedFactorWeight(Weight):
 
     def dense(self) -> Tensor:
         return self._factor("u").float() @ self._factor("v").float()
+
+    def products(self) -> Products:
+        return (factors(self._factor("u"), self._factor("v")),)

@@ -15,6 +15,7 @@ from moetool.numerics.sampling import sample, scatter
 from moetool.numerics.sparse_product import sparse_linear
 from moetool.representations.base import Representation, Stored, Weight, counted, empty_parameter
 from moetool.representations.measured import NOTHING, Measured
+from moetool.representations.operand import Operand, Products
 
 _SEEDS = 1 << 64
 
@@ -176,6 +177,9 @@ class ScatteredWeight(Weight):
 
     def dense(self) -> Tensor:
         return self.scatter(torch.promote_types(self.values.dtype, torch.float32))
+
+    def products(self) -> Products:
+        return ((Operand("sparse", self.shape, self.values, self.indices()),),)
 
 
 class SparseWeight(ScatteredWeight):

@@ -1,0 +1,120 @@
+// Stored matrices, and what is read of them: vectors of 16 columns where bytes serve whole rows, any piece of a row else.
+//
+// Codes lie in planes (moetool/numerics/packing.py): byte i of a plane holds the codes i, i + L, i + 2 L, … of the
+// flattened matrix, L being the bytes of the plane. Where the rows can be cut into as many equal stripes as a byte holds
+// codes, one byte serves that many rows in the same column, so that they share its load and the load of x.
+#pragma once
+#include <algorithm>
+#include "vectors.h"
+
+// As moetool/runtime/kernels/table.py numbers them.
+enum Form : int64_t { NONE, F32, BF16, F16, CODES1, CODES2, CODES3, CODES4, CODES8, NF4, INT8, SPARSE };
+
+struct Operand {            // one stored matrix [rows, columns]
+  int64_t form, rows, columns, group, transposed;  // transposed: y = x M instead of y = x Mᵀ
+  const uint8_t* data;      // numbers or codes; of a sparse matrix its values
+  const uint8_t* scales;    // [rows, columns / group]; of a sparse matrix the positions [count] int32, ascending
+  int64_t numbers;          // the form of scales, or of the values of a sparse matrix
+  const float* levels;      // 16 of them: what codes stand for, repeated where there are fewer
+  int64_t count;            // values of a sparse matrix
+};
+struct Term { Operand first, last; };    // y += last · (first · x), or first alone
+struct Expert { Term terms[2]; };
+
+static inline float number(const uint8_t* p, int64_t form, long i) {
+  if (form == F32) { float v; memcpy(&v, p + 4 * i, 4); return v; }
+  uint16_t h; memcpy(&h, p + 2 * i, 2);
+  if (form == BF16) { uint32_t u = (uint32_t)h << 16; float v; memcpy(&v, &u, 4); return v; }
+  _Float16 f; memcpy(&f, &h, 2); return (float)f;
+}
+static inline float scale(const Operand& m, long row, long column) {
+  const float s = number(m.scales, m.numbers, row * (m.columns / m.group) + column / m.group);
+  return m.form == INT8 ? s / 127 : s;
+}
+constexpr int bits(Form f) { return f == CODES1 ? 1 : f == CODES2 ? 2 : f == CODES3 ? 3 : f == CODES4 ? 4 : f == CODES8 ? 8 : 0; }
+constexpr bool coded(Form f) { return bits(f) || f == INT8; }
+// Rows that one byte serves in what `decode` makes of it, and bytes that are decoded beside each other: four rows.
+constexpr int served(Form f) { return f == CODES4 ? 2 : bits(f) && f != CODES8 ? 4 : 1; }
+
+static bool aligned(const Operand& m) {
+  if (m.form == NF4 || m.form == SPARSE || m.columns % W) return false;
+  if (m.form >= CODES1 && m.group % W) return false;
+  long stripes = m.form == CODES2 ? 4 : m.form == CODES4 ? 2 : m.form == CODES1 || m.form == CODES3 ? 8 : 1;
+  return m.rows % stripes == 0;
+}
+// How many times `decode` is called for all rows, and which row its j-th vector belongs to.
+template <Form F> static inline long calls(const Operand& m) { return m.rows / served(F); }
+template <Form F> static inline long row_of(const Operand& m, long q, int j) {
+  if (F == CODES1) return q / 2 + (4 * (q % 2) + j) * (m.rows / 8);
+  if (F == CODES3) return q / 2 + (2 * j + q % 2) * (m.rows / 8);
+  return q + j * (m.rows / served(F));
+}
+// 16 columns from `column` on of the rows row_of(q, 0…), unscaled.
+template <Form F> static inline void decode(const Operand& m, vf levels, long q, long column, vf* out) {
+  const long n = m.columns;
+  if (F == F32) { out[0] = load((const float*)m.data + q * n + column); return; }
+  if (F == BF16) { out[0] = (vf)((vu)shorts((const uint16_t*)m.data + q * n + column) << 16); return; }
+  if (F == F16) { out[0] = halves((const uint16_t*)m.data + q * n + column); return; }
+  if (F == CODES8 || F == INT8) {
+    vi code = bytes(m.data + q * n + column);
+    code = F == INT8 ? ((code ^ 128) - 128) : code - 127;
+    out[0] = __builtin_convertvector(code, vf);
+    return;
+  }
+  if (F == CODES3) {
+    const long eighth = m.rows / 8;
+    vi two = bytes(m.data + (q / 2 + (q % 2) * eighth) * n + column);
+    vi one = bytes(m.data + (m.rows / 4 + q / 2) * n + column) >> (int)(q % 2);
+    for (int j = 0; j < 4; j++) out[j] = lookup(levels, ((two >> (2 * j)) & 3) | (((one >> (2 * j)) & 1) << 2));
+    return;
+  }
+  vi code = bytes(m.data + (F == CODES1 ? q / 2 : q) * n + column);
+  if (F == CODES1) code = code >> (int)(4 * (q % 2));
+  for (int j = 0; j < served(F); j++) out[j] = lookup(levels, code >> (j * bits(F)));
+}
+constexpr long TILE = 64;
+// Any piece of a row of any form, scaled.
+static void unpack(const Operand& m, long row, long column, long length, float* out) {
+  const long first = row * m.columns + column, all = m.rows * m.columns;
+  if (m.form <= F16) {
+    for (long i = 0; i < length; i++) out[i] = number(m.data, m.form, first + i);
+    return;
+  }
+  if (m.form == NF4) {
+    for (long i = 0; i < length; i++) {
+      const long f = first + i;
+      const int code = f % 2 ? m.data[f / 2] & 15 : m.data[f / 2] >> 4;
+      out[i] = m.levels[code] * number(m.scales, m.numbers, f / m.group);
+    }
+    return;
+  }
+  if (m.form == INT8 || m.form == CODES8) {
+    for (long i = 0; i < length; i++) out[i] = m.form == INT8 ? (int8_t)m.data[first + i] : m.data[first + i] - 127;
+  } else {
+    uint8_t codes[TILE];
+    for (long start = 0; start < length; start += TILE) {
+      const long part = std::min(TILE, length - start);
+      const uint8_t* plane = m.data;
+      int low = 0;
+      std::fill(codes, codes + part, 0);
+      for (int width : {4, 2, 1}) {
+        const int own = m.form == CODES1 ? 1 : m.form == CODES2 ? 2 : m.form == CODES3 ? 3 : 4;
+        if (!(own & width)) continue;
+        const long size = (all * width + 7) / 8;
+        for (long done = 0; done < part;) {
+          const long f = first + start + done, stripe = f / size, at = f % size, n = std::min(part - done, size - at);
+          for (long i = 0; i < n; i++)
+            codes[done + i] |= ((plane[at + i] >> (stripe * width)) & ((1 << width) - 1)) << low;
+          done += n;
+        }
+        plane += size;
+        low += width;
+      }
+      for (long i = 0; i < part; i++) out[start + i] = m.levels[codes[i]];
+    }
+  }
+  for (long i = 0; i < length;) {
+    const long end = std::min(length, i + m.group - (column + i) % m.group);
+    for (const float s = scale(m, row, column + i); i < end; i++) out[i] *= s;
+  }
+}

@@ -1,0 +1,69 @@
+// Vectors of 16 numbers, in the instructions that the compiler was told of; plain loops elsewhere.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint32_t vu __attribute__((vector_size(64)));
+constexpr long W = 16;
+
+static inline vf load(const float* p) { vf v; memcpy(&v, p, sizeof v); return v; }
+static inline void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
+static inline float total(vf v) {
+  for (int half = W / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) v[i] += v[i + half];
+  return v[0];
+}
+
+static inline vi bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+  union { __m256i half[2]; vi whole; } both;
+  both.half[0] = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+  both.half[1] = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)));
+  return both.whole;
+#else
+  vi v; for (int i = 0; i < W; i++) v[i] = p[i]; return v;
+#endif
+}
+static inline vi shorts(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+  union { __m256i half[2]; vi whole; } both;
+  both.half[0] = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+  both.half[1] = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + 8)));
+  return both.whole;
+#else
+  vi v; for (int i = 0; i < W; i++) v[i] = p[i]; return v;
+#endif
+}
+// table[index & 15]
+static inline vf lookup(vf table, vi index) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_permutexvar_ps((__m512i)index, (__m512)table);
+#elif defined(__AVX2__)
+  union { __m256 half[2]; vf whole; } levels, found; union { __m256i half[2]; vi whole; } at;
+  levels.whole = table; at.whole = index;
+  for (int h = 0; h < 2; h++) {
+    __m256 low = _mm256_permutevar8x32_ps(levels.half[0], at.half[h]);
+    __m256 high = _mm256_permutevar8x32_ps(levels.half[1], at.half[h]);
+    found.half[h] = _mm256_blendv_ps(low, high, (__m256)_mm256_slli_epi32(at.half[h], 28));
+  }
+  return found.whole;
+#else
+  vf v; for (int i = 0; i < W; i++) v[i] = table[index[i] & 15]; return v;
+#endif
+}
+static inline vf halves(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#else
+  vf v; for (int i = 0; i < W; i++) { _Float16 h; memcpy(&h, p + i, 2); v[i] = (float)h; } return v;
+#endif
+}
