@@ -1,0 +1,152 @@
+"""How experts on a shared base run where no gradients are wanted: on kernels that read matrices as they are stored.
+
+Few tokens: every token finds its own experts' matrices by number; nothing waits for what was chosen, and nothing is
+written but activations. Many: they are sorted by expert, and its matrices are unpacked, base and delta in one, a part at
+a time; low-rank deltas stay products beside those of the base, which meets every token once.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from moetool.architectures import Role
+from moetool.representations.operand import Products
+from moetool.runtime.kernels.products import is_packed, linear, routed
+from moetool.runtime.kernels.table import Table
+from moetool.runtime.modules.fused import activated
+
+_FEW = 8  # tokens per expert up to which decoding while multiplying is faster than unpacking once
+
+
+@dataclass(frozen=True)
+class RoleMatrices:
+    """The matrices of a layer's experts in one role.
+
+    Attributes:
+        table: of every routed expert its own, or its delta.
+        base: what deltas are to, `[out, in]` or without pruned channels, a table of one; None where there is no base.
+        uses_base: [experts, 1] fp32, 1 for deltas and 0 for whole matrices.
+        bias: [experts, out], if they have some.
+    """
+
+    table: Table
+    base: Table | None
+    uses_base: Tensor
+    bias: Tensor | None
+
+
+class KernelExperts:
+    """The routed experts of one layer, as they lay in memory when this was made."""
+
+    def __init__(
+        self,
+        roles: Mapping[Role, RoleMatrices],
+        act_fn: Callable[[Tensor], Tensor],
+        channels: Tensor | None = None,
+        base_down: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """`channels` [kept] are those that a pruned base still has; `base_down`, `[tokens, intermediate]` → `[tokens,
+        hidden]`, takes the place of the product with the down base where that is more than a product."""
+        self.roles, self._act_fn, self._channels, self._base_down = roles, act_fn, channels, base_down
+        self._experts = len(roles["down"].table.products)
+
+    def is_current(self) -> bool:
+        """Whether all tensors are where they were."""
+        return all(
+            table is None or table.is_current() for own in self.roles.values() for table in (own.table, own.base)
+        )
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`, in the dtype of `hidden`. Numbers of
+        experts that are not here count as nothing."""
+        few = chosen.numel() <= _FEW * min(self._experts, chosen.numel())
+        weights = weights.float().masked_fill((chosen < 0) | (chosen >= self._experts), 0).reshape(-1, 1)
+        return (self._few if few else self._many)(hidden, chosen, weights).to(hidden.dtype)
+
+    def _few(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        tokens, k = chosen.shape
+        pairs = chosen.reshape(-1)
+        safe = pairs.clamp(0, self._experts - 1)
+        each, values = hidden.float().repeat_interleave(k, 0), []
+        for _, own in self._entering():
+            value = routed(own.table, pairs, each)
+            if own.base is not None:
+                value += self._base(own.base, hidden).repeat_interleave(k, 0) * own.uses_base[safe]
+            values.append(value if own.bias is None else value + own.bias[safe])
+        activation = activated(self._act_fn, values) * weights
+        down = self.roles["down"]
+        output = routed(down.table, pairs, activation)
+        if down.bias is not None:
+            output += down.bias[safe] * weights
+        output = output.view(tokens, k, -1).sum(1)
+        if down.base is not None:
+            summed = (activation * down.uses_base[safe]).view(tokens, k, -1).sum(1)
+            output += self._down(down.base, summed.to(hidden.dtype))
+        return output
+
+    def _many(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        k = chosen.shape[1]
+        ordered, order = chosen.reshape(-1).sort(stable=True)
+        ends = torch.searchsorted(ordered, torch.arange(self._experts + 1, device=ordered.device)).tolist()
+        down = self.roles["down"]
+        output = hidden.new_zeros(len(hidden), down.table.shape[0], dtype=torch.float32)
+        summed = hidden.new_zeros(len(hidden), down.table.shape[1], dtype=torch.float32)
+        bases: dict[Role, Tensor] = {}
+        for expert, (start, end) in enumerate(pairwise(ends)):
+            if start == end:
+                continue
+            rows, share = order[start:end] // k, weights[order[start:end]]
+            given, values = hidden[rows], []
+            for role, own in self._entering():
+                whole = self._whole(own, expert)
+                value = linear(whole or own.table.products[expert], given, own.table.shape[0])
+                if not whole and own.base is not None and own.uses_base[expert]:
+                    if role not in bases:
+                        bases[role] = self._base(own.base, hidden).to(hidden.dtype)
+                    value = value + bases[role][rows]
+                values.append(value if own.bias is None else value + own.bias[expert])
+            activation = (activated(self._act_fn, values) * share).to(hidden.dtype)
+            whole = self._whole(down, expert)
+            value = linear(whole or down.table.products[expert], activation, down.table.shape[0])
+            if not whole and down.base is not None and down.uses_base[expert]:
+                summed.index_add_(0, rows, activation.float())
+            output.index_add_(0, rows, value.float() if down.bias is None else value + share * down.bias[expert])
+        if down.base is not None and bool(summed.any()):
+            output += self._down(down.base, summed.to(hidden.dtype))
+        return output
+
+    def _entering(self) -> Iterator[tuple[Role, RoleMatrices]]:
+        return ((role, own) for role, own in self.roles.items() if role != "down")
+
+    def _whole(self, own: RoleMatrices, expert: int) -> Products:
+        """A delta and its base in one, if the delta is written out anyway; else nothing."""
+        delta = own.table.products[expert]
+        if own.base is None or not own.uses_base[expert] or not is_packed(delta):
+            return ()
+        if self._channels is not None or (self._base_down is not None and own is self.roles["down"]):
+            return ()
+        return delta + own.base.products[0]
+
+    def _base(self, base: Table, hidden: Tensor) -> Tensor:
+        """The product with a base that meets the input, for all channels: `[tokens, intermediate]` fp32."""
+        values = _times(base, hidden)
+        if self._channels is None:
+            return values
+        channels = self.roles["down"].table.shape[1]
+        return values.new_zeros(len(values), channels).index_copy_(1, self._channels, values)
+
+    def _down(self, base: Table, activations: Tensor) -> Tensor:
+        """The product with the down base: `[tokens, hidden]`."""
+        if self._base_down is not None:
+            return self._base_down(activations)
+        return _times(base, activations if self._channels is None else activations[:, self._channels])
+
+
+def _times(table: Table, inputs: Tensor) -> Tensor:
+    """Inputs times the only matrix of a table: `[tokens, in]` → `[tokens, out]` fp32."""
+    if len(inputs) <= _FEW and is_packed(table.products[0]):
+        return routed(table, torch.zeros(len(inputs), dtype=torch.int64), inputs)
+    return linear(table.products[0], inputs, table.shape[0]).float()
