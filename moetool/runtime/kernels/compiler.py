@@ -20,29 +20,9 @@ _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-m
 _VARIANTS = (("-march=native", "-fopenmp"), ("-march=native",), ())  # the first that compiles and loads is taken
 
 
-class KernelProblem(Exception):
-    """Why there are no compiled kernels, in a sentence."""
-
-
 @cache
-def library() -> ctypes.CDLL:
-    """The compiled kernels.
-
-    Raises:
-        KernelProblem: there is no compiler, or it fails; asked again, it says the same without another try.
-    """
-    problem = _unavailable()
-    if problem:
-        raise KernelProblem(problem)
-    return _LOADED[0]
-
-
-_LOADED: list[ctypes.CDLL] = []
-
-
-@cache
-def _unavailable() -> str:
-    """Compile and load; why that did not work, or nothing."""
+def problem() -> str:
+    """Why there are no compiled kernels here, in a sentence; nothing if there are. Compiles them when asked first."""
     if os.environ.get("MOETOOL_KERNELS", "").lower() in {"0", "off", "no"}:
         return "MOETOOL_KERNELS=off is set"
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
@@ -53,17 +33,39 @@ def _unavailable() -> str:
         try:
             _LOADED.append(ctypes.CDLL(str(_compiled(compiler, flags))))
         except (OSError, subprocess.SubprocessError) as error:
-            output = getattr(error, "stderr", None) or str(error)
-            said = said or " ".join(output.split())[:200]
+            said = said or " ".join((getattr(error, "stderr", None) or str(error)).split())[:200]
         else:
             return ""
     return f"{compiler} cannot compile or load them: {said}"
 
 
+def library() -> ctypes.CDLL:
+    """The compiled kernels.
+
+    Raises:
+        RuntimeError: there are none, see `problem`.
+    """
+    if reason := problem():
+        raise RuntimeError(f"moetool has no kernels: {reason}.")
+    return _LOADED[0]
+
+
+_LOADED: list[ctypes.CDLL] = []
+
+
 def _compiled(compiler: str, flags: tuple[str, ...]) -> Path:
     """The library's file, made if the cache does not have it."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_SECONDS, check=True)
-    made_from = "\0".join([*(source.read_text() for source in _SOURCES), version.stdout, *_FLAGS, *flags, platform.machine(), _processor()])
+    made_from = "\0".join(
+        [
+            *(source.read_text() for source in _SOURCES),
+            version.stdout,
+            *_FLAGS,
+            *flags,
+            platform.machine(),
+            _processor(),
+        ]
+    )
     folder = _writable(cache_directory())
     file = folder / f"routed-{hashlib.sha256(made_from.encode()).hexdigest()[:20]}.so"
     if file.exists():

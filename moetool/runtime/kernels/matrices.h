@@ -27,8 +27,8 @@ static inline float number(const uint8_t* p, int64_t form, long i) {
   if (form == BF16) { uint32_t u = (uint32_t)h << 16; float v; memcpy(&v, &u, 4); return v; }
   _Float16 f; memcpy(&f, &h, 2); return (float)f;
 }
-static inline float scale(const Operand& m, long row, long column) {
-  const float s = number(m.scales, m.numbers, row * (m.columns / m.group) + column / m.group);
+static inline float scale(const Operand& m, long index) {
+  const float s = number(m.scales, m.numbers, index);
   return m.form == INT8 ? s / 127 : s;
 }
 constexpr int bits(Form f) { return f == CODES1 ? 1 : f == CODES2 ? 2 : f == CODES3 ? 3 : f == CODES4 ? 4 : f == CODES8 ? 8 : 0; }
@@ -71,6 +71,20 @@ template <Form F> static inline void decode(const Operand& m, vf levels, long q,
   vi code = bytes(m.data + (F == CODES1 ? q / 2 : q) * n + column);
   if (F == CODES1) code = code >> (int)(4 * (q % 2));
   for (int j = 0; j < served(F); j++) out[j] = lookup(levels, code >> (j * bits(F)));
+}
+// The same of one row.
+template <Form F> static inline vf decode_row(const Operand& m, vf levels, long row, long column) {
+  if (served(F) == 1) {
+    vf out;
+    decode<F>(m, levels, row, column, &out);
+    return out;
+  }
+  const long n = m.columns, stripe = F == CODES4 ? m.rows / 2 : m.rows / 4, eighth = m.rows / 8;
+  if (F == CODES1) return lookup(levels, bytes(m.data + row % eighth * n + column) >> (int)(row / eighth));
+  vi code = bytes(m.data + row % stripe * n + column) >> (int)(row / stripe * (F == CODES3 ? 2 : bits(F)));
+  if (F == CODES3)
+    code = (code & 3) | ((bytes(m.data + (stripe + row % eighth) * n + column) >> (int)(row / eighth)) & 1) << 2;
+  return lookup(levels, code);
 }
 constexpr long TILE = 64;
 // Any piece of a row of any form, scaled.
@@ -115,6 +129,6 @@ static void unpack(const Operand& m, long row, long column, long length, float* 
   }
   for (long i = 0; i < length;) {
     const long end = std::min(length, i + m.group - (column + i) % m.group);
-    for (const float s = scale(m, row, column + i); i < end; i++) out[i] *= s;
+    for (const float s = scale(m, (first + i) / m.group); i < end; i++) out[i] *= s;
   }
 }

@@ -50,9 +50,8 @@ def linear(products: Products, inputs: Tensor, out_features: int) -> Tensor:
     if is_packed(products):
         output = _unpacked_linear(singles, inputs)
         singles = []
-    for chain in ([single] for single in singles):
-        output = _add(output, _chain(chain, inputs))
-    for chain in (chain for chain in products if len(chain) > 1):
+    chains = [(single,) for single in singles] + [chain for chain in products if len(chain) > 1]
+    for chain in chains:
         output = _add(output, _chain(chain, inputs))
     return inputs.new_zeros(len(inputs), out_features) if output is None else output
 

@@ -12,12 +12,13 @@ constexpr int TOKENS = 4;
 struct Batch { int tokens; const float* x[TOKENS]; float* y[TOKENS]; };
 
 // y[row] += M[row] · x for B calls of `decode` from q on, all groups.
-template <Form F, int N, int B> static inline void dot(const Operand& m, long q, const Batch& batch) {
+template <Form F, int N, int B> static inline void dot(const Operand m, long q, const Batch& batch) {
   constexpr int P = served(F);
   const vf levels = bits(F) && F != CODES8 ? load(m.levels) : vf{};
-  const long group = coded(F) ? m.group : m.columns;
+  const long group = coded(F) ? m.group : m.columns, groups = m.columns / group;
   vf sums[B][P][N] = {};
-  for (long start = 0; start < m.columns; start += group) {
+  for (long g = 0; g < groups; g++) {
+    const long start = g * group;
     vf part[B][P][N] = {};
     for (long i = start; i < start + group; i += W) {
       vf x[N];
@@ -31,7 +32,7 @@ template <Form F, int N, int B> static inline void dot(const Operand& m, long q,
     }
     for (int b = 0; b < B; b++)
       for (int j = 0; j < P; j++) {
-        const float s = coded(F) ? scale(m, row_of<F>(m, q + b, j), start) : 1;
+        const float s = coded(F) ? scale(m, row_of<F>(m, q + b, j) * groups + g) : 1;
         for (int n = 0; n < N; n++) sums[b][j][n] += part[b][j][n] * s;
       }
   }
@@ -47,13 +48,14 @@ template <Form F, int N> static void dots(const Operand& m, long begin, long end
 }
 // The same where bytes do not serve whole rows: `begin` and `end` are rows.
 static void unaligned_dots(const Operand& m, long begin, long end, const Batch& batch) {
-  std::vector<float> row(m.columns);
+  std::vector<vf> memory(m.columns / W + 1);
+  float* row = (float*)memory.data();
   for (long r = begin; r < end; r++) {
-    unpack(m, r, 0, m.columns, row.data());
+    unpack(m, r, 0, m.columns, row);
     for (int n = 0; n < batch.tokens; n++) {
       vf sum = {};
       long i = 0;
-      for (; i + W <= m.columns; i += W) sum += load(row.data() + i) * load(batch.x[n] + i);
+      for (; i + W <= m.columns; i += W) sum += load(row + i) * load(batch.x[n] + i);
       float rest = total(sum);
       for (; i < m.columns; i++) rest += row[i] * batch.x[n][i];
       batch.y[n][r] += rest;
@@ -61,17 +63,19 @@ static void unaligned_dots(const Operand& m, long begin, long end, const Batch& 
   }
 }
 // y[columns begin to end] += Σ over rows x[row] · M[row, column].
-template <Form F, int N> static void mix(const Operand& m, long begin, long end, const Batch& batch) {
+template <Form F, int N> static void mix(const Operand m, long begin, long end, const Batch& batch) {
   constexpr int P = served(F);
   const vf levels = bits(F) && F != CODES8 ? load(m.levels) : vf{};
+  const long groups = coded(F) ? m.columns / m.group : 0;
   for (long c = begin; c < end; c += W) {
+    const long g = coded(F) ? c / m.group : 0;
     vf sums[N] = {};
     for (long q = 0; q < calls<F>(m); q++) {
       vf w[P];
       decode<F>(m, levels, q, c, w);
       for (int j = 0; j < P; j++) {
         const long row = row_of<F>(m, q, j);
-        const float s = coded(F) ? scale(m, row, c) : 1;
+        const float s = coded(F) ? scale(m, row * groups + g) : 1;
         for (int n = 0; n < N; n++) sums[n] += w[j] * (s * batch.x[n][row]);
       }
     }
@@ -190,28 +194,13 @@ extern "C" void moetool_routed(const Expert* table, long count, const int64_t* e
 
 // --------------------------------------------------------------------------------------------------------- unpacking
 // row += M[r], scaled; `row` has as many numbers as M has columns.
-template <Form F> static void add_row(const Operand& m, long r, float* row) {
-  constexpr int P = served(F);
+template <Form F> static void add_row(const Operand m, long r, float* row) {
   const vf levels = bits(F) && F != CODES8 ? load(m.levels) : vf{};
-  long q = r, j = 0;  // the call of `decode` that makes the row, and its place in it
-  if (F == CODES1 || F == CODES3) {
-    const long eighth = m.rows / 8, k = r / eighth;
-    q = 2 * (r % eighth) + (F == CODES1 ? k / 4 : k % 2);
-    j = F == CODES1 ? k % 4 : k / 2;
-  } else if (P > 1) {
-    q = r % (m.rows / P);
-    j = r / (m.rows / P);
-  }
-  const long group = coded(F) ? m.group : m.columns;
-  for (long start = 0; start < m.columns; start += group) {
-    const float s = coded(F) ? scale(m, r, start) : 1;
-    for (long i = start; i < start + group; i += W) {
-      vf w[P];
-      decode<F>(m, levels, q, i, w);
-      vf own = w[0];
-      for (int k = 1; k < P; k++) own = j == k ? w[k] : own;
-      store(row + i, load(row + i) + own * s);
-    }
+  const long group = coded(F) ? m.group : m.columns, groups = m.columns / group;
+  for (long g = 0; g < groups; g++) {
+    const float s = coded(F) ? scale(m, r * groups + g) : 1;
+    for (long i = g * group; i < (g + 1) * group; i += W)
+      store(row + i, load(row + i) + decode_row<F>(m, levels, r, i) * s);
   }
 }
 static void add_row(const Operand& m, long r, float* row, float* spare) {
@@ -239,18 +228,45 @@ static void add_row(const Operand& m, long r, float* row, float* spare) {
     case INT8: return add_row<INT8>(m, r, row);
   }
 }
+// `row` has room for whole vectors.
 static void round_row(const float* row, long columns, int64_t form, uint8_t* out) {
   if (form == F32) { memcpy(out, row, 4 * columns); return; }
-  if (form == F16) {
-    for (long i = 0; i < columns; i++) { _Float16 h = (_Float16)row[i]; memcpy(out + 2 * i, &h, 2); }
-    return;
+  for (long i = 0; i < columns; i += W) {
+    uint16_t last[W];
+    uint16_t* p = i + W <= columns ? (uint16_t*)out + i : last;
+    form == BF16 ? store_bf16(p, load(row + i)) : store_f16(p, load(row + i));
+    if (p == last) memcpy((uint16_t*)out + i, last, 2 * (columns - i));
   }
-  for (long i = 0; i < columns; i++) {  // to the nearest, ties to even
-    uint32_t u;
-    memcpy(&u, row + i, 4);
-    const uint16_t h = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-    memcpy(out + 2 * i, &h, 2);
+}
+// What is asked for most often, in one go: codes, and a base in bf16 if there is one, into bf16.
+// The operands are copies: nothing that is written can be part of them, so that what is the same for all of a row is
+// computed once.
+template <Form F, bool BASE> static void fused_row(const Operand m, const Operand* base, long r, uint16_t* out) {
+  const vf levels = bits(F) && F != CODES8 ? load(m.levels) : vf{};
+  const long groups = m.columns / m.group;
+  const uint16_t* beside = BASE ? (const uint16_t*)base->data + r * m.columns : nullptr;
+  for (long g = 0; g < groups; g++) {
+    const float s = scale(m, r * groups + g);
+    for (long i = g * m.group; i < (g + 1) * m.group; i += W) {
+      const vf w = decode_row<F>(m, levels, r, i) * s;
+      store_bf16(out + i, BASE ? w + (vf)((vu)shorts(beside + i) << 16) : w);
+    }
   }
+}
+template <Form F> static void fused_row(const Operand& m, const Operand* base, long r, uint16_t* out) {
+  base ? fused_row<F, true>(m, base, r, out) : fused_row<F, false>(m, base, r, out);
+}
+static bool fused_row(const Operand* matrices, long count, long r, uint16_t* out) {
+  if (count > 2 || !aligned(matrices[0]) || (count == 2 && matrices[1].form != BF16)) return false;
+  const Operand* base = count == 2 ? matrices + 1 : nullptr;
+  switch (matrices[0].form) {
+    case CODES1: fused_row<CODES1>(matrices[0], base, r, out); return true;
+    case CODES2: fused_row<CODES2>(matrices[0], base, r, out); return true;
+    case CODES3: fused_row<CODES3>(matrices[0], base, r, out); return true;
+    case CODES4: fused_row<CODES4>(matrices[0], base, r, out); return true;
+    case CODES8: fused_row<CODES8>(matrices[0], base, r, out); return true;
+  }
+  return false;
 }
 // out [end - begin, columns] = the rows `begin` to `end` of the sum of matrices [rows, columns], in the form `numbers`.
 extern "C" void moetool_unpack(const Operand* matrices, long count, long begin, long end, uint8_t* out, int64_t numbers,
@@ -258,12 +274,15 @@ extern "C" void moetool_unpack(const Operand* matrices, long count, long begin, 
   const long columns = matrices[0].columns;
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> row(columns), spare(columns);
+    std::vector<vf> row_memory(columns / W + 1), spare_memory(columns / W + 1);  // vectors lie where they are fast
+    float *row = (float*)row_memory.data(), *spare = (float*)spare_memory.data();
 #pragma omp for schedule(dynamic, 16)
     for (long r = begin; r < end; r++) {
-      std::fill(row.begin(), row.end(), 0.f);
-      for (long i = 0; i < count; i++) add_row(matrices[i], r, row.data(), spare.data());
-      round_row(row.data(), columns, numbers, out + (r - begin) * columns * (numbers == F32 ? 4 : 2));
+      uint8_t* target = out + (r - begin) * columns * (numbers == F32 ? 4 : 2);
+      if (numbers == BF16 && fused_row(matrices, count, r, (uint16_t*)target)) continue;
+      std::fill(row, row + columns, 0.f);
+      for (long i = 0; i < count; i++) add_row(matrices[i], r, row, spare);
+      round_row(row, columns, numbers, target);
     }
   }
 }

@@ -85,7 +85,9 @@ def operand_row(operand: Operand) -> list[int]:
         data.data_ptr(),
         0 if scales is None else scales.data_ptr(),
         NUMBERS[values.dtype],
-        0 if operand.kind not in ("codes", "nf4") or operand.bits == 8 else _levels(operand.kind, operand.bits).data_ptr(),
+        0
+        if operand.kind not in ("codes", "nf4") or operand.bits == 8
+        else _levels(operand.kind, operand.bits).data_ptr(),
         data.numel(),
     ]
 

@@ -67,3 +67,25 @@ static inline vf halves(const uint16_t* p) {
   vf v; for (int i = 0; i < W; i++) { _Float16 h; memcpy(&h, p + i, 2); v[i] = (float)h; } return v;
 #endif
 }
+// 16 numbers rounded to the nearest bf16 or fp16, ties to even.
+static inline void store_bf16(uint16_t* p, vf v) {
+#if defined(__AVX512BF16__)
+  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
+  memcpy(p, &rounded, sizeof rounded);
+#else
+  const vu u = (vu)v;
+  const vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)rounded));
+#else
+  for (int i = 0; i < W; i++) p[i] = (uint16_t)rounded[i];
+#endif
+#endif
+}
+static inline void store_f16(uint16_t* p, vf v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < W; i++) { const _Float16 h = (_Float16)v[i]; memcpy(p + i, &h, 2); }
+#endif
+}

@@ -18,7 +18,10 @@ from moetool.architectures import Role
 from moetool.architectures.base import fused_name
 from moetool.format.layout import LayerLayout
 from moetool.representations.base import Weight, empty_parameter
+from moetool.representations.operand import Products, numbers
+from moetool.runtime.kernels.table import Table
 from moetool.runtime.modules.fused import activated, entering
+from moetool.runtime.modules.inference import KernelExperts, Kernels, RoleMatrices, numbered, run_by_number
 from moetool.runtime.modules.networks import dropout_of
 from moetool.runtime.modules.offloading import below, loaded
 from moetool.runtime.modules.rows import add_rows
@@ -81,6 +84,12 @@ class SharedBaseExperts(nn.Module):
             for role, representation in layout.compact_bases()
         }:
             self.moetool["base"] = nn.ModuleDict(bases)
+        self._kernels = Kernels()
+        self._number = numbered(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._number = numbered(self)  # a copy is another module
 
     def delta(self, expert: int, role: Role) -> Weight:
         """The stored form of one matrix."""
@@ -177,8 +186,54 @@ class SharedBaseExperts(nn.Module):
         For the backward nothing is kept of an expert with a base: its activations follow from those of the base, which
         are kept once per token, and its delta, and are computed again, expert by expert.
         """
+        if torch.is_grad_enabled() or not self._may_run_on_kernels():
+            return self.eager(hidden_states, top_k_index, top_k_weights)
+        if torch.compiler.is_compiling():
+            return run_by_number(hidden_states, top_k_index, top_k_weights, self._number)
+        return self.infer(hidden_states, top_k_index, top_k_weights)
+
+    def _may_run_on_kernels(self) -> bool:
+        """Unless transformers was told to have experts run one after the other."""
+        return getattr(self.config, "_experts_implementation", None) != "eager"
+
+    def infer(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The same without gradients: on kernels where there are some for what is stored, and where it is."""
+        if (kernels := self._kernels.of(self)) is not None:
+            return kernels.forward(hidden_states, top_k_index, top_k_weights)
+        return self.eager(hidden_states, top_k_index, top_k_weights)
+
+    def eager(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The same in plain torch, one expert after the other."""
         with loaded(*self._shared()):
             return self._forward(hidden_states, top_k_index, top_k_weights)
+
+    def on_kernels(self) -> KernelExperts:
+        """The experts as kernels see them now.
+
+        Raises:
+            UnsupportedMatrixError: some matrix is nothing for them, or elsewhere.
+        """
+        shape, holders = self.layout.shape, list(self.modules())
+        roles = {}
+        for role in shape.roles:
+            weights, matrix = self.layout.weights[role], shape.matrix(role)
+            products: list[Products] = [
+                ((numbers(self._native(expert, role)),),) if weights is None else self.delta(expert, role).products()
+                for expert in range(shape.experts)
+            ]
+            base = None
+            if weights is not None:
+                whole = self.layout.has_dense_base(role)
+                stored: Products = ((numbers(self._native(0, role)),),) if whole else self._compact(role).products()
+                base = Table([stored], self.layout.base_shape(role), ())
+            uses = torch.tensor([[float(self._uses_base(expert, role))] for expert in range(shape.experts)])
+            biases = [self._biases(expert)[role] for expert in range(shape.experts) if role in shape.biases]
+            bias = torch.stack(biases) if biases else None
+            roles[role] = RoleMatrices(Table(products, matrix, holders), base, uses, bias)
+            holders = []  # what one table has looked at, the others need not
+        dynamic = bool(self.layout.dynamic_channels)
+        channels = self.base_channels.long() if self.layout.is_pruned else None  # type: ignore[operator]
+        return KernelExperts(roles, self.act_fn, channels, self._base_down if dynamic else None)
 
     def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         tokens, top_k = top_k_index.shape

@@ -1,21 +1,25 @@
 """How experts on a shared base run where no gradients are wanted: on kernels that read matrices as they are stored.
 
 Few tokens: every token finds its own experts' matrices by number; nothing waits for what was chosen, and nothing is
-written but activations. Many: they are sorted by expert, and its matrices are unpacked, base and delta in one, a part at
-a time; low-rank deltas stay products beside those of the base, which meets every token once.
+written but activations. Many: they are sorted by expert, and its matrices are unpacked, base and delta in one, a part
+at a time; low-rank deltas stay products beside those of the base, which meets every token once.
 """
 
+import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moetool.architectures import Role
 from moetool.representations.operand import Products
+from moetool.runtime.kernels.compiler import problem
 from moetool.runtime.kernels.products import is_packed, linear, routed
-from moetool.runtime.kernels.table import Table
+from moetool.runtime.kernels.table import Table, UnsupportedMatrixError
 from moetool.runtime.modules.fused import activated
 
 _FEW = 8  # tokens per expert up to which decoding while multiplying is faster than unpacking once
@@ -147,6 +151,71 @@ class KernelExperts:
 
 def _times(table: Table, inputs: Tensor) -> Tensor:
     """Inputs times the only matrix of a table: `[tokens, in]` → `[tokens, out]` fp32."""
-    if len(inputs) <= _FEW and is_packed(table.products[0]):
+    if len(inputs) <= (_FEW if is_packed(table.products[0]) else _FEW // 2):
         return routed(table, torch.zeros(len(inputs), dtype=torch.int64), inputs)
     return linear(table.products[0], inputs, table.shape[0]).float()
+
+
+class HasKernelForm(Protocol):
+    """A module that kernels can run."""
+
+    down_proj: nn.Parameter
+
+    def on_kernels(self) -> KernelExperts: ...
+    def infer(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor: ...
+
+
+class Kernels:
+    """The kernel form of one module, made when it is needed first and whenever tensors were replaced. Copies and files
+    of the module begin with none: it is made of addresses."""
+
+    def __init__(self) -> None:
+        self._made: KernelExperts | None = None
+        self._refused: tuple[int, torch.dtype, torch.device] | None = None
+
+    def of(self, module: HasKernelForm) -> KernelExperts | None:
+        """That of `module`, or None if kernels cannot run it: then its eager form has to."""
+        if self._made is not None and self._made.is_current():
+            return self._made
+        self._made = None
+        tensor = module.down_proj
+        if self._refused == (state := (tensor.data_ptr(), tensor.dtype, tensor.device)) or problem():
+            return None
+        with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
+            try:
+                self._made = module.on_kernels()
+            except UnsupportedMatrixError:
+                self._refused = state
+        return self._made
+
+    def __deepcopy__(self, _: Any) -> "Kernels":
+        return Kernels()
+
+    def __reduce__(self) -> Any:
+        return Kernels, ()
+
+
+# Compiled graphs take tensors and numbers, not modules, and a kernel is one step of theirs: what it chooses by, where
+# tensors lie and how many tokens an expert gets, is for the moment at which it runs.
+_MODULES: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+def numbered(module: nn.Module) -> int:
+    """A number by which `run_by_number` finds this module as long as it lives."""
+    number = next(_NUMBERS)
+    _MODULES[number] = module
+    return number
+
+
+@torch.library.custom_op("moetool::experts", mutates_args=())
+def run_by_number(hidden: Tensor, chosen: Tensor, weights: Tensor, number: int) -> Tensor:
+    """`infer` of a module."""
+    module: Any = _MODULES[number]
+    output: Tensor = module.infer(hidden, chosen, weights)
+    return output
+
+
+@run_by_number.register_fake
+def _(hidden: Tensor, chosen: Tensor, weights: Tensor, number: int) -> Tensor:
+    return torch.empty_like(hidden)
