@@ -17,7 +17,7 @@ from typing import Any
 from moetool.checkpoint.source import first_line, local_path, looks_local
 from moetool.errors import InvalidInputError, UsageError, did_you_mean
 
-SUFFIXES = (".txt", ".jsonl", ".parquet")
+TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
 _BUILDERS = {".jsonl": "json", ".parquet": "parquet"}  # of `datasets`
 SEPARATOR = "\n\n"
 READ_CHARS = 1 << 20
@@ -94,11 +94,11 @@ def iter_text(spec: DataSpec) -> Iterator[str]:
     if path.is_dir():
         files = data_files(path)
         if not files:
-            raise InvalidInputError(f"The folder {path} has no {', '.join(SUFFIXES)} files.")
+            raise InvalidInputError(f"The folder {path} has no {', '.join(TEXT_SUFFIXES)} files.")
         yield from _separated(_file_text(file, spec.column) for file in files)
     elif path.exists():
         yield from _file_text(path, spec.column)
-    elif looks_local(spec.source) or path.suffix in SUFFIXES:
+    elif looks_local(spec.source) or path.suffix in TEXT_SUFFIXES:
         raise InvalidInputError(f"No such file or folder: {spec.source}.")
     else:
         yield from _separated([text] for text in _hub_documents(spec))
@@ -136,7 +136,7 @@ def data_files(path: Path) -> list[Path]:
     for directory, folders, names in os.walk(path, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         files = (Path(directory, name) for name in names if not name.startswith("."))
-        found += [file for file in files if file.suffix in SUFFIXES and file.is_file()]
+        found += [file for file in files if file.suffix in TEXT_SUFFIXES and file.is_file()]
     return sorted(found)
 
 
@@ -148,8 +148,8 @@ def _separated(texts: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 def _file_text(file: Path, column: str | None) -> Iterator[str]:
-    if file.suffix not in SUFFIXES:
-        raise InvalidInputError(f"Cannot tell what {file} is: its name should end in {', '.join(SUFFIXES)}.")
+    if file.suffix not in TEXT_SUFFIXES:
+        raise InvalidInputError(f"Cannot tell what {file} is: its name should end in {', '.join(TEXT_SUFFIXES)}.")
     if file.suffix != ".txt":
         yield from _separated([text] for text in _record_documents(file, column))
         return
@@ -185,7 +185,7 @@ def records(spec: DataSpec) -> Iterator[Mapping[str, Any]]:
                 # `datasets` takes names for patterns.
                 arguments = {"data_files": [glob.escape(str(file.absolute()))], "split": "train"}
                 yield from _rows(str(file), {"path": _BUILDERS[file.suffix], **arguments})
-    elif looks_local(spec.source) or path.suffix in SUFFIXES:
+    elif looks_local(spec.source) or path.suffix in TEXT_SUFFIXES:
         raise InvalidInputError(f"No such file or folder: {spec.source}.")
     else:
         yield from _rows(spec.source, {"path": spec.source, "name": spec.config, "split": spec.split or "train"})

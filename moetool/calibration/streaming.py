@@ -38,7 +38,7 @@ from moetool.runtime.modules.insertion import insert_modules
 from moetool.runtime.modules.simoe_mixing import weigh_equally
 from moetool.runtime.quiet import quiet
 
-REST = -1  # the block of everything that is not a decoder layer
+_REST = -1  # the block of everything that is not a decoder layer
 
 LayerCall = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -88,7 +88,7 @@ class StreamedModel:
         self._calls: dict[tuple[int, ...], list[LayerCall]] = {}  # how each layer is called, by batch size and length
         self._dtypes: dict[str, torch.dtype] = {}  # of each tensor in memory
         self._blocks = self._assign_blocks()
-        self._load_block(REST)
+        self._load_block(_REST)
         self._finish_rest()
 
     def _assign_blocks(self) -> dict[int, list[str]]:
@@ -116,7 +116,7 @@ class StreamedModel:
                 )
             covered.add(renamed)
             self._dtypes[name] = state[renamed].dtype
-            block = next((layer for prefix, layer in layers.items() if name.startswith(prefix)), REST)
+            block = next((layer for prefix, layer in layers.items() if name.startswith(prefix)), _REST)
             blocks[block].append(name)
         ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
         inside = [

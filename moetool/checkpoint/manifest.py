@@ -13,7 +13,7 @@ from moetool.checkpoint.reader import MANIFEST, read_object
 from moetool.errors import InvalidInputError
 from moetool.version import __version__
 
-FORMAT_VERSION = 3
+MANIFEST_VERSION = 3
 _WITH_PROVENANCE = 3  # the first format that has it apart; before, it stood among the statistics
 LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "datasets")
 
@@ -88,7 +88,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: int = FORMAT_VERSION
+    format_version: int = MANIFEST_VERSION
     moetool_version: str = __version__
     source: str
     source_fingerprint: str
@@ -146,9 +146,9 @@ def read_manifest(directory: Path) -> Manifest:
     file = directory / MANIFEST
     _, content = read_object(file, lambda: f"{directory} has no {MANIFEST}: moetool did not write this checkpoint.")
     written = content.get("format_version")
-    if isinstance(written, int) and written > FORMAT_VERSION:
+    if isinstance(written, int) and written > MANIFEST_VERSION:
         raise InvalidInputError(
-            f"{file} has format version {written}; this moetool reads up to {FORMAT_VERSION}. Upgrade moetool."
+            f"{file} has format version {written}; this moetool reads up to {MANIFEST_VERSION}. Upgrade moetool."
         )
     if isinstance(written, int) and written < _WITH_PROVENANCE and isinstance(content.get("statistics"), dict):
         hidden = {topic: content["statistics"].get(topic) for topic in Provenance.model_fields}

@@ -50,7 +50,7 @@ ConversionT = TypeVar("ConversionT", bound=ConversionOptions)
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredModel:
     """A result for which whatever it needs has been measured.
 
     Attributes:
@@ -114,7 +114,7 @@ class Conversion(Stage[ConversionT, DenseSource]):
         """The result as far as its headers go."""
 
     @abstractmethod
-    def converted(self, job: Job[DenseSource]) -> Measured:
+    def converted(self, job: Job[DenseSource]) -> MeasuredModel:
         """The result, and what was measured for it."""
 
     @abstractmethod

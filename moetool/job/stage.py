@@ -14,13 +14,13 @@ from moetool.job.plan import Plan
 from moetool.job.result import Sizes, Told
 from moetool.job.writing import original_bytes
 
-OptionsT = TypeVar("OptionsT", bound=RunOptions)
+StageOptionsT = TypeVar("StageOptionsT", bound=RunOptions)
 
 # Options that say where and how a job runs; the result does not depend on them.
 _INCIDENTAL = {"device", "memory", "disk"}
 
 
-class Stage(ABC, Generic[OptionsT, SourceT]):
+class Stage(ABC, Generic[StageOptionsT, SourceT]):
     """One step from a checkpoint to a checkpoint. A file beside others that defines a subclass adds one.
 
     Attributes:
@@ -40,7 +40,7 @@ class Stage(ABC, Generic[OptionsT, SourceT]):
     method_of: ClassVar[str | None] = None
     is_parallel: ClassVar[bool] = False
 
-    def __init__(self, source: SourceT, options: OptionsT) -> None:
+    def __init__(self, source: SourceT, options: StageOptionsT) -> None:
         self.source, self.options = source, fit_context(options, source.checkpoint.config)
 
     @abstractmethod

@@ -16,7 +16,7 @@ from moetool.checkpoint.files import save_tensors, write_json
 from moetool.checkpoint.manifest import DenseOrigin, Provenance
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.layers import parse_layers
-from moetool.convert.stage import Conversion, ConversionOptions, Measured
+from moetool.convert.stage import Conversion, ConversionOptions, MeasuredModel
 from moetool.convert.told import Activations, Proof
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.entry import custom_entry
@@ -35,7 +35,7 @@ from moetool.moefy.clusters import (
     clustered_order,
     flops,
 )
-from moetool.moefy.selector import Selector, expert_scores, needed_tokens, side_by_side, train_selector
+from moetool.moefy.selector import TrainedSelector, expert_scores, needed_tokens, side_by_side, train_selector
 from moetool.moefy.statistics import CHUNK, NeuronStatistics
 from moetool.numerics.seeding import generator
 
@@ -110,10 +110,10 @@ class Moefy(Conversion[MoefyOptions]):
     def planned(self) -> Moefied:
         return self._moefied(lambda layer: _NOTHING)
 
-    def converted(self, job: Job[DenseSource]) -> Measured:
+    def converted(self, job: Job[DenseSource]) -> MeasuredModel:
         facts = self._measure(job)
         found = {layer: _read_activations(_file(job, layer)) for layer in self._layers}
-        return Measured(self._moefied(lambda layer: _read_plan(_file(job, layer))), facts, found)
+        return MeasuredModel(self._moefied(lambda layer: _read_plan(_file(job, layer))), facts, found)
 
     def _moefied(self, layer_plan: Callable[[int], LayerPlan]) -> Moefied:
         options = self.options
@@ -305,7 +305,7 @@ def _read_activations(file: Path) -> Activations:
 
 
 def _mean_where_left_out(
-    statistics: NeuronStatistics, order: Tensor, selector: Selector, chosen: int, mean: Tensor
+    statistics: NeuronStatistics, order: Tensor, selector: TrainedSelector, chosen: int, mean: Tensor
 ) -> Tensor:
     """Mean activations `[intermediate]` over the sampled tokens whose selector leaves a neuron out; of neurons that are
     never left out, `mean`.
@@ -328,7 +328,7 @@ def _count_small(activations: Tensor) -> int:
     return int((activations.abs() <= SOFT_ZERO).sum())
 
 
-def _told(selector: Selector) -> dict[str, float]:
+def _told(selector: TrainedSelector) -> dict[str, float]:
     return {
         "captured": round(selector.captured, 6),
         "captured_by_oracle": round(selector.best, 6),

@@ -12,7 +12,7 @@ from pydantic import Field
 from moetool.architectures import Role
 from moetool.checkpoint.manifest import Provenance, Upcycling
 from moetool.convert.layers import parse_layers
-from moetool.convert.stage import Conversion, Measured
+from moetool.convert.stage import Conversion, MeasuredModel
 from moetool.convert.told import ConversionTold
 from moetool.errors import UsageError
 from moetool.format.kinds.moe import MoESpec, Shared
@@ -147,9 +147,9 @@ class Upcycle(Conversion[UpcycleOptions]):
         check_routing(self.options, self.copies)
         return self._upcycled(self.fresh())
 
-    def converted(self, job: Job[DenseSource]) -> Measured:
+    def converted(self, job: Job[DenseSource]) -> MeasuredModel:
         found = self.rows(job)
-        return Measured(self._upcycled(found.rows), found.calibration)
+        return MeasuredModel(self._upcycled(found.rows), found.calibration)
 
     def _upcycled(self, rows: Rows) -> Upcycled:
         return Upcycled(

@@ -15,7 +15,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import InParts, TensorSpec
 from moetool.convert.parts import REST, Made
 from moetool.errors import InvalidInputError
-from moetool.upcycle.upcycling import PROJECTIONS
+from moetool.upcycle.upcycling import QKV
 
 Parts = list[Callable[[], Iterator[Tensor]]]
 
@@ -80,7 +80,7 @@ class Unmerging:
                 return there[name].dtype, [partial(self._shifted, name)]
             return there[name].dtype, [partial(self._checkpoint.blocks, name)]
         if self._dense.joined_qkv and name.endswith(self._dense.joined_qkv):
-            apart = [name.replace("qkv_proj", projection) for projection in PROJECTIONS]
+            apart = [name.replace("qkv_proj", projection) for projection in QKV]
         elif "gate_up_proj" in name:
             apart = [name.replace("gate_up_proj", f"{role}_proj") for role in ("gate", "up")]
         else:

@@ -28,7 +28,7 @@ from moetool.upcycle.targets.qwen2_moe import IDLE_WIDTH
 # Of a shared expert's gate, whose sigmoid is to be one half. Exact zeros make NaNs in a popular GGUF runtime; these are
 # representable in every dtype, fp16 among them, and far too small to matter.
 _TINY = 2.0**-24
-PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+QKV = ("q_proj", "k_proj", "v_proj")
 # Entries of dense configs that mean nothing, or something else, in an MoE family; `auto_map` names code.
 _DROPPED = ("auto_map", "pretraining_tp", "mlp_bias", "attention_bias", "hidden_activation", "query_pre_attn_scalar",
             "layer_types", "use_sliding_window", "max_window_layers", "sliding_window", "use_bidirectional_attention",
@@ -150,7 +150,7 @@ class Upcycled(Converted):
         """Rows of queries, keys and values."""
         config, width = self.dense.config, self.dense.head_dim
         counts = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-        return [(projection, count * width) for projection, count in zip(PROJECTIONS, counts, strict=True)]
+        return [(projection, count * width) for projection, count in zip(QKV, counts, strict=True)]
 
     def _split_qkv(self, name: str) -> Iterator[Made]:
         info, start = self.dense.checkpoint.info(name), 0

@@ -11,7 +11,7 @@ from moetool.architectures import MoEShape, Role
 from moetool.calibration.collectors import LayerStatistics
 from moetool.compress.budget.items import Factors, Forms, Group, Item, Ladder, dropped, factors_of
 from moetool.compress.budget.spending import fit
-from moetool.compress.choices import Allocation, Share
+from moetool.compress.choices import Allocation, SharedFactor
 from moetool.compress.factors.files import FactorFile
 from moetool.errors import UsageError
 from moetool.format.layout import DENSE_BASE, LayerLayout
@@ -20,7 +20,7 @@ from moetool.representations import Representation
 from moetool.representations.low_rank import LowRank
 from moetool.representations.shared_factor import SharedU, SharedV
 
-_FACTORS: Mapping[Share, Factors] = {"none": LowRank, "v": SharedV, "u": SharedU}
+_FACTORS: Mapping[SharedFactor, Factors] = {"none": LowRank, "v": SharedV, "u": SharedU}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ class LayerSpectra:
 
 def build_groups(spectra: Sequence[LayerSpectra], shape: MoEShape, dtype: torch.dtype, multiple: int) -> list[Group]:
     """Two groups per layer: gate with up, and down. What experts share is the item of expert 0."""
-    ladders: dict[tuple[tuple[int, int], Share], Ladder] = {}  # its arrays are the same for all matrices of a shape
+    ladders: dict[
+        tuple[tuple[int, int], SharedFactor], Ladder
+    ] = {}  # its arrays are the same for all matrices of a shape
 
     def item(entry: LayerSpectra, role: Role, expert: int) -> Item:
         spectrum, energy = entry.factors.spectrum(role, expert)

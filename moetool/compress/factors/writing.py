@@ -12,7 +12,7 @@ from torch import Tensor
 from moetool.architectures import ROLES, Role
 from moetool.checkpoint.experts import ExpertReader
 from moetool.compress.base.layer_base import LayerBase, base_path
-from moetool.compress.choices import Allocation, Sensitivity, Share, Svd
+from moetool.compress.choices import Allocation, Sensitivity, SharedFactor, Svd
 from moetool.compress.delta import Deltas
 from moetool.compress.factors.files import FactorFile
 from moetool.compress.factors.ranking import (
@@ -53,7 +53,7 @@ class FactorOptions(RunOptions, CalibrationOptions):
     sensitivity: Sensitivity = Field(
         "channel", description="Weigh errors by what they cost in loss: by output channel, by matrix, or not at all."
     )
-    share: Share = Field(
+    share: SharedFactor = Field(
         "none", description="Let all experts of a layer share the factor V, or U, of their deltas (Appendix A.6)."
     )
     trim: int = Field(
@@ -72,7 +72,7 @@ class FactorOptions(RunOptions, CalibrationOptions):
         return self
 
 
-class Factored:
+class FactoredLayers:
     """Layers whose bases and factorisations lie in the work directory, to be cut to ranks and written."""
 
     def __init__(self, job: Job, dynamic_channels: int | Mapping[int, int], options: FactorOptions) -> None:
@@ -210,7 +210,7 @@ def base_tensors(
 
 
 def finish(
-    job: Job, factored: Factored, options: FactorOptions, method: str, calibration: CalibrationFacts | None
+    job: Job, factored: FactoredLayers, options: FactorOptions, method: str, calibration: CalibrationFacts | None
 ) -> RankedTold:
     """Choose ranks, write, and report."""
     missed = [f"layer {entry.layer} expert {expert}" for entry in factored.spectra for expert in unreached(entry)]

@@ -35,15 +35,11 @@ from moetool.job.stage import Stage, found_here
 BASE_GROUP = 128  # inputs that share a scale in a quantized base, where deltas have no groups
 
 
-class DersOptions(RunOptions, ExtendedOptions):
-    """Which base."""
-
-
-class DersQuantizeOptions(DersOptions, CodeOptions, CalibrationOptions):
+class DersQuantizeOptions(RunOptions, ExtendedOptions, CodeOptions, CalibrationOptions):
     """Which base, and the bits of a delta."""
 
 
-class DersSparsifyOptions(DersOptions, SparsityOptions):
+class DersSparsifyOptions(RunOptions, ExtendedOptions, SparsityOptions):
     """Which base, and which share of a delta is dropped."""
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moetool.convert.layers import parse_layers
 from moetool.convert.parts import Converted, Customized, Made
-from moetool.convert.stage import Conversion, Measured
+from moetool.convert.stage import Conversion, MeasuredModel
 from moetool.format.kinds.base import PLACEHOLDER, Shape
 from moetool.format.kinds.pesc import DOWN, ROUTER, UP, PescSpec
 from moetool.job.job import DenseSource, Job
@@ -53,10 +53,10 @@ class Pesc(Conversion[PescOptions]):
         check_routing(self.options, self._experts)
         return self._with_adapters(fresh_rows(self.options, self.dense, self._experts))
 
-    def converted(self, job: Job[DenseSource]) -> Measured:
+    def converted(self, job: Job[DenseSource]) -> MeasuredModel:
         fresh = fresh_rows(self.options, self.dense, self._experts)
         found = starting_rows(job, self.options, self._layers, fresh)
-        return Measured(self._with_adapters(found.rows), found.calibration)
+        return MeasuredModel(self._with_adapters(found.rows), found.calibration)
 
     def _with_adapters(self, rows: Rows) -> Converted:
         options = self.options

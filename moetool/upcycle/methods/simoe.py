@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moetool.checkpoint.writer import TensorSpec
 from moetool.convert.parts import REST, Customized, Made
-from moetool.convert.stage import Conversion, ConversionOptions, Measured
+from moetool.convert.stage import Conversion, ConversionOptions, MeasuredModel
 from moetool.format.kinds.base import PLACEHOLDER, Shape
 from moetool.format.kinds.simoe import DELTA, MASKS, MULTIPLIER, SimoeSpec
 from moetool.job.job import DenseSource, Job
@@ -48,8 +48,8 @@ class Simoe(Conversion[SimoeOptions]):
         )
         return Interpolated(dense=self.dense, dtype=self.new_dtype, seed=options.seed, spec=spec)
 
-    def converted(self, job: Job[DenseSource]) -> Measured:
-        return Measured(self.planned())
+    def converted(self, job: Job[DenseSource]) -> MeasuredModel:
+        return MeasuredModel(self.planned())
 
     def details(self) -> dict[str, Json]:
         dense, left = self.dense, 1 - self.options.sparsity
