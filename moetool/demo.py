@@ -5,13 +5,16 @@ The text is Python's own language reference, as `pydoc_data.topics` holds it. Ev
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from moetool.job.progress import Progress, phase
 from moetool.runtime.quiet import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VOCABULARY = 2048
 LENGTH = 128
@@ -75,7 +78,9 @@ def batches(tokens: Tensor, steps: int, seed: int) -> Iterator[Tensor]:
         yield tokens[starts + torch.arange(LENGTH)]
 
 
-def train(model: Any, tokens: Tensor, steps: int, rate: float, seed: int, progress: Progress, what: str) -> None:
+def train(
+    model: "PreTrainedModel", tokens: Tensor, steps: int, rate: float, seed: int, progress: Progress, what: str
+) -> None:
     """AdamW with a linear warm-up to `rate` and a linear way down to zero."""
     model.train()
     warmup = max(1, steps // 10)
@@ -131,7 +136,7 @@ def _tokens(tokenizer: Any, text: Path) -> Tensor:
     return torch.tensor(tokenizer(text.read_text(encoding="utf-8"), verbose=False)["input_ids"])
 
 
-def _save(model: Any, tokenizer: Any, path: Path) -> None:
+def _save(model: "PreTrainedModel", tokenizer: Any, path: Path) -> None:
     with quiet():
         model.to(torch.bfloat16).save_pretrained(path)
         tokenizer.save_pretrained(path)

@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from moetool.checkpoint.source import first_line, local_path, looks_local
 from moetool.errors import InvalidInputError, UsageError, did_you_mean
@@ -167,7 +166,7 @@ def _record_documents(file: Path, column: str | None) -> Iterator[str]:
     yield from _documents(records(DataSpec(str(file))), str(file), column)
 
 
-def records(spec: DataSpec) -> Iterator[Mapping[str, Any]]:
+def records(spec: DataSpec) -> Iterator[Mapping[str, object]]:
     """The records of one source: a `.jsonl` or `.parquet` file, a folder of them, or a hub data set.
 
     Raises:
@@ -196,7 +195,7 @@ def _hub_documents(spec: DataSpec) -> Iterator[str]:
     yield from _documents(_rows(spec.source, arguments), spec.source, spec.column)
 
 
-def _rows(source: str, arguments: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _rows(source: str, arguments: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
     """The records of a streamed data set."""
     import datasets
 
@@ -209,7 +208,7 @@ def _rows(source: str, arguments: Mapping[str, Any]) -> Iterator[Mapping[str, An
         ) from error
 
 
-def _documents(rows: Iterable[Mapping[str, Any]], source: str, column: str | None) -> Iterator[str]:
+def _documents(rows: Iterable[Mapping[str, object]], source: str, column: str | None) -> Iterator[str]:
     """The text of every record that has one."""
     for number, row in enumerate(rows, start=1):
         columns = (column,) if column else _text_columns(row)
@@ -223,7 +222,7 @@ def _documents(rows: Iterable[Mapping[str, Any]], source: str, column: str | Non
             yield "".join(text or "" for text in texts)
 
 
-def _text_columns(row: Mapping[str, Any]) -> Sequence[str]:
+def _text_columns(row: Mapping[str, object]) -> Sequence[str]:
     candidates = [("text",), ("content",), ("prompt", "completion"), ("messages",)]
     there = [names for names in candidates if all(name in row for name in names)]
     # In a file of mixed records each has every column, with nothing in those that are not its own.
@@ -231,7 +230,7 @@ def _text_columns(row: Mapping[str, Any]) -> Sequence[str]:
     return next(iter(filled or there), ())
 
 
-def _as_text(value: Any, where: str) -> str | None:
+def _as_text(value: object, where: str) -> str | None:
     """A string as it is, messages one per line, nothing as `None`."""
     if value is None or isinstance(value, str):
         return value

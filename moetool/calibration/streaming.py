@@ -40,7 +40,7 @@ from moetool.runtime.quiet import quiet
 
 _REST = -1  # the block of everything that is not a decoder layer
 
-LayerCall = tuple[tuple[Any, ...], dict[str, Any]]
+LayerCall = tuple[tuple[object, ...], dict[str, object]]
 
 
 class StreamedModel:
@@ -236,12 +236,12 @@ class StreamedModel:
 
     @contextmanager
     def _layers_replaced(
-        self, forward: Callable[[int, Tensor, tuple[Any, ...], dict[str, Any]], Tensor]
+        self, forward: Callable[[int, Tensor, tuple[object, ...], dict[str, object]], Tensor]
     ) -> Iterator[None]:
         """Let `forward` stand in for every decoder layer. An instance attribute wins over the class's method."""
 
         def bind(index: int) -> Callable[..., Any]:
-            def replaced(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            def replaced(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
                 output = forward(index, hidden_states, args, kwargs)
                 return (output,) if self.architecture.returns_tuple else output
 
@@ -261,7 +261,7 @@ class StreamedModel:
         calls: list[LayerCall] = []
         first: list[Tensor] = []
 
-        def record(index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        def record(index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, object]) -> Tensor:
             calls.append((args, kwargs))
             first.append(hidden)
             return hidden

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class Converted(ABC):
     seed: int
 
     @abstractmethod
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         """`config.json` of the result."""
 
     @abstractmethod
@@ -111,9 +111,9 @@ class Customized(Converted, Generic[SpecT]):
 
     spec: SpecT
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         entry = custom_entry(self.spec)
-        return patch_config(self.dense.checkpoint.config, quantization_config=entry, **self.dtype_entry())
+        return patch_config(self.dense.checkpoint.config, {"quantization_config": entry, **self.dtype_entry()})
 
     def units(self) -> list[tuple[int, list[Made]]]:
         return [(layer, list(self.unit(layer, names))) for layer, names in self.names().items()]

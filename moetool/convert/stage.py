@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -125,7 +125,7 @@ class Conversion(Stage[ConversionT, DenseSource]):
         """What the manifest keeps of the dense model, where there is a way back to it."""
         return Provenance()
 
-    def notes(self, config: dict[str, Any]) -> list[str]:
+    def notes(self, config: dict[str, object]) -> list[str]:
         """What a user of the result with this config has to know."""
         return []
 

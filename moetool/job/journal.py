@@ -26,7 +26,7 @@ class Unit:
     order: int
     files: dict[str, str] = field(default_factory=dict)
     has_spent_files: bool = False
-    told: dict[str, Any] = field(default_factory=dict)
+    told: dict[str, object] = field(default_factory=dict)
 
 
 class Journal:
@@ -86,7 +86,7 @@ class Journal:
         return unit in self.units and unit not in self.again
 
     def done(
-        self, unit: str, made: Mapping[str, str] = {}, spent: Iterable[str] = (), told: Mapping[str, Any] = {}
+        self, unit: str, made: Mapping[str, str] = {}, spent: Iterable[str] = (), told: Mapping[str, object] = {}
     ) -> None:
         """Note that a unit is done: the files that it `made` with their digests, those that it `spent`, which are not
         needed any more, and what it has to tell. Raises `ResourceError` if it cannot be written."""
@@ -96,7 +96,7 @@ class Journal:
         """Note that units are to be made again, and that gaps have been seen to."""
         self._append({"again": sorted(units)})
 
-    def _append(self, entry: dict[str, Any]) -> None:
+    def _append(self, entry: dict[str, object]) -> None:
         entry = {**entry, "number": self._next, "run": self._fingerprint}
         line = json.dumps({**entry, "check": _check(entry)}) + "\n"
         with storage_errors(self.path), self.path.open("a", encoding="ascii") as file:
@@ -109,7 +109,7 @@ class Journal:
         self._apply(entry)
 
 
-def _check(entry: Mapping[str, Any]) -> str:
+def _check(entry: Mapping[str, object]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(entry, sort_keys=True).encode())
 
 

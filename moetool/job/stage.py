@@ -72,12 +72,13 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         text = calibration_text(self.options)
         return found_here(spec.source for spec in parse_data(text)) if text else []
 
-    def recipe(self) -> dict[str, Any]:
+    def recipe(self) -> dict[str, object]:
         """The options that decide the result, for the manifest."""
         return {"stage": self.name, **self.options.model_dump(mode="json", exclude=_INCIDENTAL)}
 
 
-AnyStage: TypeAlias = Stage[Any, Any]  # of any options and source, which a kind of stage alone brings together
+# Of any options and source, which a kind of stage alone brings together.
+AnyStage: TypeAlias = Stage[Any, Any]
 
 
 def found_here(names: Iterable[str]) -> list[Path]:

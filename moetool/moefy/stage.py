@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -166,7 +166,7 @@ class Moefy(Conversion[MoefyOptions]):
         dtype = str(self.dense.dtype).removeprefix("torch.")
         return Provenance(moefied=DenseOrigin(source_config=self.dense.checkpoint.config, dtype=dtype))
 
-    def notes(self, config: dict[str, Any]) -> list[str]:
+    def notes(self, config: dict[str, object]) -> list[str]:
         return ["only transformers, after `import moetool`, runs a moefied model"]
 
     # What a text says.
@@ -220,7 +220,7 @@ class Moefy(Conversion[MoefyOptions]):
 
     def _scores(
         self, statistics: NeuronStatistics, tensors: Mapping[str, Tensor], mean: Tensor
-    ) -> tuple[Tensor, dict[str, Any]]:
+    ) -> tuple[Tensor, dict[str, float]]:
         """What every expert contributes to the sampled tokens, `[tokens, experts]`, and how sparse activations are."""
         order, parts, small, small_centred = tensors["order"].to(statistics.device), [], 0, 0
         for unordered in statistics.sampled_activations():
@@ -237,7 +237,7 @@ class Moefy(Conversion[MoefyOptions]):
 
     def _learn(
         self, index: int, statistics: NeuronStatistics, tensors: dict[str, Tensor], mean: Tensor, scores: Tensor
-    ) -> dict[str, Any]:
+    ) -> dict[str, float]:
         """Put experts side by side that belong together, train their selector, settle representative values."""
         options, experts = self.options, self.options.experts
         neighbours = side_by_side(scores, self._chosen)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ class LowRankSparseWeight(Weight):
             self._buffers.update(part._buffers)
             part._parameters, part._buffers = self._parameters, self._buffers
 
-    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+    def _load_from_state_dict(self, *arguments: object, **options: object) -> None:
         super()._load_from_state_dict(*arguments, **options)
         for part in self._parts:
             part.forget()

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -160,7 +160,7 @@ class ScatteredWeight(Weight):
     def forget(self) -> None:
         self._indices = None
 
-    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+    def _load_from_state_dict(self, *arguments: object, **options: object) -> None:
         self.forget()
         super()._load_from_state_dict(*arguments, **options)
 

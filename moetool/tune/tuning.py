@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from moetool.tune.options import TuneOptions
 from moetool.tune.told import Training
 from moetool.tune.trainer import MoETrainer, Reporter, keeps_apart, last_checkpoint, recompute_activations
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class Trained(NamedTuple):
     """What came of a training: what is worth telling, and the weights by their names in memory where the model that was
@@ -37,7 +40,11 @@ class Trained(NamedTuple):
 
 
 def train(
-    job: Job[Any], model: Any, options: TuneOptions, examples: Sequence[Example], held_out: Sequence[Example] | None
+    job: Job[Any],
+    model: "PreTrainedModel",
+    options: TuneOptions,
+    examples: Sequence[Example],
+    held_out: Sequence[Example] | None,
 ) -> Trained:
     """Train what requires gradients, or go on where an interrupted run stopped.
 
@@ -111,7 +118,7 @@ def train(
     return Trained(found, weights)
 
 
-def _constraint(model: Any, options: TuneOptions, steps: int) -> MaskConstraint | None:
+def _constraint(model: "PreTrainedModel", options: TuneOptions, steps: int) -> MaskConstraint | None:
     interpolation = interpolation_of(model)
     if interpolation is None or not interpolation.trains_masks:
         return None
@@ -119,7 +126,7 @@ def _constraint(model: Any, options: TuneOptions, steps: int) -> MaskConstraint 
     return MaskConstraint(model, interpolation.sparsity, options.multiplier_rate or 4 / steps, options.overlap)
 
 
-def _optimizers(model: Any, options: TuneOptions, steps: int) -> tuple[Any, Any]:
+def _optimizers(model: "PreTrainedModel", options: TuneOptions, steps: int) -> tuple[Any, Any]:
     """Optimizer and schedule: the Trainer's own, unless there are masks, whose rate is another and stays as it is."""
     if _constraint(model, options, steps) is None:
         return None, None

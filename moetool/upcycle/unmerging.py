@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,7 +127,7 @@ def _in_parts(dtype: torch.dtype, shape: tuple[int, ...], parts: Parts) -> InPar
     return InParts(dtype, shape, (block.to(dtype) for part in parts for block in part()))
 
 
-def dense_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def dense_config(config: Mapping[str, object]) -> dict[str, object] | None:
     """The config of the dense model beside an MoE model that moetool did not make, where its family has a dense sibling
     with the same layers; else `None`."""
     sibling = _SIBLINGS.get(str(config.get("model_type")))

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,16 +52,16 @@ class Upcycled(Converted):
     router: Callable[[int], Tensor]
     layouts: Mapping[int, LayerLayout] = field(default_factory=dict)
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         source = self.dense.checkpoint.config
-        entries = {**self.target.entries(self.dense, self.spec), **self.dtype_entry()}
+        entries: dict[str, object] = {**self.target.entries(self.dense, self.spec), **self.dtype_entry()}
         if self.layouts:
             spec = self.spec if self.target.architecture is None else None
             entries["quantization_config"] = format_entry(self.layouts, spec)
         if self.target.architecture is None:
-            return patch_config(source, **entries)
+            return patch_config(source, entries)
         entries = {"model_type": self.target.name, "architectures": [self.target.model_class], **entries}
-        return patch_config(source, remove=[key for key in _DROPPED if key not in entries], **entries)
+        return patch_config(source, entries, remove=[key for key in _DROPPED if key not in entries])
 
     def units(self) -> list[tuple[int, list[Made]]]:
         gone: set[str] = set()

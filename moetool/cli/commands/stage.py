@@ -4,13 +4,13 @@ import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from moetool.cli.app import commands
 from moetool.cli.display import Display, print_fields, print_json
-from moetool.cli.generate import build_options, make_command, with_options
+from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
 from moetool.cli.presets import preset_method, preset_options
 from moetool.convert.told import Activations, ConversionTold, Proof
 from moetool.errors import MoetoolError, UsageError, did_you_mean
@@ -29,7 +29,7 @@ PRESET = ("--preset", "--recipe")  # the second is its older name
 _PRESET_HELP = "Options of a preset: one that comes along (d2moe-40 …), FILE.yaml or FILE.yaml:VARIANT."
 
 
-def build(name: str, arguments: list[str]) -> Any:
+def build(name: str, arguments: list[str]) -> HintingCommand:
     """The command for one stage; `compress --method X` takes the options of X."""
     from moetool.stages import stages
 
@@ -57,7 +57,7 @@ def build(name: str, arguments: list[str]) -> Any:
         resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
         overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete an earlier result.")] = False,
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
-        **typed: Any,
+        **typed: object,
     ) -> None:
         from moetool.stages import plan_stage, run_stage
 

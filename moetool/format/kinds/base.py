@@ -7,7 +7,7 @@ itself is `runtime/modules/{name}.py`, whose function `insert(model, dense, spec
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -75,7 +75,7 @@ class CustomModule(BaseModel, ABC):
         except ValidationError as error:
             raise InvalidInputError(f"quantization_config: {explain(error, cls.key)}.") from error
 
-    def to_config(self) -> dict[str, Any]:
+    def to_config(self) -> dict[str, object]:
         """The entry of `config.json`; inverse of `from_config`."""
         return self.model_dump(mode="json")
 

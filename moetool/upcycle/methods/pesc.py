@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 from torch import Tensor
@@ -73,7 +73,7 @@ class Pesc(Conversion[PescOptions]):
     def details(self) -> dict[str, Json]:
         return {"experts": self._experts, "top_k": self.options.top_k, "moe_layers": len(self._layers)}
 
-    def notes(self, config: dict[str, Any]) -> list[str]:
+    def notes(self, config: dict[str, object]) -> list[str]:
         return ["only transformers, after `import moetool`, runs adapters as experts"]
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -59,7 +59,7 @@ class Simoe(Conversion[SimoeOptions]):
             "parameters_as_published": simoe_parameters(dense.parameters, self.options.sparsity),
         }
 
-    def notes(self, config: dict[str, Any]) -> list[str]:
+    def notes(self, config: dict[str, object]) -> list[str]:
         return [
             "tune closes masks and leaves out what no expert needs; until then the file is as large as two models",
             "only transformers, after `import moetool`, runs interpolated experts",
