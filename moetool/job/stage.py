@@ -60,8 +60,8 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         if missing := sorted(lost - before.experts.names - joined_names(after)):
             raise VerificationError(f"The output lacks {len(missing)} tensors of the input, the first {missing[0]}.")
         original = original_bytes(before)
-        written = after.checkpoint.weight_bytes
-        return Sizes(original, written, round(1 - written / original, 6))
+        given, written = before.checkpoint.weight_bytes, after.checkpoint.weight_bytes
+        return Sizes(original, written, round(1 - written / original, 6), None if given == original else given)
 
     def sources(self) -> Mapping[str, str]:
         """Fingerprints of everything that is read."""

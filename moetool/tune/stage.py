@@ -22,7 +22,6 @@ from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.format.entry import check_unquantized, custom_entry, moetool_entry
 from moetool.format.kinds import custom_module, kinds
-from moetool.format.kinds.simoe import SimoeSpec
 from moetool.job.blueprint import layer_of
 from moetool.job.job import Input, Job
 from moetool.job.options import RunOptions
@@ -126,8 +125,9 @@ class Tune(Stage[TuneOptions, AnySource]):
             raise UsageError(f"--quantize-base has not been tried with {tool}: leave one of them out.")
         if tool.startswith("ZeRO") and self.options.bf16:
             raise UsageError(f"--bf16: {tool} would hand out weights rounded to bfloat16: use FSDP 2.")
-        if isinstance(custom_module(self.source.checkpoint.config), SimoeSpec):
-            raise UsageError(f"SIMoE's masks are constrained as a whole, and {tool} has them in parts: train without.")
+        spec = custom_module(self.source.checkpoint.config)
+        if spec is not None and spec.whole is not None:
+            raise UsageError(f"{spec.whole} are constrained as a whole, and {tool} has them in parts: train without.")
 
     def _may_train(self, name: str) -> bool:
         """Whether a tensor is among those that change, as far as its name tells."""
@@ -253,9 +253,9 @@ class Tune(Stage[TuneOptions, AnySource]):
                 site.prune()
             del interpolation.multiplier
             spec = custom_module(config)
-            assert isinstance(spec, SimoeSpec)
-            pruned = spec.pruned({name: site.delta.shape[1] for name, site in sites(model).items()})
-            config = patch_config(config, {"quantization_config": custom_entry(pruned)})
+            assert spec is not None
+            settled = spec.settled({name: site.delta.shape[1] for name, site in sites(model).items()})
+            config = patch_config(config, {"quantization_config": custom_entry(settled)})
         return config
 
     def _write(self, job: Job[AnySource], model: "PreTrainedModel") -> None:
@@ -285,7 +285,7 @@ class Tune(Stage[TuneOptions, AnySource]):
     def verify(self, output: Path) -> Sizes:
         made, source = Checkpoint.open(output), self.source.checkpoint
         spec = custom_module(made.config)
-        closed = spec.closed if isinstance(spec, SimoeSpec) else ()  # of masks, which are fixed now
+        closed = () if spec is None else spec.closed
         gone = [name for name in source.tensors if name not in made.tensors and "inv_freq" not in name]
         lost = [name for name in gone if not name.endswith(closed)]
         if lost:

@@ -65,6 +65,7 @@ RUN_FOR_JSON = [
     ["inspect", "config-alone"],
     ["inspect", "OUT_2"],
     ["compress", "config-alone", "x", "--ratio", "0.4", "--calibration", "TEXT.txt", "--dry-run"],
+    ["compress", "config-alone", "x", "--ratio", "0.01", "--trim", "2", "--calibration", "TEXT.txt", "--dry-run"],
 ]
 
 

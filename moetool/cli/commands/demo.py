@@ -15,12 +15,12 @@ from moetool.cli.display import Display, print_json, print_table
 from moetool.cli.generate import HintingCommand, make_command
 from moetool.convert.told import ConversionTold
 from moetool.errors import UsageError
-from moetool.job.execute import output_directory
+from moetool.job.execute import output_directory, run_stage
 from moetool.job.lock import Lock
 from moetool.job.result import Printed, Result
 from moetool.job.sizes import format_bytes
 from moetool.measure.perplexity import EvaluationOptions, perplexity
-from moetool.stages import run_stage, stages
+from moetool.stages import stages
 
 # Method, ratio, and options that this model needs: its experts are 352 wide, which groups of 128 do not divide.
 COMPRESSIONS: tuple[tuple[str, float, dict[str, object]], ...] = (
@@ -111,7 +111,7 @@ def _run(output: Path, steps: int, seed: int, display: Display) -> list[Row]:
 
     def stage(name: str, source: Path, target: Path, **more: object) -> Result:
         options = stages()[name].options_type.model_validate({**text, **more})
-        return run_stage(name, source, target, options, progress=display)
+        return run_stage(stages()[name], source, target, options, progress=display)
 
     add(dense, "trained from nothing")
     display.log("Upcycling it: 8 experts, 2 per token, no change in what it computes.")

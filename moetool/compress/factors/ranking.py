@@ -20,7 +20,7 @@ from moetool.representations import Representation
 from moetool.representations.low_rank import LowRank
 from moetool.representations.shared_factor import SharedU, SharedV
 
-_FACTORS: Mapping[SharedFactor, Factors] = {"none": LowRank, "v": SharedV, "u": SharedU}
+FACTORS: Mapping[SharedFactor, Factors] = {"none": LowRank, "v": SharedV, "u": SharedU}  # by --share
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def build_groups(spectra: Sequence[LayerSpectra], shape: MoEShape, dtype: torch.
         if expert in entry.trimmed:
             return dropped(energy)
         kind = entry.factors.matrix(role), entry.factors.share
-        ladder = ladders.setdefault(kind, Ladder(kind[0], dtype.itemsize, multiple, _FACTORS[kind[1]]))
+        ladder = ladders.setdefault(kind, Ladder(kind[0], dtype.itemsize, multiple, FACTORS[kind[1]]))
         return ladder.item(spectrum, energy)
 
     groups = []
@@ -95,7 +95,7 @@ def same_rank(spectra: Sequence[LayerSpectra], shape: MoEShape, rank: int) -> Fo
     return {
         (entry.layer, role, expert): LowRank(0)
         if expert in entry.trimmed
-        else factors_of(entry.factors.matrix(role), rank, _FACTORS[entry.factors.share])
+        else factors_of(entry.factors.matrix(role), rank, FACTORS[entry.factors.share])
         for entry in spectra
         for role in shape.roles
         for expert in range(entry.factors.count)

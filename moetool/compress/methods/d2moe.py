@@ -19,7 +19,7 @@ from moetool.compress.told import RankedTold
 from moetool.errors import UsageError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
-from moetool.job.options import RunOptions
+from moetool.job.options import CalibrationOptions, RunOptions
 from moetool.job.plan import Plan
 from moetool.job.stage import Stage
 from moetool.representations import Representation
@@ -27,7 +27,7 @@ from moetool.representations.low_rank import LowRank
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 
-class D2MoEOptions(FactorOptions):
+class D2MoEOptions(FactorOptions, CalibrationOptions):
     """Everything that decides a D²-MoE compression."""
 
     merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
