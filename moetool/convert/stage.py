@@ -142,9 +142,9 @@ class Conversion(Stage[ConversionT, DenseSource]):
             memory_bytes=self._memory_bytes(),
             details={
                 **self.details(),
-                "parameters": parameters["total"],
-                "active_parameters": parameters["active"],
-                "added_parameters": parameters["added"],
+                "parameters": parameters.total,
+                "active_parameters": parameters.active,
+                "added_parameters": parameters.added,
             },
         )
 
@@ -184,7 +184,7 @@ class Conversion(Stage[ConversionT, DenseSource]):
         )
         return ConversionTold(
             calibration=measured.calibration,
-            parameters=Parameters(**model.parameters()),
+            parameters=Parameters(*model.parameters()),
             proof=proofs[0] if proofs else None,
             notes=self.notes(config),
             activations=Activations.mean(measured.activations.values()) if measured.activations else None,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from moetool.tune.options import TuneOptions
 from moetool.tune.told import TuningTold
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from moetool.tune.examples import Examples
 
@@ -148,7 +148,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         return found_here(spec.source for text in texts for spec in parse_data(text))
 
     @cached_property
-    def _tokenizer(self) -> Any:
+    def _tokenizer(self) -> "PreTrainedTokenizerBase":
         return load_tokenizer(self.source.checkpoint.path)
 
     def run(self, job: Job[AnySource]) -> Told:

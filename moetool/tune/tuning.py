@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments, get_scheduler
 from transformers.trainer_callback import PrinterCallback
 
@@ -126,13 +128,15 @@ def _constraint(model: "PreTrainedModel", options: TuneOptions, steps: int) -> M
     return MaskConstraint(model, interpolation.sparsity, options.multiplier_rate or 4 / steps, options.overlap)
 
 
-def _optimizers(model: "PreTrainedModel", options: TuneOptions, steps: int) -> tuple[Any, Any]:
+def _optimizers(
+    model: "PreTrainedModel", options: TuneOptions, steps: int
+) -> tuple[Optimizer | None, LRScheduler | None]:
     """Optimizer and schedule: the Trainer's own, unless there are masks, whose rate is another and stays as it is."""
     if _constraint(model, options, steps) is None:
         return None, None
     groups = parameter_groups(model, options.mask_learning_rate or 3 * WAY / steps, options.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.999), eps=1e-8)
-    scheduler: Any = get_scheduler(options.schedule, optimizer, math.ceil(options.warmup * steps), steps)
+    scheduler = get_scheduler(options.schedule, optimizer, math.ceil(options.warmup * steps), steps)
     scheduler.lr_lambdas[1] = lambda step: 1.0
     return optimizer, scheduler
 

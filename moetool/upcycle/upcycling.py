@@ -15,7 +15,7 @@ from moetool.checkpoint.writer import TensorSpec
 from moetool.convert.parts import REST, Converted, Made, mean
 from moetool.errors import InvalidInputError
 from moetool.format.entry import format_entry
-from moetool.format.kinds.base import PLACEHOLDER
+from moetool.format.kinds.base import PLACEHOLDER, Counts
 from moetool.format.kinds.moe import ROUTER, SHARED, MoESpec, fused_names, routed_scale
 from moetool.format.layout import LayerLayout, delta_name
 from moetool.numerics.seeding import generator, linear_std, uniform
@@ -73,7 +73,7 @@ class Upcycled(Converted):
             for layer, names in self.names().items()
         ]
 
-    def parameters(self) -> dict[str, int]:
+    def parameters(self) -> Counts:
         placeholders = len(self.spec.layers) if self.target.architecture is None else 0
         total = sum(math.prod(made.spec.shape) for _, unit in self.units() for made in unit) - placeholders
         shape, unused = self.shape, self.spec.experts - self.spec.top_k
@@ -82,7 +82,7 @@ class Upcycled(Converted):
             routed = range(self.spec.experts)
             own = sum(layout.expert_parameters(expert) for layout in self.layouts.values() for expert in routed)
             idle = round(own * unused / self.spec.experts)
-        return {"total": total, "active": total - idle, "added": total - self.dense.parameters}
+        return Counts(total, total - idle, total - self.dense.parameters)
 
     @property
     def _models(self) -> Sequence[DenseModel]:

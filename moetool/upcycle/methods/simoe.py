@@ -13,7 +13,7 @@ from torch import Tensor
 from moetool.checkpoint.writer import TensorSpec
 from moetool.convert.parts import REST, Customized, Made
 from moetool.convert.stage import Conversion, ConversionOptions, MeasuredModel
-from moetool.format.kinds.base import PLACEHOLDER, Shape
+from moetool.format.kinds.base import PLACEHOLDER, Counts, Shape
 from moetool.format.kinds.simoe import DELTA, MASKS, MULTIPLIER, SimoeSpec
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import RunOptions
@@ -112,9 +112,9 @@ class Interpolated(Customized[SimoeSpec]):
         """Numbers in all linear layers that have masks."""
         return sum(math.prod(self._shape(site)) for site in self._sites)
 
-    def parameters(self) -> dict[str, int]:
+    def parameters(self) -> Counts:
         """Without the multiplier of the masks' constraint, which is no part of the model."""
-        return {key: count - 1 for key, count in super().parameters().items()}
+        return Counts(*(count - 1 for count in super().parameters()))
 
 
 def simoe_parameters(dense: int, sparsity: float) -> int:
