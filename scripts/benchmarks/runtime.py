@@ -44,7 +44,7 @@ from moetool.architectures import MoEShape
 from moetool.format.entry import format_entry
 from moetool.format.layout import LayerLayout
 from moetool.job.memory import anonymous_bytes, return_freed_memory, return_heap
-from moetool.numerics.quantisation import levels
+from moetool.numerics.quantization import levels
 from moetool.representations import Representation, parse_representation
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.plugin import MoetoolConfig, MoetoolQuantizer
