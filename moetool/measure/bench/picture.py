@@ -19,9 +19,9 @@ def plot_bench(result: BenchResult, path: Path) -> None:
     figure, axes = pyplot.subplots(1, len(speeds) + 1, figsize=(5 * (len(speeds) + 1), 4.5), layout="constrained")
     labels = [f"{case.batch} × {case.length}" for case in result.model.cases]
     panels = [(f"{name}, tokens per second", labels, "batch × prompt", values) for name, values in speeds.items()]
-    sizes = ["files", "weights", "while loading", "most"]
+    sizes = ["files", "weights", "most allocated", "and mapped"]
     memory = [
-        [size / 1e9 for size in (held.file_bytes, held.weight_bytes, held.load_peak_bytes, held.peak_bytes)]
+        [size / 1e9 for size in (held.file_bytes, held.weight_bytes, held.peak_bytes, held.unique_bytes)]
         for held in (own.memory for own in models)
     ]
     for axis, (title, ticks, below, values) in zip(axes, [*panels, ("Memory, GB", sizes, "", memory)], strict=True):

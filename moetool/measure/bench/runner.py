@@ -148,14 +148,14 @@ class ThereRunner:
         return self._ask("warm_up", batch, length)
 
     def _ask(self, name: str, *arguments: int) -> Any:
-        with contextlib.suppress(BrokenPipeError):  # the answer says why
+        with contextlib.suppress(ConnectionError):  # the answer says why
             self._connection.send((name, *arguments))
         return self._answer()
 
     def _answer(self) -> Any:
         try:
             answer = self._connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             self._process.join()
             if self._process.exitcode == -signal.SIGKILL:
                 raise ResourceError(
@@ -187,7 +187,7 @@ def _serve(connection: Connection, path: str, options: BenchOptions, threads: in
             while True:
                 name, *arguments = connection.recv()
                 connection.send(getattr(runner, name)(*arguments))
-        except (EOFError, BrokenPipeError):
+        except (EOFError, ConnectionError):
             return
         except MoetoolError as error:
             connection.send(error)

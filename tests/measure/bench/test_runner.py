@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import build
 
-from moetool.errors import InvalidInputError
+from moetool.errors import InvalidInputError, ResourceError
 from moetool.measure.bench.options import BenchOptions
 from moetool.measure.bench.runner import HereRunner, ThereRunner, threads_of, weight_bytes
 
@@ -37,6 +37,9 @@ def test_a_process_answers_as_this_one_does(tiny_mixtral: Path, tmp_path: Path) 
         assert memory.device_peak_bytes == 0
         with pytest.raises(InvalidInputError, match="vocab_size is 9"):
             wrong.prepare()
+        there._process.kill()
+        with pytest.raises(ResourceError, match="tiny-mixtral was killed, most likely for its memory"):
+            there.time(2, 8)
     assert not there._process.is_alive()
     assert not wrong._process.is_alive()
 
