@@ -162,6 +162,10 @@ class Representation(ABC):
         with torch.no_grad():
             return weight.dense()
 
+    def multiplications(self, shape: tuple[int, int]) -> int:
+        """Of numbers, in the product with one input: all of the matrix, unless it runs as something smaller."""
+        return shape[0] * shape[1]
+
     def parameters(self, shape: tuple[int, int]) -> int:
         """Stored numbers, packed ones counted by the element of their tensor."""
         return sum(torch.Size(stored.shape).numel() for stored in self.tensors(shape).values())

@@ -65,6 +65,9 @@ class LowRankSparse(Representation):
     def counted_parameters(self, shape: tuple[int, int]) -> float:
         return self.low_rank.counted_parameters(shape) + self.residual.counted_parameters(shape)
 
+    def multiplications(self, shape: tuple[int, int]) -> int:
+        return self.low_rank.multiplications(shape) + self.residual.multiplications(shape)
+
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         """The residual is what the factors leave over as they will be stored."""
         factors = self.low_rank.encode(matrix, dtype, measured)

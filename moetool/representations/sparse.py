@@ -72,6 +72,9 @@ class Sparse(Representation):
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         return {"values": Stored((self.count(shape),))}
 
+    def multiplications(self, shape: tuple[int, int]) -> int:
+        return self.count(shape)
+
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         rows, columns = matrix.shape
         chosen = matrix.detach().reshape(-1)[self.indices((rows, columns)).to(matrix.device).long()]
@@ -116,6 +119,9 @@ class MagnitudeSparse(Representation):
 
     def counted_parameters(self, shape: tuple[int, int]) -> float:
         return float(self.count(shape))
+
+    def multiplications(self, shape: tuple[int, int]) -> int:
+        return self.count(shape)
 
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         """Where the importance of inputs was measured, the largest elements are those with most matrix^2 * importance.
