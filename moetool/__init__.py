@@ -3,7 +3,7 @@
 Importing it makes `transformers.AutoModelForCausalLM.from_pretrained` load moetool checkpoints.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moetool.runtime import autoload
 from moetool.version import __version__
@@ -19,7 +19,7 @@ __all__ = ["__version__", "set_keep", "synthesise", "synthesize"]
 autoload.install()
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     # Importing torch takes seconds, and not only for --help.
     if name in ("synthesize", "synthesise"):  # the second as it was called first
         from moetool.runtime.synthesis import synthesize

@@ -5,13 +5,16 @@ The text is Python's own language reference, as `pydoc_data.topics` holds it. Ev
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moetool.job.progress import Progress, phase
 from moetool.runtime.quiet import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 VOCABULARY = 2048
 LENGTH = 128
@@ -41,7 +44,7 @@ def write_texts(directory: Path) -> tuple[Path, Path]:
     return train, held_out
 
 
-def train_tokenizer(text: Path) -> Any:
+def train_tokenizer(text: Path) -> "PreTrainedTokenizerBase":
     """A byte-level BPE tokenizer of `VOCABULARY` tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -57,7 +60,7 @@ def train_tokenizer(text: Path) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
 
 
-def build_model(seed: int) -> Any:
+def build_model(seed: int) -> "PreTrainedModel":
     """A Llama that knows nothing yet."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -75,7 +78,9 @@ def batches(tokens: Tensor, steps: int, seed: int) -> Iterator[Tensor]:
         yield tokens[starts + torch.arange(LENGTH)]
 
 
-def train(model: Any, tokens: Tensor, steps: int, rate: float, seed: int, progress: Progress, what: str) -> None:
+def train(
+    model: "PreTrainedModel", tokens: Tensor, steps: int, rate: float, seed: int, progress: Progress, what: str
+) -> None:
     """AdamW with a linear warm-up to `rate` and a linear way down to zero."""
     model.train()
     warmup = max(1, steps // 10)
@@ -127,11 +132,11 @@ def tune(source: Path, target: Path, text: Path, steps: int, seed: int, progress
     _save(model, tokenizer, target)
 
 
-def _tokens(tokenizer: Any, text: Path) -> Tensor:
+def _tokens(tokenizer: "PreTrainedTokenizerBase", text: Path) -> Tensor:
     return torch.tensor(tokenizer(text.read_text(encoding="utf-8"), verbose=False)["input_ids"])
 
 
-def _save(model: Any, tokenizer: Any, path: Path) -> None:
+def _save(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", path: Path) -> None:
     with quiet():
         model.to(torch.bfloat16).save_pretrained(path)
         tokenizer.save_pretrained(path)

@@ -1,16 +1,10 @@
-"""Every stage by name, and how one is planned and run."""
+"""Every stage by name; `moetool.job.execute` plans and runs them."""
 
 import importlib
 import inspect
 import pkgutil
 from functools import cache
-from pathlib import Path
 
-from moetool.job import execute
-from moetool.job.options import RunOptions
-from moetool.job.plan import Plan
-from moetool.job.progress import Progress
-from moetool.job.result import Result
 from moetool.job.stage import AnyStage, Stage
 
 # Where stages are: in every file of a package, or in the one module.
@@ -29,23 +23,3 @@ def stages() -> dict[str, type[AnyStage]]:
                 if issubclass(member, Stage) and hasattr(member, "name") and not inspect.isabstract(member):
                     found[member.name] = member
     return found
-
-
-def plan_stage(name: str, source: str | Path, options: RunOptions) -> Plan:
-    """What a stage would cost; see `moetool.job.execute.plan_stage`."""
-    return execute.plan_stage(stages()[name], source, options)
-
-
-def run_stage(
-    name: str,
-    source: str | Path,
-    output: str | Path,
-    options: RunOptions,
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> Result:
-    """Run a stage; see `moetool.job.execute.run_stage`."""
-    kind = stages()[name]
-    return execute.run_stage(kind, source, output, options, resume=resume, overwrite=overwrite, progress=progress)

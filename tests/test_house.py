@@ -30,6 +30,8 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"__main__", ROOT}),
 )
 LARGEST = 0.15  # share of the package's lines that a room may hold
+# Names by which the files of a directory say the same thing each of itself.
+CONTRACTS = {"ARCHITECTURE", "DENSE", "UNSUPPORTED", "TARGET", "KIND"}
 
 
 def floor(room: str) -> int:
@@ -93,3 +95,27 @@ def test_no_room_is_too_large() -> None:
         lines[room(module)] += len(path.read_text().splitlines())
     largest, size = lines.most_common(1)[0]
     assert size <= LARGEST * lines.total(), f"{largest} holds {size / lines.total():.1%} of the package"
+
+
+def test_classes_and_constants_have_names_of_their_own() -> None:
+    """Type aliases, type variables and options included: a name says what it is wherever one meets it."""
+    places: dict[str, list[str]] = {}
+    for module, path in modules().items():
+        for name in public_names(ast.parse(path.read_text())):
+            places.setdefault(name, []).append(module)
+    assert not {name: found for name, found in places.items() if len(found) > 1 and name not in CONTRACTS}
+
+
+def public_names(tree: ast.Module) -> set[str]:
+    """Of the classes and variables that a file defines at its outermost level."""
+    names = set()
+    for node in tree.body:
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return {name for name in names if not name.startswith("_")}

@@ -13,8 +13,9 @@ from dense_families import build_dense
 from pydantic import ValidationError
 
 from moetool.cli.app import COMMANDS, commands
+from moetool.job.execute import plan_stage, run_stage
 from moetool.job.options import RunOptions
-from moetool.stages import _PLACES, plan_stage, run_stage, stages
+from moetool.stages import _PLACES, stages
 
 STAGES = sorted(stages())
 # What a stage cannot be planned without; the files that are named are found below.
@@ -39,6 +40,14 @@ INPUTS = {
 Inputs = Callable[[str], Path]
 
 
+def test_labels_are_for_stages_that_take_gradients() -> None:
+    assert {name for name, stage in stages().items() if "labels" in stage.options_type.model_fields} == {
+        "d2moe",
+        "fisher-merge",
+        "hybrid",
+    }
+
+
 @pytest.fixture(scope="module")
 def inputs(tiny_mixtral: Path, save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     """`inputs("decomposed")`: a tiny model of that kind."""
@@ -50,7 +59,7 @@ def inputs(tiny_mixtral: Path, save_model: Callable[..., Path], tmp_path_factory
         if kind not in made:
             stage, source = ways[kind]
             made[kind] = tmp_path_factory.mktemp("inputs") / kind
-            run_stage(stage, made[source], made[kind], stages()[stage].options_type())
+            run_stage(stages()[stage], made[source], made[kind], stages()[stage].options_type())
         return made[kind]
 
     return find
@@ -103,9 +112,9 @@ def test_options_that_do_not_exist_are_refused(name: str, options: RunOptions) -
 @pytest.mark.parametrize("name", STAGES)
 def test_a_plan_is_of_headers_and_options(name: str, options: RunOptions, inputs: Inputs) -> None:
     source = inputs(INPUTS.get(name, "moe"))
-    plan = plan_stage(name, source, options).to_json()
+    plan = plan_stage(stages()[name], source, options).to_json()
     assert plan["stage"] == name
     assert plan["input_bytes"] >= sum(file.stat().st_size for file in source.glob("*.safetensors"))
     assert min(plan["output_bytes"], plan["disk_bytes"], plan["peak_memory_bytes"]) > 0
     again = stages()[name].options_type.model_validate_json(options.model_dump_json())
-    assert plan_stage(name, source, again).to_json() == json.loads(json.dumps(plan)) == plan
+    assert plan_stage(stages()[name], source, again).to_json() == json.loads(json.dumps(plan)) == plan

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from moetool.architectures.base import EXPERT_KEYS, ROLES, Architecture, MoEShape, Role, Unsupported
+from moetool.architectures.base import EXPERT_KEYS, ROLES, Architecture, MoEShape, Role, Unsupported, whole_number
 from moetool.errors import InvalidInputError
 
 __all__ = [
@@ -42,13 +42,13 @@ def unsupported() -> tuple[Unsupported, ...]:
     return tuple(_defined("UNSUPPORTED"))
 
 
-def aliases(config: Mapping[str, Any]) -> Mapping[str, str]:
+def aliases(config: Mapping[str, object]) -> Mapping[str, str]:
     """Parts of names that some tools write for the family of a `config.json`, and what stands there on the hub."""
     named = (family for family in architectures() if config.get("model_type") in family.model_types)
     return next((family.aliases for family in named), {})
 
 
-def find_architecture(config: Mapping[str, Any]) -> Architecture:
+def find_architecture(config: Mapping[str, object]) -> Architecture:
     """The family of the hub that a `config.json` belongs to, by its model type.
 
     Raises:
@@ -62,7 +62,7 @@ def find_architecture(config: Mapping[str, Any]) -> Architecture:
         if model_type in family.model_types:
             raise InvalidInputError(f"{family.name} cannot be compressed: {family.reason}.")
     known = ", ".join(sorted(by_type))
-    if not any(isinstance(config.get(key), int) and config[key] > 1 for key in EXPERT_KEYS):
+    if not any((whole_number(config, key) or 0) > 1 for key in EXPERT_KEYS):
         raise InvalidInputError(
             f"model_type {model_type!r} is not an MoE model: its config.json names no experts "
             f"({', '.join(EXPERT_KEYS)}). Known MoE families: {known}."

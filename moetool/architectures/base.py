@@ -6,7 +6,7 @@ An `Architecture` is data. It holds no code that depends on the family, so that 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from moetool.errors import InvalidInputError
 
@@ -112,7 +112,7 @@ class MoELayers:
     every: tuple[str, Literal[0, -1]] | None = None
     dense: str | None = None
 
-    def among(self, layers: int, config: Mapping[str, Any]) -> tuple[int, ...]:
+    def among(self, layers: int, config: Mapping[str, object]) -> tuple[int, ...]:
         """The MoE layers among that many layers.
 
         Raises:
@@ -121,9 +121,7 @@ class MoELayers:
         first = config.get(self.first_dense, 0) if self.first_dense else 0
         step, offset = (config.get(self.every[0], 1), self.every[1]) if self.every else (1, 0)
         listed = (config.get(self.dense) or []) if self.dense else []
-        for key, value in ((self.first_dense, first), (self.every and self.every[0], step)):
-            if not isinstance(value, int) or value < 0:
-                raise InvalidInputError(f"config.json: '{key}' must be a whole number, found {value!r}.")
+        first, step = _count(self.first_dense, first), _count(self.every and self.every[0], step)
         if not step:
             raise InvalidInputError(f"config.json: '{self.every and self.every[0]}' must not be 0.")
         if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
@@ -131,6 +129,18 @@ class MoELayers:
         return tuple(
             layer for layer in range(layers) if layer >= first and (layer - offset) % step == 0 and layer not in listed
         )
+
+
+def _count(key: str | None, value: object) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise InvalidInputError(f"config.json: '{key}' must be a whole number, found {value!r}.")
+    return value
+
+
+def whole_number(config: Mapping[str, object], *keys: str) -> int | None:
+    """The first of these entries of a `config.json` that is there; `None` if none is, or it is no whole number."""
+    value = next((config[key] for key in keys if key in config), None)
+    return value if isinstance(value, int) else None
 
 
 @dataclass(frozen=True)
@@ -186,7 +196,7 @@ class Architecture:
     router: str = "gate.weight"
     experts_module: str = "mlp.experts"
     top_k_key: str = "num_experts_per_tok"
-    router_options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    router_options: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     others: tuple[str, ...] = ()
     moe_layers_rule: MoELayers = field(default_factory=MoELayers)
     returns_tuple: bool = False
@@ -208,11 +218,11 @@ class Architecture:
         """Config keys of the number of routed experts, the first one that is there counts."""
         return (self.experts_key,) if isinstance(self.experts_key, str) else self.experts_key
 
-    def layers(self, config: Mapping[str, Any]) -> int:
+    def layers(self, config: Mapping[str, object]) -> int:
         """Number of decoder layers."""
         return self.number(config, "num_hidden_layers")
 
-    def moe_layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
+    def moe_layers(self, config: Mapping[str, object]) -> tuple[int, ...]:
         """Which decoder layers are MoE layers, by `config.json`.
 
         Raises:
@@ -223,7 +233,7 @@ class Architecture:
             raise InvalidInputError("By config.json no layer of this model has experts.")
         return found
 
-    def shape(self, config: Mapping[str, Any]) -> MoEShape:
+    def shape(self, config: Mapping[str, object]) -> MoEShape:
         """The shape that `config.json` promises for every MoE layer.
 
         Raises:
@@ -238,7 +248,7 @@ class Architecture:
                 )
         return self.numbers(config)
 
-    def numbers(self, config: Mapping[str, Any]) -> MoEShape:
+    def numbers(self, config: Mapping[str, object]) -> MoEShape:
         """The same, whatever the router's rule.
 
         Raises:
@@ -258,7 +268,7 @@ class Architecture:
             )
         return shape
 
-    def number(self, config: Mapping[str, Any], key: str) -> int:
+    def number(self, config: Mapping[str, object], key: str) -> int:
         """A positive integer of `config.json`."""
         value = config.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,10 +139,12 @@ class RegressionCollector:
     """
 
     def __init__(self, shape: MoEShape, device: torch.device) -> None:
-        like: dict[str, Any] = {"dtype": torch.float64, "device": device}
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
         self._shape = shape
-        self._products = {role: torch.zeros(shape.matrix(role), **like) for role in shape.roles}
-        self._diagonals = {role: torch.zeros(shape.experts, shape.matrix(role)[1], **like) for role in shape.roles}
+        self._products: dict[Role, Tensor] = {role: zeros(shape.matrix(role)) for role in shape.roles}
+        self._diagonals: dict[Role, Tensor] = {
+            role: zeros((shape.experts, shape.matrix(role)[1])) for role in shape.roles
+        }
         self._inputs, self._activations = Gram(shape.hidden, device), Gram(shape.intermediate, device)
 
     def observe(

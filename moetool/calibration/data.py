@@ -12,12 +12,11 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from moetool.checkpoint.source import first_line, local_path, looks_local
 from moetool.errors import InvalidInputError, UsageError, did_you_mean
 
-SUFFIXES = (".txt", ".jsonl", ".parquet")
+TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
 _BUILDERS = {".jsonl": "json", ".parquet": "parquet"}  # of `datasets`
 SEPARATOR = "\n\n"
 READ_CHARS = 1 << 20
@@ -94,11 +93,11 @@ def iter_text(spec: DataSpec) -> Iterator[str]:
     if path.is_dir():
         files = data_files(path)
         if not files:
-            raise InvalidInputError(f"The folder {path} has no {', '.join(SUFFIXES)} files.")
+            raise InvalidInputError(f"The folder {path} has no {', '.join(TEXT_SUFFIXES)} files.")
         yield from _separated(_file_text(file, spec.column) for file in files)
     elif path.exists():
         yield from _file_text(path, spec.column)
-    elif looks_local(spec.source) or path.suffix in SUFFIXES:
+    elif looks_local(spec.source) or path.suffix in TEXT_SUFFIXES:
         raise InvalidInputError(f"No such file or folder: {spec.source}.")
     else:
         yield from _separated([text] for text in _hub_documents(spec))
@@ -136,7 +135,7 @@ def data_files(path: Path) -> list[Path]:
     for directory, folders, names in os.walk(path, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         files = (Path(directory, name) for name in names if not name.startswith("."))
-        found += [file for file in files if file.suffix in SUFFIXES and file.is_file()]
+        found += [file for file in files if file.suffix in TEXT_SUFFIXES and file.is_file()]
     return sorted(found)
 
 
@@ -148,8 +147,8 @@ def _separated(texts: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 def _file_text(file: Path, column: str | None) -> Iterator[str]:
-    if file.suffix not in SUFFIXES:
-        raise InvalidInputError(f"Cannot tell what {file} is: its name should end in {', '.join(SUFFIXES)}.")
+    if file.suffix not in TEXT_SUFFIXES:
+        raise InvalidInputError(f"Cannot tell what {file} is: its name should end in {', '.join(TEXT_SUFFIXES)}.")
     if file.suffix != ".txt":
         yield from _separated([text] for text in _record_documents(file, column))
         return
@@ -167,7 +166,7 @@ def _record_documents(file: Path, column: str | None) -> Iterator[str]:
     yield from _documents(records(DataSpec(str(file))), str(file), column)
 
 
-def records(spec: DataSpec) -> Iterator[Mapping[str, Any]]:
+def records(spec: DataSpec) -> Iterator[Mapping[str, object]]:
     """The records of one source: a `.jsonl` or `.parquet` file, a folder of them, or a hub data set.
 
     Raises:
@@ -185,7 +184,7 @@ def records(spec: DataSpec) -> Iterator[Mapping[str, Any]]:
                 # `datasets` takes names for patterns.
                 arguments = {"data_files": [glob.escape(str(file.absolute()))], "split": "train"}
                 yield from _rows(str(file), {"path": _BUILDERS[file.suffix], **arguments})
-    elif looks_local(spec.source) or path.suffix in SUFFIXES:
+    elif looks_local(spec.source) or path.suffix in TEXT_SUFFIXES:
         raise InvalidInputError(f"No such file or folder: {spec.source}.")
     else:
         yield from _rows(spec.source, {"path": spec.source, "name": spec.config, "split": spec.split or "train"})
@@ -196,7 +195,7 @@ def _hub_documents(spec: DataSpec) -> Iterator[str]:
     yield from _documents(_rows(spec.source, arguments), spec.source, spec.column)
 
 
-def _rows(source: str, arguments: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _rows(source: str, arguments: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
     """The records of a streamed data set."""
     import datasets
 
@@ -209,7 +208,7 @@ def _rows(source: str, arguments: Mapping[str, Any]) -> Iterator[Mapping[str, An
         ) from error
 
 
-def _documents(rows: Iterable[Mapping[str, Any]], source: str, column: str | None) -> Iterator[str]:
+def _documents(rows: Iterable[Mapping[str, object]], source: str, column: str | None) -> Iterator[str]:
     """The text of every record that has one."""
     for number, row in enumerate(rows, start=1):
         columns = (column,) if column else _text_columns(row)
@@ -223,7 +222,7 @@ def _documents(rows: Iterable[Mapping[str, Any]], source: str, column: str | Non
             yield "".join(text or "" for text in texts)
 
 
-def _text_columns(row: Mapping[str, Any]) -> Sequence[str]:
+def _text_columns(row: Mapping[str, object]) -> Sequence[str]:
     candidates = [("text",), ("content",), ("prompt", "completion"), ("messages",)]
     there = [names for names in candidates if all(name in row for name in names)]
     # In a file of mixed records each has every column, with nothing in those that are not its own.
@@ -231,7 +230,7 @@ def _text_columns(row: Mapping[str, Any]) -> Sequence[str]:
     return next(iter(filled or there), ())
 
 
-def _as_text(value: Any, where: str) -> str | None:
+def _as_text(value: object, where: str) -> str | None:
     """A string as it is, messages one per line, nothing as `None`."""
     if value is None or isinstance(value, str):
         return value

@@ -38,9 +38,9 @@ from moetool.runtime.modules.insertion import insert_modules
 from moetool.runtime.modules.simoe_mixing import weigh_equally
 from moetool.runtime.quiet import quiet
 
-REST = -1  # the block of everything that is not a decoder layer
+_REST = -1  # the block of everything that is not a decoder layer
 
-LayerCall = tuple[tuple[Any, ...], dict[str, Any]]
+LayerCall = tuple[tuple[object, ...], dict[str, object]]
 
 
 class StreamedModel:
@@ -88,7 +88,7 @@ class StreamedModel:
         self._calls: dict[tuple[int, ...], list[LayerCall]] = {}  # how each layer is called, by batch size and length
         self._dtypes: dict[str, torch.dtype] = {}  # of each tensor in memory
         self._blocks = self._assign_blocks()
-        self._load_block(REST)
+        self._load_block(_REST)
         self._finish_rest()
 
     def _assign_blocks(self) -> dict[int, list[str]]:
@@ -116,7 +116,7 @@ class StreamedModel:
                 )
             covered.add(renamed)
             self._dtypes[name] = state[renamed].dtype
-            block = next((layer for prefix, layer in layers.items() if name.startswith(prefix)), REST)
+            block = next((layer for prefix, layer in layers.items() if name.startswith(prefix)), _REST)
             blocks[block].append(name)
         ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
         inside = [
@@ -236,12 +236,12 @@ class StreamedModel:
 
     @contextmanager
     def _layers_replaced(
-        self, forward: Callable[[int, Tensor, tuple[Any, ...], dict[str, Any]], Tensor]
+        self, forward: Callable[[int, Tensor, tuple[object, ...], dict[str, object]], Tensor]
     ) -> Iterator[None]:
         """Let `forward` stand in for every decoder layer. An instance attribute wins over the class's method."""
 
         def bind(index: int) -> Callable[..., Any]:
-            def replaced(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            def replaced(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
                 output = forward(index, hidden_states, args, kwargs)
                 return (output,) if self.architecture.returns_tuple else output
 
@@ -261,7 +261,7 @@ class StreamedModel:
         calls: list[LayerCall] = []
         first: list[Tensor] = []
 
-        def record(index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        def record(index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, object]) -> Tensor:
             calls.append((args, kwargs))
             first.append(hidden)
             return hidden

@@ -1,6 +1,7 @@
 """Reading experts from a checkpoint by role, whatever their representation on disk."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -207,6 +208,12 @@ class ExpertReader:
             return None
         [name] = form.tensors(self.shape.matrix(role))
         return self.checkpoint.read(self.architecture.experts_prefix(layer) + delta_name(expert, role, name))
+
+    def weights(self, layer: int) -> Weights:
+        """The matrices of a layer's experts as `dense` gives them. Those of an ordinary layer, which make a base before
+        they make deltas to it, are read once and held for as long as this is."""
+        read = partial(self.dense, layer)
+        return cache(read) if self.layout(layer).is_native else read
 
     def bias(self, layer: int, expert: int, role: Role) -> Tensor:
         """The bias `[out]` beside an expert's matrix, of experts that have one there."""

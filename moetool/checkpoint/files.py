@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
 import xxhash
 from safetensors.torch import save_file
@@ -100,13 +100,13 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def json_bytes(content: Mapping[str, Any]) -> bytes:
+def json_bytes(content: Mapping[str, object]) -> bytes:
     """What `write_json` writes."""
     # The default of `json`, pure ASCII, and not UTF-8: it can write every string that it can read.
     return (json.dumps(content, indent=2) + "\n").encode("ascii")
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Write an object as indented JSON with its keys in the order given, whole or not at all.
 
     Raises:
@@ -117,7 +117,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         temporary.write_bytes(encoded)
 
 
-def patch_config(config: Mapping[str, Any], /, *, remove: Collection[str] = (), **changes: Any) -> dict[str, Any]:
+def patch_config(
+    config: Mapping[str, object], changes: Mapping[str, object] = MappingProxyType({}), *, remove: Collection[str] = ()
+) -> dict[str, object]:
     """A copy of a config with `changes` in the place of its own values, or at the end, and without `remove`.
 
     A round trip through a library's config class would add its defaults and drop what it does not know.

@@ -4,7 +4,6 @@ import hashlib
 import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -13,7 +12,7 @@ from moetool.checkpoint.reader import MANIFEST, read_object
 from moetool.errors import InvalidInputError
 from moetool.version import __version__
 
-FORMAT_VERSION = 3
+MANIFEST_VERSION = 3
 _WITH_PROVENANCE = 3  # the first format that has it apart; before, it stood among the statistics
 LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "datasets")
 
@@ -34,7 +33,7 @@ class DenseOrigin(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    source_config: dict[str, Any]
+    source_config: dict[str, object]
     dtype: str | None = None
 
 
@@ -48,8 +47,13 @@ class Upcycling(DenseOrigin):
     """
 
     target: str
-    mixture: dict[str, Any]
+    mixture: dict[str, object]
     granularity: int = 1
+
+    @property
+    def shared(self) -> str:
+        """What the original FFN does beside the experts, as `MoESpec` calls it."""
+        return str(self.mixture.get("shared", "none"))
 
 
 class Provenance(BaseModel):
@@ -88,16 +92,16 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: int = FORMAT_VERSION
+    format_version: int = MANIFEST_VERSION
     moetool_version: str = __version__
     source: str
     source_fingerprint: str
-    recipe: dict[str, Any]
+    recipe: dict[str, object]
     seed: int
     versions: dict[str, str] = Field(default_factory=lambda: library_versions())
-    statistics: dict[str, Any] = {}
+    statistics: dict[str, object] = {}
     provenance: Provenance = Provenance()
-    layers: dict[str, dict[str, Any]] = {}
+    layers: dict[str, dict[str, object]] = {}
     files: dict[str, str] = {}
     lineage: tuple[Origin, ...] = ()
     run: str | None = None
@@ -146,12 +150,13 @@ def read_manifest(directory: Path) -> Manifest:
     file = directory / MANIFEST
     _, content = read_object(file, lambda: f"{directory} has no {MANIFEST}: moetool did not write this checkpoint.")
     written = content.get("format_version")
-    if isinstance(written, int) and written > FORMAT_VERSION:
+    if isinstance(written, int) and written > MANIFEST_VERSION:
         raise InvalidInputError(
-            f"{file} has format version {written}; this moetool reads up to {FORMAT_VERSION}. Upgrade moetool."
+            f"{file} has format version {written}; this moetool reads up to {MANIFEST_VERSION}. Upgrade moetool."
         )
-    if isinstance(written, int) and written < _WITH_PROVENANCE and isinstance(content.get("statistics"), dict):
-        hidden = {topic: content["statistics"].get(topic) for topic in Provenance.model_fields}
+    statistics = content.get("statistics")
+    if isinstance(written, int) and written < _WITH_PROVENANCE and isinstance(statistics, dict):
+        hidden = {topic: statistics.get(topic) for topic in Provenance.model_fields}
         content = {**content, "provenance": hidden}
     try:
         return Manifest.model_validate(content)

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,14 +60,14 @@ class Checkpoint:
 
     source: str
     path: Path
-    config: dict[str, Any]
+    config: dict[str, object]
     tensors: dict[str, TensorInfo]
     weight_files: tuple[Path, ...]
     weight_bytes: int
     _fingerprint: str = field(repr=False)
 
     @classmethod
-    def unfinished(cls, path: Path, config: dict[str, Any], files: Sequence[Path]) -> "Checkpoint":
+    def unfinished(cls, path: Path, config: dict[str, object], files: Sequence[Path]) -> "Checkpoint":
         """One that is still being written: its weight files are there, its config and index are not.
 
         Raises:
@@ -201,7 +200,7 @@ class Checkpoint:
         return self._fingerprint
 
 
-def read_config(path: Path) -> tuple[bytes, dict[str, Any]]:
+def read_config(path: Path) -> tuple[bytes, dict[str, object]]:
     """`config.json` of a checkpoint's directory, as bytes and parsed, checked. Raises `InvalidInputError`."""
     content, config = read_object(path / CONFIG, lambda: _missing_config(path))
     check_config(config, path / CONFIG)
@@ -244,7 +243,7 @@ def _merge(tensors: dict[str, TensorInfo], header: Header) -> None:
         tensors[name] = info
 
 
-def _hub_names(tensors: dict[str, TensorInfo], config: dict[str, Any]) -> dict[str, TensorInfo]:
+def _hub_names(tensors: dict[str, TensorInfo], config: dict[str, object]) -> dict[str, TensorInfo]:
     """The same tensors under the names that the family's checkpoints have on the hub."""
     named: dict[str, TensorInfo] = {}
     for info in tensors.values():
@@ -266,7 +265,7 @@ def _missing_config(path: Path) -> str:
     return f"{path} has no {CONFIG}, so it is not a checkpoint of a Hugging Face model."
 
 
-def read_object(file: Path, missing: Callable[[], str]) -> tuple[bytes, dict[str, Any]]:
+def read_object(file: Path, missing: Callable[[], str]) -> tuple[bytes, dict[str, object]]:
     """A JSON file as its bytes and the object they hold; `missing` says what it means that there is none.
 
     Raises:

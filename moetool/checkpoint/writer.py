@@ -6,7 +6,6 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -181,7 +180,7 @@ class CheckpointWriter:
         if (index := self.index()) is not None:
             write_json(self.directory / INDEX, index)
 
-    def index(self) -> dict[str, Any] | None:
+    def index(self) -> dict[str, object] | None:
         """What the index will hold; `None` for a single shard, which needs none."""
         if len(self.shards) == 1:
             return None

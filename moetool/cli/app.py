@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("stage", "Back to the original layout, for any engine; or to a dense model (--format dense)."),
     "eval": ("evaluate", "Perplexity of a model on a text."),
     "routing": ("routing", "Which experts a model chooses on which text."),
+    "bench": ("bench", "Speed, memory and FLOPs of a model, beside another's: load, prefill, decode."),
     "inspect": ("inspect", "What a checkpoint holds: layers, experts, ranks, parameters, bytes."),
     "verify": ("verify", "Check a checkpoint's files, and its tensors against the source it was made from."),
     "demo": ("demo", "Train a small model, upcycle it, compress it, evaluate it: two minutes, offline."),

@@ -4,7 +4,6 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -64,7 +63,7 @@ class Display:
         self._console.print(message)
 
 
-def print_json(result: Mapping[str, Any]) -> None:
+def print_json(result: Mapping[str, object]) -> None:
     """One JSON object on stdout, with the version of its fields (docs/json.md)."""
     print(json.dumps({"schema_version": SCHEMA_VERSION, **result}, indent=2))
 

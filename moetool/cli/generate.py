@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import typer
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 from typer.core import TyperCommand
 
 from moetool.errors import UsageError, did_you_mean, explained
@@ -48,7 +49,7 @@ def _quoted(choices: str) -> list[str]:
 
 def make_command(
     name: str, function: Callable[..., None], summary: str, elsewhere: Mapping[str, str] | None = None
-) -> Any:
+) -> HintingCommand:
     """A single command whose errors end with moetool's exit codes.
 
     Args:
@@ -60,7 +61,8 @@ def make_command(
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(name=name, help=summary, cls=HintingCommand)(guarded(function))
     command = typer.main.get_command(app)
-    command.elsewhere = elsewhere or {}  # type: ignore[attr-defined]
+    assert isinstance(command, HintingCommand)
+    command.elsewhere = elsewhere or {}
     return command
 
 
@@ -68,7 +70,7 @@ def guarded(function: Callable[..., None]) -> Callable[..., None]:
     """Turn errors a user can cause into one line on stderr and an exit code; let bugs through."""
 
     @functools.wraps(function)
-    def wrapper(**arguments: Any) -> None:
+    def wrapper(**arguments: object) -> None:
         try:
             function(**arguments)
         except KeyboardInterrupt as error:
@@ -134,7 +136,9 @@ def _plain_type(annotation: Any) -> Any:
     return annotation
 
 
-def build_options(model: type[ModelT], typed: Mapping[str, Any], preset: Mapping[str, Any] | None = None) -> ModelT:
+def build_options(
+    model: type[ModelT], typed: Mapping[str, object], preset: Mapping[str, object] | None = None
+) -> ModelT:
     """The model from a preset's options and, over it, what was typed.
 
     Raises:
@@ -150,7 +154,7 @@ def build_options(model: type[ModelT], typed: Mapping[str, Any], preset: Mapping
         raise UsageError("; ".join(_explain(model, problem) for problem in error.errors())) from error
 
 
-def _explain(model: type[BaseModel], problem: Any) -> str:
+def _explain(model: type[BaseModel], problem: ErrorDetails) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"]:
         return str(message)

@@ -6,7 +6,7 @@ Merge = Literal["fisher", "fisher-frequency", "mean", "frequency", "ties", "regm
 Svd = Literal["truncation-aware", "vanilla", "activation-aware"]
 Allocation = Literal["water-filling", "adaptive", "uniform"]
 Sensitivity = Literal["channel", "matrix", "none"]
-Share = Literal["none", "v", "u"]
+SharedFactor = Literal["none", "v", "u"]
 Pruning = Literal["static", "semi-dynamic"]
 BaseCompression = Literal["static", "semi-dynamic", "svd"]
 

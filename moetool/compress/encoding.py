@@ -4,7 +4,6 @@ Every layer is encoded once, into a file of the work directory, and copied from 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,7 +26,7 @@ from moetool.errors import InvalidInputError, UsageError
 from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, Source, pick_compute_dtype, pick_device, to_cpu
-from moetool.job.options import CalibrationOptions, Options, RunOptions
+from moetool.job.options import Options, RunOptions, TextOptions
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.result import Json
 from moetool.job.writing import OutputPlan, entry_for, write_model
@@ -39,7 +38,7 @@ from moetool.representations.sparse import MagnitudeSparse, Sparse
 Bits = Literal[1, 2, 3, 4, 8]
 # In YAML a number of bits is a number.
 BaseBits = Annotated[Literal["1", "2", "3", "4", "8", "nf4", "int8"], BeforeValidator(lambda bits: str(bits))]
-LoadBase = Callable[[int], LayerBase]
+LoadBase = Callable[[int, Weights], LayerBase]
 Form = Callable[[int, int, Role, Representation], Representation]  # layer, expert, role, how it is stored now
 
 ERROR = "error"  # [experts, 2] fp64 per role: squared error of each delta, and its squared norm
@@ -182,7 +181,7 @@ def encoding_plan(
     source: Source,
     options: RunOptions,
     layouts: Mapping[int, LayerLayout],
-    text: CalibrationOptions | None = None,
+    text: TextOptions | None = None,
     **details: Json,
 ) -> Plan:
     """Costs of encoding every delta into known forms, on a text if there is one; sizes are exact."""
@@ -211,12 +210,12 @@ def run_encoding(
     load_base: LoadBase,
     statistics: Mapping[int, LayerStatistics],
     seed: int,
-    text: CalibrationOptions | None = None,
+    text: TextOptions | None = None,
 ) -> LayersTold:
     """Encode every layer, on the text if there is one, and write the result."""
 
     def encode_layer(layer: int, weights: Weights, grams: InputGramCollector | None) -> None:
-        base = load_base(layer)
+        base = load_base(layer, weights)
         deltas = Deltas(weights, base, job.device)
         base.save(base_path(job.work, layer))
         save_tensors(_encoded_path(job.work, layer), dict(_encoded(job, layer, layouts[layer], deltas, grams)))
@@ -235,7 +234,7 @@ def run_encoding(
     else:
         for layer in layouts:
             if job.unit(f"encode/{layer}"):
-                encode_layer(layer, partial(job.source.experts.dense, layer), None)
+                encode_layer(layer, job.source.experts.weights(layer), None)
                 job.finish(f"encode/{layer}")
     lost = {layer: EncodedLayer(_errors(job.work, layer)) for layer in layouts}
 
@@ -299,6 +298,6 @@ def _errors(work: Path, layer: int) -> dict[Role, list[float]]:
     }
 
 
-def with_text(options: CalibrationOptions) -> CalibrationOptions | None:
+def with_text(options: TextOptions) -> TextOptions | None:
     """The calibration options if they name a text."""
     return options if options.calibration is not None else None

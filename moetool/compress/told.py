@@ -69,11 +69,13 @@ class RankedTold(LayersTold):
         ratio: as it was asked for, unless a rank was.
         unreached_experts: experts that saw no calibration token, in words.
         depends_on_batch: whether a token's result depends on the others of its batch.
+        notes: where the result is not what was asked for.
     """
 
     ratio: float | None
     unreached_experts: Sequence[str]
     depends_on_batch: bool
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.writer import InParts, TensorSpec
 from moetool.format.entry import custom_entry
 from moetool.format.kinds import CustomModule
+from moetool.format.kinds.base import Counts
 from moetool.runtime.dense import DenseModel
 
 SpecT = TypeVar("SpecT", bound=CustomModule)
@@ -45,7 +46,7 @@ class Converted(ABC):
     seed: int
 
     @abstractmethod
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         """`config.json` of the result."""
 
     @abstractmethod
@@ -53,9 +54,8 @@ class Converted(ABC):
         """The tensors by layer, those of no layer first. Raises `InvalidInputError` for what cannot be written."""
 
     @abstractmethod
-    def parameters(self) -> dict[str, int]:
-        """Numbers in the model, those that one token uses, and those that the dense model has not: `total`, `active`,
-        `added`."""
+    def parameters(self) -> Counts:
+        """Numbers in the model."""
 
     def names(self) -> dict[int, list[str]]:
         """Names of the dense model's tensors by layer, those of no layer under `REST`."""
@@ -111,9 +111,9 @@ class Customized(Converted, Generic[SpecT]):
 
     spec: SpecT
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         entry = custom_entry(self.spec)
-        return patch_config(self.dense.checkpoint.config, quantization_config=entry, **self.dtype_entry())
+        return patch_config(self.dense.checkpoint.config, {"quantization_config": entry, **self.dtype_entry()})
 
     def units(self) -> list[tuple[int, list[Made]]]:
         return [(layer, list(self.unit(layer, names))) for layer, names in self.names().items()]
@@ -122,9 +122,9 @@ class Customized(Converted, Generic[SpecT]):
     def unit(self, layer: int, names: list[str]) -> Iterator[Made]:
         """The tensors of one layer, or of none (`REST`), of which the dense model has those of `names`."""
 
-    def parameters(self) -> dict[str, int]:
+    def parameters(self) -> Counts:
         shapes = {made.spec.name: made.spec.shape for _, unit in self.units() for made in unit}
-        return self.spec.counts(self.dense.architecture, shapes)._asdict()
+        return self.spec.counts(self.dense.architecture, shapes)
 
     def kept(self, names: list[str]) -> Iterator[Made]:
         """Tensors of the dense model as they are, under the names that they have beside custom modules."""

@@ -77,14 +77,14 @@ class _Watched:
             self._handles += [router.register_forward_hook(self._native) for router in routers]
 
     def _own(self, module: Routed) -> Callable[..., None]:
-        def hook(_: nn.Module, inputs: Any, logits: Tensor) -> None:
+        def hook(_: nn.Module, inputs: object, logits: Tensor) -> None:
             self.probabilities = logits.float().softmax(-1)
             chosen = self.probabilities.topk(module.top_k, dim=-1).indices
             self.counts = torch.bincount(chosen.flatten(), minlength=module.num_experts)
 
         return hook
 
-    def _native(self, _: nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
+    def _native(self, _: nn.Module, inputs: object, output: tuple[Tensor, ...]) -> None:
         self.probabilities = routed(output)[0].float().softmax(-1)
 
     def __enter__(self) -> "_Watched":

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -50,7 +50,7 @@ ConversionT = TypeVar("ConversionT", bound=ConversionOptions)
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredModel:
     """A result for which whatever it needs has been measured.
 
     Attributes:
@@ -114,7 +114,7 @@ class Conversion(Stage[ConversionT, DenseSource]):
         """The result as far as its headers go."""
 
     @abstractmethod
-    def converted(self, job: Job[DenseSource]) -> Measured:
+    def converted(self, job: Job[DenseSource]) -> MeasuredModel:
         """The result, and what was measured for it."""
 
     @abstractmethod
@@ -125,7 +125,7 @@ class Conversion(Stage[ConversionT, DenseSource]):
         """What the manifest keeps of the dense model, where there is a way back to it."""
         return Provenance()
 
-    def notes(self, config: dict[str, Any]) -> list[str]:
+    def notes(self, config: dict[str, object]) -> list[str]:
         """What a user of the result with this config has to know."""
         return []
 
@@ -142,9 +142,9 @@ class Conversion(Stage[ConversionT, DenseSource]):
             memory_bytes=self._memory_bytes(),
             details={
                 **self.details(),
-                "parameters": parameters["total"],
-                "active_parameters": parameters["active"],
-                "added_parameters": parameters["added"],
+                "parameters": parameters.total,
+                "active_parameters": parameters.active,
+                "added_parameters": parameters.added,
             },
         )
 
@@ -184,7 +184,7 @@ class Conversion(Stage[ConversionT, DenseSource]):
         )
         return ConversionTold(
             calibration=measured.calibration,
-            parameters=Parameters(**model.parameters()),
+            parameters=Parameters(*model.parameters()),
             proof=proofs[0] if proofs else None,
             notes=self.notes(config),
             activations=Activations.mean(measured.activations.values()) if measured.activations else None,

@@ -1,7 +1,7 @@
 """What makes a checkpoint a moetool checkpoint: the entry `quantization_config` in its `config.json`."""
 
 from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
 
 from moetool.errors import InvalidInputError
 from moetool.format.families import architecture_of
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 
-def check_unquantized(config: Mapping[str, Any]) -> None:
+def check_unquantized(config: Mapping[str, object]) -> None:
     """Raise `InvalidInputError` for a checkpoint that another tool has quantized."""
     entry = config.get("quantization_config")
     if entry is not None and moetool_entry(config) is None:
@@ -32,7 +32,7 @@ def check_unquantized(config: Mapping[str, Any]) -> None:
         )
 
 
-def check_format_version(entry: Mapping[str, Any]) -> None:
+def check_format_version(entry: Mapping[str, object]) -> None:
     """Raise `InvalidInputError` for a checkpoint written by a newer moetool."""
     version = entry.get("format_version", 1)
     if not isinstance(version, int) or version > FORMAT_VERSION:
@@ -42,7 +42,7 @@ def check_format_version(entry: Mapping[str, Any]) -> None:
         )
 
 
-def layer_layouts(config: Mapping[str, Any]) -> dict[int, LayerLayout]:
+def layer_layouts(config: Mapping[str, object]) -> dict[int, LayerLayout]:
     """The layout of every layer that is not stored natively, by layer.
 
     Raises:
@@ -54,6 +54,8 @@ def layer_layouts(config: Mapping[str, Any]) -> dict[int, LayerLayout]:
     check_format_version(entry)
     if not (layers := entry.get("layers")):
         return {}
+    if not isinstance(layers, Mapping):
+        raise InvalidInputError(f"quantization_config.layers must be an object by layer, not {layers!r}.")
     architecture = architecture_of(config)
     shape, count = architecture.numbers(config), architecture.layers(config)
     names = {str(layer): layer for layer in range(count)}
@@ -70,12 +72,16 @@ def layer_layouts(config: Mapping[str, Any]) -> dict[int, LayerLayout]:
     return layouts
 
 
-def custom_entry(spec: CustomModule) -> dict[str, Any]:
+def custom_entry(spec: CustomModule) -> dict[str, object]:
     """The `quantization_config` of a model with custom modules, all its experts stored natively."""
     return {"quant_method": METHOD, "format_version": FORMAT_VERSION, spec.key: spec.to_config()}
 
 
-def format_entry(layouts: Mapping[int, LayerLayout], spec: CustomModule | None = None, **more: Any) -> dict[str, Any]:
+def format_entry(
+    layouts: Mapping[int, LayerLayout],
+    spec: CustomModule | None = None,
+    more: Mapping[str, object] = MappingProxyType({}),
+) -> dict[str, object]:
     """The `quantization_config` to write for these layouts, of experts of custom modules if there is a spec of them;
     native layers are left out."""
     layers = {str(layer): layout.to_config() for layer, layout in sorted(layouts.items()) if not layout.is_native}

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from moetool.architectures import find_architecture
 from moetool.architectures.base import Architecture, MoEShape
@@ -22,17 +21,17 @@ class CustomMoE(Architecture):
 
     spec: MoESpec
 
-    def moe_layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
+    def moe_layers(self, config: Mapping[str, object]) -> tuple[int, ...]:
         return self.spec.layers
 
-    def numbers(self, config: Mapping[str, Any]) -> MoEShape:
+    def numbers(self, config: Mapping[str, object]) -> MoEShape:
         return self.spec.shape
 
-    def layers(self, config: Mapping[str, Any]) -> int:
+    def layers(self, config: Mapping[str, object]) -> int:
         return self.spec.of
 
 
-def architecture_of(config: Mapping[str, Any]) -> Architecture:
+def architecture_of(config: Mapping[str, object]) -> Architecture:
     """The MoE family of a model: one of the hub's, or what moetool made of a dense model's own networks.
 
     Raises:
@@ -51,7 +50,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     )
 
 
-def dense_architecture_of(config: Mapping[str, Any]) -> DenseArchitecture:
+def dense_architecture_of(config: Mapping[str, object]) -> DenseArchitecture:
     """The family of a dense model.
 
     Raises:
@@ -64,7 +63,7 @@ def dense_architecture_of(config: Mapping[str, Any]) -> DenseArchitecture:
     return find_dense_architecture(config)
 
 
-def is_opaque(config: Mapping[str, Any]) -> bool:
+def is_opaque(config: Mapping[str, object]) -> bool:
     """Whether a model has custom modules whose experts are no whole feed-forward networks."""
     spec = custom_module(config)
     return spec is not None and not isinstance(spec, MoESpec)

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 MOST = 2**31 - 1  # of any number of things
 MOST_LAYERS, MOST_EXPERTS = 10_000, 100_000  # each has a name, of which lists are made
@@ -33,7 +34,7 @@ def explain(error: ValidationError, under: str = "") -> str:
     return "; ".join(dict.fromkeys(_explain(problem, under) for problem in error.errors(include_url=False)))
 
 
-def _explain(problem: Any, under: str) -> str:
+def _explain(problem: ErrorDetails, under: str) -> str:
     parts = [str(part) for part in problem["loc"] if not str(part).startswith("function-")]
     place = ".".join([under, *parts] if under else parts)
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ").partition(" or instance of ")[0]

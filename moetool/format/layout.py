@@ -13,7 +13,6 @@ place.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -202,9 +201,9 @@ class LayerLayout:
         own = sum(stored.nbytes(dtype) for _, stored in self.own_tensors())
         return self.native_parameters() * dtype.itemsize + own
 
-    def to_config(self) -> dict[str, Any]:
+    def to_config(self) -> dict[str, object]:
         """JSON form, for `quantization_config` in `config.json`."""
-        config: dict[str, Any] = {
+        config: dict[str, object] = {
             role: None if weights is None else [weight.spec for weight in weights]
             for role, weights in self.weights.items()
         }
@@ -217,7 +216,7 @@ class LayerLayout:
         return config
 
     @classmethod
-    def from_config(cls, shape: MoEShape, config: Mapping[str, Any]) -> "LayerLayout":
+    def from_config(cls, shape: MoEShape, config: Mapping[str, object]) -> "LayerLayout":
         """Inverse of `to_config`.
 
         Raises:
@@ -226,10 +225,9 @@ class LayerLayout:
         unknown = set(config) - {*shape.roles, "base_channels", "dynamic_channels", "base"}
         if unknown:
             raise InvalidInputError(f"has entries this moetool does not know: {sorted(unknown)}.")
+        channels = _whole(config, "base_channels", shape.intermediate)
+        dynamic = _whole(config, "dynamic_channels", 0)
         weights: dict[Role, tuple[Representation, ...] | None] = {}
-        for name in ("base_channels", "dynamic_channels"):
-            if not isinstance(config.get(name, 0), int):
-                raise InvalidInputError(f"{name} must be a whole number, not {config[name]!r}.")
         for role in shape.roles:
             specs = config.get(role)
             if not isinstance(specs, (list, type(None))):
@@ -240,15 +238,16 @@ class LayerLayout:
             raise InvalidInputError(f"base must be an object by role, not {compact!r}.")
         base = {role: parse_representation(compact[role]) if role in compact else Dense() for role in shape.roles}
         try:
-            return cls(
-                shape,
-                weights,
-                config.get("base_channels", shape.intermediate),
-                config.get("dynamic_channels", 0),
-                base,
-            )
+            return cls(shape, weights, channels, dynamic, base)
         except (ValueError, TypeError) as error:
             raise InvalidInputError(f"does not fit the model: {error}.") from error
+
+
+def _whole(config: Mapping[str, object], name: str, default: int) -> int:
+    value = config.get(name, default)
+    if not isinstance(value, int):
+        raise InvalidInputError(f"{name} must be a whole number, not {value!r}.")
+    return value
 
 
 def _check(representation: Representation, role: Role, shape: tuple[int, int]) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from moetool.architectures import Architecture, architectures
+from moetool.architectures.base import whole_number
 from moetool.architectures.dense import DenseArchitecture, dense_architectures, find_dense_architecture
 from moetool.errors import InvalidInputError
 from moetool.format.entry import check_format_version, layer_layouts
@@ -47,7 +48,7 @@ def _rope_type(name: str | None) -> str | None:
     return name
 
 
-def _typed(value: Any) -> Any:
+def _typed(value: object) -> object:
     """Rotary embeddings may be listed by kind of layer."""
     if isinstance(value, Mapping) and value and all(isinstance(inner, Mapping | None) for inner in value.values()):
         return {"by_kind": value}
@@ -76,7 +77,7 @@ class _Any(_Entries):
 
     model_type: Name | None = None
     architectures: list[str] | None = None
-    quantization_config: dict[str, Any] | None = None
+    quantization_config: dict[str, object] | None = None
 
 
 class _Known(_Any):
@@ -129,13 +130,14 @@ class _Entry(_Entries):
     """moetool's `quantization_config`."""
 
     format_version: Count = 1
-    layers: dict[str, dict[str, Any]] = {}
+    layers: dict[str, dict[str, object]] = {}
     original_bytes: Count | None = None
 
 
-def check_depth(parsed: Any, file: Path) -> None:
+def check_depth(parsed: object, file: Path) -> None:
     """Raise `InvalidInputError` for JSON that nests deeper than anything that is meant: libraries recurse into it."""
-    level, depth = [parsed], 0
+    level: list[Any] = [parsed]
+    depth = 0
     while level:
         if depth > DEEPEST:
             raise InvalidInputError(f"{file} has more than {DEEPEST} objects and lists in one another.")
@@ -144,7 +146,7 @@ def check_depth(parsed: Any, file: Path) -> None:
         depth += 1
 
 
-def check_config(config: Mapping[str, Any], file: Path) -> None:
+def check_config(config: Mapping[str, object], file: Path) -> None:
     """Check a parsed `config.json`.
 
     Raises:
@@ -162,7 +164,7 @@ def check_config(config: Mapping[str, Any], file: Path) -> None:
     layer_layouts(config)
 
 
-def check_headers(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
+def check_headers(config: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
     """Check sizes in a `config.json` against those in the files, before anything is made in these sizes.
 
     Raises:
@@ -176,7 +178,7 @@ def check_headers(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
     for key in ("num_hidden_layers", "n_layer"):
         if key not in config:
             continue
-        last = family.layer_prefix(config[key] - 1)
+        last = family.layer_prefix((whole_number(config, key) or 0) - 1)
         end = ".".join(last.split(".")[-3:])  # the bare decoder's tensors have shorter names
         if not any(end in name for name in shapes):
             raise InvalidInputError(
@@ -193,15 +195,15 @@ def check_headers(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
         raise InvalidInputError(f"config.json of {path} promises {experts} experts, more than the files can hold.")
 
 
-def _experts(family: Architecture, config: Mapping[str, Any]) -> tuple[str, int | None]:
+def _experts(family: Architecture, config: Mapping[str, object]) -> tuple[str, int | None]:
     """The number of experts as far as a config says it, and under which key."""
     if isinstance(family, CustomMoE):
         return "experts", family.spec.experts
     key = next((key for key in family.experts_keys if key in config), family.experts_keys[0])
-    return key, config.get(key)
+    return key, whole_number(config, key)
 
 
-def _check_experts(family: Architecture, config: Mapping[str, Any], file: Path) -> None:
+def _check_experts(family: Architecture, config: Mapping[str, object], file: Path) -> None:
     """What the config says of experts; what it does not say, transformers knows."""
     key, experts = _experts(family, config)
     for name, most in ((key, MOST_EXPERTS), (family.top_k_key, MOST_EXPERTS), (family.intermediate_key, MOST)):
@@ -209,16 +211,17 @@ def _check_experts(family: Architecture, config: Mapping[str, Any], file: Path) 
             raise InvalidInputError(f"{file}: {name} is {config[name]}, but should be less than or equal to {most}.")
     if experts is not None and family.top_k_key in config:
         family.numbers({**config, family.intermediate_key: 1, "hidden_size": 1})
-    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    groups, chosen = whole_number(config, "n_group") or 1, whole_number(config, "topk_group") or 1
     if experts is not None and (experts % groups or chosen > groups):
         raise InvalidInputError(
             f"{file}: n_group is {groups} and topk_group {chosen}; {experts} experts cannot be divided and chosen so."
         )
-    if "num_hidden_layers" in config and not isinstance(family, CustomMoE):
-        family.moe_layers_rule.among(config["num_hidden_layers"], config)
+    layers = whole_number(config, "num_hidden_layers")
+    if layers is not None and not isinstance(family, CustomMoE):
+        family.moe_layers_rule.among(layers, config)
 
 
-def _family(config: Mapping[str, Any]) -> Architecture | DenseArchitecture | None:
+def _family(config: Mapping[str, object]) -> Architecture | DenseArchitecture | None:
     """The family of a config, by its model type and moetool's entry; `None` if it is not known."""
     if isinstance(custom_module(config), MoESpec):
         return architecture_of(config)
@@ -230,12 +233,9 @@ def _named(model_type: object) -> Architecture | DenseArchitecture | None:
     return next((family for family in families if model_type in family.model_types), None)
 
 
-def _check_custom(config: Mapping[str, Any], file: Path) -> None:
+def _check_custom(config: Mapping[str, object], file: Path) -> None:
     """What custom modules are against what the rest of the config says."""
-    layers, hidden = (
-        next((config[key] for key in keys if key in config), None)
-        for keys in (("num_hidden_layers", "n_layer"), ("hidden_size", "n_embd"))
-    )
+    layers, hidden = whole_number(config, "num_hidden_layers", "n_layer"), whole_number(config, "hidden_size", "n_embd")
     try:
         spec = custom_module(config)
     except InvalidInputError as error:
@@ -249,7 +249,7 @@ def _check_custom(config: Mapping[str, Any], file: Path) -> None:
         raise InvalidInputError(f"{file}, {error}") from error
 
 
-def _validate(model: type[BaseModel], values: Mapping[str, Any], where: str) -> None:
+def _validate(model: type[BaseModel], values: Mapping[str, object], where: str) -> None:
     try:
         model.model_validate(dict(values))
     except ValidationError as error:

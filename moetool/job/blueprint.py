@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -52,7 +51,7 @@ def layer_of(name: str) -> str:
     return found[0] if found else ""
 
 
-def imagine(source: str, path: Path, config: dict[str, Any]) -> Checkpoint:
+def imagine(source: str, path: Path, config: dict[str, object]) -> Checkpoint:
     """The checkpoint that transformers would save for this config; its tensors cannot be read.
 
     Multi-token-prediction layers, which transformers does not have, are not among them.

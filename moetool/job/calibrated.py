@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from moetool.architectures.base import whole_number
 from moetool.architectures.dense import is_encoder
 from moetool.calibration.activations import ActivationFile
 from moetool.calibration.masking import masked_windows
@@ -43,7 +44,7 @@ def calibration_windows(source: Input, options: TextOptions) -> Tensor:
         seed=options.seed,
         bos=_bos(source, options),
     )
-    check_vocabulary(windows, source.checkpoint.config.get("vocab_size"))
+    check_vocabulary(windows, whole_number(source.checkpoint.config, "vocab_size"))
     return windows
 
 
@@ -166,7 +167,9 @@ class CalibratedJob:
     @property
     def facts_with_loss(self) -> CalibrationFacts:
         """The same with the mean next-token loss, which is known after the head."""
-        return replace(self.facts, loss=float(self.job.workspace.told("head")["loss"]))
+        loss = self.job.workspace.told("head")["loss"]
+        assert isinstance(loss, float)
+        return replace(self.facts, loss=loss)
 
     def experts(self, layer: nn.Module) -> nn.Module:
         """The fused experts of a loaded layer."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self
+from typing import Generic, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ class Job(Generic[SourceT]):
     source: SourceT
     workspace: Workspace
     options: RunOptions
-    recipe: Mapping[str, Any]  # the options that decide the result, for the manifest
+    recipe: Mapping[str, object]  # the options that decide the result, for the manifest
     progress: Progress = field(default_factory=Silent)
     interrupt: Interrupt = field(default_factory=Interrupt)
 
@@ -129,7 +129,7 @@ class Job(Generic[SourceT]):
         made: Iterable[Path] = (),
         digests: Mapping[Path, str] | None = None,
         spent: Iterable[Path] = (),
-        told: Mapping[str, Any] | None = None,
+        told: Mapping[str, object] | None = None,
     ) -> None:
         """A unit's files are in place; see `Workspace.done`."""
         self.workspace.done(name, made=made, digests=digests, spent=spent, told=told)

@@ -5,11 +5,23 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import xxhash
 
 from moetool.checkpoint.files import storage_errors
+
+
+class _Line(TypedDict, total=False):
+    """What a line holds besides its digest: units to make `again`, or all else of one that is done."""
+
+    number: int
+    run: str
+    again: list[str]
+    unit: str
+    made: dict[str, str]
+    spent: list[str]
+    told: dict[str, object]
 
 
 @dataclass
@@ -26,7 +38,7 @@ class Unit:
     order: int
     files: dict[str, str] = field(default_factory=dict)
     has_spent_files: bool = False
-    told: dict[str, Any] = field(default_factory=dict)
+    told: dict[str, object] = field(default_factory=dict)
 
 
 class Journal:
@@ -61,7 +73,7 @@ class Journal:
             self.run = entry["run"]
             self._apply(entry)
 
-    def _apply(self, entry: Mapping[str, Any]) -> None:
+    def _apply(self, entry: _Line) -> None:
         if "again" in entry:
             self.gaps.clear()
             for name in self.units.keys() & set(entry["again"]):
@@ -86,7 +98,7 @@ class Journal:
         return unit in self.units and unit not in self.again
 
     def done(
-        self, unit: str, made: Mapping[str, str] = {}, spent: Iterable[str] = (), told: Mapping[str, Any] = {}
+        self, unit: str, made: Mapping[str, str] = {}, spent: Iterable[str] = (), told: Mapping[str, object] = {}
     ) -> None:
         """Note that a unit is done: the files that it `made` with their digests, those that it `spent`, which are not
         needed any more, and what it has to tell. Raises `ResourceError` if it cannot be written."""
@@ -96,7 +108,7 @@ class Journal:
         """Note that units are to be made again, and that gaps have been seen to."""
         self._append({"again": sorted(units)})
 
-    def _append(self, entry: dict[str, Any]) -> None:
+    def _append(self, entry: _Line) -> None:
         entry = {**entry, "number": self._next, "run": self._fingerprint}
         line = json.dumps({**entry, "check": _check(entry)}) + "\n"
         with storage_errors(self.path), self.path.open("a", encoding="ascii") as file:
@@ -109,11 +121,11 @@ class Journal:
         self._apply(entry)
 
 
-def _check(entry: Mapping[str, Any]) -> str:
+def _check(entry: Mapping[str, object]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(entry, sort_keys=True).encode())
 
 
-def _checked(line: bytes) -> dict[str, Any] | None:
+def _checked(line: bytes) -> _Line | None:
     """A line's content; `None` if it is not what was written."""
     try:
         entry = json.loads(line)

@@ -1,7 +1,7 @@
 """Options that many commands share, as frozen pydantic models. Command line and YAML are both generated from these."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -74,7 +74,7 @@ def calibration_text(options: object) -> str | None:
     return options.calibration if isinstance(options, TextOptions) else None
 
 
-def fit_context(options: OptionsT, config: Mapping[str, Any], marks: int = 0) -> OptionsT:
+def fit_context(options: OptionsT, config: Mapping[str, object], marks: int = 0) -> OptionsT:
     """Shorten windows to the model's context, less `marks` tokens around each, unless their length was asked for.
 
     Raises:

@@ -8,10 +8,10 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from moetool.architectures.base import whole_number
 from moetool.calibration.batching import batch_size
 from moetool.checkpoint.experts import ExpertReader
 from moetool.errors import ResourceError
@@ -97,7 +97,7 @@ def _bytes_below(directory: Path) -> int:
     return total
 
 
-def fingerprint(stage: str, sources: Mapping[str, str], options: Mapping[str, Any]) -> str:
+def fingerprint(stage: str, sources: Mapping[str, str], options: Mapping[str, object]) -> str:
     """Hash of everything that decides the result; `--resume` refuses to mix two of them."""
     content = {"stage": stage, "sources": dict(sources), "options": dict(options), "version": __version__}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -148,7 +148,7 @@ class CalibrationCost:
         )
         batch = batch_size(self.samples, self.length) * self.length
         activations = batch * (16 * shape.hidden + 5 * shape.top_k * shape.intermediate) * 4
-        vocabulary = int(experts.checkpoint.config.get("vocab_size", 0))
+        vocabulary = whole_number(experts.checkpoint.config, "vocab_size") or 0
         logits = 4 * 4 * self.length * vocabulary if gradients else 0
         native = max(layer, shape.experts * matrices)
         statistics = 0

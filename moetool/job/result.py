@@ -57,11 +57,19 @@ class CalibrationFacts(Printed):
 
 @dataclass(frozen=True)
 class Sizes(Inlined):
-    """Weight files of input and output in bytes, and where a ratio is counted `1 - after / before`, rounded."""
+    """Weight files in bytes.
+
+    Attributes:
+        bytes_before: of the input, or of the model that it was before anything was compressed.
+        bytes_after: of the output.
+        achieved_ratio: `1 - after / before`, rounded, where a ratio is counted.
+        bytes_input: of the input, where that is another number than `bytes_before`.
+    """
 
     bytes_before: int
     bytes_after: int
     achieved_ratio: float | None = None
+    bytes_input: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

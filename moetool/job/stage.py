@@ -14,13 +14,13 @@ from moetool.job.plan import Plan
 from moetool.job.result import Sizes, Told
 from moetool.job.writing import original_bytes
 
-OptionsT = TypeVar("OptionsT", bound=RunOptions)
+StageOptionsT = TypeVar("StageOptionsT", bound=RunOptions)
 
 # Options that say where and how a job runs; the result does not depend on them.
 _INCIDENTAL = {"device", "memory", "disk"}
 
 
-class Stage(ABC, Generic[OptionsT, SourceT]):
+class Stage(ABC, Generic[StageOptionsT, SourceT]):
     """One step from a checkpoint to a checkpoint. A file beside others that defines a subclass adds one.
 
     Attributes:
@@ -40,7 +40,7 @@ class Stage(ABC, Generic[OptionsT, SourceT]):
     method_of: ClassVar[str | None] = None
     is_parallel: ClassVar[bool] = False
 
-    def __init__(self, source: SourceT, options: OptionsT) -> None:
+    def __init__(self, source: SourceT, options: StageOptionsT) -> None:
         self.source, self.options = source, fit_context(options, source.checkpoint.config)
 
     @abstractmethod
@@ -60,8 +60,8 @@ class Stage(ABC, Generic[OptionsT, SourceT]):
         if missing := sorted(lost - before.experts.names - joined_names(after)):
             raise VerificationError(f"The output lacks {len(missing)} tensors of the input, the first {missing[0]}.")
         original = original_bytes(before)
-        written = after.checkpoint.weight_bytes
-        return Sizes(original, written, round(1 - written / original, 6))
+        given, written = before.checkpoint.weight_bytes, after.checkpoint.weight_bytes
+        return Sizes(original, written, round(1 - written / original, 6), None if given == original else given)
 
     def sources(self) -> Mapping[str, str]:
         """Fingerprints of everything that is read."""
@@ -72,12 +72,13 @@ class Stage(ABC, Generic[OptionsT, SourceT]):
         text = calibration_text(self.options)
         return found_here(spec.source for spec in parse_data(text)) if text else []
 
-    def recipe(self) -> dict[str, Any]:
+    def recipe(self) -> dict[str, object]:
         """The options that decide the result, for the manifest."""
         return {"stage": self.name, **self.options.model_dump(mode="json", exclude=_INCIDENTAL)}
 
 
-AnyStage: TypeAlias = Stage[Any, Any]  # of any options and source, which a kind of stage alone brings together
+# Of any options and source, which a kind of stage alone brings together.
+AnyStage: TypeAlias = Stage[Any, Any]
 
 
 def found_here(names: Iterable[str]) -> list[Path]:

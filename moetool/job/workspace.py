@@ -9,7 +9,6 @@ of the plan must match to go on. One process works in it at a time.
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from moetool.checkpoint.files import fast_digest, is_intact, storage_errors
 from moetool.checkpoint.manifest import read_manifest
@@ -155,7 +154,7 @@ class Workspace:
         """Whether anything had been finished before this process began."""
         return bool(self._journal.units)
 
-    def told(self, unit: str) -> Mapping[str, Any]:
+    def told(self, unit: str) -> Mapping[str, object]:
         """What a unit noted when it was done, though it may have to be made again; empty if it never was."""
         found = self._journal.units.get(unit)
         return {} if found is None else found.told
@@ -167,7 +166,7 @@ class Workspace:
         made: Iterable[Path] = (),
         digests: Mapping[Path, str] | None = None,
         spent: Iterable[Path] = (),
-        told: Mapping[str, Any] | None = None,
+        told: Mapping[str, object] | None = None,
     ) -> None:
         """Note that a unit's files are in place.
 
@@ -227,10 +226,10 @@ class FollowingWorkspace(Workspace):
     def is_resumed(self) -> bool:
         return False
 
-    def told(self, unit: str) -> Mapping[str, Any]:
+    def told(self, unit: str) -> Mapping[str, object]:
         return {}
 
-    def done(self, unit: str, **_: Any) -> None:
+    def done(self, unit: str, **_: object) -> None:
         pass
 
     def abandon(self) -> None:

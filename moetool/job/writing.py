@@ -4,12 +4,12 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from moetool.architectures.base import whole_number
 from moetool.calibration.collectors import LayerStatistics
 from moetool.checkpoint.files import copy_sidecars, file_sha256, json_bytes, patch_config, save_tensors, write_json
 from moetool.checkpoint.manifest import Manifest, Origin, Provenance, read_manifest, write_manifest
@@ -114,7 +114,7 @@ def write_model(
     plan: OutputPlan,
     layer_tensors: LayerTensors,
     *,
-    entry: Mapping[str, Any] | None,
+    entry: Mapping[str, object] | None,
     statistics: Mapping[int, LayerStatistics],
     calibration: CalibrationFacts | None = None,
     layers: Mapping[int, Printed] = MappingProxyType({}),
@@ -145,11 +145,11 @@ def write_model(
                 yield spec.name, checkpoint.read(spec.name)
 
     if entry is None and (spec := custom_module(checkpoint.config)) is not None:
-        config = patch_config(checkpoint.config, quantization_config=format_entry({}, spec))
+        config = patch_config(checkpoint.config, {"quantization_config": format_entry({}, spec)})
     elif entry is None:
         config = patch_config(checkpoint.config, remove=["quantization_config"])
     else:
-        config = patch_config(checkpoint.config, quantization_config=dict(entry))
+        config = patch_config(checkpoint.config, {"quantization_config": dict(entry)})
     write_checkpoint(
         job,
         plan,
@@ -176,7 +176,7 @@ def write_checkpoint(
     plan: ShardPlan,
     unit_tensors: Callable[[int], Iterator[tuple[str, Tensor | InParts]]],
     *,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     statistics: Mapping[int, LayerStatistics] = MappingProxyType({}),
     provenance: Provenance | None = None,
     calibration: CalibrationFacts | None = None,
@@ -274,23 +274,27 @@ def down_scale(checkpoint: Checkpoint) -> float:
     """What upcycling multiplied the down matrices of experts by."""
     if (upcycled := passed_on(checkpoint).upcycled) is None:
         return routed_scale("none", native=True)
-    return routed_scale(upcycled.mixture.get("shared", "none"), native=upcycled.target != "moetool")
+    return routed_scale(upcycled.shared, native=upcycled.target != "moetool")
 
 
-def entry_for(layouts: Mapping[int, LayerLayout], source: Source, **more: Any) -> dict[str, Any] | None:
+def entry_for(
+    layouts: Mapping[int, LayerLayout], source: Source, *, method: str | None = None
+) -> dict[str, object] | None:
     """The `quantization_config` for these layouts on top of what the source had; `None` if every layer is native."""
     merged = {**source.experts.layouts, **layouts}
     if all(layout.is_native for layout in merged.values()):
         return None
     old = moetool_entry(source.checkpoint.config) or {}
     kept = {key: old[key] for key in old if key not in ("layers", "quant_method", "format_version")}
-    return format_entry(merged, **{**kept, "original_bytes": original_bytes(source), **more})
+    own = {} if method is None else {"method": method}
+    return format_entry(merged, more={**kept, "original_bytes": original_bytes(source), **own})
 
 
 def original_bytes(source: Source) -> int:
     """Bytes of the weight files before anything was done to the model: what a ratio refers to."""
     entry = moetool_entry(source.checkpoint.config)
-    return int(entry["original_bytes"]) if entry and "original_bytes" in entry else source.checkpoint.weight_bytes
+    recorded = whole_number(entry, "original_bytes") if entry else None
+    return source.checkpoint.weight_bytes if recorded is None else recorded
 
 
 def write_statistics(directory: Path, statistics: Mapping[int, LayerStatistics]) -> list[Path]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from moetool.architectures.base import whole_number
 from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
 from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.manifest import read_manifest
@@ -24,7 +25,7 @@ def inspect_custom(path: str | Path, checkpoint: Checkpoint) -> dict[str, Any]:
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
     counts = spec.counts(dense, shapes)
     down = _down(checkpoint, dense)
-    layers = config.get("num_hidden_layers", config.get("n_layer"))
+    layers = whole_number(config, "num_hidden_layers", "n_layer")
     moe_layers = spec.among(layers or 0)
     native = [{"layer": layer, "representation": "native"} for layer in moe_layers]
     return {

@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
+from moetool.architectures.base import whole_number
 from moetool.architectures.dense import is_encoder
 from moetool.calibration.opening import BOS_HELP, Bos, opening_text
 from moetool.calibration.windows import check_vocabulary, evaluation_windows, load_tokenizer
@@ -85,7 +86,7 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
     windows = evaluation_windows(
         options.data, tokenizer, sequence_length=options.sequence_length, limit=options.windows, bos=bos
     )
-    check_vocabulary(windows, checkpoint.config.get("vocab_size"))
+    check_vocabulary(windows, whole_number(checkpoint.config, "vocab_size"))
     model = load_for(checkpoint, options.device, options.compute_dtype)
     synthesized = apply_synthesis(model, options.synthesize)
     if options.keep is not None:

@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
+from moetool.architectures.base import whole_number
 from moetool.calibration.data import parse_data
 from moetool.calibration.opening import BOS_HELP, Bos, opening_text
 from moetool.calibration.windows import check_vocabulary, evaluation_windows, load_tokenizer
@@ -116,7 +117,7 @@ def routing(path: str, options: RoutingOptions, progress: Progress | None = None
         windows = evaluation_windows(
             spec, tokenizer, sequence_length=options.sequence_length, limit=options.windows, bos=options.bos
         )
-        check_vocabulary(windows, checkpoint.config.get("vocab_size"))
+        check_vocabulary(windows, whole_number(checkpoint.config, "vocab_size"))
         counts = []
         with phase(progress, text, len(windows)):
             for window in windows:

@@ -17,7 +17,7 @@ BATCH, RATE = 512, 1e-2
 
 
 @dataclass(frozen=True)
-class Selector:
+class TrainedSelector:
     """A trained selector, and how well it does on tokens that it was not trained on.
 
     Attributes:
@@ -80,7 +80,7 @@ def train_selector(
     layer: int,
     epochs: int,
     tick: Callable[[], None] = lambda: None,
-) -> Selector:
+) -> TrainedSelector:
     """Fit a selector by binary cross-entropy to scores over their largest (Adam, batches of 512), and keep the epoch
     that captures most on a held-out tenth.
 
@@ -121,7 +121,7 @@ def train_selector(
         if (result := judged())[0] > kept_result[0]:
             kept, kept_result = (first.detach().clone(), second.detach().clone()), result
         tick()
-    return Selector(*kept, *kept_result)
+    return TrainedSelector(*kept, *kept_result)
 
 
 def _judge(predicted: Tensor, scores: Tensor, chosen: int) -> tuple[float, float, float]:

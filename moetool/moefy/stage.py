@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -16,7 +16,7 @@ from moetool.checkpoint.files import save_tensors, write_json
 from moetool.checkpoint.manifest import DenseOrigin, Provenance
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.layers import parse_layers
-from moetool.convert.stage import Conversion, ConversionOptions, Measured
+from moetool.convert.stage import Conversion, ConversionOptions, MeasuredModel
 from moetool.convert.told import Activations, Proof
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.entry import custom_entry
@@ -35,7 +35,7 @@ from moetool.moefy.clusters import (
     clustered_order,
     flops,
 )
-from moetool.moefy.selector import Selector, expert_scores, needed_tokens, side_by_side, train_selector
+from moetool.moefy.selector import TrainedSelector, expert_scores, needed_tokens, side_by_side, train_selector
 from moetool.moefy.statistics import CHUNK, NeuronStatistics
 from moetool.numerics.seeding import generator
 
@@ -110,10 +110,10 @@ class Moefy(Conversion[MoefyOptions]):
     def planned(self) -> Moefied:
         return self._moefied(lambda layer: _NOTHING)
 
-    def converted(self, job: Job[DenseSource]) -> Measured:
+    def converted(self, job: Job[DenseSource]) -> MeasuredModel:
         facts = self._measure(job)
         found = {layer: _read_activations(_file(job, layer)) for layer in self._layers}
-        return Measured(self._moefied(lambda layer: _read_plan(_file(job, layer))), facts, found)
+        return MeasuredModel(self._moefied(lambda layer: _read_plan(_file(job, layer))), facts, found)
 
     def _moefied(self, layer_plan: Callable[[int], LayerPlan]) -> Moefied:
         options = self.options
@@ -166,7 +166,7 @@ class Moefy(Conversion[MoefyOptions]):
         dtype = str(self.dense.dtype).removeprefix("torch.")
         return Provenance(moefied=DenseOrigin(source_config=self.dense.checkpoint.config, dtype=dtype))
 
-    def notes(self, config: dict[str, Any]) -> list[str]:
+    def notes(self, config: dict[str, object]) -> list[str]:
         return ["only transformers, after `import moetool`, runs a moefied model"]
 
     # What a text says.
@@ -220,7 +220,7 @@ class Moefy(Conversion[MoefyOptions]):
 
     def _scores(
         self, statistics: NeuronStatistics, tensors: Mapping[str, Tensor], mean: Tensor
-    ) -> tuple[Tensor, dict[str, Any]]:
+    ) -> tuple[Tensor, dict[str, float]]:
         """What every expert contributes to the sampled tokens, `[tokens, experts]`, and how sparse activations are."""
         order, parts, small, small_centred = tensors["order"].to(statistics.device), [], 0, 0
         for unordered in statistics.sampled_activations():
@@ -237,7 +237,7 @@ class Moefy(Conversion[MoefyOptions]):
 
     def _learn(
         self, index: int, statistics: NeuronStatistics, tensors: dict[str, Tensor], mean: Tensor, scores: Tensor
-    ) -> dict[str, Any]:
+    ) -> dict[str, float]:
         """Put experts side by side that belong together, train their selector, settle representative values."""
         options, experts = self.options, self.options.experts
         neighbours = side_by_side(scores, self._chosen)
@@ -305,7 +305,7 @@ def _read_activations(file: Path) -> Activations:
 
 
 def _mean_where_left_out(
-    statistics: NeuronStatistics, order: Tensor, selector: Selector, chosen: int, mean: Tensor
+    statistics: NeuronStatistics, order: Tensor, selector: TrainedSelector, chosen: int, mean: Tensor
 ) -> Tensor:
     """Mean activations `[intermediate]` over the sampled tokens whose selector leaves a neuron out; of neurons that are
     never left out, `mean`.
@@ -328,7 +328,7 @@ def _count_small(activations: Tensor) -> int:
     return int((activations.abs() <= SOFT_ZERO).sum())
 
 
-def _told(selector: Selector) -> dict[str, float]:
+def _told(selector: TrainedSelector) -> dict[str, float]:
     return {
         "captured": round(selector.captured, 6),
         "captured_by_oracle": round(selector.best, 6),

@@ -17,14 +17,14 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from moetool.numerics.arrays import Floats, Integers
+
 _SWEEPS = 60  # at most; each looks at the whole cost matrix
 _PATIENCE = 6  # sweeps without improvement
 _ENOUGH = 0.001  # of the points misplaced: a path costs less than a sweep then
 _SAMPLE = 512  # points that the first prices and step lengths are estimated from
 
-Number = TypeVar("Number", np.float32, np.float64)
-Floats = NDArray[np.float64]
-Labels = NDArray[np.int64]
+FloatT = TypeVar("FloatT", np.float32, np.float64)
 
 
 class Assignment(NamedTuple):
@@ -34,7 +34,7 @@ class Assignment(NamedTuple):
     labels, total cost >= sum_i min_k (cost_ik + price_k) - points / clusters * sum_k price_k, with equality for these.
     """
 
-    labels: Labels
+    labels: Integers
     prices: Floats
 
 
@@ -73,7 +73,7 @@ def cluster_size(points: int, clusters: int) -> int:
     return points // clusters
 
 
-def _sample(cost: NDArray[Number]) -> NDArray[Number]:
+def _sample(cost: NDArray[FloatT]) -> NDArray[FloatT]:
     return cost[:: -(-len(cost) // _SAMPLE)]
 
 
@@ -106,7 +106,7 @@ def _ascend(cost: Floats, prices: Floats, size: int) -> Floats:
     return best
 
 
-def _balance(cost: Floats, labels: Labels, prices: Floats, size: int) -> Floats:
+def _balance(cost: Floats, labels: Integers, prices: Floats, size: int) -> Floats:
     """Make labels [points] balanced, in place; they must be optimal at the prices, and are so at those returned."""
     clusters = cost.shape[1]
     load = np.bincount(labels, minlength=clusters)
@@ -136,20 +136,20 @@ def _balance(cost: Floats, labels: Labels, prices: Floats, size: int) -> Floats:
     return prices
 
 
-def _cheapest_moves(cost: Floats, labels: Labels, cluster: int) -> Floats:
+def _cheapest_moves(cost: Floats, labels: Integers, cluster: int) -> Floats:
     """What it costs at least to move one of the cluster's points to each other one: [clusters], infinite if none."""
     own = cost[labels == cluster]
     own -= own[:, cluster, None]
     return own.min(axis=0, initial=np.inf)
 
 
-def _points_at(cost: Floats, labels: Labels, moves: Floats, source: int, target: int) -> Labels:
+def _points_at(cost: Floats, labels: Integers, moves: Floats, source: int, target: int) -> Integers:
     """Points of `source` whose move to `target` is the cheapest; duplicates are as cheap."""
     own = np.flatnonzero(labels == source)
     return own[cost[own, target] - cost[own, source] == moves[source, target]]
 
 
-def _shortest_paths(lengths: Floats, sources: NDArray[np.bool_]) -> tuple[Floats, Labels]:
+def _shortest_paths(lengths: Floats, sources: NDArray[np.bool_]) -> tuple[Floats, Integers]:
     """Bellman-Ford from all sources at once, for lengths [nodes, nodes] >= 0: distances and parents (-1 for sources).
 
     The parents make trees in floating point too: a rounded sum of non-negative numbers is no less than either.
@@ -167,7 +167,7 @@ def _shortest_paths(lengths: Floats, sources: NDArray[np.bool_]) -> tuple[Floats
     return distance, parent
 
 
-def _path(parent: Labels, sink: int) -> list[int]:
+def _path(parent: Integers, sink: int) -> list[int]:
     """Nodes from the root of the sink's tree to the sink."""
     path = [sink]
     while parent[path[-1]] >= 0:

@@ -13,12 +13,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-Routine = Callable[..., Any]
+Routine = Callable[..., object]
 
 
 @cache
@@ -41,17 +41,17 @@ def routine(name: str, arguments: int) -> Routine | None:
     return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * arguments)(address)
 
 
-def integer(value: int) -> np.ndarray[Any, Any]:
+def integer(value: int) -> NDArray[np.generic]:
     """A Fortran INTEGER that can be passed by reference."""
     return np.array([value], dtype=np.int32)
 
 
-def character(value: str) -> np.ndarray[Any, Any]:
+def character(value: str) -> NDArray[np.generic]:
     """A Fortran CHARACTER*1 that can be passed by reference."""
     return np.frombuffer(value.encode(), dtype=np.uint8).copy()
 
 
-def call(function: Routine, *arguments: np.ndarray[Any, Any] | Tensor) -> None:
+def call(function: Routine, *arguments: NDArray[np.generic] | Tensor) -> None:
     """Call `function` on one thread with the addresses of `arguments`, which stay alive until it returns."""
     addresses = [a.data_ptr() if isinstance(a, Tensor) else a.ctypes.data for a in arguments]
     with one_thread():

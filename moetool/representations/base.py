@@ -2,9 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ class KeepsWide(nn.Module):
 
     kept_wide: ClassVar[tuple[str, ...]] = ()
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         held = {name: tensor for name in self.kept_wide if isinstance(tensor := getattr(self, name, None), Tensor)}
         before = {name: tensor.data for name, tensor in held.items()}
         super()._apply(fn, recurse)
@@ -166,6 +166,10 @@ class Representation(ABC):
         weight.share(tensors)
         with torch.no_grad():
             return weight.dense()
+
+    def multiplications(self, shape: tuple[int, int]) -> int:
+        """Of numbers, in the product with one input: all of the matrix, unless it runs as something smaller."""
+        return shape[0] * shape[1]
 
     def parameters(self, shape: tuple[int, int]) -> int:
         """Stored numbers, packed ones counted by the element of their tensor."""

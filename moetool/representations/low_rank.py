@@ -55,6 +55,9 @@ class LowRank(Representation):
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         return {"u": Stored((shape[0], self.rank)), "v": Stored((self.rank, shape[1]))} if self.rank else {}
 
+    def multiplications(self, shape: tuple[int, int]) -> int:
+        return self.rank * sum(shape)
+
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         return dict(zip(("u", "v"), cut(matrix, self.rank, dtype, measured), strict=True)) if self.rank else {}
 

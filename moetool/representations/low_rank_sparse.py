@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -66,6 +66,9 @@ class LowRankSparse(Representation):
     def counted_parameters(self, shape: tuple[int, int]) -> float:
         return self.low_rank.counted_parameters(shape) + self.residual.counted_parameters(shape)
 
+    def multiplications(self, shape: tuple[int, int]) -> int:
+        return self.low_rank.multiplications(shape) + self.residual.multiplications(shape)
+
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         """The residual is what the factors leave over as they will be stored."""
         factors = self.low_rank.encode(matrix, dtype, measured)
@@ -92,7 +95,7 @@ class LowRankSparseWeight(Weight):
             self._buffers.update(part._buffers)
             part._parameters, part._buffers = self._parameters, self._buffers
 
-    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+    def _load_from_state_dict(self, *arguments: object, **options: object) -> None:
         super()._load_from_state_dict(*arguments, **options)
         for part in self._parts:
             part.forget()

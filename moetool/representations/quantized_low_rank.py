@@ -106,6 +106,9 @@ class QuantizedLowRank(Representation):
     def counted_parameters(self, shape: tuple[int, int]) -> float:
         return self.rank * sum(shape) * self.bits / 16
 
+    def multiplications(self, shape: tuple[int, int]) -> int:
+        return self.rank * sum(shape)
+
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         """U is quantized first and V is the least-squares solution against the quantized U, whatever the whitening: see
         `numerics.factorize.truncate`, which does the same for rounding. Scales are in `dtype`; U is nearly orthogonal,

@@ -48,6 +48,9 @@ class _SharedFactor(Representation):
     def shared_tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         return {self.common: self._factors(shape)[self.common]}
 
+    def multiplications(self, shape: tuple[int, int]) -> int:
+        return self.rank * sum(shape)
+
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         """Of the only expert."""
         common, [own] = self.encode_jointly([matrix], dtype, measured)

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -73,6 +73,9 @@ class Sparse(Representation):
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         return {"values": Stored((self.count(shape),))}
 
+    def multiplications(self, shape: tuple[int, int]) -> int:
+        return self.count(shape)
+
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         rows, columns = matrix.shape
         chosen = matrix.detach().reshape(-1)[self.indices((rows, columns)).to(matrix.device).long()]
@@ -118,6 +121,9 @@ class MagnitudeSparse(Representation):
     def counted_parameters(self, shape: tuple[int, int]) -> float:
         return float(self.count(shape))
 
+    def multiplications(self, shape: tuple[int, int]) -> int:
+        return self.count(shape)
+
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         """Where the importance of inputs was measured, the largest elements are those with most matrix^2 * importance.
         Of equals the first are kept."""
@@ -161,7 +167,7 @@ class ScatteredWeight(Weight):
     def forget(self) -> None:
         self._indices = None
 
-    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+    def _load_from_state_dict(self, *arguments: object, **options: object) -> None:
         self.forget()
         super()._load_from_state_dict(*arguments, **options)
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +14,9 @@ from moetool.errors import InvalidInputError, MoetoolError
 from moetool.format.families import is_opaque
 from moetool.format.marker import moetool_entry
 from moetool.runtime.quiet import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @contextmanager
@@ -32,7 +35,7 @@ def described_in(path: Path) -> Iterator[None]:
         ) from error
 
 
-def model_config(config: Mapping[str, Any], path: Path) -> Any:
+def model_config(config: Mapping[str, object], path: Path) -> "PreTrainedConfig":
     """transformers' config of a model, defaults filled in, without its `quantization_config`.
 
     Raises:
@@ -46,7 +49,7 @@ def model_config(config: Mapping[str, Any], path: Path) -> Any:
         return AutoConfig.for_model(**raw)
 
 
-def empty_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Any:
+def empty_model(config: Mapping[str, object], path: Path, dtype: torch.dtype) -> "PreTrainedModel":
     """The model on the meta device as the loader builds it before it reads weights, with the modules of moetool's that
     the entry `quantization_config` lists.
 
@@ -65,7 +68,7 @@ def empty_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> An
     return model
 
 
-def names_on_disk(model: Any) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def names_on_disk(model: "PreTrainedModel") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Dtype and shape of every tensor that a model is saved as, by its name there; tied ones once."""
     from transformers.core_model_loading import revert_weight_conversion
 

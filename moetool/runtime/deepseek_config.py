@@ -48,14 +48,14 @@ class DeepseekConfig(PreTrainedConfig):  # type: ignore[misc]
     aux_loss_alpha: float = 0.001
     seq_aux: bool = True
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Every way to the model leads through its config."""
         from moetool.runtime.modules import deepseek
 
         deepseek.register(DeepseekConfig)
         return super().__new__(cls)
 
-    def __post_init__(self, **kwargs: Any) -> None:
+    def __post_init__(self, **kwargs: object) -> None:
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_key_value_heads is None:

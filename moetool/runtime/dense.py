@@ -2,7 +2,7 @@
 
 import math
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from moetool.errors import InvalidInputError
 from moetool.format.entry import check_unquantized
 from moetool.format.families import dense_architecture_of
 from moetool.runtime.building import model_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 class DenseModel:
@@ -52,7 +55,7 @@ class DenseModel:
                     raise InvalidInputError(f"Tensor {name} has shape {list(found)}; expected {[rows, columns]}.")
 
     @cached_property
-    def config(self) -> Any:
+    def config(self) -> "PreTrainedConfig":
         """transformers' config of the model, defaults filled in. Raises `InvalidInputError`."""
         return model_config(self.checkpoint.config, self.checkpoint.path)
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
@@ -15,20 +15,23 @@ from moetool.errors import InvalidInputError
 from moetool.format.families import architecture_of
 from moetool.runtime.quiet import quiet
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 # Buffers that files of older versions of transformers hold, and that it has computed itself ever since.
 _COMPUTED = re.compile(r"\.(inv_freq|masked_bias|position_ids)$")
 _LAYER = re.compile(r"\.(?:layers?|h)\.(\d+)\.")
 _NAMED = 3  # tensors that an error names
 
 
-def model_class(config: Mapping[str, Any]) -> Any:
+def model_class(config: Mapping[str, object]) -> type[AutoModelForCausalLM] | type[AutoModelForMaskedLM]:
     """`AutoModelForMaskedLM` for a family of encoders, `AutoModelForCausalLM` for any other."""
     return AutoModelForMaskedLM if is_encoder(config) else AutoModelForCausalLM
 
 
 def load_model(
     checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"], device: torch.device | str | None = None
-) -> Any:
+) -> "PreTrainedModel":
     """A language model in evaluation mode, every tensor of which is the file's; `device` may be a device map such as
     `"auto"`.
 
@@ -57,7 +60,7 @@ def load_model(
     return model.eval()
 
 
-def surplus(names: Sequence[str], config: Mapping[str, Any]) -> list[str]:
+def surplus(names: Sequence[str], config: Mapping[str, object]) -> list[str]:
     """Of names that a model has no tensor for, those that may be missed: not of the heads that its family's files have
     for other tasks, of layers that predict further tokens, or of buffers that transformers computes itself."""
     family = next((own for own in dense_architectures() if config.get("model_type") in own.model_types), None)
@@ -74,7 +77,7 @@ def surplus(names: Sequence[str], config: Mapping[str, Any]) -> list[str]:
     return sorted(name for name in names if not is_known(name))
 
 
-def run_experts_of_any_width(model: Any) -> None:
+def run_experts_of_any_width(model: "PreTrainedModel") -> None:
     """Let a model's experts run one after the other if torch's grouped products cannot take their shapes.
 
     These want rows of whole 16 bytes, in every matrix and in what it is multiplied with, forward and backward.
@@ -125,7 +128,7 @@ def _refuse_experts(checkpoint: Checkpoint) -> None:
     ExpertReader(checkpoint, architecture)
 
 
-def _forget_aliases(model: Any, renamed: Mapping[str, str]) -> None:
+def _forget_aliases(model: "PreTrainedModel", renamed: Mapping[str, str]) -> None:
     """Let the model be saved under the hub's names, not under those of the files."""
     if rules := getattr(model, "_weight_conversions", None):
         model._weight_conversions = [rule for rule in rules if not _is_alias(rule, renamed)]

@@ -5,7 +5,7 @@ layers are replaced by `SharedBaseExperts` before the weights arrive; afterwards
 that generates, trains, moves between devices and saves.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -18,6 +18,9 @@ from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 from moetool.runtime.modules.experts import SharedBaseExperts, SharedExpertOnBase
 from moetool.runtime.modules.insertion import CustomLayer, insert_modules
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 # Below transformers' own logger, so that its verbosity is ours.
 _LOGGER = logging.get_logger(f"transformers.{__name__}")
 
@@ -25,7 +28,7 @@ _LOGGER = logging.get_logger(f"transformers.{__name__}")
 class MoetoolConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The `quantization_config` of a moetool checkpoint, kept as it was read."""
 
-    def __init__(self, **entries: Any) -> None:
+    def __init__(self, **entries: object) -> None:
         entries.pop("quant_method", None)
         self.quant_method = METHOD
         check_format_version(entries)
@@ -38,14 +41,14 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
 
     requires_calibration = True  # a dense checkpoint cannot be compressed by passing a quantization_config
 
-    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+    def _process_model_before_weight_loading(self, model: "PreTrainedModel", **_: object) -> None:
         config = {**model.config.to_dict(), "quantization_config": self.quantization_config.to_dict()}
         insert_modules(model, config)
         if config["quantization_config"].get("layers"):
             self._replace_experts(model, config)
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
 
-    def _replace_experts(self, model: Any, config: dict[str, Any]) -> None:
+    def _replace_experts(self, model: "PreTrainedModel", config: dict[str, object]) -> None:
         architecture = architecture_of(config)
         layouts = layer_layouts(config)
         if any(layout.dynamic_channels for layout in layouts.values()):
@@ -61,7 +64,7 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
                 names = architecture.shared_expert
                 model.set_submodule(beside, SharedExpertOnBase(experts, model.get_submodule(beside), names))
 
-    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+    def _process_model_after_weight_loading(self, model: "PreTrainedModel", **_: object) -> "PreTrainedModel":
         # transformers does not fail on tensors that are missing from a file; it leaves memory as it found it.
         missing = [
             f"{name}.{parameter}"

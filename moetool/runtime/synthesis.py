@@ -1,7 +1,7 @@
 """Experts of a loaded model made dense once and for all, or left to be made from base and deltas as they run."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 import torch
@@ -13,11 +13,14 @@ from moetool.runtime.modules.experts import SharedBaseExperts, SharedExpertOnBas
 from moetool.runtime.modules.fused import fused_tensors
 from moetool.runtime.modules.offloading import is_offloaded
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 Synthesis = Literal["auto", "load", "on-the-fly"]
 
 
 @torch.no_grad()
-def synthesize(model: Any) -> Any:
+def synthesize(model: "PreTrainedModel") -> "PreTrainedModel":
     """Replace every shared-base experts module by the native one with the matrices it stands for; returns the model.
 
     Faster to run where deltas are quantized or sparse, at the original model's size in memory. What it saves from then
@@ -48,7 +51,7 @@ def synthesize(model: Any) -> Any:
     return model
 
 
-def _stored(model: Any) -> Iterator[tuple[str, SharedBaseExperts]]:
+def _stored(model: "PreTrainedModel") -> Iterator[tuple[str, SharedBaseExperts]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, SharedBaseExperts))
 
 
@@ -75,7 +78,7 @@ def _dense_shared_expert(module: SharedExpertOnBase) -> nn.Module:
     return native.train(module.training)
 
 
-def apply_synthesis(model: Any, choice: Synthesis) -> bool:
+def apply_synthesis(model: "PreTrainedModel", choice: Synthesis) -> bool:
     """Make the experts dense if that is asked for, or (`auto`) if it pays and they fit; returns whether it was done.
 
     It pays where deltas are not simply low-rank, and they fit if they take at most half of the free memory; those

@@ -11,14 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moetool.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, Any]
+Message = Mapping[str, object]
+Tools = Sequence[Mapping[str, object]] | None  # what a template is told of tools
 Span = tuple[int, int]
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -46,9 +47,7 @@ class Conversations:
         self._tokenizer = tokenizer
         self.adds_end = False
 
-    def spoken(
-        self, messages: Sequence[Message], first: int = 0, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[Spoken]:
+    def spoken(self, messages: Sequence[Message], first: int = 0, tools: Tools = None) -> list[Spoken]:
         """A conversation as one text, or as several where the template writes answers differently once others follow.
 
         Each answer is learnt once, in the form in which it has to be said: after the prompt that would have asked for
@@ -75,7 +74,7 @@ class Conversations:
         spoken = [Spoken(text, tuple(spans)) for text, spans in found.items() if spans]
         return spoken[::-1] or [Spoken(text, ()) for text in found]
 
-    def _template(self, tools: Any) -> str:
+    def _template(self, tools: Tools) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
             raise InvalidInputError(
                 "this is a conversation, and the tokenizer has no chat template. Take an instruction-tuned model's "
@@ -83,14 +82,14 @@ class Conversations:
             )
         return str(self._tokenizer.get_chat_template(None, tools))
 
-    def _written(self, messages: Sequence[Message], tools: Any, *, prompts: bool = False) -> str:
+    def _written(self, messages: Sequence[Message], tools: Tools, *, prompts: bool = False) -> str:
         return str(
             self._tokenizer.apply_chat_template(
                 list(messages), tools=tools, tokenize=False, add_generation_prompt=prompts
             )
         )
 
-    def _answer(self, messages: Sequence[Message], tools: Any) -> tuple[str, int, int]:
+    def _answer(self, messages: Sequence[Message], tools: Tools) -> tuple[str, int, int]:
         """The text of a conversation that ends with an answer, and where in it that answer begins and ends."""
         text = self._written(messages, tools)
         before, answer = messages[:-1], messages[-1]
@@ -103,9 +102,9 @@ class Conversations:
         if not text.startswith(prompt):
             common = len(_common(text, prompt))
             raise InvalidInputError(
-                f"the chat template prompts for an answer with {_cut(prompt[common:])}, but writes "
-                f"{_cut(text[common:])} there once it is given, so that nothing can be learnt of it. Take a template "
-                "with {% generation %} markers, or messages that it writes as they are asked for"
+                f"the chat template prompts for an answer with {shortened(prompt[common:])}, but writes "
+                f"{shortened(text[common:])} there once it is given, so that nothing can be learnt of it. Take a "
+                "template with {% generation %} markers, or messages that it writes as they are asked for"
             )
         length, ends = self._turn(text[len(prompt) :])
         stop = len(prompt) + length
@@ -124,7 +123,7 @@ class Conversations:
         last = max((match.end() for match in self._special.finditer(said)), default=0)  # after a tool call, say
         return last or len(said), last > 0
 
-    def _without_calls(self, messages: Sequence[Message], tools: Any) -> str | None:
+    def _without_calls(self, messages: Sequence[Message], tools: Tools) -> str | None:
         silent = {key: value for key, value in messages[-1].items() if key != "tool_calls"}
         try:
             return self._written([*messages[:-1], {"content": "", **silent}], tools)
@@ -164,7 +163,7 @@ class Conversations:
         self.adds_end = True
         return str(self._tokenizer.eos_token)
 
-    def _marked(self, template: str, messages: Sequence[Message], first: int, tools: Any) -> Spoken:
+    def _marked(self, template: str, messages: Sequence[Message], first: int, tools: Tools) -> Spoken:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         (text,), (marks,) = render_jinja_template(
@@ -233,7 +232,9 @@ def _continued(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], text: s
         (both,) = _ids(tokenizer, anchor + text[start:])
         if both[: len(before)] == before and _decoded(tokenizer, [*ids, *both[len(before) :]]) == wanted:
             return both[len(before) :]
-    raise InvalidInputError(f"the tokenizer cannot begin anew at {_cut(text[start:])}, where an answer begins or ends")
+    raise InvalidInputError(
+        f"the tokenizer cannot begin anew at {shortened(text[start:])}, where an answer begins or ends"
+    )
 
 
 def _ids(tokenizer: "PreTrainedTokenizerBase", *texts: str) -> list[list[int]]:
@@ -245,20 +246,20 @@ def _decoded(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def _clean(message: Any) -> Message:
+def _clean(message: object) -> Message:
     """A message without what records of other kinds have beside it, its text as a string."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidInputError(f"a message has to have a role and content, found {_cut(message)}")
-    found = without_nones(message)
+        raise InvalidInputError(f"a message has to have a role and content, found {shortened(message)}")
+    found = {key: without_nones(held) for key, held in message.items() if held is not None}
     content = found.get("content")
     if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
         found["content"] = "".join(str(part["text"]) for part in content)
     elif content is not None and not isinstance(content, str):
-        raise InvalidInputError(f"the content of a message has to be text, found {_cut(content)}")
+        raise InvalidInputError(f"the content of a message has to be text, found {shortened(content)}")
     return found
 
 
-def without_nones(value: Any) -> Any:
+def without_nones(value: object) -> object:
     """The same without keys that hold nothing: tables give every record the keys of all."""
     if isinstance(value, Mapping):
         return {key: without_nones(held) for key, held in value.items() if held is not None}
@@ -271,6 +272,7 @@ def _common(first: str, second: str) -> str:
     return first[: next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))]
 
 
-def _cut(value: Any) -> str:
+def shortened(value: object) -> str:
+    """A value as an error names it: as JSON, cut to 60 characters."""
     shown = json.dumps(value, default=str, ensure_ascii=False)
     return shown if len(shown) <= 60 else f"{shown[:56]} …"

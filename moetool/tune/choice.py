@@ -1,6 +1,6 @@
 """What of a model is trained."""
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
@@ -10,6 +10,9 @@ from moetool.runtime.modules.fused import entering
 from moetool.runtime.modules.insertion import CustomLayer, is_placeholder
 from moetool.runtime.modules.routers import Routers
 from moetool.runtime.modules.simoe_mixing import interpolation_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Train = Literal["auto", "all", "experts", "none"]
 
@@ -27,7 +30,7 @@ def has_experts(model: nn.Module) -> bool:
     return bool(len(Routers(model))) or any(isinstance(module, CustomLayer) for module in model.modules())
 
 
-def choose(model: Any, train: Train, *, freeze_shared: bool) -> int:
+def choose(model: "PreTrainedModel", train: Train, *, freeze_shared: bool) -> int:
     """Let what is to be trained require gradients, and nothing else; returns how many numbers that is.
 
     Raises:

@@ -5,7 +5,7 @@ import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from moetool.calibration.opening import Bos, opening_of
 from moetool.calibration.windows import token_stream
 from moetool.checkpoint.source import first_line
 from moetool.errors import InvalidInputError
-from moetool.tune.chat import Conversations, Spoken, tokens_of, without_nones
+from moetool.tune.chat import Conversations, Spoken, shortened, tokens_of, without_nones
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -129,7 +129,7 @@ def _windows(stream: Iterable[Sequence[int]], length: int, opening: Sequence[int
 
 
 def _of_record(
-    record: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase", talks: Conversations, opening: Sequence[int]
+    record: Mapping[str, object], tokenizer: "PreTrainedTokenizerBase", talks: Conversations, opening: Sequence[int]
 ) -> Iterator[Example]:
     prompt, completion = record.get("prompt"), record.get("completion")
     if record.get("messages") is not None:
@@ -137,13 +137,20 @@ def _of_record(
     elif isinstance(prompt, list) and isinstance(completion, list):
         yield from _of_conversation(record, [*prompt, *completion], len(prompt), tokenizer, talks)
     elif prompt is not None and completion is not None:
-        span = (len(prompt), len(prompt) + len(completion))
-        yield _with_ends(tokenizer, Spoken(prompt + completion, (span,)), opening)
+        asked, said = _text(prompt, "prompt"), _text(completion, "completion")
+        yield _with_ends(tokenizer, Spoken(asked + said, ((len(asked), len(asked) + len(said)),)), opening)
     elif record.get("text") is not None:
-        yield _with_ends(tokenizer, Spoken(record["text"], ((0, len(record["text"])),)), opening)
+        text = _text(record["text"], "text")
+        yield _with_ends(tokenizer, Spoken(text, ((0, len(text)),)), opening)
     else:
         there = ", ".join(record) or "nothing"
         raise InvalidInputError(f"it has none of messages, prompt and completion, text; it has {there}")
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidInputError(f"its {name} has to be text, found {shortened(value)}")
+    return value
 
 
 def _with_ends(tokenizer: "PreTrainedTokenizerBase", spoken: Spoken, opening: Sequence[int]) -> Example:
@@ -154,8 +161,8 @@ def _with_ends(tokenizer: "PreTrainedTokenizerBase", spoken: Spoken, opening: Se
 
 
 def _of_conversation(
-    record: Mapping[str, Any],
-    messages: Sequence[Any],
+    record: Mapping[str, object],
+    messages: object,
     first: int,
     tokenizer: "PreTrainedTokenizerBase",
     talks: Conversations,
@@ -163,8 +170,10 @@ def _of_conversation(
     if not isinstance(messages, list) or not messages:
         raise InvalidInputError("a conversation is a list of messages, each with a role and content")
     tools = record.get("tools")
-    tools = without_nones(json.loads(tools) if isinstance(tools, str) else tools)
-    for spoken in talks.spoken(messages, first, tools or None):
+    known = without_nones(json.loads(tools) if isinstance(tools, str) else tools) or None
+    if known is not None and not isinstance(known, list):
+        raise InvalidInputError(f"its tools have to be a list, found {shortened(known)}")
+    for spoken in talks.spoken(messages, first, known):
         yield example_of(*tokens_of(tokenizer, spoken))
 
 

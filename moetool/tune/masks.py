@@ -1,10 +1,10 @@
 """The constraint under which SIMoE finds its experts (Chen et al., 2025, Eq. 3 and 11 to 13)."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import TrainerCallback
 
 from moetool.numerics.hard_concrete import EDGE, median_gate
@@ -33,7 +33,9 @@ class MaskConstraint(TrainerCallback):  # type: ignore[misc]
         missing = self.target - 1 + open_share(self._model)
         return self._interpolation.multiplier[0] * missing + self._overlap * overlap_penalty(self._model)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+    def on_step_end(
+        self, args: object, state: object, control: object, optimizer: Optimizer | None = None, **_: object
+    ) -> None:
         multiplier, missing = self._interpolation.multiplier, project(self._model, self.target)
         if missing == 0:
             if multiplier > 0 and optimizer is not None:
@@ -42,7 +44,7 @@ class MaskConstraint(TrainerCallback):  # type: ignore[misc]
         else:
             multiplier += self._rate * missing
 
-    def _stop_masks(self, optimizer: Any) -> None:
+    def _stop_masks(self, optimizer: Optimizer) -> None:
         for site in sites(self._model).values():
             if "exp_avg" in (moments := optimizer.state[site.log_phi]):
                 moments["exp_avg"].zero_()
@@ -73,7 +75,7 @@ def all_closed(model: nn.Module) -> bool:
     return all(bool((site.log_phi <= EDGE).all()) for site in sites(model).values())
 
 
-def parameter_groups(model: nn.Module, mask_rate: float, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, mask_rate: float, weight_decay: float) -> list[dict[str, object]]:
     """Trained parameters for an optimizer: masks at a rate of their own, since they have a way to go."""
     masks = {id(site.log_phi) for site in sites(model).values()}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
+from moetool.architectures.base import whole_number
 from moetool.architectures.dense import is_encoder
 from moetool.calibration.data import data_files, parse_data
 from moetool.calibration.opening import opening_text
@@ -21,7 +22,6 @@ from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.format.entry import check_unquantized, custom_entry, moetool_entry
 from moetool.format.kinds import custom_module, kinds
-from moetool.format.kinds.simoe import SimoeSpec
 from moetool.job.blueprint import layer_of
 from moetool.job.job import Input, Job
 from moetool.job.options import RunOptions
@@ -35,6 +35,8 @@ from moetool.tune.options import TuneOptions
 from moetool.tune.told import TuningTold
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from moetool.tune.examples import Examples
 
 # What the names of experts and their routers hold.
@@ -94,9 +96,9 @@ class Tune(Stage[TuneOptions, AnySource]):
             + self._lora_parameters()
         )
         tokens = options.batch_size * options.sequence_length
-        logits = 3 * 4 * tokens * int(config.get("vocab_size", 0))
-        layers = int(config.get("num_hidden_layers", 1))
-        width = int(config.get("hidden_size", 0))
+        logits = 3 * 4 * tokens * (whole_number(config, "vocab_size") or 0)
+        layers = whole_number(config, "num_hidden_layers") or 1
+        width = whole_number(config, "hidden_size") or 0
         kept = 2 * layers + 60 if options.gradient_checkpointing else 40 * layers
         texts = [file for path in self.reads() for file in data_files(path)]
         examples = 2 * sum(file.stat().st_size for file in texts)  # 8 bytes per token, of some 4 bytes of text
@@ -123,8 +125,9 @@ class Tune(Stage[TuneOptions, AnySource]):
             raise UsageError(f"--quantize-base has not been tried with {tool}: leave one of them out.")
         if tool.startswith("ZeRO") and self.options.bf16:
             raise UsageError(f"--bf16: {tool} would hand out weights rounded to bfloat16: use FSDP 2.")
-        if isinstance(custom_module(self.source.checkpoint.config), SimoeSpec):
-            raise UsageError(f"SIMoE's masks are constrained as a whole, and {tool} has them in parts: train without.")
+        spec = custom_module(self.source.checkpoint.config)
+        if spec is not None and spec.whole is not None:
+            raise UsageError(f"{spec.whole} are constrained as a whole, and {tool} has them in parts: train without.")
 
     def _may_train(self, name: str) -> bool:
         """Whether a tensor is among those that change, as far as its name tells."""
@@ -145,7 +148,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         return found_here(spec.source for text in texts for spec in parse_data(text))
 
     @cached_property
-    def _tokenizer(self) -> Any:
+    def _tokenizer(self) -> "PreTrainedTokenizerBase":
         return load_tokenizer(self.source.checkpoint.path)
 
     def run(self, job: Job[AnySource]) -> Told:
@@ -189,7 +192,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         """What is learnt, and what is held out to be evaluated on; says what was left out."""
         from moetool.tune.examples import load_examples
 
-        options, vocabulary = self.options, self.source.checkpoint.config.get("vocab_size")
+        options, vocabulary = self.options, whole_number(self.source.checkpoint.config, "vocab_size")
         texts = [
             None if text is None else load_examples(text, self._tokenizer, options.sequence_length, options.bos)
             for text in (options.data, options.eval_data)
@@ -212,7 +215,7 @@ class Tune(Stage[TuneOptions, AnySource]):
             job.progress.log(f"{examples.silent} have nothing to learn and were left out.")
         return examples, held_out
 
-    def _prepare(self, job: Job[AnySource], model: Any) -> int:
+    def _prepare(self, job: Job[AnySource], model: "PreTrainedModel") -> int:
         """Let everything that is to be trained require gradients; returns how many numbers that is."""
         from moetool.runtime.modules.simoe_mixing import interpolation_of
         from moetool.tune.choice import Train, choose, has_experts, trained_parameters
@@ -234,7 +237,7 @@ class Tune(Stage[TuneOptions, AnySource]):
             add_lora(model, frozen, options.lora_rank, options.lora_alpha, options.seed)
         return trained_parameters(model)
 
-    def _finish(self, model: Any) -> dict[str, Any]:
+    def _finish(self, model: "PreTrainedModel") -> dict[str, object]:
         """Bring a trained model into the form in which it is written; returns its `config.json`."""
         from moetool.runtime.modules.simoe import sites
         from moetool.runtime.modules.simoe_mixing import interpolation_of
@@ -250,12 +253,12 @@ class Tune(Stage[TuneOptions, AnySource]):
                 site.prune()
             del interpolation.multiplier
             spec = custom_module(config)
-            assert isinstance(spec, SimoeSpec)
-            pruned = spec.pruned({name: site.delta.shape[1] for name, site in sites(model).items()})
-            config = patch_config(config, quantization_config=custom_entry(pruned))
+            assert spec is not None
+            settled = spec.settled({name: site.delta.shape[1] for name, site in sites(model).items()})
+            config = patch_config(config, {"quantization_config": custom_entry(settled)})
         return config
 
-    def _write(self, job: Job[AnySource], model: Any) -> None:
+    def _write(self, job: Job[AnySource], model: "PreTrainedModel") -> None:
         from transformers.core_model_loading import revert_weight_conversion
 
         source, config = self.source.checkpoint, self._finish(model)
@@ -282,7 +285,7 @@ class Tune(Stage[TuneOptions, AnySource]):
     def verify(self, output: Path) -> Sizes:
         made, source = Checkpoint.open(output), self.source.checkpoint
         spec = custom_module(made.config)
-        closed = spec.closed if isinstance(spec, SimoeSpec) else ()  # of masks, which are fixed now
+        closed = () if spec is None else spec.closed
         gone = [name for name in source.tensors if name not in made.tensors and "inv_freq" not in name]
         lost = [name for name in gone if not name.endswith(closed)]
         if lost:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils.data import Sampler
-from transformers import Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
 
@@ -44,7 +44,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         z: float,
         interpolation: Interpolation | None,
         constraint: MaskConstraint | None,
-        **options: Any,
+        **options: object,
     ) -> None:
         super().__init__(**options)
         self.routers, self.top_k, self.balance, self.z = routers, top_k, balance, z
@@ -56,7 +56,11 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         self._told: dict[str, list[float]] = {}
 
     def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: PreTrainedModel,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         given, labels, real = self._split(inputs)
         with self.routers.watched():
@@ -87,10 +91,10 @@ class MoETrainer(Trainer):  # type: ignore[misc]
             self.interpolation.prompt_ends = ends
         return inputs, inputs.pop("labels"), inputs.pop("real")
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+    def _get_train_sampler(self, train_dataset: Sized | None = None) -> Sampler[int]:
         return SeededOrder(len(train_dataset if train_dataset is not None else self.train_dataset), self.args.seed)
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """A checkpoint of the training: what is trained, under the names that it has in memory.
 
         Under the names of the hub, in which transformers saves, its Trainer does not find experts again when it
@@ -116,14 +120,14 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         else:
             self._load_from_checkpoint(str(checkpoint))
 
-    def _prepare_for_training(self, *arguments: Any) -> Any:
+    def _prepare_for_training(self, *arguments: object) -> Any:
         model, batches = super()._prepare_for_training(*arguments)
         if isinstance(model, FSDPModule):
             model.set_reduce_scatter_unused_params(True)  # some process may give an expert no token
         return model, batches
 
     @torch.no_grad()
-    def evaluate(self, eval_dataset: Any = None, *_: Any, **__: Any) -> dict[str, float]:
+    def evaluate(self, eval_dataset: Any = None, *_: object, **__: object) -> dict[str, float]:
         """Mean next-token loss over all answer tokens of a data set, however it is cut into batches and processes."""
         model = self.model_wrapped
         model.eval()
@@ -161,7 +165,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
     def _tell(self, name: str, value: Tensor) -> None:
         self._told.setdefault(name, []).append(value.item())
 
-    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+    def log(self, logs: dict[str, float], *arguments: object, **options: object) -> None:
         """Add the mean of the router losses since the last time."""
         if "loss" in logs:
             logs |= {name: round(sum(values) / len(values), 6) for name, values in self._told.items() if values}
@@ -195,13 +199,13 @@ class Reporter(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self._step, self._log, self._stop_requested = step, log, stop_requested
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self._step()
         if _by_any(self._stop_requested()):
             control.should_save = True
             control.should_training_stop = True
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """The checkpoint is there: note what its files hold, and only then let go of the one before it."""
         if torch.distributed.is_initialized():
             torch.distributed.barrier()  # other processes have written parts of it
@@ -214,8 +218,16 @@ class Reporter(TrainerCallback):  # type: ignore[misc]
                 if other != last:
                     shutil.rmtree(other)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        found = {name: logs[name] for name in _SHOWN if name in (logs or {})}
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float] | None = None,
+        **_: object,
+    ) -> None:
+        logged = logs or {}
+        found = {name: logged[name] for name in _SHOWN if name in logged}
         if found:
             values = ", ".join(f"{name} {float(value):.4g}" for name, value in found.items())
             self._log(f"step {state.global_step}: {values}")
@@ -231,7 +243,7 @@ def _by_any(asked: bool) -> bool:
 
 
 @torch.no_grad()
-def keeps_apart(model: Any) -> bool:
+def keeps_apart(model: PreTrainedModel) -> bool:
     """Whether examples that share a row do not see each other, as far as a try can tell: not every family's attention
     heeds positions that begin anew."""
     model.eval()
@@ -259,7 +271,7 @@ def last_checkpoint(directory: Path) -> tuple[Path | None, int]:
     return None, 0
 
 
-def recompute_activations(model: Any) -> None:
+def recompute_activations(model: PreTrainedModel) -> None:
     """Keep only what enters each layer, and run it again on the way back."""
     newer = getattr(model, "activation_checkpointing_enable", None)  # what transformers 5.23 calls it
     (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})

@@ -4,10 +4,12 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments, get_scheduler
 from transformers.trainer_callback import PrinterCallback
 
@@ -27,6 +29,9 @@ from moetool.tune.options import TuneOptions
 from moetool.tune.told import Training
 from moetool.tune.trainer import MoETrainer, Reporter, keeps_apart, last_checkpoint, recompute_activations
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class Trained(NamedTuple):
     """What came of a training: what is worth telling, and the weights by their names in memory where the model that was
@@ -37,7 +42,11 @@ class Trained(NamedTuple):
 
 
 def train(
-    job: Job[Any], model: Any, options: TuneOptions, examples: Sequence[Example], held_out: Sequence[Example] | None
+    job: Job[Any],
+    model: "PreTrainedModel",
+    options: TuneOptions,
+    examples: Sequence[Example],
+    held_out: Sequence[Example] | None,
 ) -> Trained:
     """Train what requires gradients, or go on where an interrupted run stopped.
 
@@ -111,7 +120,7 @@ def train(
     return Trained(found, weights)
 
 
-def _constraint(model: Any, options: TuneOptions, steps: int) -> MaskConstraint | None:
+def _constraint(model: "PreTrainedModel", options: TuneOptions, steps: int) -> MaskConstraint | None:
     interpolation = interpolation_of(model)
     if interpolation is None or not interpolation.trains_masks:
         return None
@@ -119,13 +128,15 @@ def _constraint(model: Any, options: TuneOptions, steps: int) -> MaskConstraint 
     return MaskConstraint(model, interpolation.sparsity, options.multiplier_rate or 4 / steps, options.overlap)
 
 
-def _optimizers(model: Any, options: TuneOptions, steps: int) -> tuple[Any, Any]:
+def _optimizers(
+    model: "PreTrainedModel", options: TuneOptions, steps: int
+) -> tuple[Optimizer | None, LRScheduler | None]:
     """Optimizer and schedule: the Trainer's own, unless there are masks, whose rate is another and stays as it is."""
     if _constraint(model, options, steps) is None:
         return None, None
     groups = parameter_groups(model, options.mask_learning_rate or 3 * WAY / steps, options.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.999), eps=1e-8)
-    scheduler: Any = get_scheduler(options.schedule, optimizer, math.ceil(options.warmup * steps), steps)
+    scheduler = get_scheduler(options.schedule, optimizer, math.ceil(options.warmup * steps), steps)
     scheduler.lr_lambdas[1] = lambda step: 1.0
     return optimizer, scheduler
 

@@ -4,7 +4,6 @@ transformers runs all of it. A rule is listed if an engine refuses a model, or, 
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from moetool.format.entry import moetool_entry
 from moetool.format.kinds.moe import MoESpec
@@ -15,7 +14,7 @@ _GRANITE = ("granitemoe", "granitemoeshared")
 _QWEN = ("qwen2_moe", "qwen3_moe")
 
 
-def lint(target: Target, dense: DenseModel, spec: MoESpec, config: Mapping[str, Any]) -> list[str]:
+def lint(target: Target, dense: DenseModel, spec: MoESpec, config: Mapping[str, object]) -> list[str]:
     """Warnings about what vLLM or llama.cpp cannot express, a sentence each."""
     name, features = target.name, dense.features
     if name == "moetool":

@@ -4,15 +4,16 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import ClassVar, TypeAlias
 
 import torch
 from pydantic import Field
+from typing_extensions import TypeVar
 
 from moetool.architectures import Role
 from moetool.checkpoint.manifest import Provenance, Upcycling
 from moetool.convert.layers import parse_layers
-from moetool.convert.stage import Conversion, Measured
+from moetool.convert.stage import Conversion, MeasuredModel
 from moetool.convert.told import ConversionTold
 from moetool.errors import UsageError
 from moetool.format.kinds.moe import MoESpec, Shared
@@ -60,7 +61,10 @@ class Start:
     shared_on_base: bool = False
 
 
-class Upcycle(Conversion[UpcycleOptions]):
+UpcycleT = TypeVar("UpcycleT", bound=UpcycleOptions, default=UpcycleOptions)
+
+
+class Upcycle(Conversion[UpcycleT]):
     """A dense model into an MoE model."""
 
     options_type: ClassVar[type[RunOptions]] = UpcycleOptions
@@ -147,9 +151,9 @@ class Upcycle(Conversion[UpcycleOptions]):
         check_routing(self.options, self.copies)
         return self._upcycled(self.fresh())
 
-    def converted(self, job: Job[DenseSource]) -> Measured:
+    def converted(self, job: Job[DenseSource]) -> MeasuredModel:
         found = self.rows(job)
-        return Measured(self._upcycled(found.rows), found.calibration)
+        return MeasuredModel(self._upcycled(found.rows), found.calibration)
 
     def _upcycled(self, rows: Rows) -> Upcycled:
         return Upcycled(
@@ -183,7 +187,7 @@ class Upcycle(Conversion[UpcycleOptions]):
             )
         )
 
-    def notes(self, config: dict[str, Any]) -> list[str]:
+    def notes(self, config: dict[str, object]) -> list[str]:
         notes = lint(self.target, self.dense, self.spec, config)
         if self.start.pieces > 1 and self.target.architecture is not None:
             notes.append(

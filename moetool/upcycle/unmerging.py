@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import InParts, TensorSpec
 from moetool.convert.parts import REST, Made
 from moetool.errors import InvalidInputError
-from moetool.upcycle.upcycling import PROJECTIONS
+from moetool.upcycle.upcycling import QKV
 
 Parts = list[Callable[[], Iterator[Tensor]]]
 
@@ -80,7 +79,7 @@ class Unmerging:
                 return there[name].dtype, [partial(self._shifted, name)]
             return there[name].dtype, [partial(self._checkpoint.blocks, name)]
         if self._dense.joined_qkv and name.endswith(self._dense.joined_qkv):
-            apart = [name.replace("qkv_proj", projection) for projection in PROJECTIONS]
+            apart = [name.replace("qkv_proj", projection) for projection in QKV]
         elif "gate_up_proj" in name:
             apart = [name.replace("gate_up_proj", f"{role}_proj") for role in ("gate", "up")]
         else:
@@ -128,7 +127,7 @@ def _in_parts(dtype: torch.dtype, shape: tuple[int, ...], parts: Parts) -> InPar
     return InParts(dtype, shape, (block.to(dtype) for part in parts for block in part()))
 
 
-def dense_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def dense_config(config: Mapping[str, object]) -> dict[str, object] | None:
     """The config of the dense model beside an MoE model that moetool did not make, where its family has a dense sibling
     with the same layers; else `None`."""
     sibling = _SIBLINGS.get(str(config.get("model_type")))

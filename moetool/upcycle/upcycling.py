@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from moetool.checkpoint.writer import TensorSpec
 from moetool.convert.parts import REST, Converted, Made, mean
 from moetool.errors import InvalidInputError
 from moetool.format.entry import format_entry
-from moetool.format.kinds.base import PLACEHOLDER
+from moetool.format.kinds.base import PLACEHOLDER, Counts
 from moetool.format.kinds.moe import ROUTER, SHARED, MoESpec, fused_names, routed_scale
 from moetool.format.layout import LayerLayout, delta_name
 from moetool.numerics.seeding import generator, linear_std, uniform
@@ -28,7 +27,7 @@ from moetool.upcycle.targets.qwen2_moe import IDLE_WIDTH
 # Of a shared expert's gate, whose sigmoid is to be one half. Exact zeros make NaNs in a popular GGUF runtime; these are
 # representable in every dtype, fp16 among them, and far too small to matter.
 _TINY = 2.0**-24
-PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+QKV = ("q_proj", "k_proj", "v_proj")
 # Entries of dense configs that mean nothing, or something else, in an MoE family; `auto_map` names code.
 _DROPPED = ("auto_map", "pretraining_tp", "mlp_bias", "attention_bias", "hidden_activation", "query_pre_attn_scalar",
             "layer_types", "use_sliding_window", "max_window_layers", "sliding_window", "use_bidirectional_attention",
@@ -53,16 +52,16 @@ class Upcycled(Converted):
     router: Callable[[int], Tensor]
     layouts: Mapping[int, LayerLayout] = field(default_factory=dict)
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         source = self.dense.checkpoint.config
-        entries = {**self.target.entries(self.dense, self.spec), **self.dtype_entry()}
+        entries: dict[str, object] = {**self.target.entries(self.dense, self.spec), **self.dtype_entry()}
         if self.layouts:
             spec = self.spec if self.target.architecture is None else None
             entries["quantization_config"] = format_entry(self.layouts, spec)
         if self.target.architecture is None:
-            return patch_config(source, **entries)
+            return patch_config(source, entries)
         entries = {"model_type": self.target.name, "architectures": [self.target.model_class], **entries}
-        return patch_config(source, remove=[key for key in _DROPPED if key not in entries], **entries)
+        return patch_config(source, entries, remove=[key for key in _DROPPED if key not in entries])
 
     def units(self) -> list[tuple[int, list[Made]]]:
         gone: set[str] = set()
@@ -74,7 +73,7 @@ class Upcycled(Converted):
             for layer, names in self.names().items()
         ]
 
-    def parameters(self) -> dict[str, int]:
+    def parameters(self) -> Counts:
         placeholders = len(self.spec.layers) if self.target.architecture is None else 0
         total = sum(math.prod(made.spec.shape) for _, unit in self.units() for made in unit) - placeholders
         shape, unused = self.shape, self.spec.experts - self.spec.top_k
@@ -83,7 +82,7 @@ class Upcycled(Converted):
             routed = range(self.spec.experts)
             own = sum(layout.expert_parameters(expert) for layout in self.layouts.values() for expert in routed)
             idle = round(own * unused / self.spec.experts)
-        return {"total": total, "active": total - idle, "added": total - self.dense.parameters}
+        return Counts(total, total - idle, total - self.dense.parameters)
 
     @property
     def _models(self) -> Sequence[DenseModel]:
@@ -150,7 +149,7 @@ class Upcycled(Converted):
         """Rows of queries, keys and values."""
         config, width = self.dense.config, self.dense.head_dim
         counts = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-        return [(projection, count * width) for projection, count in zip(PROJECTIONS, counts, strict=True)]
+        return [(projection, count * width) for projection, count in zip(QKV, counts, strict=True)]
 
     def _split_qkv(self, name: str) -> Iterator[Made]:
         info, start = self.dense.checkpoint.info(name), 0

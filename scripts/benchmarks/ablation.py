@@ -22,9 +22,10 @@ from _common import Kept, excess, made_by
 
 from moetool.calibration.windows import evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
+from moetool.job.execute import run_stage
 from moetool.measure.perplexity import window_loss
 from moetool.runtime.loading import load_model
-from moetool.stages import run_stage, stages
+from moetool.stages import stages
 
 Options = dict[str, Any]
 Block = dict[str, Options]  # rows by name: what is changed of PAPER; the first is what the others are compared with
@@ -195,7 +196,7 @@ def main() -> None:
         stage, target = stages()["d2moe"], options.work / "model"
 
         def make() -> Options:
-            made = run_stage(stage.name, options.model, target, stage.options_type(**asked), overwrite=True)
+            made = run_stage(stage, options.model, target, stage.options_type(**asked), overwrite=True)
             assert made.sizes is not None
             return {"saved": made.sizes.achieved_ratio, "losses": losses(target, text)}
 

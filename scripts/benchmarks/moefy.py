@@ -22,12 +22,13 @@ from moetool.architectures.dense import is_encoder
 from moetool.calibration.windows import evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.told import ConversionTold
+from moetool.job.execute import run_stage
 from moetool.measure.perplexity import window_loss
 from moetool.measure.pseudo_perplexity import pseudo_losses
 from moetool.moefy.stage import MoefyOptions
 from moetool.runtime.loading import load_model
 from moetool.runtime.modules.moefied import set_keep
-from moetool.stages import run_stage
+from moetool.stages import stages
 
 KEEP = (0.35, 0.5, 0.75, 0.85)
 METHODS: dict[str, tuple[str, dict[str, str]]] = {
@@ -95,7 +96,7 @@ def main() -> None:
             for seed in range(options.seeds):
                 output = Path(directory) / f"{stage}-{seed}-{len(lines)}"
                 made = run_stage(
-                    stage,
+                    stages()[stage],
                     options.model,
                     output,
                     MoefyOptions(

@@ -29,8 +29,9 @@ from _common import made_by
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import moetool  # noqa: F401  (lets transformers load differences)
+from moetool.job.execute import run_stage
 from moetool.runtime.quiet import quiet
-from moetool.stages import run_stage, stages
+from moetool.stages import stages
 
 METHODS: dict[str, dict[str, Any]] = {
     "vanilla": {},
@@ -105,7 +106,7 @@ def prepare(work: Path, options: argparse.Namespace) -> None:
         LlamaForCausalLM(config).save_pretrained(work / "dense")
     for method, own in METHODS.items():
         chosen = stages()[method].options_type.model_validate({"experts": 8, "top_k": 2, "proof": False, **own})
-        run_stage(method, work / "dense", work / method, chosen)
+        run_stage(stages()[method], work / "dense", work / method, chosen)
 
 
 def run(options: argparse.Namespace, subject: str, rows: int, kept: int | None) -> dict[str, Any]:

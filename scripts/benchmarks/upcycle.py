@@ -24,9 +24,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import moetool  # noqa: F401  (lets transformers load custom MoE models)
 from moetool.calibration.windows import evaluation_windows, load_tokenizer
 from moetool.errors import InvalidInputError
+from moetool.job.execute import run_stage
 from moetool.job.result import Result
 from moetool.runtime.quiet import quiet
-from moetool.stages import run_stage, stages
+from moetool.stages import stages
 from moetool.upcycle.targets import targets
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests"))
@@ -38,7 +39,7 @@ EXPERTS = 4
 def upcycle(source: Path, output: Path, **options: Any) -> Result:
     shutil.rmtree(output, ignore_errors=True)
     chosen = stages()["vanilla"].options_type.model_validate(options)
-    return run_stage("vanilla", source, output, chosen)
+    return run_stage(stages()["vanilla"], source, output, chosen)
 
 
 @torch.no_grad()

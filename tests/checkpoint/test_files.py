@@ -55,7 +55,7 @@ def test_unreadable_sidecar(source: Path, tmp_path: Path) -> None:
 
 def test_patch_config_is_pure_and_keeps_the_order() -> None:
     config = {"model_type": "llama", "rope_theta": 5e5, "old": 1, "nested": {"a": [1]}}
-    patched = patch_config(config, remove=["old", "absent"], model_type="mixtral", num_local_experts=8)
+    patched = patch_config(config, {"model_type": "mixtral", "num_local_experts": 8}, remove=["old", "absent"])
     assert list(patched.items()) == [
         ("model_type", "mixtral"),
         ("rope_theta", 5e5),

@@ -89,3 +89,21 @@ def test_an_expert_is_read_once_per_sweep(
     assert result.code == 0, result.stderr
     assert min(reads.values()) >= 2
     assert max(reads.values()) <= 3
+
+
+@pytest.mark.parametrize("base", ["mean", "ties"])
+@pytest.mark.parametrize(
+    "command", [("decompose",), ("compress", "--method", "ders-quantize"), ("compress", "--method", "ders-sparsify")]
+)
+def test_a_base_and_the_deltas_to_it_are_made_of_the_same_read(
+    command: tuple[str, ...],
+    base: str,
+    run_cli: RunCli,
+    tiny_mixtral_bf16: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads = counted(monkeypatch)
+    result = run_cli(command[0], tiny_mixtral_bf16, tmp_path / "out", *command[1:], "--base", base)
+    assert result.code == 0, result.stderr
+    assert set(reads.values()) == {1}

@@ -32,6 +32,7 @@ FILES = {
 }
 # What a page takes from another: what is made first, in the words of the page that makes it.
 EARLIER = {
+    "docs/bench.md": ["docs/compress.md"],
     "docs/evaluate.md": ["docs/compress.md"],
     "docs/export.md": ["docs/compress.md", "docs/upcycle.md"],
     "docs/jobs.md": ["docs/upcycle.md"],
@@ -55,6 +56,7 @@ SMALLER = {
     "moefy": "--samples 16 --sequence-length 64 --experts 4",
     "tune": "--sequence-length 32 --steps 2",
     "evaluation": "--sequence-length 32 --windows 4",
+    "bench": "--lengths 16 --new-tokens 2 --rounds 1",
     "groups": "--group-size 32",
 }
 
@@ -65,6 +67,7 @@ RUN_FOR_JSON = [
     ["inspect", "config-alone"],
     ["inspect", "OUT_2"],
     ["compress", "config-alone", "x", "--ratio", "0.4", "--calibration", "TEXT.txt", "--dry-run"],
+    ["compress", "config-alone", "x", "--ratio", "0.01", "--trim", "2", "--calibration", "TEXT.txt", "--dry-run"],
 ]
 
 
@@ -121,6 +124,8 @@ def smaller(arguments: list[str]) -> list[str]:
         more.append(SMALLER["tune"])
     elif name in ("eval", "routing"):
         more.append(SMALLER["evaluation"])
+    elif name == "bench":
+        more.append(SMALLER["bench"])
     elif "--calibration" in arguments or name in ("compress", "upcycle"):
         more.append(SMALLER["calibration"])
     if presets and name in ("compress", "upcycle") and "--calibration" not in arguments:

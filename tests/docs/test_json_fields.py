@@ -9,7 +9,7 @@ from pages import RUN_FOR_JSON, RUNNING, sections
 
 from moetool.cli.app import COMMANDS
 
-OWN = {"eval", "routing", "inspect", "verify", "list", "demo"}
+OWN = {"eval", "routing", "bench", "inspect", "verify", "list", "demo"}
 
 
 def printed(value: Any, path: str = "") -> Iterator[str]:
@@ -51,7 +51,7 @@ def results(reader: Any, run_cli: Any) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-SECTIONS = ["--dry-run", "Commands that write a checkpoint", "eval", "routing", "inspect", "verify", "list"]
+SECTIONS = ["--dry-run", "Commands that write a checkpoint", "eval", "routing", "bench", "inspect", "verify", "list"]
 
 
 @pytest.mark.parametrize("section", SECTIONS)

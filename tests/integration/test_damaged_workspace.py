@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from checkpoints import contents, copy_of
 
+from moetool.job.execute import run_stage
 from moetool.job.result import Result
 from moetool.job.workspace import Workspace
-from moetool.stages import run_stage, stages
+from moetool.stages import stages
 
 # A unit at whose end each job is killed: in the middle of the way back, and among the weight files.
 KILLED_AT = {"d2moe": "reverse/0", "hybrid": "write/1"}
@@ -39,7 +40,7 @@ def start(smallest: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFact
     def start(method: str, output: Path, **how: Any) -> Result:
         text = {"calibration": str(short), "samples": 2, "sequence_length": 16, "shard_size": 30_000}
         options = stages()[method].options_type.model_validate({**text, **OPTIONS[method]})
-        return run_stage(method, smallest, output, options, **how)
+        return run_stage(stages()[method], smallest, output, options, **how)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)

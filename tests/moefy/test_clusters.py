@@ -153,8 +153,8 @@ def test_parameters_are_those_of_the_loaded_model(
     model = moefied(dense, selector, 0.25, layers=(1, 2))
     counts, tensors = model.parameters(), written(model, tmp_path / "out")
     stored = sum(tensor.numel() for tensor in tensors.values() if not is_placeholder(tensor))
-    assert counts["total"] == stored
-    assert counts["added"] == stored - dense.parameters
+    assert counts.total == stored
+    assert counts.added == stored - dense.parameters
     networks = [m for m in loaded(tmp_path / "out").modules() if isinstance(m, NeuronExperts)]
     assert len(networks) == 2
     idle = 0
@@ -164,7 +164,7 @@ def test_parameters_are_those_of_the_loaded_model(
         for role in dense.architecture.roles:
             idle += neurons * dense.hidden
             idle += neurons if role != "down" and role in dense.biases else 0
-    assert counts["active"] == counts["total"] - idle
+    assert counts.active == counts.total - idle
 
 
 def test_all_in_one_dtype_but_the_centre(opened: Any, tmp_path: Path) -> None:

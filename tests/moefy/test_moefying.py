@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moetool.moefy.selector import Selector
+from moetool.moefy.selector import TrainedSelector
 from moetool.moefy.stage import _mean_where_left_out
 from moetool.moefy.statistics import CHUNK
 
@@ -32,7 +32,7 @@ class Sampled:
 
 def found(second: Tensor, chosen: int) -> tuple[Any, ...]:
     sampled, order = Sampled(), torch.randperm(EXPERTS * SIZE)
-    selector = Selector(torch.randn(EXPERTS, HIDDEN), second, 0.0, 0.0, 0.0)
+    selector = TrainedSelector(torch.randn(EXPERTS, HIDDEN), second, 0.0, 0.0, 0.0)
     activations = sampled.activations[:, order]
     mean = activations.mean(0)
     centre = _mean_where_left_out(sampled, order, selector, chosen, mean)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moetool.moefy.selector import Selector, expert_scores, needed_tokens, side_by_side, train_selector
+from moetool.moefy.selector import TrainedSelector, expert_scores, needed_tokens, side_by_side, train_selector
 from moetool.numerics.seeding import generator
 
 TOKENS, HIDDEN, EXPERTS, CHOSEN = 4000, 16, 8, 2
@@ -28,11 +28,11 @@ def planted(inputs: Tensor) -> Tensor:
     return (F.normalize(inputs, dim=-1) @ draw(EXPERTS, HIDDEN, seed=1).T).clamp_min(0).square() + 0.01
 
 
-def trained(inputs: Tensor, scores: Tensor, epochs: int, seed: int = 0, layer: int = 0) -> Selector:
+def trained(inputs: Tensor, scores: Tensor, epochs: int, seed: int = 0, layer: int = 0) -> TrainedSelector:
     return train_selector(inputs, scores, draw(EXPERTS, HIDDEN, seed=2), CHOSEN, seed=seed, layer=layer, epochs=epochs)
 
 
-def choice(selector: Selector, inputs: Tensor) -> Tensor:
+def choice(selector: TrainedSelector, inputs: Tensor) -> Tensor:
     return (torch.tanh(F.normalize(inputs, dim=-1) @ selector.first.T) @ selector.second.T).topk(CHOSEN).indices
 
 

@@ -5,9 +5,8 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
-from moetool.architectures.base import EXPERT_KEYS
+from moetool.architectures.base import EXPERT_KEYS, whole_number
 from moetool.architectures.dense.base import FEATURES, DenseArchitecture
 from moetool.errors import InvalidInputError
 
@@ -25,19 +24,19 @@ def dense_architectures() -> tuple[DenseArchitecture, ...]:
     return tuple(sorted(found, key=lambda family: family.name))
 
 
-def is_encoder(config: Mapping[str, Any]) -> bool:
+def is_encoder(config: Mapping[str, object]) -> bool:
     """Whether a `config.json` is that of a known family of encoders."""
     return any(family.is_encoder and config.get("model_type") in family.model_types for family in dense_architectures())
 
 
-def find_dense_architecture(config: Mapping[str, Any]) -> DenseArchitecture:
+def find_dense_architecture(config: Mapping[str, object]) -> DenseArchitecture:
     """The dense family that a `config.json` belongs to, by its model type, whatever custom modules it lists.
 
     Raises:
         InvalidInputError: the model is an MoE model already, encodes only, or its family is not known.
     """
     model_type = str(config.get("model_type"))
-    if key := next((key for key in EXPERT_KEYS if isinstance(config.get(key), int) and config[key] > 1), None):
+    if key := next((key for key in EXPERT_KEYS if (whole_number(config, key) or 0) > 1), None):
         raise InvalidInputError(
             f"This model ({model_type}) is an MoE model already: {key} is {config[key]}. Upcycling and "
             "moefying start from a dense model; `export --format dense --expert 0` makes one of it."
@@ -45,7 +44,8 @@ def find_dense_architecture(config: Mapping[str, Any]) -> DenseArchitecture:
     by_type = {name: family for family in dense_architectures() for name in family.model_types}
     if model_type in by_type:
         return by_type[model_type]
-    classes = [str(name) for name in config.get("architectures") or []]
+    listed = config.get("architectures")
+    classes = [str(name) for name in listed] if isinstance(listed, list | tuple) else []
     if model_type in _ENCODER_TYPES or any(mark in name for name in classes for mark in _ENCODERS):
         raise InvalidInputError(
             f"This model ({model_type}) only encodes. Upcycling needs a decoder: a causal language model; moefy takes "

@@ -3,33 +3,44 @@
 import shutil
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from moetool import demo
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_json, print_table
-from moetool.cli.generate import make_command
+from moetool.cli.generate import HintingCommand, make_command
 from moetool.convert.told import ConversionTold
 from moetool.errors import UsageError
-from moetool.job.execute import output_directory
+from moetool.job.execute import output_directory, run_stage
 from moetool.job.lock import Lock
-from moetool.job.result import Result
+from moetool.job.result import Printed, Result
 from moetool.job.sizes import format_bytes
 from moetool.measure.perplexity import EvaluationOptions, perplexity
-from moetool.stages import run_stage, stages
+from moetool.stages import stages
 
 # Method, ratio, and options that this model needs: its experts are 352 wide, which groups of 128 do not divide.
-COMPRESSIONS: tuple[tuple[str, float, dict[str, Any]], ...] = (
+COMPRESSIONS: tuple[tuple[str, float, dict[str, object]], ...] = (
     ("d2moe", 0.5, {}),
     ("hybrid", 0.75, {"group_size": 32}),
 )
 _MARKER = ".moetool-demo"
 
 
-def build(name: str, arguments: list[str]) -> Any:
+@dataclass(frozen=True)
+class Row(Printed):
+    """A model of the demo: bytes of its weight files, its perplexity on held-out text, and how it came about."""
+
+    model: str
+    bytes: int
+    perplexity: float
+    description: str
+
+
+def build(name: str, arguments: list[str]) -> HintingCommand:
     """The command."""
 
     def command(
@@ -41,14 +52,11 @@ def build(name: str, arguments: list[str]) -> Any:
         began = time.monotonic()
         rows = run(output_directory(output), steps, seed, Display())
         if json:
-            print_json({"models": rows, "seconds": round(time.monotonic() - began, 1)})
+            print_json({"models": [row.to_json() for row in rows], "seconds": round(time.monotonic() - began, 1)})
             return
         print_table(
             ("model", "size", "held-out perplexity", "what was done"),
-            [
-                (row["model"], format_bytes(row["bytes"]), f"{row['perplexity']:.2f}", row["description"])
-                for row in rows
-            ],
+            [(row.model, format_bytes(row.bytes), f"{row.perplexity:.2f}", row.description) for row in rows],
             numbers=False,
         )
         print(f"All of it in {time.monotonic() - began:.0f} s. The models are in {output}; try:")
@@ -73,7 +81,7 @@ def try_next(arguments: str) -> list[str]:
     return [f"source {activate}    # puts moetool on the path; without it, say {shown}", f"moetool {arguments}"]
 
 
-def run(output: Path, steps: int, seed: int, display: Display) -> list[dict[str, Any]]:
+def run(output: Path, steps: int, seed: int, display: Display) -> list[Row]:
     """Train a dense model, upcycle it, fine-tune both, compress the MoE model; one row per model."""
     if output.exists() and not output.is_dir():
         raise UsageError(f"{output} exists and is not a directory. Choose another place.")
@@ -89,21 +97,21 @@ def run(output: Path, steps: int, seed: int, display: Display) -> list[dict[str,
         return _run(output, steps, seed, display)
 
 
-def _run(output: Path, steps: int, seed: int, display: Display) -> list[dict[str, Any]]:
+def _run(output: Path, steps: int, seed: int, display: Display) -> list[Row]:
     display.log("Training a small Llama on Python's own documentation.")
     dense, train_text, held_out = demo.make_dense(output, steps, seed, display)
     evaluation = EvaluationOptions(data=str(held_out), sequence_length=demo.LENGTH)
     text = {"calibration": str(train_text), "sequence_length": demo.LENGTH, "seed": seed}
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
 
     def add(path: Path, description: str) -> None:
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         score = perplexity(str(path), evaluation, display)
-        rows.append({"model": path.name, "bytes": size, "perplexity": score["perplexity"], "description": description})
+        rows.append(Row(path.name, size, score["perplexity"], description))
 
-    def stage(name: str, source: Path, target: Path, **more: Any) -> Result:
+    def stage(name: str, source: Path, target: Path, **more: object) -> Result:
         options = stages()[name].options_type.model_validate({**text, **more})
-        return run_stage(name, source, target, options, progress=display)
+        return run_stage(stages()[name], source, target, options, progress=display)
 
     add(dense, "trained from nothing")
     display.log("Upcycling it: 8 experts, 2 per token, no change in what it computes.")

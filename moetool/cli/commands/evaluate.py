@@ -1,23 +1,23 @@
 """`moetool eval`."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json
-from moetool.cli.generate import build_options, make_command, with_options
+from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 
-def build(name: str, arguments: list[str]) -> Any:
+def build(name: str, arguments: list[str]) -> HintingCommand:
     """The command."""
 
     def command(
         model: Annotated[str, typer.Argument(help="A checkpoint, compressed or not.", show_default=False)],
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
-        **typed: Any,
+        **typed: object,
     ) -> None:
         result = perplexity(model, build_options(EvaluationOptions, typed), Display())
         if json:

@@ -7,7 +7,7 @@ import typer
 from moetool.architectures import ROLES
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json, print_table
-from moetool.cli.generate import build_options, make_command, with_options
+from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
 from moetool.errors import UsageError
 from moetool.job.sizes import format_bytes, format_change
 from moetool.measure.analysis import AnalysisOptions, analyse
@@ -16,7 +16,7 @@ from moetool.representations import describe, parse_representation
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 
-def build(name: str, arguments: list[str]) -> Any:
+def build(name: str, arguments: list[str]) -> HintingCommand:
     """The command."""
 
     def command(
@@ -25,7 +25,7 @@ def build(name: str, arguments: list[str]) -> Any:
             bool, typer.Option("--analysis", help="Similarity of experts, energy of singular values, sensitivity.")
         ] = False,
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
-        **typed: Any,
+        **typed: object,
     ) -> None:
         options = build_options(AnalysisOptions, typed)
         if options.model_fields_set and not analysis:

@@ -1,6 +1,6 @@
 """`moetool list`."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -10,12 +10,12 @@ from moetool.cli import presets
 from moetool.cli.app import COMMANDS
 from moetool.cli.commands.stage import CHOICES
 from moetool.cli.display import print_json, print_table
-from moetool.cli.generate import make_command
+from moetool.cli.generate import HintingCommand, make_command
 
 What = Literal["methods", "architectures", "dense-architectures", "targets", "presets", "recipes", "representations"]
 
 
-def build(name: str, arguments: list[str]) -> Any:
+def build(name: str, arguments: list[str]) -> HintingCommand:
     """The command."""
 
     def command(

@@ -1,14 +1,14 @@
 """`moetool routing`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from moetool.checkpoint.source import local_path
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json, print_table
-from moetool.cli.generate import build_options, make_command, with_options
+from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
 from moetool.measure.plots import check_picture, plot_routing
 from moetool.measure.routing import RoutingOptions, routing
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
@@ -16,14 +16,14 @@ from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 _MOST = 16  # experts that fit beside one another
 
 
-def build(name: str, arguments: list[str]) -> Any:
+def build(name: str, arguments: list[str]) -> HintingCommand:
     """The command."""
 
     def command(
         model: Annotated[str, typer.Argument(help="An MoE model of any kind.", show_default=False)],
         plot: Annotated[Path | None, typer.Option(help="Draw it too: FILE.png, .svg or .pdf.")] = None,
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
-        **typed: Any,
+        **typed: object,
     ) -> None:
         if plot is not None:
             plot = local_path(plot)

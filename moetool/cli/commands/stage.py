@@ -4,18 +4,19 @@ import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from moetool.cli.app import commands
 from moetool.cli.display import Display, print_fields, print_json
-from moetool.cli.generate import build_options, make_command, with_options
+from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
 from moetool.cli.presets import preset_method, preset_options
+from moetool.compress.told import RankedTold
 from moetool.convert.told import Activations, ConversionTold, Proof
 from moetool.errors import MoetoolError, UsageError, did_you_mean
 from moetool.job.processes import is_first_process
-from moetool.job.result import Json, Result
+from moetool.job.result import Json, Result, Sizes
 from moetool.job.sizes import format_bytes, format_change
 
 # Commands that are several stages, the option that chooses one, and the one that it is without it.
@@ -29,7 +30,7 @@ PRESET = ("--preset", "--recipe")  # the second is its older name
 _PRESET_HELP = "Options of a preset: one that comes along (d2moe-40 …), FILE.yaml or FILE.yaml:VARIANT."
 
 
-def build(name: str, arguments: list[str]) -> Any:
+def build(name: str, arguments: list[str]) -> HintingCommand:
     """The command for one stage; `compress --method X` takes the options of X."""
     from moetool.stages import stages
 
@@ -57,23 +58,23 @@ def build(name: str, arguments: list[str]) -> Any:
         resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
         overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete an earlier result.")] = False,
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
-        **typed: Any,
+        **typed: object,
     ) -> None:
-        from moetool.stages import plan_stage, run_stage
+        from moetool.job.execute import plan_stage, run_stage
 
         if methods:
             typed.pop(choice)
         given = preset_options(preset, name, chosen if methods else None)
         options = build_options(stage.options_type, typed, given)
         if dry_run:
-            plan = plan_stage(chosen, input, options).to_json()
+            plan = plan_stage(stage, input, options).to_json()
             if json:
                 print_json(plan)
             else:
                 _print_plan(plan)
             return
         progress = Display() if is_first_process() else None
-        result = run_stage(chosen, input, output, options, resume=resume, overwrite=overwrite, progress=progress)
+        result = run_stage(stage, input, output, options, resume=resume, overwrite=overwrite, progress=progress)
         if not is_first_process():
             return
         if json:
@@ -162,13 +163,23 @@ def _activations(found: Activations) -> list[tuple[str, str]]:
     return fields
 
 
+def _size(sizes: Sizes) -> str:
+    """Both sizes, and the original's, too, where the input had been compressed already and is not what counts."""
+    before, after = format_bytes(sizes.bytes_before), format_bytes(sizes.bytes_after)
+    change = "" if sizes.achieved_ratio is None else format_change(sizes.achieved_ratio)
+    if sizes.bytes_input is not None:
+        return f"{format_bytes(sizes.bytes_input)} → {after} ({change} than the {before} of the original model)"
+    return f"{before} → {after}" + (f" ({change})" if change else "")
+
+
 def _print_result(result: Result) -> None:
     fields = [("output", result.output)]
     if (sizes := result.sizes) is not None:
-        change = "" if sizes.achieved_ratio is None else f" ({format_change(sizes.achieved_ratio)})"
-        fields.append(("size", f"{format_bytes(sizes.bytes_before)} → {format_bytes(sizes.bytes_after)}{change}"))
+        fields.append(("size", _size(sizes)))
     if isinstance(result.told, ConversionTold):
         fields += _conversion(result.told)
+    if isinstance(result.told, RankedTold):
+        fields += [("note", note) for note in result.told.notes]
     if result.status == "finished":
         print_fields([*fields, ("status", "finished already; nothing was done")])
         return

@@ -6,12 +6,12 @@ import typer
 
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json, print_table
-from moetool.cli.generate import make_command
+from moetool.cli.generate import HintingCommand, make_command
 from moetool.job.sizes import format_bytes
 from moetool.measure.verification import verify_checkpoint
 
 
-def build(name: str, arguments: list[str]) -> Any:
+def build(name: str, arguments: list[str]) -> HintingCommand:
     """The command."""
 
     def command(

@@ -1,5 +1,6 @@
 """A base that is there before a job begins: what `--base` names."""
 
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 
 from moetool.architectures import Role
 from moetool.calibration.collectors import LayerStatistics
-from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.experts import ExpertReader, Weights
 from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import CONFIG, MANIFEST, Checkpoint
 from moetool.checkpoint.source import local_path
@@ -32,8 +33,8 @@ class GivenBase(Protocol):
     def fingerprint(self) -> str:
         """What decides the result."""
 
-    def layer(self, layer: int) -> LayerBase:
-        """The base of one layer."""
+    def layer(self, layer: int, weights: Weights) -> LayerBase:
+        """The base of one layer, whose experts have these matrices."""
 
     def statistics(self, layer: int) -> LayerStatistics | None:
         """What was measured to make it."""
@@ -46,8 +47,9 @@ class MergedBase:
         self._experts, self.fingerprint, self._method = experts, method, method
         self._shared_expert = shared_expert
 
-    def layer(self, layer: int) -> LayerBase:
-        return unweighted_base(self._experts, layer, self._method, shared_expert=self._shared_expert)
+    def layer(self, layer: int, weights: Weights) -> LayerBase:
+        shape, dtype = self._experts.shape, self._experts.dtype
+        return unweighted_base(weights, shape, dtype, self._method, shared_expert=self._shared_expert)
 
     def statistics(self, layer: int) -> LayerStatistics | None:
         return None
@@ -74,11 +76,11 @@ class SavedBase:
                         f"The {role} base of layer {layer} in {directory} does not fit the experts."
                     )
 
-    def layer(self, layer: int) -> LayerBase:
+    def layer(self, layer: int, weights: Weights) -> LayerBase:
         return LayerBase.load(base_path(self._directory, layer))
 
     def statistics(self, layer: int) -> LayerStatistics | None:
-        return self.layer(layer).statistics
+        return LayerBase.load(base_path(self._directory, layer)).statistics
 
 
 class DenseBase:
@@ -104,7 +106,7 @@ class DenseBase:
                 "they were made from."
             )
 
-    def layer(self, layer: int) -> LayerBase:
+    def layer(self, layer: int, weights: Weights) -> LayerBase:
         shape = self._experts.shape
         matrices = {role: self._dense.matrix(layer, role).to(self._experts.dtype) for role in shape.roles}
         matrices["down"] *= down_scale(self._experts.checkpoint)
@@ -117,12 +119,11 @@ class DenseBase:
         """The least mean cosine similarity of base and experts over the layers."""
         lowest = 1.0
         for layer in self._experts.moe_layers:
-            base = self.layer(layer)
+            weights = partial(self._experts.dense, layer)
+            base = self.layer(layer, weights)
             cosines = [
                 F.cosine_similarity(
-                    base.matrices[role].float().flatten(),
-                    self._experts.dense(layer, expert, role).float().flatten(),
-                    dim=0,
+                    base.matrices[role].float().flatten(), weights(expert, role).float().flatten(), dim=0
                 ).item()
                 for role in self._experts.shape.roles
                 for expert in range(self._experts.shape.experts)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from moetool.architectures import ROLES, Role
+from moetool.architectures import ROLES, MoEShape, Role
 from moetool.calibration.collectors import (
     BaseGramCollector,
     FisherCollector,
@@ -16,7 +16,7 @@ from moetool.calibration.collectors import (
     RegressionCollector,
     UsageCollector,
 )
-from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.experts import ExpertReader, Weights
 from moetool.checkpoint.files import save_tensors
 from moetool.compress.base.merging import Regression, merge
 from moetool.compress.base.pruning import PruningPlan, kept_channels, prune_base, spread
@@ -116,15 +116,15 @@ def base_path(work: Path, layer: int) -> Path:
 
 
 def unweighted_base(
-    experts: ExpertReader, layer: int, method: Merge = "mean", *, shared_expert: bool = False
+    weights: Weights, shape: MoEShape, dtype: torch.dtype, method: Merge, *, shared_expert: bool = False
 ) -> LayerBase:
     """A merge of a layer's experts, with the shared one if it is to be on the base, for which nothing is measured."""
-    count = experts.shape.experts + shared_expert
+    count = shape.experts + shared_expert
     matrices = {
-        role: merge(method, role, [experts.dense(layer, expert, role) for expert in range(count)]).to(experts.dtype)
-        for role in experts.shape.roles
+        role: merge(method, role, [to_cpu(weights(expert, role)) for expert in range(count)]).to(dtype)
+        for role in shape.roles
     }
-    return LayerBase(matrices, torch.arange(experts.shape.intermediate), experts.shape.intermediate, None)
+    return LayerBase(matrices, torch.arange(shape.intermediate), shape.intermediate, None)
 
 
 def measured_base(calibrated: CalibratedJob, index: int, layer: nn.Module, method: Merge) -> LayerBase:

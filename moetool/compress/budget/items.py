@@ -14,10 +14,10 @@ from itertools import pairwise
 from operator import neg
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from moetool.architectures import Role
+from moetool.numerics.arrays import Floats, Integers
 from moetool.representations import Representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank, break_even_rank
@@ -26,9 +26,6 @@ from moetool.representations.shared_factor import SharedU, SharedV
 Key = tuple[int, Role, int]  # layer, role, expert
 Forms = dict[Key, Representation]  # what every matrix gets; those of groups that are left as they were are missing
 Factors = type[LowRank] | type[SharedU] | type[SharedV]  # how factors of a rank above 0 are stored
-
-Integers = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from moetool.architectures import ROLES, MoEShape, Role
 from moetool.calibration.collectors import GramCollector
 from moetool.checkpoint.writer import CheckpointWriter, TensorSpec
 from moetool.compress.base.layer_base import LayerBase
-from moetool.compress.choices import Sensitivity, Share, Svd
+from moetool.compress.choices import Sensitivity, SharedFactor, Svd
 from moetool.compress.delta import Deltas, delta
 from moetool.compress.factors.sensitivity import LayerSensitivity, MatrixSensitivity
 from moetool.compress.factors.svd import LayerSvd
@@ -37,15 +37,15 @@ class FactorChoices(Protocol):
     def sensitivity(self) -> Sensitivity: ...
 
     @property
-    def share(self) -> Share: ...
+    def share(self) -> SharedFactor: ...
 
 
-Factored = tuple[Role, int, Factorization, MatrixSensitivity]
+FactoredMatrix = tuple[Role, int, Factorization, MatrixSensitivity]
 
 ENERGY = "energy"  # [3, experts] fp64: Σ over an expert's tokens of the squared norm of each role's input
 
 
-def joint_shape(shape: tuple[int, int], experts: int, share: Share) -> tuple[int, int]:
+def joint_shape(shape: tuple[int, int], experts: int, share: SharedFactor) -> tuple[int, int]:
     """Shape of what is factorised at once: one matrix `[out, in]`, or all experts' below or beside each other."""
     rows, columns = shape
     return {"none": (rows, columns), "v": (experts * rows, columns), "u": (rows, experts * columns)}[share]
@@ -54,7 +54,7 @@ def joint_shape(shape: tuple[int, int], experts: int, share: Share) -> tuple[int
 class FactorFile:
     """The factorisations of one layer in one file: one per role and expert, or per role if experts share a factor."""
 
-    def __init__(self, work: Path, layer: int, shape: MoEShape, share: Share = "none") -> None:
+    def __init__(self, work: Path, layer: int, shape: MoEShape, share: SharedFactor = "none") -> None:
         self.share, self._shape = share, shape
         self._writer = CheckpointWriter(work / f"factors-{layer:05d}", [list(self._specs())])
 
@@ -89,7 +89,7 @@ class FactorFile:
         """Size on disk."""
         return self._writer.nbytes
 
-    def write(self, factored: Iterator[Factored], energy: Tensor) -> None:
+    def write(self, factored: Iterator[FactoredMatrix], energy: Tensor) -> None:
         """Write all factorisations, one at a time, atomically."""
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -160,14 +160,14 @@ def write_factors(
     svd = LayerSvd(options.svd, grams)
     sensitivity = LayerSensitivity(options.sensitivity, deltas.base.statistics, energy, tokens)
 
-    def factored() -> Iterator[Factored]:
+    def factored() -> Iterator[FactoredMatrix]:
         for role in shape.roles:
             for expert in range(count):
                 own = deltas.of(role, expert)
                 counts = sensitivity.of(role, expert, own.shape[1], whitened=svd.is_whitened)
                 yield role, expert, svd.factorize(role, expert, own, counts.row_scale), counts
 
-    def jointly_factored() -> Iterator[Factored]:
+    def jointly_factored() -> Iterator[FactoredMatrix]:
         for role in shape.roles:
             own = [deltas.of(role, expert) for expert in range(count)]
             counts = sensitivity.jointly(role, own[0].shape[1], options.share, whitened=svd.is_whitened)

@@ -11,7 +11,7 @@ from moetool.architectures import MoEShape, Role
 from moetool.calibration.collectors import LayerStatistics
 from moetool.compress.budget.items import Factors, Forms, Group, Item, Ladder, dropped, factors_of
 from moetool.compress.budget.spending import fit
-from moetool.compress.choices import Allocation, Share
+from moetool.compress.choices import Allocation, SharedFactor
 from moetool.compress.factors.files import FactorFile
 from moetool.errors import UsageError
 from moetool.format.layout import DENSE_BASE, LayerLayout
@@ -20,7 +20,7 @@ from moetool.representations import Representation
 from moetool.representations.low_rank import LowRank
 from moetool.representations.shared_factor import SharedU, SharedV
 
-_FACTORS: Mapping[Share, Factors] = {"none": LowRank, "v": SharedV, "u": SharedU}
+FACTORS: Mapping[SharedFactor, Factors] = {"none": LowRank, "v": SharedV, "u": SharedU}  # by --share
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,16 @@ class LayerSpectra:
 
 def build_groups(spectra: Sequence[LayerSpectra], shape: MoEShape, dtype: torch.dtype, multiple: int) -> list[Group]:
     """Two groups per layer: gate with up, and down. What experts share is the item of expert 0."""
-    ladders: dict[tuple[tuple[int, int], Share], Ladder] = {}  # its arrays are the same for all matrices of a shape
+    ladders: dict[
+        tuple[tuple[int, int], SharedFactor], Ladder
+    ] = {}  # its arrays are the same for all matrices of a shape
 
     def item(entry: LayerSpectra, role: Role, expert: int) -> Item:
         spectrum, energy = entry.factors.spectrum(role, expert)
         if expert in entry.trimmed:
             return dropped(energy)
         kind = entry.factors.matrix(role), entry.factors.share
-        ladder = ladders.setdefault(kind, Ladder(kind[0], dtype.itemsize, multiple, _FACTORS[kind[1]]))
+        ladder = ladders.setdefault(kind, Ladder(kind[0], dtype.itemsize, multiple, FACTORS[kind[1]]))
         return ladder.item(spectrum, energy)
 
     groups = []
@@ -93,7 +95,7 @@ def same_rank(spectra: Sequence[LayerSpectra], shape: MoEShape, rank: int) -> Fo
     return {
         (entry.layer, role, expert): LowRank(0)
         if expert in entry.trimmed
-        else factors_of(entry.factors.matrix(role), rank, _FACTORS[entry.factors.share])
+        else factors_of(entry.factors.matrix(role), rank, FACTORS[entry.factors.share])
         for entry in spectra
         for role in shape.roles
         for expert in range(entry.factors.count)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moetool.architectures import ROLES, Role
 from moetool.calibration.collectors import LayerStatistics
-from moetool.compress.choices import Sensitivity, Share
+from moetool.compress.choices import Sensitivity, SharedFactor
 
 # An expert's own sensitivities count like this many tokens of the layer's average, so that a handful of tokens
 # cannot declare most channels unimportant.
@@ -76,7 +76,7 @@ class LayerSensitivity:
             return MatrixSensitivity(None, weight * channels.mean().item())
         return MatrixSensitivity(_scale(channels), weight)
 
-    def jointly(self, role: Role, inputs: int, share: Share, *, whitened: bool) -> MatrixSensitivity:
+    def jointly(self, role: Role, inputs: int, share: SharedFactor, *, whitened: bool) -> MatrixSensitivity:
         """For the matrices of all experts at once: below each other (`v`) every one keeps its own channels, side by
         side (`u`) they have the layer's."""
         given = self._given(role)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from moetool.architectures import ROLES, Role
 from moetool.calibration.collectors import GramCollector
-from moetool.compress.choices import Share, Svd
+from moetool.compress.choices import SharedFactor, Svd
 from moetool.numerics.congruence import congruence
 from moetool.numerics.factorize import Factorization, as_left, factorize
 from moetool.numerics.shrinkage import shrink
@@ -76,7 +76,12 @@ class LayerSvd:
         return energy * squares / squares.sum().clamp_min(torch.finfo(torch.float64).tiny)
 
     def factorize_jointly(
-        self, role: Role, deltas: list[Tensor], share: Share, row_scales: list[Tensor | None], rank: int | None = None
+        self,
+        role: Role,
+        deltas: list[Tensor],
+        share: SharedFactor,
+        row_scales: list[Tensor | None],
+        rank: int | None = None,
     ) -> Factorization:
         """The leading directions that all deltas of a role have in common (Appendix A.6).
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from moetool.architectures import ROLES, Role
 from moetool.checkpoint.experts import ExpertReader
 from moetool.compress.base.layer_base import LayerBase, base_path
-from moetool.compress.choices import Allocation, Sensitivity, Share, Svd
+from moetool.compress.choices import Allocation, Sensitivity, SharedFactor, Svd
 from moetool.compress.delta import Deltas
 from moetool.compress.factors.files import FactorFile
 from moetool.compress.factors.ranking import (
+    FACTORS,
     LayerSpectra,
     build_groups,
     check_ratio,
@@ -26,18 +27,19 @@ from moetool.compress.factors.ranking import (
 )
 from moetool.compress.told import RankedLayer, RankedTold
 from moetool.errors import UsageError
-from moetool.format.layout import BASE_CHANNELS, LayerLayout, base_name, delta_name, shared_name
+from moetool.format.layout import BASE_CHANNELS, DENSE_BASE, LayerLayout, base_name, delta_name, shared_name
 from moetool.job.job import Job, Source, pick_compute_dtype, pick_device
-from moetool.job.options import CalibrationOptions, RunOptions
+from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.result import CalibrationFacts
+from moetool.job.sizes import format_bytes
 from moetool.job.writing import OutputPlan, entry_for, original_bytes, write_model
 from moetool.representations import Representation
+from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
-from moetool.representations.shared_factor import SharedU, SharedV
 
 
-class FactorOptions(RunOptions, CalibrationOptions):
+class FactorOptions(RunOptions, TextOptions):
     """How deltas become factors."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("ratio", "rank")  # one typed replaces the other of a preset
@@ -53,7 +55,7 @@ class FactorOptions(RunOptions, CalibrationOptions):
     sensitivity: Sensitivity = Field(
         "channel", description="Weigh errors by what they cost in loss: by output channel, by matrix, or not at all."
     )
-    share: Share = Field(
+    share: SharedFactor = Field(
         "none", description="Let all experts of a layer share the factor V, or U, of their deltas (Appendix A.6)."
     )
     trim: int = Field(
@@ -72,7 +74,7 @@ class FactorOptions(RunOptions, CalibrationOptions):
         return self
 
 
-class Factored:
+class FactoredLayers:
     """Layers whose bases and factorisations lie in the work directory, to be cut to ranks and written."""
 
     def __init__(self, job: Job, dynamic_channels: int | Mapping[int, int], options: FactorOptions) -> None:
@@ -130,6 +132,13 @@ class Factored:
             seed=seed,
         )
         return lost
+
+    def trim_note(self, layouts: Mapping[int, LayerLayout], options: FactorOptions) -> str | None:
+        """That the result is smaller than it was to be, if all deltas that `--trim` has left are whole."""
+        dropped = sum(not form.is_whole for layout in layouts.values() for _, _, form in layout.deltas())
+        if dropped > options.trim * len(self.reader.shape.roles) * len(layouts):
+            return None
+        return _trim_note(options, self._plan(layouts).nbytes, original_bytes(self.job.source))
 
     def _layer_tensors(self, layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
         base = LayerBase.load(self.bases[layer])
@@ -210,7 +219,7 @@ def base_tensors(
 
 
 def finish(
-    job: Job, factored: Factored, options: FactorOptions, method: str, calibration: CalibrationFacts | None
+    job: Job, factored: FactoredLayers, options: FactorOptions, method: str, calibration: CalibrationFacts | None
 ) -> RankedTold:
     """Choose ranks, write, and report."""
     missed = [f"layer {entry.layer} expert {expert}" for entry in factored.spectra for expert in unreached(entry)]
@@ -226,7 +235,18 @@ def finish(
         ratio=options.ratio,
         unreached_experts=missed,
         depends_on_batch=any(layout.dynamic_channels for layout in layouts.values()),
+        notes=() if (note := factored.trim_note(layouts, options)) is None else (note,),
         layers=lost,
+    )
+
+
+def _trim_note(options: FactorOptions, largest: int, original: int) -> str | None:
+    """What to say if `--trim` alone, with `largest` bytes left of `original`, takes more than `--ratio` asks for."""
+    if not options.trim or options.ratio is None or largest >= round(original * (1 - options.ratio)):
+        return None
+    return (
+        f"--trim {options.trim} alone makes {format_bytes(original)} {1 - largest / original:.1%} smaller, more than "
+        f"the {options.ratio:.1%} of --ratio: all other deltas stay whole. Trim fewer experts to come closer."
     )
 
 
@@ -252,15 +272,21 @@ def factor_plan(
         raise UsageError(f"--trim {options.trim} is more than the {reader.shape.experts} experts of a layer.")
 
     def size(rank: int) -> int:
-        delta: Representation = LowRank(rank)
-        if rank and options.share != "none":
-            delta = SharedV(rank) if options.share == "v" else SharedU(rank)
+        delta: Representation = FACTORS[options.share](rank) if rank else LowRank(0)
         layout = LayerLayout.uniform(reader.shape, delta, base_channels, base)
         return OutputPlan(source, dict.fromkeys(reader.moe_layers, layout), options.shard_size).nbytes
 
+    note = None
     if options.ratio is not None:
         check_ratio(options.ratio, size(0), original)
         output = round(original * (1 - options.ratio))
+        if options.trim:
+            whole = (LowRank(0),) * options.trim + (Dense(),) * (reader.shape.experts - options.trim)
+            layout = LayerLayout(
+                reader.shape, dict.fromkeys(reader.shape.roles, whole), base_channels, base=base or DENSE_BASE
+            )
+            largest = OutputPlan(source, dict.fromkeys(reader.moe_layers, layout), options.shard_size).nbytes
+            output, note = min(output, largest), _trim_note(options, largest, original)
     else:
         output = size(min(options.rank or 0, min(reader.shape.hidden, reader.shape.intermediate)))
     device = pick_device(options.device)
@@ -283,5 +309,6 @@ def factor_plan(
             "moe_layers": len(reader.moe_layers),
             "experts": reader.shape.experts,
             "calibration_tokens": options.samples * options.sequence_length,
+            **({} if note is None else {"note": note}),
         },
     )

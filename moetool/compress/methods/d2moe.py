@@ -13,13 +13,13 @@ from moetool.compress.base.pruning import plan_pruning
 from moetool.compress.choices import BaseCompression, Merge
 from moetool.compress.delta import Deltas
 from moetool.compress.factors.files import measured_grams, write_factors
-from moetool.compress.factors.writing import Factored, FactorOptions, factor_plan, finish
+from moetool.compress.factors.writing import FactoredLayers, FactorOptions, factor_plan, finish
 from moetool.compress.paper_counting import PaperRank, paper_rank
 from moetool.compress.told import RankedTold
 from moetool.errors import UsageError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
-from moetool.job.options import RunOptions
+from moetool.job.options import CalibrationOptions, RunOptions
 from moetool.job.plan import Plan
 from moetool.job.stage import Stage
 from moetool.representations import Representation
@@ -27,7 +27,7 @@ from moetool.representations.low_rank import LowRank
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 
-class D2MoEOptions(FactorOptions):
+class D2MoEOptions(FactorOptions, CalibrationOptions):
     """Everything that decides a D²-MoE compression."""
 
     merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
@@ -116,5 +116,5 @@ class D2MoE(Stage[D2MoEOptions]):
             write_factors(reader.shape, job.work, index, deltas, options, grams)
 
         calibrated.reverse(visit, passes=2)
-        factored = Factored(job, pruning.dynamic, options)
+        factored = FactoredLayers(job, pruning.dynamic, options)
         return finish(job, factored, options, self.name, calibrated.facts_with_loss)

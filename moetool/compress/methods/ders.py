@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
+from moetool.checkpoint.experts import Weights
 from moetool.compress.base.given import (
     GivenBase,
     in_few_bits,
@@ -28,22 +29,18 @@ from moetool.compress.encoding import (
 from moetool.compress.told import LayersTold
 from moetool.format.layout import LayerLayout
 from moetool.job.job import Job
-from moetool.job.options import CalibrationOptions, RunOptions
+from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import Plan
 from moetool.job.stage import Stage, found_here
 
 BASE_GROUP = 128  # inputs that share a scale in a quantized base, where deltas have no groups
 
 
-class DersOptions(RunOptions, ExtendedOptions):
-    """Which base."""
-
-
-class DersQuantizeOptions(DersOptions, CodeOptions, CalibrationOptions):
+class DersQuantizeOptions(RunOptions, ExtendedOptions, CodeOptions, TextOptions):
     """Which base, and the bits of a delta."""
 
 
-class DersSparsifyOptions(DersOptions, SparsityOptions):
+class DersSparsifyOptions(RunOptions, ExtendedOptions, SparsityOptions):
     """Which base, and which share of a delta is dropped."""
 
 
@@ -63,7 +60,7 @@ class _Ders(Stage[DersT]):
         """Inputs that share a scale in a quantized base."""
         return BASE_GROUP
 
-    def _text(self) -> CalibrationOptions | None:
+    def _text(self) -> TextOptions | None:
         """The calibration options, if there is a text."""
         return None
 
@@ -90,8 +87,8 @@ class _Ders(Stage[DersT]):
         if warning := kinship_warning(given):
             job.progress.log(warning)
 
-        def base(layer: int) -> LayerBase:
-            return in_few_bits(given.layer(layer), options.base_bits, self._base_group())
+        def base(layer: int, weights: Weights) -> LayerBase:
+            return in_few_bits(given.layer(layer, weights), options.base_bits, self._base_group())
 
         measured = {layer: own for layer in reader.moe_layers if (own := given.statistics(layer)) is not None}
         return run_encoding(job, self.name, self._layouts(), base, measured, options.seed, self._text())
@@ -110,7 +107,7 @@ class DersQuantize(_Ders[DersQuantizeOptions]):
     def _base_group(self) -> int:
         return self.options.group_size
 
-    def _text(self) -> CalibrationOptions | None:
+    def _text(self) -> TextOptions | None:
         return with_text(self.options)
 
 

@@ -83,11 +83,12 @@ class Decompose(Stage[DecomposeOptions]):
             job.progress.log(warning)
 
         def tensors(layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
-            base = in_few_bits(given.layer(layer), options.base_bits, options.group_size)
+            weights = reader.weights(layer)
+            base = in_few_bits(given.layer(layer, weights), options.base_bits, options.group_size)
             yield from base_tensors(reader, layer, layout, base)
             prefix = reader.architecture.experts_prefix(layer)
             for expert, role, form in layout.deltas():
-                for name, tensor in form.encode(reader.dense(layer, expert, role), reader.dtype).items():
+                for name, tensor in form.encode(weights(expert, role), reader.dtype).items():
                     yield prefix + delta_name(expert, role, name), tensor
 
         plan = self._output_plan()

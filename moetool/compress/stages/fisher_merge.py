@@ -60,7 +60,8 @@ class FisherMerge(Stage[FisherMergeOptions]):
         facts = None
         if options.calibration is None:
             for layer in reader.moe_layers:
-                unweighted_base(reader, layer, options.merge).save(base_path(job.work, layer))
+                base = unweighted_base(reader.weights(layer), reader.shape, reader.dtype, options.merge)
+                base.save(base_path(job.work, layer))
         else:
             calibrated = CalibratedJob(job, options, gradients=True)
             calibrated.forward()

@@ -19,7 +19,7 @@ from moetool.errors import InvalidInputError, UsageError
 from moetool.format.layout import BASE_CHANNELS, LayerLayout
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, pick_compute_dtype, pick_device, refuse_shared_expert
-from moetool.job.options import CalibrationOptions, RunOptions
+from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.result import CalibrationFacts
 from moetool.job.stage import Stage
@@ -27,7 +27,7 @@ from moetool.job.writing import OutputPlan, entry_for, read_statistics, write_mo
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 
-class PruneBaseOptions(RunOptions, CalibrationOptions):
+class PruneBaseOptions(RunOptions, TextOptions):
     """How much of the base to prune, and when."""
 
     ratio: float = Field(0.1, gt=0, lt=1, description="Share of the base's intermediate channels to prune.")

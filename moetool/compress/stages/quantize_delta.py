@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from moetool.checkpoint.experts import Weights
 from moetool.compress.base.layer_base import LayerBase, stored_base
 from moetool.compress.encoding import (
     CodeOptions,
@@ -14,13 +15,13 @@ from moetool.compress.encoding import (
 from moetool.compress.told import LayersTold
 from moetool.format.layout import LayerLayout
 from moetool.job.job import Job
-from moetool.job.options import CalibrationOptions, RunOptions
+from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import Plan
 from moetool.job.stage import Stage
 from moetool.job.writing import read_statistics
 
 
-class QuantizeDeltaOptions(RunOptions, CodeOptions, CalibrationOptions):
+class QuantizeDeltaOptions(RunOptions, CodeOptions, TextOptions):
     """Bits per number; with calibration text, codes make up for each other's errors on it."""
 
 
@@ -44,7 +45,7 @@ class QuantizeDelta(Stage[QuantizeDeltaOptions]):
         reader, options = self.source.experts, self.options
         statistics = read_statistics(self.source)
 
-        def base(layer: int) -> LayerBase:
+        def base(layer: int, weights: Weights) -> LayerBase:
             return stored_base(reader, layer)
 
         return run_encoding(job, self.name, self._layouts(), base, statistics, options.seed, with_text(options))

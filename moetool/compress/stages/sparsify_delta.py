@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from moetool.checkpoint.experts import Weights
 from moetool.compress.base.layer_base import LayerBase, stored_base
 from moetool.compress.encoding import SparsityOptions, encoded_layouts, encoding_plan, run_encoding, sparse
 from moetool.compress.told import LayersTold
@@ -34,7 +35,7 @@ class SparsifyDelta(Stage[SparsifyDeltaOptions]):
         reader = self.source.experts
         statistics = read_statistics(self.source)
 
-        def base(layer: int) -> LayerBase:
+        def base(layer: int, weights: Weights) -> LayerBase:
             return stored_base(reader, layer)
 
         return run_encoding(job, self.name, self._layouts(), base, statistics, self.options.seed)

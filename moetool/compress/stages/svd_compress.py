@@ -8,7 +8,7 @@ from torch import nn
 from moetool.compress.base.layer_base import base_path, stored_base
 from moetool.compress.delta import Deltas
 from moetool.compress.factors.files import measured_grams, write_factors
-from moetool.compress.factors.writing import Factored, FactorOptions, factor_plan, finish
+from moetool.compress.factors.writing import FactoredLayers, FactorOptions, factor_plan, finish
 from moetool.compress.told import RankedTold
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.calibrated import CalibratedJob
@@ -74,4 +74,4 @@ class SvdCompress(Stage[FactorOptions]):
                     write_factors(reader.shape, job.work, layer, deltas, options, None)
                     job.finish(f"factor/{layer}")
         dynamic = {layer: reader.layout(layer).dynamic_channels for layer in reader.moe_layers}
-        return finish(job, Factored(job, dynamic, options), options, self.name, facts)
+        return finish(job, FactoredLayers(job, dynamic, options), options, self.name, facts)

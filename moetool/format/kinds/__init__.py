@@ -4,7 +4,6 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 from moetool.errors import InvalidInputError
 from moetool.format.kinds.base import CustomModule
@@ -21,7 +20,7 @@ def kinds() -> Mapping[str, type[CustomModule]]:
     return {kind.key: kind for kind in sorted(found, key=lambda kind: kind.key)}
 
 
-def custom_module(config: Mapping[str, Any]) -> CustomModule | None:
+def custom_module(config: Mapping[str, object]) -> CustomModule | None:
     """The custom modules that a `config.json` describes, `None` for a model without.
 
     Raises:

@@ -7,7 +7,7 @@ itself is `runtime/modules/{name}.py`, whose function `insert(model, dense, spec
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -48,6 +48,8 @@ class CustomModule(BaseModel, ABC):
         title: what `inspect` calls it.
         is_efficient: its experts are small beside what they share, and trained alone unless one asks for more.
         trained: parts of the names of tensors that are trained then.
+        closed: ends of the names of those that are gone once they are trained.
+        whole: what of it can only be trained in one piece, in words.
         experts: per layer, or linear layer.
     """
 
@@ -60,6 +62,8 @@ class CustomModule(BaseModel, ABC):
     title: ClassVar[str]
     is_efficient: ClassVar[bool] = False
     trained: ClassVar[tuple[str, ...]] = ()
+    closed: ClassVar[tuple[str, ...]] = ()
+    whole: ClassVar[str | None] = None
 
     experts: ExpertCount
 
@@ -75,7 +79,7 @@ class CustomModule(BaseModel, ABC):
         except ValidationError as error:
             raise InvalidInputError(f"quantization_config: {explain(error, cls.key)}.") from error
 
-    def to_config(self) -> dict[str, Any]:
+    def to_config(self) -> dict[str, object]:
         """The entry of `config.json`; inverse of `from_config`."""
         return self.model_dump(mode="json")
 
@@ -88,6 +92,10 @@ class CustomModule(BaseModel, ABC):
     @abstractmethod
     def rule(self) -> str:
         """How experts are chosen, in words."""
+
+    def settled(self, channels: Mapping[str, int]) -> Self:
+        """The same after training, with that many channels left of each linear layer that it has closed some of."""
+        return self
 
     def among(self, layers: int) -> tuple[int, ...]:
         """Which of that many decoder layers have it."""

@@ -6,7 +6,7 @@ gates), `{ffn}.experts.down_proj`, the same with `_bias` at the end, and `{ffn}.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import model_validator
 
@@ -93,7 +93,7 @@ class MoESpec(CustomModule):
         partial = ("dense_layers",) if self.dense_layers else ()
         return partial if self.shared == "none" else (*partial, f"shared_{self.shared}")
 
-    def told(self) -> dict[str, Any]:
+    def told(self) -> dict[str, object]:
         """What the manifest says of how a model was upcycled."""
         return self.model_dump(mode="json", include={"experts", "top_k", "intermediate", "layers", "shared"})
 

@@ -7,7 +7,7 @@ constraint.
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from moetool.architectures.dense import DenseArchitecture
 from moetool.format.fields import Count, Share, Whole
@@ -34,7 +34,8 @@ class SimoeSpec(CustomModule):
     title: ClassVar[str] = "interpolated experts (SIMoE)"
     is_efficient: ClassVar[bool] = True
     trained: ClassVar[tuple[str, ...]] = (f".{DELTA}", f".{MASKS}", f".{ROUTER}.")
-    closed: ClassVar[tuple[str, ...]] = (f".{MASKS}", f".{MULTIPLIER}")  # ends of the names that `pruned` leaves out
+    closed: ClassVar[tuple[str, ...]] = (f".{MASKS}", f".{MULTIPLIER}")
+    whole: ClassVar[str | None] = "SIMoE's masks"  # under one constraint
 
     router_width: Count
     sparsity: Share
@@ -48,8 +49,7 @@ class SimoeSpec(CustomModule):
     def rule(self) -> str:
         return "softmax over all masks, one mix per prompt"
 
-    def pruned(self, channels: Mapping[str, int]) -> "SimoeSpec":
-        """The same after training, with that many channels left of each linear layer."""
+    def settled(self, channels: Mapping[str, int]) -> Self:
         return self.model_copy(update={"channels": dict(channels)})
 
     def tensors(self, rows: int, columns: int) -> dict[str, Shape]:

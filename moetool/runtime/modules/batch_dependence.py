@@ -1,6 +1,6 @@
 """Which models compute a token's result from the other tokens of its batch, too."""
 
-from typing import Any
+from torch import nn
 
 from moetool.runtime.modules.experts import SharedBaseExperts
 
@@ -11,6 +11,6 @@ BATCH_DEPENDENT = (
 )
 
 
-def depends_on_batch(model: Any) -> bool:
+def depends_on_batch(model: nn.Module) -> bool:
     """Whether a base of a loaded model is pruned semi-dynamically (D²-MoE, Eq. 9)."""
     return any(module.layout.dynamic_channels for module in model.modules() if isinstance(module, SharedBaseExperts))

@@ -5,7 +5,6 @@ Llama's attention and norms, fine-grained experts with a softmax router, and sha
 """
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ from transformers.utils.output_capturing import OutputRecorder
 class DeepseekExperts(nn.Module):
     """All experts of a layer, fused: `gate_up_proj [experts, 2·intermediate, hidden]`, `down_proj`."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         self.num_experts, self.hidden_dim = config.n_routed_experts, config.hidden_size
         self.intermediate_dim = config.moe_intermediate_size
@@ -54,7 +53,7 @@ class DeepseekExperts(nn.Module):
 class DeepseekTopKRouter(nn.Module):
     """Softmax over all experts, then the k highest, renormalised only if the config says so."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         self.top_k, self.renormalise = config.num_experts_per_tok, config.norm_topk_prob
         self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
@@ -71,7 +70,7 @@ class DeepseekTopKRouter(nn.Module):
 class DeepseekMoE(nn.Module):
     """Routed experts plus shared experts, which every token passes."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         self.gate, self.experts = DeepseekTopKRouter(config), DeepseekExperts(config)
         self.shared_experts = None
@@ -96,7 +95,7 @@ class DeepseekMoE(nn.Module):
 class DeepseekDecoderLayer(LlamaDecoderLayer):  # type: ignore[misc]
     """Llama's layer, with experts from `first_k_dense_replace` on."""
 
-    def __init__(self, config: Any, layer_idx: int) -> None:
+    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         if layer_idx >= config.first_k_dense_replace and layer_idx % config.moe_layer_freq == 0:
             self.mlp = DeepseekMoE(config)
@@ -122,7 +121,7 @@ class DeepseekPreTrainedModel(LlamaPreTrainedModel):  # type: ignore[misc]
 class DeepseekModel(DeepseekPreTrainedModel, LlamaModel):  # type: ignore[misc]
     """The decoder."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         # Not LlamaModel's: a Llama inside could not be told which implementation of the experts to use.
         DeepseekPreTrainedModel.__init__(self, config)  # type: ignore[call-arg]
         self.padding_idx, self.vocab_size = config.pad_token_id, config.vocab_size
@@ -137,7 +136,7 @@ class DeepseekModel(DeepseekPreTrainedModel, LlamaModel):  # type: ignore[misc]
 class DeepseekForCausalLM(DeepseekPreTrainedModel, LlamaForCausalLM):  # type: ignore[misc]
     """The language model."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         DeepseekPreTrainedModel.__init__(self, config)  # type: ignore[call-arg]
         self.model, self.vocab_size = DeepseekModel(config), config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -45,7 +45,7 @@ class SharedBaseExperts(nn.Module):
         fused = entering(native)
         dtype, device, shape = fused.dtype, fused.device, layout.shape
         self.layout = layout
-        self.config: Any = native.config
+        self.config = native.config
         self.act_fn: Any = native.act_fn
         self.num_experts, self.hidden_dim, self.intermediate_dim = (
             shape.experts,

@@ -81,7 +81,7 @@ class FusedExperts(nn.Module):
         super().__init__()
         shape: MoEShape = config.shape
         self.config = config
-        self.act_fn: Any = config.act_fn
+        self.act_fn = config.act_fn
         self.num_experts, self.hidden_dim, self.intermediate_dim = shape.experts, shape.hidden, shape.intermediate
         for roles in shape.groups:
             name, (rows, columns) = fused_name(roles), shape.matrix(roles[0])

@@ -8,7 +8,7 @@ does not know moetool fails on its shape instead of filling the weight at random
 
 import importlib
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from moetool.errors import InvalidInputError
 from moetool.format.kinds import custom_module
 from moetool.format.kinds.base import PLACEHOLDER
 from moetool.representations.base import KeepsWide
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class CustomLayer(KeepsWide):
@@ -42,7 +45,7 @@ class Routed(CustomLayer):
     top_k: int
 
 
-def experts_per_token(model: Any) -> int:
+def experts_per_token(model: "PreTrainedModel") -> int:
     """The k of top-k routing, 1 for a model that has none."""
     custom = next((module.top_k for module in model.modules() if isinstance(module, Routed)), 1)
     return int(getattr(model.config.get_text_config(), "num_experts_per_tok", 0) or custom)
@@ -61,13 +64,13 @@ def is_placeholder(tensor: Tensor) -> bool:
     return tuple(tensor.shape) == PLACEHOLDER
 
 
-def path_in(model: Any, path: str) -> str:
+def path_in(model: "PreTrainedModel", path: str) -> str:
     """Where the module of a causal language model that `path` names is in `model`, which may be its bare decoder."""
     prefix = f"{model.base_model_prefix}."
     return path.removeprefix(prefix) if not hasattr(model, model.base_model_prefix) else path
 
 
-def insert_modules(model: Any, config: Mapping[str, Any]) -> None:
+def insert_modules(model: "PreTrainedModel", config: Mapping[str, object]) -> None:
     """Build the custom modules that the `quantization_config` of `config` describes, empty, in their place.
 
     Raises:

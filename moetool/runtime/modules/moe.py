@@ -6,7 +6,7 @@ these. Their names on disk are in `format/kinds/moe.py`.
 
 import copy
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.modules.fused import FusedExperts
 from moetool.runtime.modules.insertion import Routed, add_placeholder, path_in
 from moetool.runtime.modules.networks import activation_of, dropout_of, wide
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Router(nn.Linear):
@@ -74,12 +77,12 @@ class CustomMoELayer(Routed):
         chosen, weights, largest = self.route(rows)
         result = F.dropout(self.experts(rows, chosen, weights.to(rows.dtype)), self.dropout, self.training)
         if self.shared != "none":
-            share: Any = {"half": 0.5, "med": 1.0, "xft": (1 - largest).to(rows.dtype)}[self.shared]
+            share = {"half": 0.5, "med": 1.0, "xft": (1 - largest).to(rows.dtype)}[self.shared]
             result = result + share * self.shared_expert(rows)
         return result.view_as(hidden_states)
 
 
-def insert(model: Any, dense: DenseArchitecture, spec: MoESpec) -> None:
+def insert(model: "PreTrainedModel", dense: DenseArchitecture, spec: MoESpec) -> None:
     """Put MoE layers where they are listed."""
     for layer in spec.layers:
         path = path_in(model, dense.ffn_prefix(layer).removesuffix("."))

@@ -8,7 +8,7 @@ embeddings, is one constant vector. Names on disk are in `format/kinds/moefied.p
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from moetool.format.kinds.moefied import MoefiedSpec, linear_paths
 from moetool.runtime.modules.insertion import add_placeholder, path_in
 from moetool.runtime.modules.networks import SplitFFN, activation_of, dropout_of, wide
 from moetool.runtime.modules.offloading import below, loaded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # When it pays to run experts one after the other, each on its own tokens, instead of all of them on all tokens: from
 # how many tokens per expert on, and up to what share of the experts. And up to what share of the experts, used by any
@@ -85,7 +88,7 @@ class NeuronExperts(SplitFFN):
         self.selector_kind = spec.selector
         self.dropout = dropout_of(ffn)
         self.on_selection: Callable[[Tensor], object] | None = None
-        self._cached: dict[str, tuple[object, Any]] = {}
+        self._cached: dict[str, tuple[object, object]] = {}
         self.set_keep(spec.keep)
         like = self.linear("down").weight
         with torch.device(like.device):
@@ -193,9 +196,9 @@ class NeuronExperts(SplitFFN):
         self._cached.clear()
         return super().train(mode)
 
-    def _apply(self, *arguments: Any, **options: Any) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._cached.clear()
-        return super()._apply(*arguments, **options)
+        return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
         return f"{self.kept} of {self.num_experts} experts of {self.size} neurons, {self.selector_kind}"
@@ -205,7 +208,7 @@ def _forget(module: NeuronExperts, _: object) -> None:
     module._cached.clear()
 
 
-def set_keep(model: Any, keep: float) -> None:
+def set_keep(model: "PreTrainedModel", keep: float) -> None:
     """Let every token of a moefied model use that share of the experts, now and when it is saved.
 
     Raises:
@@ -224,7 +227,7 @@ def set_keep(model: Any, keep: float) -> None:
     setattr(entry, MoefiedSpec.key, spec.keeping(keep).to_config())
 
 
-def insert(model: Any, dense: DenseArchitecture, spec: MoefiedSpec) -> None:
+def insert(model: "PreTrainedModel", dense: DenseArchitecture, spec: MoefiedSpec) -> None:
     """Split the networks of the layers that are listed."""
     names = {role: name.removesuffix(".weight") for role, name in dense.weights.items()}
     for number in spec.layers:

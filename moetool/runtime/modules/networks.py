@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -189,7 +189,7 @@ def wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _contiguous(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+def _contiguous(module: nn.Module, state: dict[str, object], prefix: str, _: object) -> None:
     """Weights that lie in memory otherwise are saved as they lay: files hold nothing else."""
     for name, tensor in state.items():
         if name.startswith(prefix) and isinstance(tensor, Tensor) and not tensor.is_contiguous():

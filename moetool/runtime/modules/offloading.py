@@ -6,9 +6,12 @@ that computes with the tensors of another, without calling it, has to hold that 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from accelerate.hooks import ModelHook
 
 
 def below(module: nn.Module) -> list[nn.Module]:
@@ -28,7 +31,7 @@ def loaded(*modules: nn.Module) -> Iterator[None]:
 
     Calls of the modules find theirs there, too, and leave them. Costs next to nothing if nothing is offloaded.
     """
-    opened: list[tuple[Any, Any]] = []
+    opened: list[tuple[nn.Module, ModelHook]] = []
     try:
         for module in modules:
             hook = module.__dict__.get("_hf_hook")
@@ -48,11 +51,11 @@ def is_offloaded(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
-def _offloads(hook: Any) -> bool:
+def _offloads(hook: "ModelHook") -> bool:
     return any(getattr(own, "offload", False) for own in (hook, *getattr(hook, "hooks", ())))
 
 
-def _idle() -> Any:
+def _idle() -> "ModelHook":
     from accelerate.hooks import ModelHook
 
     return ModelHook()

@@ -6,7 +6,7 @@ logits. Since the p sum to 1, this is Eq. 7 with the shared network taken out of
 """
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from moetool.architectures.dense import DenseArchitecture
 from moetool.format.kinds.pesc import PescSpec
 from moetool.runtime.modules.fused import weighted_sum
 from moetool.runtime.modules.insertion import Routed, add_placeholder, path_in
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Adapters(nn.Module):
@@ -66,7 +69,7 @@ class AdapterExperts(Routed):
         return (rows + added).view_as(shared)
 
 
-def insert(model: Any, dense: DenseArchitecture, spec: PescSpec) -> None:
+def insert(model: "PreTrainedModel", dense: DenseArchitecture, spec: PescSpec) -> None:
     """Put adapters on the networks of the layers that are listed."""
     expected = dense.weights["up"].removesuffix(".weight")
     for layer in spec.layers:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -52,10 +51,10 @@ class Routers:
     def __len__(self) -> int:
         return len(self._found)
 
-    def _native(self, _: nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
+    def _native(self, _: nn.Module, inputs: object, output: tuple[Tensor, ...]) -> None:
         self._add(*routed(output))
 
-    def _own(self, _: nn.Module, inputs: Any, output: Tensor) -> None:
+    def _own(self, _: nn.Module, inputs: object, output: Tensor) -> None:
         self._add(output, None)
 
     def _add(self, logits: Tensor, chosen: Tensor | None) -> None:

@@ -8,7 +8,7 @@ an example, whatever the answer. After training only channels that some mask lea
 """
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from moetool.format.kinds.simoe import SimoeSpec
 from moetool.numerics.hard_concrete import median_gate, open_probability, sampled_gate
 from moetool.runtime.modules.insertion import CustomLayer, add_placeholder, path_in
 from moetool.runtime.modules.simoe_mixing import Interpolation, mix
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class InterpolatedLinear(CustomLayer):
@@ -142,7 +145,7 @@ def overlap_penalty(model: nn.Module) -> Tensor:
     return (products - torch.diag(products.diagonal())).norm()
 
 
-def insert(model: Any, dense: DenseArchitecture, spec: SimoeSpec) -> None:
+def insert(model: "PreTrainedModel", dense: DenseArchitecture, spec: SimoeSpec) -> None:
     """Wrap every linear layer of the decoder layers."""
     prefix, _, _ = dense.layer.partition(".{layer}")
     layers = path_in(model, prefix)

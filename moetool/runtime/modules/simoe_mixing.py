@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock, Thread, current_thread
 from typing import Any, ClassVar, Protocol, Self
 from weakref import WeakKeyDictionary
@@ -126,8 +127,8 @@ class Interpolation(CustomLayer):
         self, hidden: int, experts: int, width: int, like: Tensor, *, trains_masks: bool, sparsity: float
     ) -> None:
         super().__init__()
-        kind: Any = {"device": like.device, "dtype": like.dtype}
-        self.first, self.second = nn.Linear(hidden, width, **kind), nn.Linear(width, experts, **kind)
+        linear = partial(nn.Linear, device=like.device, dtype=like.dtype)
+        self.first, self.second = linear(hidden, width), linear(width, experts)
         self.trains_masks, self.sparsity = trains_masks, sparsity
         if trains_masks:
             self.register_buffer("multiplier", torch.zeros(1, dtype=torch.float32, device=like.device))
@@ -243,7 +244,7 @@ class Interpolation(CustomLayer):
         finally:
             here.is_frozen = False
 
-    def before(self, decoder: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def before(self, decoder: nn.Module, arguments: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
         """Find α for what the decoder is about to see (a forward pre-hook)."""
         here = self._here
         if here.is_frozen or self._held is not None:
@@ -277,14 +278,14 @@ class Interpolation(CustomLayer):
             cache.moetool_mixture = mixture
         self._use(mixture)
 
-    def after(self, decoder: nn.Module, arguments: tuple[Any, ...], outputs: Any) -> None:
+    def after(self, decoder: nn.Module, arguments: tuple[Tensor | None, ...], outputs: object) -> None:
         """Let a cache that the decoder itself has made remember α (a forward hook)."""
         cache = getattr(outputs, "past_key_values", None)
         if cache is not None and self._held is None and not self._here.is_frozen:
             cache.moetool_mixture = self._here.mixture
 
     @torch.no_grad()
-    def _seen(self, decoder: Any, given: dict[str, Any], ends: Tensor) -> Tensor:
+    def _seen(self, decoder: nn.Module, given: Mapping[str, object], ends: Tensor) -> Tensor:
         """Final hidden states `[examples, hidden]` of the frozen model where `ends` says."""
         length = int(ends.any(0).nonzero().max()) + 1  # nothing after the last prompt is needed
         shortened = {name: _shortened(value, length) for name, value in given.items()}
@@ -315,12 +316,12 @@ def _shortened(value: Any, length: int) -> Any:
     return value[:, :, :length, :length] if value.dim() == 4 else value[:, :length]
 
 
-def _ends(tokens: Tensor, given: Mapping[str, Any], *, whole: bool) -> Tensor:
+def _ends(tokens: Tensor, given: Mapping[str, object], *, whole: bool) -> Tensor:
     """`[batch, length]` bool: of every row the last token that is not padding if the `whole` is a prompt, or the
     first."""
     mask = given.get("attention_mask")
-    is_known = isinstance(mask, Tensor) and mask.dim() == 2
-    real = mask.bool() if is_known else torch.ones_like(tokens, dtype=torch.bool)  # type: ignore[union-attr]
+    known = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    real = torch.ones_like(tokens, dtype=torch.bool) if known is None else known
     order = real.flip(1) if whole else real
     first = F.one_hot(order.int().argmax(1), tokens.shape[1]).bool()
     return first.flip(1) if whole else first

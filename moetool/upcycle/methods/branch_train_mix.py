@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import AliasChoices, BeforeValidator, Field, field_validator
@@ -48,7 +48,7 @@ class ExpertSource(Options):
     data: str | None = Field(None, description="Text that it should get, as for --calibration.")
 
 
-def _source_named(given: Any) -> Any:
+def _source_named(given: object) -> object:
     return {"model": given} if isinstance(given, str) else given
 
 
@@ -69,7 +69,7 @@ class BranchTrainMixOptions(UpcycleOptions):
 
     @field_validator("experts", mode="before")
     @classmethod
-    def _is_number(cls, given: Any) -> Any:
+    def _is_number(cls, given: object) -> object:
         if isinstance(given, list):
             raise ValueError("it is a number here; what mergekit lists under `experts` goes under `sources`")
         return given
@@ -79,13 +79,12 @@ class BranchTrainMixOptions(UpcycleOptions):
     )
 
 
-class BranchTrainMix(Upcycle):
+class BranchTrainMix(Upcycle[BranchTrainMixOptions]):
     """Experts from models that were fine-tuned apart from one another."""
 
     name: ClassVar[str] = "branch-train-mix"
     summary: ClassVar[str] = "experts from several fine-tuned models, the rest averaged"
     options_type: ClassVar[type[RunOptions]] = BranchTrainMixOptions
-    options: BranchTrainMixOptions
 
     @cached_property
     def specs(self) -> list[ExpertSource]:

@@ -11,13 +11,13 @@ from moetool.upcycle.experts import Copies
 from moetool.upcycle.stage import Start, UpcycleOptions, method
 
 
-class DersOptions(UpcycleOptions):
+class DeltaOptions(UpcycleOptions):
     """What is a delta."""
 
     shared_expert: bool = Field(False, description="Make the shared expert of --shared a delta to the same FFN, too.")
 
 
-class LowRankOptions(DersOptions):
+class LowRankOptions(DeltaOptions):
     """How many numbers a delta has."""
 
     rank: int = Field(1, ge=1, description="Rank of every delta.")
@@ -35,7 +35,7 @@ def ders_lowrank(dense: DenseModel, options: LowRankOptions, dtype: torch.dtype)
     return Start(Copies(dense), form=lambda layer, expert, role: form, shared_on_base=options.shared_expert)
 
 
-class SparseOptions(DersOptions):
+class SparseOptions(DeltaOptions):
     """How many numbers a delta has."""
 
     drop: float = Field(0.9999, ge=0, lt=1, description="Share of every delta's elements that stay zero.")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -62,7 +62,7 @@ class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
     method_of: ClassVar[str | None] = "export"
 
     @cached_property
-    def _config(self) -> dict[str, Any]:
+    def _config(self) -> dict[str, object]:
         """`config.json` of the dense model. Raises `InvalidInputError` if there is no dense family for it."""
         source = self.source
         if source.upcycled is not None:
@@ -128,12 +128,12 @@ class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
             output_bytes=self._shards().nbytes,
             scratch_bytes=0,
             memory_bytes=600_000_000 + 8 * 4 * matrix,
-            details={"model_type": self._config["model_type"], "expert": self.options.expert},
+            details={"model_type": str(self._config["model_type"]), "expert": self.options.expert},
         )
 
     def run(self, job: Job[UpcycledSource]) -> Told:
         upcycled = self.source.upcycled
-        shared = "none" if upcycled is None else upcycled.mixture.get("shared", "none")
+        shared = "none" if upcycled is None else upcycled.shared
         if shared != "none" or "shared_expert_intermediate_size" in self.source.checkpoint.config:
             job.progress.log("The shared expert is left out: the dense model is the routed expert alone.")
         units = dict(self._unmerging.units(self._prefixes))

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 from torch import Tensor
 
 from moetool.convert.layers import parse_layers
 from moetool.convert.parts import Converted, Customized, Made
-from moetool.convert.stage import Conversion, Measured
+from moetool.convert.stage import Conversion, MeasuredModel
 from moetool.format.kinds.base import PLACEHOLDER, Shape
 from moetool.format.kinds.pesc import DOWN, ROUTER, UP, PescSpec
 from moetool.job.job import DenseSource, Job
@@ -53,10 +53,10 @@ class Pesc(Conversion[PescOptions]):
         check_routing(self.options, self._experts)
         return self._with_adapters(fresh_rows(self.options, self.dense, self._experts))
 
-    def converted(self, job: Job[DenseSource]) -> Measured:
+    def converted(self, job: Job[DenseSource]) -> MeasuredModel:
         fresh = fresh_rows(self.options, self.dense, self._experts)
         found = starting_rows(job, self.options, self._layers, fresh)
-        return Measured(self._with_adapters(found.rows), found.calibration)
+        return MeasuredModel(self._with_adapters(found.rows), found.calibration)
 
     def _with_adapters(self, rows: Rows) -> Converted:
         options = self.options
@@ -73,7 +73,7 @@ class Pesc(Conversion[PescOptions]):
     def details(self) -> dict[str, Json]:
         return {"experts": self._experts, "top_k": self.options.top_k, "moe_layers": len(self._layers)}
 
-    def notes(self, config: dict[str, Any]) -> list[str]:
+    def notes(self, config: dict[str, object]) -> list[str]:
         return ["only transformers, after `import moetool`, runs adapters as experts"]
 
 

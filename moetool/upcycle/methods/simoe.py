@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from moetool.checkpoint.writer import TensorSpec
 from moetool.convert.parts import REST, Customized, Made
-from moetool.convert.stage import Conversion, ConversionOptions, Measured
-from moetool.format.kinds.base import PLACEHOLDER, Shape
+from moetool.convert.stage import Conversion, ConversionOptions, MeasuredModel
+from moetool.format.kinds.base import PLACEHOLDER, Counts, Shape
 from moetool.format.kinds.simoe import DELTA, MASKS, MULTIPLIER, SimoeSpec
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import RunOptions
@@ -48,8 +48,8 @@ class Simoe(Conversion[SimoeOptions]):
         )
         return Interpolated(dense=self.dense, dtype=self.new_dtype, seed=options.seed, spec=spec)
 
-    def converted(self, job: Job[DenseSource]) -> Measured:
-        return Measured(self.planned())
+    def converted(self, job: Job[DenseSource]) -> MeasuredModel:
+        return MeasuredModel(self.planned())
 
     def details(self) -> dict[str, Json]:
         dense, left = self.dense, 1 - self.options.sparsity
@@ -59,7 +59,7 @@ class Simoe(Conversion[SimoeOptions]):
             "parameters_as_published": simoe_parameters(dense.parameters, self.options.sparsity),
         }
 
-    def notes(self, config: dict[str, Any]) -> list[str]:
+    def notes(self, config: dict[str, object]) -> list[str]:
         return [
             "tune closes masks and leaves out what no expert needs; until then the file is as large as two models",
             "only transformers, after `import moetool`, runs interpolated experts",
@@ -112,9 +112,9 @@ class Interpolated(Customized[SimoeSpec]):
         """Numbers in all linear layers that have masks."""
         return sum(math.prod(self._shape(site)) for site in self._sites)
 
-    def parameters(self) -> dict[str, int]:
+    def parameters(self) -> Counts:
         """Without the multiplier of the masks' constraint, which is no part of the model."""
-        return {key: count - 1 for key, count in super().parameters().items()}
+        return Counts(*(count - 1 for count in super().parameters()))
 
 
 def simoe_parameters(dense: int, sparsity: float) -> int:

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from moetool.architectures import Architecture
 from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
 
-Entries = Callable[[DenseModel, MoESpec], dict[str, Any]]
+Entries = Callable[[DenseModel, MoESpec], dict[str, object]]
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,11 @@ class Target:
         return [*sorted(self.needs - set(features)), *(name for name in features if name not in self.expresses)]
 
 
-def positions(dense: DenseModel) -> dict[str, Any]:
+def positions(dense: DenseModel) -> dict[str, object]:
     """Rotary positions as transformers 5 reads them, and as everything older does, which falls back on a default theta
     of its own."""
     rope = dict(getattr(dense.config, "rope_parameters", None) or {})
-    entries: dict[str, Any] = {"rope_parameters": rope}
+    entries: dict[str, object] = {"rope_parameters": rope}
     if "rope_theta" in rope:
         entries["rope_theta"] = rope["rope_theta"]
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
@@ -59,7 +58,7 @@ def positions(dense: DenseModel) -> dict[str, Any]:
     return entries
 
 
-def common(dense: DenseModel) -> dict[str, Any]:
+def common(dense: DenseModel) -> dict[str, object]:
     """What every family calls the same, written out: families differ in their defaults."""
     config = dense.config
     return {

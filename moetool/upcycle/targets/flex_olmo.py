@@ -1,14 +1,12 @@
 """FlexOlmo: for OLMo 2."""
 
-from typing import Any
-
 from moetool.architectures.flex_olmo import ARCHITECTURE
 from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets.base import Target, common
 
 
-def _entries(dense: DenseModel, spec: MoESpec) -> dict[str, Any]:
+def _entries(dense: DenseModel, spec: MoESpec) -> dict[str, object]:
     return {
         **common(dense),
         "intermediate_size": spec.intermediate,

@@ -1,7 +1,5 @@
 """Granite-MoE: for models with multipliers (Granite, Gemma), or biases on all attention projections."""
 
-from typing import Any
-
 from moetool.architectures.granitemoe import ARCHITECTURE
 from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
@@ -10,7 +8,7 @@ from moetool.upcycle.targets.base import Target, common
 EXPRESSES = frozenset({"attention_bias", "qkv_bias", "scaled_embedding", "multipliers", "head_dim"})
 
 
-def entries(dense: DenseModel, spec: MoESpec) -> dict[str, Any]:
+def entries(dense: DenseModel, spec: MoESpec) -> dict[str, object]:
     config = dense.config
     scaled = dense.hidden**0.5 if "scaled_embedding" in dense.features else 1.0
     return {

@@ -1,7 +1,5 @@
 """Granite-MoE with a shared expert, which is simply added."""
 
-from typing import Any
-
 from moetool.architectures.granitemoeshared import ARCHITECTURE
 from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
@@ -9,7 +7,7 @@ from moetool.upcycle.targets import granitemoe
 from moetool.upcycle.targets.base import Target
 
 
-def _entries(dense: DenseModel, spec: MoESpec) -> dict[str, Any]:
+def _entries(dense: DenseModel, spec: MoESpec) -> dict[str, object]:
     return {**granitemoe.entries(dense, spec), "shared_intermediate_size": dense.intermediate}
 
 

@@ -1,7 +1,5 @@
 """A custom module: the source's model, with MoE layers of its own feed-forward networks in the place of these."""
 
-from typing import Any
-
 from moetool.architectures.dense import FEATURES
 from moetool.format.entry import custom_entry
 from moetool.format.kinds.moe import MoESpec
@@ -9,7 +7,7 @@ from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets.base import Target
 
 
-def _entries(dense: DenseModel, spec: MoESpec) -> dict[str, Any]:
+def _entries(dense: DenseModel, spec: MoESpec) -> dict[str, object]:
     return {"quantization_config": custom_entry(spec)}
 
 

@@ -1,7 +1,5 @@
 """Qwen2-MoE: biases on queries, keys and values, dense layers among the MoE layers, a gated shared expert."""
 
-from typing import Any
-
 from moetool.architectures.qwen2_moe import ARCHITECTURE
 from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
@@ -11,7 +9,7 @@ from moetool.upcycle.targets.base import Target, common
 IDLE_WIDTH = 64
 
 
-def sliding(dense: DenseModel) -> dict[str, Any]:
+def sliding(dense: DenseModel) -> dict[str, object]:
     """Which layers see a window only, layer by layer: the families' own rules for this differ."""
     used = any(name in dense.features for name in ("sliding_window", "mixed_attention"))
     kinds = getattr(dense.config, "layer_types", None) or ["sliding_attention"] * dense.layers
@@ -23,7 +21,7 @@ def sliding(dense: DenseModel) -> dict[str, Any]:
     }
 
 
-def fine_grained(dense: DenseModel, spec: MoESpec) -> dict[str, Any]:
+def fine_grained(dense: DenseModel, spec: MoESpec) -> dict[str, object]:
     """What the two Qwen families share."""
     return {
         **common(dense),
@@ -38,7 +36,7 @@ def fine_grained(dense: DenseModel, spec: MoESpec) -> dict[str, Any]:
     }
 
 
-def _entries(dense: DenseModel, spec: MoESpec) -> dict[str, Any]:
+def _entries(dense: DenseModel, spec: MoESpec) -> dict[str, object]:
     return {
         **fine_grained(dense, spec),
         **sliding(dense),

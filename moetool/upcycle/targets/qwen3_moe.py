@@ -1,7 +1,5 @@
 """Qwen3-MoE: for Qwen3."""
 
-from typing import Any
-
 from moetool.architectures.qwen3_moe import ARCHITECTURE
 from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
@@ -9,7 +7,7 @@ from moetool.upcycle.targets.base import Target
 from moetool.upcycle.targets.qwen2_moe import fine_grained
 
 
-def _entries(dense: DenseModel, spec: MoESpec) -> dict[str, Any]:
+def _entries(dense: DenseModel, spec: MoESpec) -> dict[str, object]:
     used = "sliding_window" in dense.features
     return {
         **fine_grained(dense, spec),

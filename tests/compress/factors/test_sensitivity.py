@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moetool.architectures import ROLES, Role
 from moetool.calibration.collectors import LayerStatistics
-from moetool.compress.choices import Sensitivity, Share
+from moetool.compress.choices import Sensitivity, SharedFactor
 from moetool.compress.factors.sensitivity import LayerSensitivity, MatrixSensitivity
 
 E, OUT, IN = 3, 4, 10
@@ -116,7 +116,7 @@ def test_an_unreached_expert_costs_what_one_average_token_does(choice: Sensitivi
 
 @pytest.mark.parametrize("share", ["v", "u"])
 @pytest.mark.parametrize("whitened", [True, False])
-def test_jointly_experts_that_are_alike_cost_what_each_does(share: Share, whitened: bool) -> None:
+def test_jointly_experts_that_are_alike_cost_what_each_does(share: SharedFactor, whitened: bool) -> None:
     energy = torch.full((3, E), 40.0, dtype=torch.float64)
     measured = statistics([20] * E, torch.tensor([1.0, 2, 3, 4]).expand(E, OUT))
     for choice in ("channel", "matrix", "none"):

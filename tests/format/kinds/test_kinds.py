@@ -155,6 +155,6 @@ def test_names_and_counts_are_those_of_a_model_that_was_made(key: str, family: s
         assert counts.total == sum(math.prod(shape) for shape in shapes.values()) - len(placeholders)
         assert counts.added == sum(math.prod(shapes[name]) for name in new)
         extra = any(name.endswith(".multiplier") for name in new)  # which is in the file, and not in the model
-        assert (counts.total, counts.active) == (told["total"] + extra, told["active"] + extra)
+        assert (counts.total, counts.active) == (told.total + extra, told.active + extra)
         if is_opaque(written.config):
-            assert counts.added == told["added"] + extra == counts.total - dense.parameters
+            assert counts.added == told.added + extra == counts.total - dense.parameters

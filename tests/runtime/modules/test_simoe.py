@@ -730,7 +730,7 @@ def test_no_channel_need_be_left(fresh: MakeModel, tmp_path: Path) -> None:
     spec = SimoeSpec.from_config(model.config.quantization_config.interpolated)
     with quiet():
         model.save_pretrained(tmp_path)
-    model.config.quantization_config = custom_entry(spec.pruned(dict.fromkeys(sites(model), 0)))
+    model.config.quantization_config = custom_entry(spec.settled(dict.fromkeys(sites(model), 0)))
     model.config.save_pretrained(tmp_path)
     assert logits(load(tmp_path)).equal(logits(dense_of(fresh)))
 

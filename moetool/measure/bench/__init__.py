@@ -1,0 +1,1 @@
+"""`moetool bench`: what a model takes and gives when it runs, by itself or beside another."""

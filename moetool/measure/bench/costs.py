@@ -1,0 +1,254 @@
+"""What a model computes and reads for one token, counted from its modules.
+
+FLOPs are two per number that meets an input in a product: matrices, factors, stored elements, routers, the language
+model's head, and attention's two products with what is cached. Norms, activations and unpacking are not counted.
+
+Bytes are those that have to be read at batch 1, at least: the weights that a token uses as they are stored, norms and
+biases, one row of every embedding, and the cache. Of routed experts it is the top-k, where they differ in size k of the
+average one. Channels of a base that a batch skips (semi-dynamic pruning) are read and multiplied.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import singledispatch
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from moetool.representations.base import Stored
+from moetool.runtime.modules.experts import SharedBaseExperts, SharedExpertOnBase
+from moetool.runtime.modules.insertion import experts_per_token, is_placeholder
+from moetool.runtime.modules.moefied import NeuronExperts
+from moetool.runtime.modules.simoe import InterpolatedLinear
+from moetool.runtime.modules.simoe_mixing import Interpolation
+from moetool.runtime.timing import keeps_last
+
+
+class Cost(NamedTuple):
+    """Of one token: multiplications, and bytes of weights."""
+
+    multiplications: Fraction = Fraction(0)
+    nbytes: Fraction = Fraction(0)
+
+    def times(self, factor: int | Fraction) -> "Cost":
+        """Of that many of them."""
+        return Cost(self.multiplications * factor, self.nbytes * factor)
+
+
+def total(costs: Iterable[Cost]) -> Cost:
+    """Of all of them."""
+    multiplications, nbytes = zip(Cost(), *costs, strict=True)
+    return Cost(sum(multiplications, Fraction(0)), sum(nbytes, Fraction(0)))
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One layer's.
+
+    Attributes:
+        multiplications: of a token and one key that it sees.
+        nbytes: of the cache, by key.
+        window: how many keys a token sees at most.
+        expansion: multiplications by which every new token makes a key and its value of the latent that is cached.
+    """
+
+    multiplications: int
+    nbytes: int
+    window: int | None = None
+    expansion: int = 0
+
+    def keys(self, context: int) -> int:
+        """How many a token sees, itself among them."""
+        return context if self.window is None else min(context, self.window)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of a model.
+
+    Attributes:
+        body: without its head, per token.
+        head: what makes logits of a hidden state.
+        attention: of every layer.
+        is_causal: whether a token sees those before it only.
+        keeps_last: whether a prompt's logits are those of its last token.
+    """
+
+    body: Cost
+    head: Cost
+    attention: tuple[Attention, ...]
+    is_causal: bool
+    keeps_last: bool
+
+    def decode_flops(self, context: int) -> int:
+        """Of one new token that sees `context` tokens, itself among them."""
+        seen = sum(
+            (layer.multiplications + layer.expansion) * layer.keys(context) - layer.expansion  # its own is in the body
+            for layer in self.attention
+        )
+        return round(2 * (self.body.multiplications + self.head.multiplications + seen))
+
+    def decode_bytes(self, context: int) -> int:
+        """What that token reads at batch 1."""
+        cached = sum(layer.nbytes * layer.keys(context) for layer in self.attention)
+        return round(self.body.nbytes + self.head.nbytes + cached)
+
+    def prefill_flops(self, length: int) -> int:
+        """Of one prompt."""
+        seen = sum(layer.multiplications * self._pairs(layer, length) for layer in self.attention)
+        logits = 1 if self.keeps_last else length
+        return round(2 * (length * self.body.multiplications + logits * self.head.multiplications + seen))
+
+    def _pairs(self, layer: Attention, length: int) -> int:
+        """Of a token and a key that it sees, in a prompt."""
+        if not self.is_causal:
+            return length * layer.keys(length)
+        within = layer.keys(length)
+        return within * (within + 1) // 2 + (length - within) * within
+
+
+def model_costs(model: Any, *, is_causal: bool = True) -> Costs:
+    """Of a loaded model, as it is now: experts that were made dense are."""
+    chosen, head = experts_per_token(model), model.get_output_embeddings()
+    whole = of_module(model, chosen)
+    logits = Cost() if head is None else of_module(head, chosen)
+    body = Cost(*(all_ - own for all_, own in zip(whole, logits, strict=True)))
+    return Costs(body, logits, tuple(_attention(model)), is_causal, keeps_last(model))
+
+
+@singledispatch
+def of_module(module: nn.Module, chosen: int) -> Cost:
+    """What a module computes and reads for one token, `chosen` experts of which are used where there are several."""
+    found = getattr(module, "top_k", None)
+    chosen = found if isinstance(found, int) else chosen
+    own = dict(module.named_parameters(recurse=False))
+    experts = 1 if isinstance(module, nn.Conv1d) else max((len(p) for p in own.values() if p.dim() == 3), default=1)
+    share = Fraction(min(chosen, experts), experts)
+    return total(
+        [
+            *(_tensor(name, tensor).times(share) for name, tensor in own.items()),
+            *(of_module(child, chosen) for child in module.children()),
+        ]
+    )
+
+
+def _tensor(name: str, tensor: torch.Tensor) -> Cost:
+    """A parameter that meets every token, unless it is a vector, or biases of experts below one another."""
+    is_matrix = tensor.dim() > 1 and not name.endswith("bias") and not is_placeholder(tensor)
+    return Cost(Fraction(tensor.numel() if is_matrix else 0), Fraction(tensor.numel() * tensor.element_size()))
+
+
+@of_module.register
+def _(module: nn.Embedding, chosen: int) -> Cost:
+    return Cost(nbytes=Fraction(module.embedding_dim * module.weight.element_size()))
+
+
+@of_module.register
+def _(module: SharedBaseExperts, chosen: int) -> Cost:
+    """The bases once, whatever the number of experts; deltas and biases of those that are chosen."""
+    layout, dtype = module.layout, module.down_proj.dtype
+    shape = layout.shape
+    share = Fraction(chosen, shape.experts)
+    biases = Cost(nbytes=Fraction(shape.bias_parameters * dtype.itemsize)).times(chosen)
+    native = [
+        Cost(Fraction(rows * columns), Fraction(rows * columns * dtype.itemsize)).times(chosen)
+        for role in shape.roles
+        if layout.weights[role] is None
+        for rows, columns in [shape.matrix(role)]
+    ]
+    deltas = total(_delta(module, expert) for expert in range(shape.experts)).times(share)
+    return total([biases, *native, deltas, _bases(module)])
+
+
+@of_module.register
+def _(module: SharedExpertOnBase, chosen: int) -> Cost:
+    """The bases once more, on all tokens, and one delta."""
+    biases = Cost(nbytes=Fraction(sum(p.numel() * p.element_size() for p in module.parameters())))
+    return total([biases, _bases(module.experts), _delta(module.experts, module.experts.num_experts)])
+
+
+def _bases(module: SharedBaseExperts) -> Cost:
+    """With what all experts' deltas have in common, and where the channels of a pruned one belong."""
+    layout, dtype = module.layout, module.down_proj.dtype
+    indices = layout.base_channels * torch.int32.itemsize if layout.is_pruned else 0
+    found = [Cost(nbytes=Fraction(indices))]
+    for role in layout.shape.roles:
+        if layout.weights[role] is not None:
+            base, matrix = layout.base[role], layout.base_shape(role)
+            nbytes = base.nbytes(matrix, dtype) + _nbytes(layout.shared_tensors(role).values(), dtype)
+            found.append(Cost(Fraction(base.multiplications(matrix)), Fraction(nbytes)))
+    return total(found)
+
+
+def _delta(module: SharedBaseExperts, expert: int) -> Cost:
+    layout, dtype = module.layout, module.down_proj.dtype
+    found = []
+    for role in layout.shape.roles:
+        if (weights := layout.weights[role]) is not None:
+            matrix = layout.shape.matrix(role)
+            nbytes = weights[expert].nbytes(matrix, dtype)
+            found.append(Cost(Fraction(weights[expert].multiplications(matrix)), Fraction(nbytes)))
+    return total(found)
+
+
+def _nbytes(tensors: Iterable[Stored], dtype: torch.dtype) -> int:
+    return sum(stored.nbytes(dtype) for stored in tensors)
+
+
+@of_module.register
+def _(module: NeuronExperts, chosen: int) -> Cost:
+    """The selector, and the share of the neurons that is kept; for an oracle all that leads to their activations, too.
+    With all of them kept, the network as it was."""
+    whole = of_module(module.ffn, chosen)
+    if module.kept == module.num_experts:
+        return whole
+    matrices = {role: module.linear(role).weight for role in module.names}
+    share, down = Fraction(module.kept, module.num_experts), matrices.pop("down")
+    entering = {id(weight): weight for weight in matrices.values()}  # gate and up may be one
+    first, second = total(_tensor("", weight) for weight in entering.values()), _tensor("", down)
+    vectors = whole.nbytes - first.nbytes - second.nbytes + module.centre.numel() * module.centre.element_size()
+    scores = [first] if module.selector_kind == "oracle" else []
+    if module.selector_kind == "mlp":
+        scores.append(of_module(module.selector, chosen))
+    return total([Cost(nbytes=vectors), first.times(share), second.times(share), *scores])
+
+
+@of_module.register
+def _(module: InterpolatedLinear, chosen: int) -> Cost:
+    """One weight with the mixture folded in, as tokens after a prompt have it."""
+    return of_module(module.linear, chosen)
+
+
+@of_module.register
+def _(module: Interpolation, chosen: int) -> Cost:
+    """Once per prompt, not per token."""
+    return Cost()
+
+
+def _attention(model: Any) -> Iterator[Attention]:
+    """Of every layer, by the model's config."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    cached = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        cached = 1
+    key = value = size
+    by_key, expansion = cached * (key + value), 0
+    if rank := getattr(config, "kv_lora_rank", None):  # multi-head latent attention
+        key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+        by_key = heads * (key + value)
+        if any(
+            hasattr(module, "expand_kv") for module in model.modules()
+        ):  # else transformers caches what it expands to
+            by_key, expansion = (
+                rank + config.qk_rope_head_dim,
+                rank * heads * (config.qk_nope_head_dim + value),
+            )
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    for kind in kinds:
+        seen = window if kind == "sliding_attention" else None
+        yield Attention(heads * (key + value), by_key * model.dtype.itemsize, seen, expansion)

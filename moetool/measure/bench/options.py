@@ -1,0 +1,76 @@
+"""What to time, and how often."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from moetool.checkpoint.reader import Checkpoint
+from moetool.errors import UsageError
+from moetool.job.options import Options
+from moetool.runtime.synthesis import Synthesis
+
+
+def _split(value: object) -> object:
+    """`1,8` → [1, 8]; anything but text passes through."""
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        return parts
+    words = [word.strip() for part in parts for word in part.split(",")]
+    if not words or not all(word.isdecimal() and int(word) for word in words):
+        raise ValueError("write whole numbers above 0, with commas between them")
+    return [int(word) for word in words]
+
+
+Numbers = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_split), Field(min_length=1)]
+
+
+class BenchOptions(Options):
+    """What to time, and how."""
+
+    against: str | None = Field(None, description="Another model, timed in turns with this one; ratios are to it.")
+    batch: Numbers = Field((1, 8), description="Prompts at a time [default: 1,8].")
+    lengths: Numbers = Field((128, 512), description="Tokens per prompt [default: 128,512, as far as the model goes].")
+    new_tokens: int = Field(
+        32, ge=0, description="Tokens to generate after a prompt; 0: the prompt alone, as encoders have it."
+    )
+    rounds: int = Field(5, ge=1, description="Times to take, of which the median counts, after one that does not.")
+    threads: int | None = Field(None, ge=1, description="Of the processor [default: as torch has it].")
+    device: str = Field("auto", description="cpu, cuda, … or `map` to spread a large model over what there is.")
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="For running the model (auto: as it is stored)."
+    )
+    synthesize: Synthesis = Field(
+        "auto",
+        description="Make a compressed model's experts dense when it is loaded or as they run (as `eval` does).",
+    )
+    keep: float | None = Field(
+        None, gt=0, le=1, description="Of a moefied model, the share of experts to compute [default: as it was made]."
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="Of the random token ids.")
+
+
+def fit_lengths(options: BenchOptions, *checkpoints: Checkpoint) -> BenchOptions:
+    """Leave out lengths that the models have no positions for, unless they were asked for.
+
+    Raises:
+        UsageError: they were.
+    """
+    contexts = {str(own.path): context for own in checkpoints if (context := _context(own.config)) is not None}
+    if not contexts:
+        return options
+    path, most = min(contexts.items(), key=lambda item: item[1])
+    new = options.new_tokens
+    if max(options.lengths) + new <= most:
+        return options
+    if "lengths" in options.model_fields_set or most <= new:
+        after = f" and {new} new ones" if new else ""
+        longest = max(options.lengths)
+        raise UsageError(f"--lengths {longest}: {longest} tokens{after} are more than the {most} positions of {path}.")
+    lengths = tuple(length for length in options.lengths if length + new <= most) or (most - new,)
+    return options.model_copy(update={"lengths": lengths})
+
+
+def _context(config: Any) -> int | None:
+    """The positions of a model; some families know of no end."""
+    found = config.get("max_position_embeddings", config.get("n_positions"))
+    return found if isinstance(found, int) else None

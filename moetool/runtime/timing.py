@@ -1,0 +1,90 @@
+"""How long a model takes over a prompt, and over every token after it."""
+
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from moetool.errors import InvalidInputError, ResourceError
+
+ResultT = TypeVar("ResultT")
+
+_FULL = "can't allocate memory"  # what torch says of memory that is not on a card
+
+
+class Seconds(NamedTuple):
+    """Of one pass over a prompt that fills a cache, and of all new tokens after it, one at a time."""
+
+    prefill: float
+    decode: float
+
+
+def time_decode(model: Any, batch: int, length: int, new_tokens: int, seed: int = 0) -> Seconds:
+    """Time `batch` prompts of `length` tokens, and `new_tokens` after each.
+
+    Token ids are random, those that follow too, so that routing varies as much as it can and is the same for models
+    that only differ in how they are stored. As in `generate`, a prompt's logits are those of its last token. Without
+    new tokens nothing is cached, and a family that has logits of all tokens only (an encoder) computes them.
+
+    Raises:
+        InvalidInputError: the model keeps no cache, so that it has to be given the whole text for every token.
+        ResourceError: memory does not suffice.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocabulary(model), (batch, length + new_tokens), generator=generator).to(model.device)
+    prompt, *following = ids.split([length, *[1] * new_tokens], dim=1)
+    last = {"logits_to_keep": 1} if keeps_last(model) else {}
+    try:
+        with torch.inference_mode():
+            output, prefill = _timed(lambda: model(input_ids=prompt, use_cache=bool(new_tokens), **last), model.device)
+            if not new_tokens:
+                return Seconds(prefill, 0.0)
+            cache = getattr(output, "past_key_values", None)
+            if cache is None:
+                raise InvalidInputError(f"A {model.config.model_type} keeps no cache: what it generates is not timed.")
+            del output
+            return Seconds(prefill, _timed(lambda: _follow(model, following, cache), model.device)[1])
+    except torch.OutOfMemoryError as error:
+        raise _too_large(batch, length) from error
+    except RuntimeError as error:
+        if _FULL in str(error):
+            raise _too_large(batch, length) from error
+        raise
+
+
+def vocabulary(model: Any) -> int:
+    """How many token ids a model knows."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def keeps_last(model: Any) -> bool:
+    """Whether it can leave out the logits of all tokens but the last."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def _follow(model: Any, tokens: list[Tensor], cache: Any) -> None:
+    for token in tokens:
+        cache = model(input_ids=token, past_key_values=cache, use_cache=True).past_key_values
+
+
+def _timed(run: Callable[[], ResultT], device: torch.device) -> tuple[ResultT, float]:
+    """What it gives, and seconds until the device has it."""
+    _wait_for(device)
+    start = time.perf_counter()
+    result = run()
+    _wait_for(device)
+    return result, time.perf_counter() - start
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _too_large(batch: int, length: int) -> ResourceError:
+    return ResourceError(
+        f"{batch} prompts of {length} tokens do not fit in memory beside the model: take fewer or shorter ones."
+    )
