@@ -3,7 +3,8 @@
 The text is Python's own language reference, as `pydoc_data.topics` holds it. Every eighth topic is held out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moetool.job.progress import Progress, phase
+from moetool.job.result import Printed
 from moetool.runtime.quiet import quiet
 
 VOCABULARY = 2048
@@ -27,6 +29,25 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+
+
+@dataclass(frozen=True)
+class DemoModel(Printed):
+    """One of the demo's models: its directory, its weight files in bytes, its perplexity on the held-out text, and what
+    was done."""
+
+    model: str
+    bytes: int
+    perplexity: float
+    description: str
+
+
+@dataclass(frozen=True)
+class DemoResult(Printed):
+    """Every model, and the seconds of all of it."""
+
+    models: Sequence[DemoModel]
+    seconds: float
 
 
 def write_texts(directory: Path) -> tuple[Path, Path]:
