@@ -1,7 +1,7 @@
 """What a checkpoint with custom modules holds."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -27,7 +27,6 @@ def inspect_custom(path: str | Path, checkpoint: Checkpoint, files: Files) -> In
     layers = config.get("num_hidden_layers", config.get("n_layer"))
     moe_layers = spec.among(layers or 0)
     masks = spec.masks(shapes)
-    moe = MoELayers(moe=[] if masks else [MoELayer(layer=layer, representation="native") for layer in moe_layers])
     return Inspection(
         path=str(path),
         model_type=config["model_type"],
@@ -47,8 +46,12 @@ def inspect_custom(path: str | Path, checkpoint: Checkpoint, files: Files) -> In
             added=counts.added,
         ),
         files=files,
-        moe=_densities(checkpoint, masks, spec.experts) if masks and not checkpoint.is_imagined else moe,
+        moe=_networks(moe_layers) if masks is None else _densities(checkpoint, masks, spec.experts),
     )
+
+
+def _networks(layers: Sequence[int]) -> MoELayers:
+    return MoELayers(moe=[MoELayer(layer=layer, representation="native") for layer in layers])
 
 
 def _down(checkpoint: Checkpoint, dense: DenseArchitecture) -> TensorInfo:
@@ -62,9 +65,11 @@ def _down(checkpoint: Checkpoint, dense: DenseArchitecture) -> TensorInfo:
     return next(info for info in found if info.shape[-1] > 1)
 
 
-def _densities(checkpoint: Checkpoint, masks: Mapping[str, Mask], experts: int) -> Masks:
+def _densities(checkpoint: Checkpoint, masks: Mapping[str, Mask], experts: int) -> Masks | MoELayers:
     """The share of channels that an expert's mask leaves open, on average, and that any does: by linear layer, and of
-    the whole model with the overlap of every two experts."""
+    the whole model with the overlap of every two experts. Nothing for `config.json` alone."""
+    if checkpoint.is_imagined:
+        return MoELayers(moe=[])
     layers: list[MaskedLayer] = []
     overlap, opened, channels, kept = torch.zeros(experts, experts), torch.zeros(experts), 0, 0
     for site, mask in masks.items():

@@ -142,13 +142,13 @@ class CustomModule(BaseModel, ABC):
     def idle(self, dense: DenseArchitecture, shapes: Shapes) -> int:
         """Numbers of a converted model, whose shapes are given, that one token does not use."""
 
-    def masks(self, shapes: Shapes) -> Mapping[str, Mask]:
-        """Where experts are masks, those of every linear layer by its name; else nothing.
+    def masks(self, shapes: Shapes) -> Mapping[str, Mask] | None:
+        """Where experts are masks, those of every linear layer by its name; `None` where they are not.
 
         Args:
             shapes: of a converted model's tensors, by name.
         """
-        return {}
+        return None
 
     def counts(self, dense: DenseArchitecture, shapes: Shapes) -> Counts:
         """Numbers in a converted model, from the shapes of its tensors."""
