@@ -28,17 +28,21 @@ def made_and_alone(made: Converted, path: Path) -> tuple[Path, Path]:
 
 
 def test_networks(dense: DenseModel, tmp_path: Path) -> None:
+    written, alone = map(inspect_checkpoint, made_and_alone(with_adapters(dense, layers=(0, 2)), tmp_path))
     layers = [MoELayer(layer=layer, representation="native") for layer in (0, 2)]
-    for path in made_and_alone(with_adapters(dense, layers=(0, 2)), tmp_path):
-        assert inspect_checkpoint(path).moe == MoELayers(moe=layers)
+    assert written.moe == alone.moe == MoELayers(moe=layers)
+    assert written.parameters == alone.parameters
 
 
 def test_masks(dense: DenseModel, tmp_path: Path) -> None:
-    """Their numbers are in the files, so that `config.json` alone says nothing."""
-    written, alone = made_and_alone(interpolated(dense), tmp_path)
-    found = inspect_checkpoint(written).moe
+    """What they leave open is in the files, and `config.json` alone does not say it."""
+    path, empty = made_and_alone(interpolated(dense), tmp_path)
+    written, alone = inspect_checkpoint(path), inspect_checkpoint(empty)
+    found = written.moe
     assert isinstance(found, Masks)
-    tensors = load_file(written / "model.safetensors")
+    assert alone.moe == MoELayers(moe=[])
+    assert written.parameters == alone.parameters
+    tensors = load_file(path / "model.safetensors")
     opened = {
         name.removesuffix(".log_phi"): median_gate(tensor.float()) != 0
         for name, tensor in tensors.items()
@@ -53,4 +57,3 @@ def test_masks(dense: DenseModel, tmp_path: Path) -> None:
         assert layer.mean_density == pytest.approx(gates.float().mean().item(), abs=1e-6)
         assert layer.union_density == pytest.approx(gates.any(0).float().mean().item(), abs=1e-6)
     assert [row[expert] for expert, row in enumerate(found.overlap)] == [1] * len(found.overlap)
-    assert inspect_checkpoint(alone).moe == MoELayers(moe=[])
