@@ -102,7 +102,7 @@ def train(model: Any, tokens: Tensor, steps: int, rate: float, seed: int, progre
     warmup = max(1, steps // 10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warmup, (steps - step) / (steps - warmup))
+        optimizer, lambda step: min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
     )
     with phase(progress, what, steps):
         for batch in batches(tokens, steps, seed):
