@@ -3,7 +3,8 @@
 The text is Python's own language reference, as `pydoc_data.topics` holds it. Every eighth topic is held out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moetool.job.progress import Progress, phase
+from moetool.job.result import Printed
 from moetool.runtime.quiet import quiet
 
 if TYPE_CHECKING:
@@ -30,6 +32,25 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+
+
+@dataclass(frozen=True)
+class DemoModel(Printed):
+    """One of the demo's models: its directory, its weight files in bytes, its perplexity on the held-out text, and what
+    was done."""
+
+    model: str
+    bytes: int
+    perplexity: float
+    description: str
+
+
+@dataclass(frozen=True)
+class DemoResult(Printed):
+    """Every model, and the seconds of all of it."""
+
+    models: Sequence[DemoModel]
+    seconds: float
 
 
 def write_texts(directory: Path) -> tuple[Path, Path]:
@@ -86,7 +107,7 @@ def train(
     warmup = max(1, steps // 10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warmup, (steps - step) / (steps - warmup))
+        optimizer, lambda step: min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
     )
     with phase(progress, what, steps):
         for batch in batches(tokens, steps, seed):

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from moetool.job.result import Json
+
 HEARTBEAT_SECONDS = 30.0
 SCHEMA_VERSION = 1  # of what `--json` prints: one more when a field goes or changes its meaning, not when one is added
 
@@ -63,7 +65,7 @@ class Display:
         self._console.print(message)
 
 
-def print_json(result: Mapping[str, object]) -> None:
+def print_json(result: Mapping[str, Json]) -> None:
     """One JSON object on stdout, with the version of its fields (docs/json.md)."""
     print(json.dumps({"schema_version": SCHEMA_VERSION, **result}, indent=2))
 

@@ -10,6 +10,7 @@ from moetool.checkpoint.reader import CONFIG, SINGLE, Checkpoint, has_weights, r
 from moetool.checkpoint.source import resolve_source
 from moetool.checkpoint.writer import TensorSpec, shard_nbytes
 from moetool.errors import InvalidInputError
+from moetool.format.families import is_opaque
 from moetool.runtime.building import empty_model, names_on_disk
 
 
@@ -61,7 +62,7 @@ def imagine(source: str, path: Path, config: dict[str, object]) -> Checkpoint:
     """
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), torch.bfloat16)
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    promised = names_on_disk(empty_model(plain, path, dtype))
+    promised = names_on_disk(empty_model(config if is_opaque(config) else plain, path, dtype))
     specs = [TensorSpec(name, own, shape) for name, (own, shape) in promised.items()]
     file = path / SINGLE
     tensors = {spec.name: TensorInfo(spec.name, spec.dtype, spec.shape, spec.nbytes, file, 0) for spec in specs}

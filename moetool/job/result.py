@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 
 
@@ -24,6 +26,14 @@ class Printed:
 
 class Inlined(Printed):
     """The same for records whose fields stand among those of the record that holds them."""
+
+
+class Keyed(Inlined, dict[Key, Value]):
+    """The same for a mapping, whose keys stand among the fields of the record that holds it."""
+
+    def to_json(self) -> dict[str, Json]:
+        """Its entries as JSON knows them."""
+        return {str(key): _plain(value) for key, value in self.items()}
 
 
 def _plain(value: object) -> Json:

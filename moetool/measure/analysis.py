@@ -6,7 +6,7 @@ Figures 1, 2, 5 and 6 of the paper, as numbers.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import BeforeValidator, Field
@@ -20,8 +20,10 @@ from moetool.errors import InvalidInputError, UsageError
 from moetool.job.job import Source
 from moetool.job.options import Options
 from moetool.job.progress import Progress, Silent, phase
+from moetool.job.result import Keyed
 from moetool.job.writing import read_statistics
 from moetool.measure.similarity import energy_retention, pairwise_cka, relative_error_cost
+from moetool.measure.told import Analysis, Energies, LayerAnalysis, RoleAnalysis, Similarity
 
 SHARES = (10, 20, 30, 40, 50, 60, 70, 80, 90)  # per cent of the singular values
 _DIGITS = 6
@@ -44,24 +46,12 @@ class AnalysisOptions(Options):
     )
 
 
-def analyse(path: str | Path, options: AnalysisOptions, progress: Progress | None = None) -> dict[str, Any]:
-    """The `analysis` that `moetool inspect --analysis --json` prints.
+def analyse(path: str | Path, options: AnalysisOptions, progress: Progress | None = None) -> Analysis:
+    """Similarity of experts, energy of singular values and sensitivity; one layer and role is in memory at a time.
 
-    One layer and role is in memory at a time. Per layer and role:
-
-    - `base`: `stored`, or the `mean` of the experts where none is.
-    - `sensitivity`: what errors of the same relative size in all experts cost, in units that compare layers and roles
-      (`relative_error_cost`, summed over the experts), from the Fisher information that a compressed checkpoint keeps
-      and the experts as they are now. `None` without it.
-    - `cka` between the experts' matrices, and `cka_v` and `cka_u` between the factors of their deltas as stored,
-      V over the input channels and U over the output channels; `None` where fewer than two experts have factors. Each
-      has a `matrix` (E × E), and its `mean`, `min` and `max` off the diagonal.
-    - `energy` retained at `shares` per cent of the singular values by the `base` and, mean over the experts, by the
-      `experts` and their deltas, `delta`, without the `zero_deltas`. All count as full matrices `[out, in]`.
-
-    Per layer the sum of the `sensitivity`, and `token_share`: the part of the routed tokens that each expert was given
-    on calibration, `None` if not measured. `notes` say what is undefined (`None`) or left out, and why. Numbers from 0
-    to 1 are rounded to six decimals.
+    The sensitivity of a role is `relative_error_cost`, summed over the experts, from the Fisher information that a
+    compressed checkpoint keeps and the experts as they are now, in units that compare layers and roles. All matrices
+    count as full ones `[out, in]`. Numbers from 0 to 1 are rounded to six decimals.
 
     Raises:
         UsageError: a layer that has no experts was asked for.
@@ -77,13 +67,20 @@ def analyse(path: str | Path, options: AnalysisOptions, progress: Progress | Non
         for layer in chosen:
             measured = statistics.get(layer)
             fisher = measured.fisher if measured is not None and measured.has_fisher else None
-            roles: dict[str, dict[str, Any]] = {
-                role: _analyse_role(reader, layer, role, None if fisher is None else fisher[role], progress.advance)
+            roles = Keyed(
+                (role, _analyse_role(reader, layer, role, None if fisher is None else fisher[role], progress.advance))
                 for role in reader.shape.roles
-            }
-            total = None if fisher is None else math.fsum(entry["sensitivity"] for entry in roles.values())
-            layers.append({"layer": layer, "sensitivity": total, "token_share": _token_share(measured), **roles})
-    return {"shares": list(SHARES), "layers": layers, "notes": list(_notes(reader, layers, statistics))}
+            )
+            costs = [entry.sensitivity for entry in roles.values() if entry.sensitivity is not None]
+            layers.append(
+                LayerAnalysis(
+                    layer=layer,
+                    sensitivity=None if fisher is None else math.fsum(costs),
+                    token_share=_token_share(measured),
+                    roles=roles,
+                )
+            )
+    return Analysis(shares=SHARES, layers=layers, notes=list(_notes(reader, layers, statistics)))
 
 
 def _chosen(reader: ExpertReader, options: AnalysisOptions) -> tuple[int, ...]:
@@ -98,7 +95,7 @@ def _chosen(reader: ExpertReader, options: AnalysisOptions) -> tuple[int, ...]:
 
 def _analyse_role(
     reader: ExpertReader, layer: int, role: Role, fisher: Tensor | None, advance: Callable[[], None]
-) -> dict[str, Any]:
+) -> RoleAnalysis:
     experts = range(reader.shape.experts)
     matrices = [
         _finite(reader.dense(layer, expert, role), f"expert {expert} of layer {layer}", role) for expert in experts
@@ -119,18 +116,15 @@ def _analyse_role(
         else:
             zero.append(expert)
         advance()
-    entry = {
-        "base": "stored" if has_base else "mean",
-        "sensitivity": None if fisher is None else math.fsum(map(relative_error_cost, fisher, matrices)),
-        "cka": _similarity(matrices),
-        **_factor_similarity(reader, layer, role),
-        "energy": {
-            "experts": _average(own),
-            "base": _average([energy_retention(base, shares)]),
-            "delta": _average(deltas),
-            "zero_deltas": zero,
-        },
-    }
+    cka_v, cka_u = _factor_similarity(reader, layer, role)
+    entry = RoleAnalysis(
+        base="stored" if has_base else "mean",
+        sensitivity=None if fisher is None else math.fsum(map(relative_error_cost, fisher, matrices)),
+        cka=_similarity(matrices),
+        cka_v=cka_v,
+        cka_u=cka_u,
+        energy=Energies(_average(own), _average([energy_retention(base, shares)]), _average(deltas), zero),
+    )
     advance()
     return entry
 
@@ -149,29 +143,28 @@ def _mean(matrices: Sequence[Tensor]) -> Tensor:
     return total / len(matrices)
 
 
-def _factor_similarity(reader: ExpertReader, layer: int, role: Role) -> dict[str, Any]:
-    """`cka_v` and `cka_u`, each `None` unless two experts have factors."""
+def _factor_similarity(
+    reader: ExpertReader, layer: int, role: Role
+) -> tuple[Similarity, Similarity] | tuple[None, None]:
+    """Of V and of U, `None` unless two experts have factors."""
     read = [reader.factors(layer, expert, role) for expert in range(reader.shape.experts)]
     if sum(factors is not None for factors in read) < 2:
-        return {"cka_v": None, "cka_u": None}
-    return {
-        "cka_v": _similarity([None if factors is None else factors[1].T for factors in read]),
-        "cka_u": _similarity([None if factors is None else factors[0] for factors in read]),
-    }
+        return None, None
+    return (
+        _similarity([None if factors is None else factors[1].T for factors in read]),
+        _similarity([None if factors is None else factors[0] for factors in read]),
+    )
 
 
-def _similarity(matrices: Sequence[Tensor | None]) -> dict[str, Any]:
+def _similarity(matrices: Sequence[Tensor | None]) -> Similarity:
     """Of every pair; `None` for an expert that has no such matrix or whose similarity is undefined."""
     there = torch.tensor([index for index, matrix in enumerate(matrices) if matrix is not None])
     cka = torch.full((len(matrices), len(matrices)), torch.nan, dtype=torch.float64)
     cka[there[:, None], there] = pairwise_cka([matrix for matrix in matrices if matrix is not None])
     pairs = cka[~torch.eye(len(matrices), dtype=torch.bool)]
     pairs = pairs[~pairs.isnan()]
-    summary = {"mean": pairs.mean(), "min": pairs.min(), "max": pairs.max()} if len(pairs) else {}
-    return {
-        "matrix": [[_rounded(value) for value in row] for row in cka.tolist()],
-        **{name: _rounded(summary[name].item()) if summary else None for name in ("mean", "min", "max")},
-    }
+    summary = (pairs.mean(), pairs.min(), pairs.max()) if len(pairs) else torch.full((3,), torch.nan)
+    return Similarity([[_rounded(value) for value in row] for row in cka.tolist()], *map(_rounded, map(float, summary)))
 
 
 def _average(retained: Sequence[Tensor]) -> list[float] | None:
@@ -192,38 +185,36 @@ def _token_share(measured: LayerStatistics | None) -> list[float] | None:
 
 
 def _notes(
-    reader: ExpertReader, layers: Sequence[dict[str, Any]], statistics: Mapping[int, LayerStatistics]
+    reader: ExpertReader, layers: Sequence[LayerAnalysis], statistics: Mapping[int, LayerStatistics]
 ) -> Iterator[str]:
     """Everything that is missing or was decided, in sentences."""
-    roles = {f"{entry['layer']} {role}": entry[role] for entry in layers for role in reader.shape.roles}
-    layouts = [reader.layout(entry["layer"]) for entry in layers]
-    if any(entry["base"] == "mean" for entry in roles.values()):
+    roles = {f"{entry.layer} {role}": found for entry in layers for role, found in entry.roles.items()}
+    layouts = [reader.layout(entry.layer) for entry in layers]
+    if any(entry.base == "mean" for entry in roles.values()):
         yield "Where no base is stored, the plain mean of the experts stands for it."
     if any(layout.is_pruned for layout in layouts):
         yield "Pruned channels of a base count as zeros."
     if any(layout.dynamic_channels for layout in layouts):
         yield "Dynamic pruning depends on the batch and is left out: bases are those on disk."
-    if absent := [entry["layer"] for entry in layers if entry["layer"] not in statistics]:
+    if absent := [entry.layer for entry in layers if entry.layer not in statistics]:
         yield f"No statistics of a calibration in layers {_listed(absent)}: no sensitivity, no shares of tokens."
-    if absent := [entry["layer"] for entry in layers if entry["sensitivity"] is None and entry["layer"] in statistics]:
+    if absent := [entry.layer for entry in layers if entry.sensitivity is None and entry.layer in statistics]:
         yield f"No gradients were measured in layers {_listed(absent)}: no sensitivity."
-    if zero := sum(len(entry["energy"]["zero_deltas"]) for entry in roles.values()):
+    if zero := sum(len(entry.energy.zero_deltas) for entry in roles.values()):
         total = len(roles) * reader.shape.experts
         yield f"{zero} of {total} deltas to the base are zero: their energy is undefined and in no mean."
-    if empty := [
-        name for name, entry in roles.items() if None in (entry["energy"]["experts"], entry["energy"]["base"])
-    ]:
+    if empty := [name for name, entry in roles.items() if None in (entry.energy.experts, entry.energy.base)]:
         yield f"A matrix of zeros has no energy to retain: {_listed(empty)}."
-    if any(entry["base"] == "stored" and _is_partial(entry["cka_v"]) for entry in roles.values()):
+    if any(entry.base == "stored" and _is_partial(entry.cka_v) for entry in roles.values()):
         yield "Experts without factors (rank 0, or kept dense) have no similarity of V and U."
     if reader.shape.experts == 1:
         yield "One expert alone has no similarity."
-    elif constant := [name for name, entry in roles.items() if _is_partial(entry["cka"])]:
+    elif constant := [name for name, entry in roles.items() if _is_partial(entry.cka)]:
         yield f"An expert whose rows are all the same has no similarity: {_listed(constant)}."
 
 
-def _is_partial(similarity: dict[str, Any] | None) -> bool:
-    return similarity is None or any(None in row for row in similarity["matrix"])
+def _is_partial(similarity: Similarity | None) -> bool:
+    return similarity is None or any(None in row for row in similarity.matrix)
 
 
 def _listed(values: Sequence[object]) -> str:

@@ -1,23 +1,23 @@
 """What a checkpoint with custom modules holds."""
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from moetool.architectures.base import whole_number
 from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
 from moetool.checkpoint.header import TensorInfo
-from moetool.checkpoint.manifest import read_manifest
-from moetool.checkpoint.reader import MANIFEST, Checkpoint
+from moetool.checkpoint.reader import Checkpoint
 from moetool.format.kinds import custom_module
-from moetool.format.kinds.simoe import GATES, LINEAR, MASKS, SimoeSpec
+from moetool.format.kinds.base import Mask
+from moetool.measure.told import Files, Inspection, MaskedLayer, Masks, MoELayer, MoELayers, ParameterCounts
 from moetool.numerics.hard_concrete import median_gate
 
 
-def inspect_custom(path: str | Path, checkpoint: Checkpoint) -> dict[str, Any]:
-    """The summary that `moetool inspect --json` prints of such a checkpoint."""
+def inspect_custom(path: str | Path, checkpoint: Checkpoint, files: Files) -> Inspection:
+    """What `moetool inspect` shows of such a checkpoint."""
     config = checkpoint.config
     spec = custom_module(config)
     assert spec is not None
@@ -27,33 +27,32 @@ def inspect_custom(path: str | Path, checkpoint: Checkpoint) -> dict[str, Any]:
     down = _down(checkpoint, dense)
     layers = whole_number(config, "num_hidden_layers", "n_layer")
     moe_layers = spec.among(layers or 0)
-    native = [{"layer": layer, "representation": "native"} for layer in moe_layers]
-    return {
-        "path": str(path),
-        "model_type": config["model_type"],
-        "architecture": f"{dense.name}, {spec.title}",
-        "router_rule": spec.rule,
-        "layers": layers,
-        "moe_layers": len(moe_layers),
-        "experts": spec.experts,
-        "top_k": spec.at_work,
-        "hidden_size": down.shape[0],
-        "intermediate_size": down.shape[1],
-        "dtype": str(down.dtype).removeprefix("torch."),
-        "parameters": {
-            "total": counts.total,
-            "active": counts.active,
-            "stored": sum(math.prod(shape) for shape in shapes.values()),
-            "added": counts.added,
-        },
-        "bytes": checkpoint.weight_bytes,
-        "original_bytes": checkpoint.weight_bytes,
-        "ratio": 0.0,
-        "files": len(checkpoint.weight_files),
-        "headers": "config.json alone" if checkpoint.is_imagined else "files",
-        "recipe": read_manifest(checkpoint.path).recipe if (checkpoint.path / MANIFEST).exists() else None,
-        **(_densities(checkpoint, spec) if isinstance(spec, SimoeSpec) else {"moe": native}),
-    }
+    masks = spec.masks(shapes)
+    return Inspection(
+        path=str(path),
+        model_type=str(config["model_type"]),
+        architecture=f"{dense.name}, {spec.title}",
+        router_rule=spec.rule,
+        layers=layers,
+        moe_layers=len(moe_layers),
+        experts=spec.experts,
+        top_k=spec.at_work,
+        hidden_size=down.shape[0],
+        intermediate_size=down.shape[1],
+        dtype=str(down.dtype).removeprefix("torch."),
+        parameters=ParameterCounts(
+            total=counts.total,
+            active=counts.active,
+            stored=sum(math.prod(shape) for shape in shapes.values()),
+            added=counts.added,
+        ),
+        files=files,
+        moe=_networks(moe_layers) if masks is None else _densities(checkpoint, masks, spec.experts),
+    )
+
+
+def _networks(layers: Sequence[int]) -> MoELayers:
+    return MoELayers(moe=[MoELayer(layer=layer, representation="native") for layer in layers])
 
 
 def _down(checkpoint: Checkpoint, dense: DenseArchitecture) -> TensorInfo:
@@ -67,38 +66,27 @@ def _down(checkpoint: Checkpoint, dense: DenseArchitecture) -> TensorInfo:
     return next(info for info in found if info.shape[-1] > 1)
 
 
-def _densities(checkpoint: Checkpoint, spec: SimoeSpec) -> dict[str, Any]:
+def _densities(checkpoint: Checkpoint, masks: Mapping[str, Mask], experts: int) -> Masks | MoELayers:
     """The share of channels that an expert's mask leaves open, on average, and that any does: by linear layer, and of
-    the whole model with the overlap of every two experts."""
+    the whole model with the overlap of every two experts. Nothing for `config.json` alone."""
     if checkpoint.is_imagined:
-        return {"moe": []}
-    experts = spec.experts
-    layers: list[dict[str, Any]] = []
+        return MoELayers(moe=[])
+    layers: list[MaskedLayer] = []
     overlap, opened, channels, kept = torch.zeros(experts, experts), torch.zeros(experts), 0, 0
-    for name in checkpoint.tensors:
-        site, _, kind = name.rpartition(".")
-        if kind not in (MASKS, GATES):
-            continue
-        stored = checkpoint.read(name).float()
-        gates = median_gate(stored) if kind == MASKS else stored
-        width, is_open = checkpoint.info(f"{site}.{LINEAR}.weight").shape[1], (gates != 0).float()
+    for site, mask in masks.items():
+        stored = checkpoint.read(mask.tensor).float()
+        is_open = ((median_gate(stored) if mask.is_trained else stored) != 0).float()
         overlap += is_open @ is_open.T
         opened += is_open.sum(1)
-        channels += width
+        channels += mask.channels
         kept += int(is_open.any(0).sum())
-        layers.append(
-            {
-                "site": site,
-                "representation": "masks",
-                "channels": width,
-                "mean_density": round(is_open.sum().item() / (experts * width), 6),
-                "union_density": round(is_open.any(0).sum().item() / width, 6),
-            }
-        )
+        mean = round(is_open.sum().item() / (experts * mask.channels), 6)
+        union = round(is_open.any(0).sum().item() / mask.channels, 6)
+        layers.append(MaskedLayer(site, "masks", mask.channels, mean, union))
     ratio = overlap / opened[:, None].clamp_min(1)
-    return {
-        "moe": layers,
-        "mean_density": round(opened.mean().item() / channels, 6),
-        "union_density": round(kept / channels, 6),
-        "overlap": [[round(value, 4) for value in row] for row in ratio.tolist()],
-    }
+    return Masks(
+        moe=layers,
+        mean_density=round(opened.mean().item() / channels, 6),
+        union_density=round(kept / channels, 6),
+        overlap=[[round(value, 4) for value in row] for row in ratio.tolist()],
+    )

@@ -1,66 +1,84 @@
 """What a checkpoint holds, from headers, config and manifest alone."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal, cast
 
 from moetool.checkpoint.counting import parameter_counts
-from moetool.checkpoint.manifest import read_manifest
-from moetool.checkpoint.reader import MANIFEST
+from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.manifest import Manifest, read_manifest
+from moetool.checkpoint.reader import MANIFEST, Checkpoint
 from moetool.format.families import is_opaque
 from moetool.job.blueprint import open_for_planning
 from moetool.job.job import Source
+from moetool.job.result import Json, Keyed
 from moetool.job.writing import original_bytes
 from moetool.measure.custom_inspection import inspect_custom
+from moetool.measure.told import Files, Inspection, MoELayer, MoELayers, ParameterCounts, SharedBase
+from moetool.representations import Representation
 from moetool.runtime.building import check_sizes
 
 
-def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The summary that `moetool inspect --json` prints. Raises `InvalidInputError` for what cannot be read."""
+def inspect_checkpoint(path: str | Path) -> Inspection:
+    """What `moetool inspect` shows. Raises `InvalidInputError` for what cannot be read."""
     checkpoint = open_for_planning(path)
     if is_opaque(checkpoint.config):
         if not checkpoint.is_imagined:
             check_sizes(checkpoint)
-        return inspect_custom(path, checkpoint)
+        return inspect_custom(path, checkpoint, _files(checkpoint, checkpoint.weight_bytes, _manifest(checkpoint)))
     source = Source.of(checkpoint)
     reader = source.experts
-    manifest = read_manifest(checkpoint.path) if (checkpoint.path / MANIFEST).exists() else None
-    layers = []
-    for layer in reader.moe_layers:
-        layout = reader.layout(layer)
-        entry: dict[str, Any] = {
-            "layer": layer,
-            "representation": "native" if layout.is_native else "shared-base",
-            "stored_parameters": layout.stored_parameters(),
-        }
-        if not layout.is_native:
-            entry["base_channels"] = layout.base_channels
-            entry["dynamic_channels"] = layout.dynamic_channels
-            for role in reader.shape.roles:
-                weights = layout.weights[role]
-                entry[role] = "native" if weights is None else [weight.spec for weight in weights]
-        if manifest is not None:
-            entry.update(manifest.layers.get(str(layer), {}))
-        layers.append(entry)
-    original = original_bytes(source)
-    return {
-        "path": str(path),
-        "model_type": checkpoint.config["model_type"],
-        "architecture": source.architecture.name,
-        "router_rule": source.architecture.router_rule,
-        "layers": source.architecture.layers(checkpoint.config),
-        "moe_layers": len(reader.moe_layers),
-        "experts": reader.shape.experts,
-        "top_k": reader.shape.top_k,
-        "hidden_size": reader.shape.hidden,
-        "intermediate_size": reader.shape.intermediate,
-        "dtype": str(reader.dtype).removeprefix("torch."),
-        "parameters": parameter_counts(reader),
-        "bytes": checkpoint.weight_bytes,
-        "original_bytes": original,
-        "ratio": round(1 - checkpoint.weight_bytes / original, 6),
-        "files": len(checkpoint.weight_files),
-        "headers": "config.json alone" if checkpoint.is_imagined else "files",
-        "recipe": manifest.recipe if manifest is not None else None,
-        "depends_on_batch": any(layout.dynamic_channels for layout in reader.layouts.values()),
-        "moe": layers,
-    }
+    manifest = _manifest(checkpoint)
+    return Inspection(
+        path=str(path),
+        model_type=str(checkpoint.config["model_type"]),
+        architecture=source.architecture.name,
+        router_rule=source.architecture.router_rule,
+        layers=source.architecture.layers(checkpoint.config),
+        moe_layers=len(reader.moe_layers),
+        experts=reader.shape.experts,
+        top_k=reader.shape.top_k,
+        hidden_size=reader.shape.hidden,
+        intermediate_size=reader.shape.intermediate,
+        dtype=str(reader.dtype).removeprefix("torch."),
+        parameters=ParameterCounts(**parameter_counts(reader)),
+        files=_files(checkpoint, original_bytes(source), manifest),
+        moe=MoELayers(
+            depends_on_batch=any(layout.dynamic_channels for layout in reader.layouts.values()),
+            moe=[_layer(reader, layer, manifest) for layer in reader.moe_layers],
+        ),
+    )
+
+
+def _manifest(checkpoint: Checkpoint) -> Manifest | None:
+    return read_manifest(checkpoint.path) if (checkpoint.path / MANIFEST).exists() else None
+
+
+def _files(checkpoint: Checkpoint, original: int, manifest: Manifest | None) -> Files:
+    return Files(
+        bytes=checkpoint.weight_bytes,
+        original_bytes=original,
+        ratio=round(1 - checkpoint.weight_bytes / original, 6),
+        files=len(checkpoint.weight_files),
+        headers="config.json alone" if checkpoint.is_imagined else "files",
+        recipe=None if manifest is None else cast(Mapping[str, Json], manifest.recipe),
+    )
+
+
+def _layer(reader: ExpertReader, layer: int, manifest: Manifest | None) -> MoELayer:
+    layout = reader.layout(layer)
+    base = None
+    if not layout.is_native:
+        specs = Keyed((role, _specs(layout.weights[role])) for role in reader.shape.roles)
+        base = SharedBase(layout.base_channels, layout.dynamic_channels, specs)
+    return MoELayer(
+        layer=layer,
+        representation="native" if base is None else "shared-base",
+        stored_parameters=layout.stored_parameters(),
+        base=base,
+        said=None if manifest is None else Keyed(cast(Mapping[str, Json], manifest.layers.get(str(layer), {}))),
+    )
+
+
+def _specs(forms: Sequence[Representation] | None) -> Sequence[str] | Literal["native"]:
+    return "native" if forms is None else [form.spec for form in forms]

@@ -24,6 +24,7 @@ from moetool.errors import VerificationError
 from moetool.job.options import Options, fit_context
 from moetool.job.progress import Progress, Silent, phase
 from moetool.measure.pseudo_perplexity import marks, pseudo_losses
+from moetool.measure.told import Evaluation
 from moetool.runtime.modules.batch_dependence import depends_on_batch
 from moetool.runtime.modules.moefied import set_keep
 from moetool.runtime.synthesis import Synthesis, apply_synthesis
@@ -60,16 +61,8 @@ def window_loss(model: Any, windows: Tensor) -> Tensor:
     return torch.stack(losses).double().cpu()
 
 
-def perplexity(path: str, options: EvaluationOptions, progress: Progress | None = None) -> dict[str, Any]:
+def perplexity(path: str, options: EvaluationOptions, progress: Progress | None = None) -> Evaluation:
     """Evaluate a checkpoint; any that transformers loads, moetool's among them.
-
-    Returns:
-        `perplexity`, by which `protocol`, `nll` (mean loss per token in nats), `tokens`, `windows`, `sequence_length`,
-        with what every window begins (`begin`, `None` for the text itself), and how a compressed model's experts were
-        made (`synthesized`).
-
-        Also how many windows were in a batch (of an encoder: copies of a window), `batch_rows`, and whether the result
-        depends on it, `depends_on_batch`.
 
     Raises:
         InvalidInputError: model, tokenizer or text cannot be used.
@@ -104,17 +97,17 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
         nll = torch.cat(losses).mean().item()
     if not math.isfinite(nll):
         raise VerificationError(f"{path} gives a loss of {nll} on {options.data}: its weights are damaged.")
-    return {
-        "model": path,
-        "data": options.data,
-        "perplexity": math.exp(nll) if nll < 700 else math.inf,
-        "nll": nll,
-        "windows": len(windows),
-        "tokens": windows.numel(),
-        "sequence_length": options.sequence_length,
-        "begin": opening_text(tokenizer, bos),
-        "protocol": "pseudo-perplexity" if encoder else "perplexity",
-        "synthesized": "load" if synthesized else "on-the-fly",
-        "batch_rows": batch,
-        "depends_on_batch": depends_on_batch(model),
-    }
+    return Evaluation(
+        model=path,
+        data=options.data,
+        perplexity=math.exp(nll) if nll < 700 else math.inf,
+        nll=nll,
+        windows=len(windows),
+        tokens=windows.numel(),
+        sequence_length=options.sequence_length,
+        begin=opening_text(tokenizer, bos),
+        protocol="pseudo-perplexity" if encoder else "perplexity",
+        synthesized="load" if synthesized else "on-the-fly",
+        batch_rows=batch,
+        depends_on_batch=depends_on_batch(model),
+    )

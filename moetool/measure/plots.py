@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from moetool.errors import UsageError
+from moetool.measure.told import Clustering, Routing
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -24,31 +25,42 @@ def check_picture(path: Path) -> None:
         raise UsageError(f"--plot {path}: it may not be written.")
 
 
-def plot_routing(result: dict[str, Any], path: Path) -> None:
+def plot_routing(result: Routing, path: Path) -> None:
     """What `moetool routing` found: shares per expert (mean over the layers), windows by their choices (two principal
     components), and for several texts their dendrogram."""
     import matplotlib as mpl
-    from scipy.cluster.hierarchy import dendrogram
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    texts = result["data"]
-    several = "linkage" in result
-    figure, axes = pyplot.subplots(1, 3 if several else 2, figsize=(15 if several else 10, 4.5), layout="constrained")
-    for number, text in enumerate(texts):
-        means = [sum(column) / len(column) for column in zip(*text["shares"], strict=True)]
+    texts, names = result.data, [Path(text.name).name for text in result.data]
+    panels = 2 if result.clustering is None else 3
+    figure, axes = pyplot.subplots(1, panels, figsize=(5 * panels, 4.5), layout="constrained")
+    for number, (name, text) in enumerate(zip(names, texts, strict=True)):
+        means = [sum(column) / len(column) for column in zip(*text.shares, strict=True)]
         width = 0.8 / len(texts)
         places = [expert + number * width for expert in range(len(means))]
-        axes[0].bar(places, means, width, label=Path(text["name"]).name)
-        axes[1].scatter(*zip(*text["components"], strict=True), s=14, label=Path(text["name"]).name)
-    axes[0].axhline(1 / len(texts[0]["shares"][0]), color="grey", linewidth=0.8, linestyle=":")
+        axes[0].bar(places, means, width, label=name)
+        axes[1].scatter(*zip(*text.components, strict=True), s=14, label=name)
+    axes[0].axhline(1 / len(texts[0].shares[0]), color="grey", linewidth=0.8, linestyle=":")
     axes[0].set(title="Share of each expert, mean over the layers", xlabel="expert", ylabel="share")
     axes[1].set(title="Windows by their choices", xlabel="first principal component", ylabel="second")
     axes[1].legend()
-    if several:
-        names = [Path(text["name"]).name for text in texts]
-        dendrogram(result["linkage"], labels=names, ax=axes[2], orientation="right")
-        axes[2].set(title="Texts by their choices", xlabel="distance")
+    if result.clustering is not None:
+        _draw_tree(axes[2], result.clustering, names)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _draw_tree(axis: Any, clustering: Clustering, names: list[str]) -> None:
+    """The dendrogram, its leaves on the left. scipy draws none whose distances are all zero without a warning."""
+    from scipy.cluster.hierarchy import dendrogram
+
+    tree = dendrogram(clustering.linkage, labels=names, no_plot=True)
+    for distances, places, color in zip(tree["dcoord"], tree["icoord"], tree["color_list"], strict=True):
+        axis.plot(distances, places, color=color)
+    axis.set_yticks(range(5, 10 * len(names), 10), tree["ivl"])
+    largest = max(distance for _, _, distance, _ in clustering.linkage)
+    axis.set(
+        title="Texts by their choices", xlabel="distance", xlim=(0, 1.05 * largest or 1), ylim=(0, 10 * len(names))
+    )

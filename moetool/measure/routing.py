@@ -16,6 +16,7 @@ from moetool.errors import InvalidInputError, VerificationError
 from moetool.job.options import Options, fit_context
 from moetool.job.progress import Progress, Silent, phase
 from moetool.measure.loading import load_for
+from moetool.measure.told import Clustering, Routing, TextRouting
 from moetool.runtime.modules.batch_dependence import depends_on_batch
 from moetool.runtime.modules.insertion import experts_per_token
 from moetool.runtime.modules.moefied import NeuronExperts
@@ -89,16 +90,8 @@ def _tally(chosen: Tensor, experts: int) -> Tensor:
     return torch.bincount(chosen.flatten(), minlength=experts).double().cpu()
 
 
-def routing(path: str, options: RoutingOptions, progress: Progress | None = None) -> dict[str, Any]:
+def routing(path: str, options: RoutingOptions, progress: Progress | None = None) -> Routing:
     """Shares of all choices that each expert gets on each text, layer by layer.
-
-    Returns:
-        `begin`, with what every window begins (`None` for the text itself); `data`, per text its `tokens`, its `shares`
-        `[layers][experts]`, which sum to 1 in each layer (of SIMoE the mean α, one for all layers, each window a
-        prompt), and the first two principal `components` of each window's shares, over all texts; and for several texts
-        `distances` between their shares (mean over the layers of half the L1 norm) and the `linkage` of their
-        average-linkage dendrogram, as scipy writes it. And `depends_on_batch`: whether the choices
-        for a token depend on all others of its window.
 
     Raises:
         InvalidInputError: model or text cannot be used, or the model has no experts.
@@ -128,25 +121,24 @@ def routing(path: str, options: RoutingOptions, progress: Progress | None = None
         found.append(every)
     shares = [_shares(counts.sum(0)) for counts in found]
     components = _components(torch.cat([_shares(counts).flatten(1) for counts in found]))
-    result: dict[str, Any] = {
-        "model": path,
-        "begin": opening_text(tokenizer, options.bos),
-        "data": [
-            {
-                "name": text,
-                "tokens": len(counts) * options.sequence_length,
-                "shares": [[round(value, 6) for value in layer] for layer in mean.tolist()],
-                "components": [[round(value, 6) for value in row] for row in own.tolist()],
-            }
+    return Routing(
+        model=path,
+        begin=opening_text(tokenizer, options.bos),
+        data=[
+            TextRouting(
+                name=text, tokens=len(counts) * options.sequence_length, shares=_rounded(mean), components=_rounded(own)
+            )
             for text, counts, mean, own in zip(
                 texts, found, shares, components.split([len(counts) for counts in found]), strict=True
             )
         ],
-        "depends_on_batch": depends_on_batch(model),
-    }
-    if len(texts) > 1:
-        result |= _dendrogram(torch.stack(shares))
-    return result
+        depends_on_batch=depends_on_batch(model),
+        clustering=_clustering(torch.stack(shares)) if len(texts) > 1 else None,
+    )
+
+
+def _rounded(matrix: Tensor) -> list[list[float]]:
+    return [[round(value, 6) for value in row] for row in matrix.tolist()]
 
 
 def _shares(counts: Tensor) -> Tensor:
@@ -162,11 +154,11 @@ def _components(rows: Tensor) -> Tensor:
     return F.pad(projected, (0, 2 - projected.shape[1]))
 
 
-def _dendrogram(shares: Tensor) -> dict[str, Any]:
+def _clustering(shares: Tensor) -> Clustering:
     """Distances between texts and their clustering, from `[texts, layers, experts]`."""
     from scipy.cluster.hierarchy import linkage
     from scipy.spatial.distance import squareform
 
     distances = (shares[:, None] - shares[None]).abs().sum(-1).mean(-1) / 2
     joined = linkage(squareform(distances.numpy(), checks=False), method="average")
-    return {"distances": [[round(value, 6) for value in row] for row in distances.tolist()], "linkage": joined.tolist()}
+    return Clustering(_rounded(distances), joined.tolist())

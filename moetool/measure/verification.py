@@ -1,12 +1,13 @@
 """Checking a checkpoint file by file and tensor by tensor, alone or against one that it was made from."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from moetool.architectures import Role
 from moetool.checkpoint.files import file_sha256
 from moetool.checkpoint.manifest import Manifest, read_manifest
 from moetool.checkpoint.reader import MANIFEST, WORK_DIRECTORIES, Checkpoint
@@ -16,6 +17,7 @@ from moetool.errors import InvalidInputError, VerificationError
 from moetool.format.families import is_opaque
 from moetool.job.job import DenseSource, Source, joined_names
 from moetool.job.progress import Progress, Silent, phase
+from moetool.measure.told import Comparison, Verification
 from moetool.runtime.building import check_sizes
 
 # Stages whose input moetool wrote itself: without its manifest nobody knows what that was made from.
@@ -25,7 +27,7 @@ _TRAINING = "tune"
 
 def verify_checkpoint(
     path: str | Path, against: str | Path | None = None, progress: Progress | None = None
-) -> dict[str, Any]:
+) -> Verification:
     """Read every file and every tensor, and compare with a source if one is given.
 
     Always checked: headers, names and shapes against the config, that every number is finite, and that all files are
@@ -35,11 +37,6 @@ def verify_checkpoint(
     Against a source: that the manifest names it, as what the checkpoint or one of its sources was made from. If it is
     of the same family and shape: every tensor outside the experts bit for bit, unless it was trained in between, and
     how far each layer's experts are from the originals (relative Frobenius norm; reported, not judged).
-
-    Returns:
-        `path`, `tensors`, `bytes`, `notes`; with a source `against`, `stages` (what lies between, the last first; empty
-        if the checkpoint says nothing of it), `same_tensors` (how many were compared bit for bit) and where they are
-        comparable `relative_error` by layer and role.
 
     Raises:
         InvalidInputError: a file or the config cannot be used.
@@ -53,9 +50,8 @@ def verify_checkpoint(
     notes: list[str] = []
     if manifest is not None:
         _check_files(checkpoint.path, manifest, problems, notes)
-    result: dict[str, Any] = {"path": str(path), "tensors": len(checkpoint.tensors), "bytes": checkpoint.weight_bytes}
     same: set[str] = set()
-    pair = None
+    pair = comparison = None
     if against is not None:
         original = Checkpoint.open(against)
         is_itself = original.fingerprint() == checkpoint.fingerprint()
@@ -70,7 +66,7 @@ def verify_checkpoint(
             problems += [f"{name} is missing" for name in sorted(lost)]
             if _TRAINING not in (stages or ()):
                 same = checkpoint.tensors.keys() - pair[0].experts.names
-        result |= {"against": str(against), "stages": stages or [], "same_tensors": len(same)}
+        comparison = Comparison(against=str(against), stages=stages or [], same_tensors=len(same))
     with phase(progress, "Verify", len(checkpoint.tensors)):
         for name in checkpoint.tensors:
             tensor = checkpoint.read(name)
@@ -82,10 +78,16 @@ def verify_checkpoint(
                 elif not torch.equal(tensor, pair[1].checkpoint.read(name)):
                     problems.append(f"{name} differs from {against}")
             progress.advance()
-    if pair is not None and not problems:
-        result["relative_error"] = _expert_errors(*pair, progress)
     _raise_for(path, problems)
-    return {**result, "notes": notes}
+    if comparison is not None and pair is not None:
+        comparison = replace(comparison, relative_error=_expert_errors(*pair, progress))
+    return Verification(
+        path=str(path),
+        tensors=len(checkpoint.tensors),
+        bytes=checkpoint.weight_bytes,
+        comparison=comparison,
+        notes=notes,
+    )
 
 
 def _raise_for(path: str | Path, problems: list[str]) -> None:
@@ -170,12 +172,12 @@ def _stages(manifest: Manifest | None, original: Checkpoint, notes: list[str]) -
     return None
 
 
-def _expert_errors(made: Source, original: Source, progress: Progress) -> dict[str, dict[str, float]]:
+def _expert_errors(made: Source, original: Source, progress: Progress) -> dict[int, dict[Role, float]]:
     """Per layer and role: `‖W' − W‖ / ‖W‖` over all experts."""
-    errors: dict[str, dict[str, float]] = {}
+    errors: dict[int, dict[Role, float]] = {}
     with phase(progress, "Compare experts", len(made.experts.moe_layers)):
         for layer in made.experts.moe_layers:
-            errors[str(layer)] = {}
+            errors[layer] = {}
             for role in made.experts.shape.roles:
                 lost = total = 0.0
                 for expert in range(made.experts.count(layer)):
@@ -183,6 +185,6 @@ def _expert_errors(made: Source, original: Source, progress: Progress) -> dict[s
                     after = made.experts.dense(layer, expert, role).double()
                     lost += (after - before).square().sum().item()
                     total += before.square().sum().item()
-                errors[str(layer)][role] = float(f"{(lost / total) ** 0.5 if total else 0.0:.4g}")
+                errors[layer][role] = float(f"{(lost / total) ** 0.5 if total else 0.0:.4g}")
             progress.advance()
     return errors

@@ -94,6 +94,11 @@ class Representation(ABC):
         """Short form for `config.json`, `kind` or `kind:arguments`."""
         return self.kind
 
+    @property
+    def label(self) -> str:
+        """The same as `describe` says it."""
+        return self.spec
+
     @classmethod
     def from_arguments(cls, arguments: list[str]) -> Self:
         """Inverse of `spec`. Raises `ValueError` on anything else."""
@@ -104,7 +109,7 @@ class Representation(ABC):
     @classmethod
     def describe(cls, forms: Sequence[Self]) -> list[str]:
         """What a role's experts that are stored in this way have, in parts for one line, e.g. `3 × nf4`."""
-        return counted(form.spec for form in forms)
+        return counted(form.label for form in forms)
 
     @property
     def directions(self) -> int:

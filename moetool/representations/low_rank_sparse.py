@@ -1,13 +1,12 @@
 """A delta as low-rank factors plus a few elements of what these leave over."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from moetool.representations.base import Representation, Stored, Weight, counted
+from moetool.representations.base import Representation, Stored, Weight
 from moetool.representations.low_rank import LowRank
 from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.operand import Products
@@ -47,9 +46,9 @@ class LowRankSparse(Representation):
             raise ValueError(f"'{cls.kind}' takes its rank and then one of {', '.join(_RESIDUALS)} with its arguments")
         return cls(int(arguments[0]), _RESIDUALS[arguments[1]].from_arguments(arguments[2:]))
 
-    @classmethod
-    def describe(cls, forms: Sequence[Self]) -> list[str]:
-        return counted(f"{cls.kind}:{form.rank}" for form in forms)
+    @property
+    def label(self) -> str:
+        return f"{self.kind}:{self.rank}:{self.residual.label}"
 
     @property
     def directions(self) -> int:

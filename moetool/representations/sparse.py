@@ -1,7 +1,6 @@
 """A delta to the shared base of which few elements are stored (DeRS compression, arXiv:2503.01359, Eq. 4)."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, Self
@@ -13,7 +12,7 @@ from moetool.numerics.counter import key
 from moetool.numerics.index_sets import decode_indices, encode_indices, index_sizes
 from moetool.numerics.sampling import sample, scatter
 from moetool.numerics.sparse_product import sparse_linear
-from moetool.representations.base import Representation, Stored, Weight, counted, empty_parameter
+from moetool.representations.base import Representation, Stored, Weight, empty_parameter
 from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.operand import Operand, Products
 
@@ -52,9 +51,10 @@ class Sparse(Representation):
             raise ValueError(f"'{cls.kind}' takes two arguments, its drop rate and its seed")
         return cls(drop=_share(arguments[0], "a drop rate"), seed=int(arguments[1]))
 
-    @classmethod
-    def describe(cls, forms: Sequence[Self]) -> list[str]:
-        return counted(f"{cls.kind}:{form.drop!r}" for form in forms)  # every matrix has a seed for itself
+    @property
+    def label(self) -> str:
+        """The spec without the seed, of which every matrix has one for itself."""
+        return f"{self.kind}:{self.drop!r}"
 
     @classmethod
     def derived(cls, drop: float, seed: int, *path: int | str) -> Self:

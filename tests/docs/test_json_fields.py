@@ -8,6 +8,7 @@ import pytest
 from pages import RUN_FOR_JSON, RUNNING, sections
 
 from moetool.cli.app import COMMANDS
+from moetool.demo import DemoModel
 
 OWN = {"eval", "routing", "bench", "inspect", "verify", "list", "demo"}
 
@@ -54,10 +55,10 @@ def results(reader: Any, run_cli: Any) -> dict[str, list[dict[str, Any]]]:
 SECTIONS = ["--dry-run", "Commands that write a checkpoint", "eval", "routing", "bench", "inspect", "verify", "list"]
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_fields_are_those_that_are_printed(results, section):
+def check(section: str, results: list[dict[str, Any]]) -> None:
+    """Compare a section with what was printed."""
     fields = documented(section) | documented("Every result")
-    paths = [set(printed(result)) for result in results[section]]
+    paths = [set(printed(result)) for result in results]
     unknown = {path for found in paths for path in found if not any(covers(field, path) for field in fields)}
     assert unknown == set(), "printed, but not in docs/json.md"
     never = {field for field in fields if not any(covers(field, path) for found in paths for path in found)}
@@ -65,6 +66,18 @@ def test_fields_are_those_that_are_printed(results, section):
     for field, always in fields.items():
         if always:
             assert all(any(covers(field, path) for path in found) for found in paths), f"{field} is not always there"
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_fields_are_those_that_are_printed(results, section):
+    check(section, results[section])
+
+
+def test_fields_of_the_demo(run_cli, monkeypatch, tmp_path):
+    """What it prints, whatever its models are."""
+    models = [DemoModel("dense", 1_000_000, 40.5, "trained from nothing"), DemoModel("upcycled", 7, 40.5, "upcycled")]
+    monkeypatch.setattr("moetool.cli.commands.demo.run", lambda *_: models)
+    check("demo", [run_cli("demo", tmp_path / "demo", "--json").json])
 
 
 def test_every_command_has_a_section():

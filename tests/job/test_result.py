@@ -8,7 +8,7 @@ import pytest
 
 from moetool.compress.told import EncodedLayer, LayersTold, RankedLayer, RankedTold
 from moetool.convert.told import Activations, ConversionTold, Losses, Parameters, Proof, Shares
-from moetool.job.result import CalibrationFacts, Printed, Result, Sizes, Told
+from moetool.job.result import CalibrationFacts, Keyed, Printed, Result, Sizes, Told
 from moetool.stages import stages
 from moetool.tune.told import Training, TuningTold
 
@@ -37,6 +37,19 @@ def test_inlined_fields_stand_among_those_around_them() -> None:
     ]
     assert shown["layers"] == {"3": {"relative_error": {"up": [0.5, 0.25]}}}
     assert json.loads(json.dumps(shown)) == shown
+
+
+def test_keys_stand_among_the_fields_around_them() -> None:
+    @dataclass(frozen=True)
+    class Layer(Printed):
+        layer: int
+        roles: Keyed[str, EncodedLayer]
+        said: Keyed[int, str] | None = None
+        last: bool = False
+
+    roles = Keyed(up=EncodedLayer({"up": [0.5]}))
+    assert list(Layer(3, roles, Keyed({7: "x"}), True).to_json()) == ["layer", "up", "7", "last"]
+    assert Layer(3, roles).to_json() == {"layer": 3, "up": {"relative_error": {"up": [0.5]}}}
 
 
 def test_what_finished_before_says_so() -> None:

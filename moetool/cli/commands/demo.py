@@ -52,7 +52,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         began = time.monotonic()
         rows = run(output_directory(output), steps, seed, Display())
         if json:
-            print_json({"models": [row.to_json() for row in rows], "seconds": round(time.monotonic() - began, 1)})
+            print_json(demo.DemoResult(rows, round(time.monotonic() - began, 1)).to_json())
             return
         print_table(
             ("model", "size", "held-out perplexity", "what was done"),
@@ -81,7 +81,7 @@ def try_next(arguments: str) -> list[str]:
     return [f"source {activate}    # puts moetool on the path; without it, say {shown}", f"moetool {arguments}"]
 
 
-def run(output: Path, steps: int, seed: int, display: Display) -> list[Row]:
+def run(output: Path, steps: int, seed: int, display: Display) -> list[demo.DemoModel]:
     """Train a dense model, upcycle it, fine-tune both, compress the MoE model; one row per model."""
     if output.exists() and not output.is_dir():
         raise UsageError(f"{output} exists and is not a directory. Choose another place.")
@@ -97,17 +97,17 @@ def run(output: Path, steps: int, seed: int, display: Display) -> list[Row]:
         return _run(output, steps, seed, display)
 
 
-def _run(output: Path, steps: int, seed: int, display: Display) -> list[Row]:
+def _run(output: Path, steps: int, seed: int, display: Display) -> list[demo.DemoModel]:
     display.log("Training a small Llama on Python's own documentation.")
     dense, train_text, held_out = demo.make_dense(output, steps, seed, display)
     evaluation = EvaluationOptions(data=str(held_out), sequence_length=demo.LENGTH)
     text = {"calibration": str(train_text), "sequence_length": demo.LENGTH, "seed": seed}
-    rows: list[Row] = []
+    rows: list[demo.DemoModel] = []
 
     def add(path: Path, description: str) -> None:
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         score = perplexity(str(path), evaluation, display)
-        rows.append(Row(path.name, size, score["perplexity"], description))
+        rows.append(demo.DemoModel(path.name, size, score.perplexity, description))
 
     def stage(name: str, source: Path, target: Path, **more: object) -> Result:
         options = stages()[name].options_type.model_validate({**text, **more})

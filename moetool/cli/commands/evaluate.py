@@ -21,18 +21,18 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
     ) -> None:
         result = perplexity(model, build_options(EvaluationOptions, typed), Display())
         if json:
-            print_json(result)
+            print_json(result.to_json())
             return
-        tokens = f"{result['windows']:,} windows of {result['sequence_length']} tokens"
-        if result["begin"]:
-            tokens += f", each after {result['begin']}"
+        tokens = f"{result.windows:,} windows of {result.sequence_length} tokens"
+        if result.begin:
+            tokens += f", each after {result.begin}"
         print_fields(
             [
                 ("model", model),
-                ("data", f"{result['data']} ({tokens})"),
-                (result["protocol"], f"{result['perplexity']:.4f}"),
-                ("nll", f"{result['nll']:.6f}"),
-                *(_batches(result["batch_rows"]) if result["depends_on_batch"] else ()),
+                ("data", f"{result.data} ({tokens})"),
+                (result.protocol, f"{result.perplexity:.4f}"),
+                ("nll", f"{result.nll:.6f}"),
+                *(_batches(result.batch_rows) if result.depends_on_batch else ()),
             ]
         )
 

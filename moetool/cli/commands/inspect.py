@@ -1,10 +1,12 @@
 """`moetool inspect`."""
 
-from typing import Annotated, Any
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Annotated
 
 import typer
 
-from moetool.architectures import ROLES
+from moetool.architectures import ROLES, Role
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json, print_table
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
@@ -12,6 +14,7 @@ from moetool.errors import UsageError
 from moetool.job.sizes import format_bytes, format_change
 from moetool.measure.analysis import AnalysisOptions, analyse
 from moetool.measure.inspection import inspect_checkpoint
+from moetool.measure.told import Analysis, Inspection, MaskedLayer, Masks, MoELayers, SharedBase, Similarity
 from moetool.representations import describe, parse_representation
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
@@ -32,67 +35,74 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             raise UsageError("--layers limits --analysis: give both.")
         result = inspect_checkpoint(model)
         if analysis:
-            result["analysis"] = analyse(model, options, Display())
+            result = replace(result, analysis=analyse(model, options, Display()))
         if json:
-            print_json(result)
+            print_json(result.to_json())
             return
         _print(result)
-        if analysis:
-            _print_analysis(result["analysis"])
+        if result.analysis is not None:
+            _print_analysis(result.analysis)
 
     return make_command(name, with_options(command, AnalysisOptions), COMMANDS[name][1])
 
 
-def _print(result: dict[str, Any]) -> None:
-    counts = result["parameters"]
-    files = "in 1 file" if result["files"] == 1 else f"in {result['files']} files"
-    if not result["files"]:
+def _print(result: Inspection) -> None:
+    counts, stored = result.parameters, result.files
+    files = "in 1 file" if stored.files == 1 else f"in {stored.files} files"
+    if not stored.files:
         files = "by config.json alone: there are no weight files"
-    change = f", {format_change(result['ratio'])}" if result["ratio"] else ""
+    change = f", {format_change(stored.ratio)}" if stored.ratio else ""
     print_fields(
         [
-            ("model", result["path"]),
-            ("architecture", f"{result['architecture']} ({result['router_rule']})"),
-            ("layers", f"{result['layers']}, of which {result['moe_layers']} with experts"),
-            ("experts", f"{result['experts']}, top-{result['top_k']}, {result['dtype']}"),
-            ("width", f"hidden {result['hidden_size']}, intermediate {result['intermediate_size']}"),
-            ("parameters", f"{counts['total']:,} total, {counts['active']:,} active, {counts['stored']:,} stored"),
-            ("added", f"{counts['added']:,} beyond one dense FFN per layer, in numbers of 16 bits"),
-            ("bytes", f"{format_bytes(result['bytes'])} {files}{change}"),
+            ("model", result.path),
+            ("architecture", f"{result.architecture} ({result.router_rule})"),
+            ("layers", f"{result.layers}, of which {result.moe_layers} with experts"),
+            ("experts", f"{result.experts}, top-{result.top_k}, {result.dtype}"),
+            ("width", f"hidden {result.hidden_size}, intermediate {result.intermediate_size}"),
+            ("parameters", f"{counts.total:,} total, {counts.active:,} active, {counts.stored:,} stored"),
+            ("added", f"{counts.added:,} beyond one dense FFN per layer, in numbers of 16 bits"),
+            ("bytes", f"{format_bytes(stored.bytes)} {files}{change}"),
         ]
     )
-    if all(layer["representation"] == "native" for layer in result["moe"]):
-        return
-    if "overlap" in result:
-        _print_masks(result)
-        return
-    roles = [role for role in ROLES if any(role in layer for layer in result["moe"])]
+    if isinstance(result.moe, Masks):
+        _print_masks(result.moe)
+    elif any(layer.base is not None for layer in result.moe.moe):
+        _print_layers(result.moe)
+
+
+def _print_layers(layers: MoELayers) -> None:
+    """What is stored of compressed experts."""
+    roles = [role for role in ROLES if any(layer.base and role in layer.base.weights for layer in layers.moe)]
     rows = [
-        (str(layer["layer"]), *(_weights(layer.get(role, "native")) for role in roles), _base(layer))
-        for layer in result["moe"]
+        (str(layer.layer), *(_weights(layer.base, role) for role in roles), _channels(layer.base))
+        for layer in layers.moe
     ]
     print_table(("layer", *roles, "base channels"), rows)
-    if result["depends_on_batch"]:
+    if layers.depends_on_batch:
         print("(−n): so many more are skipped for every batch.")
         print(f"note: {BATCH_DEPENDENT}")
 
 
-def _print_masks(result: dict[str, Any]) -> None:
+def _print_masks(masks: Masks) -> None:
     """Where experts landed, by layer and by type of linear layer, and what they have in common (SIMoE, Fig. 4, 5)."""
-    print_fields([("density", f"{result['mean_density']:.1%} of the channels per expert, {result['union_density']:.1%} "
-                   "for any of them")])  # fmt: skip
+    any_of_them = f"{masks.union_density:.1%} for any of them"
+    print_fields([("density", f"{masks.mean_density:.1%} of the channels per expert, {any_of_them}")])
     for title, part in (("layer", 0), ("type", 1)):
-        groups: dict[str, list[dict[str, Any]]] = {}
-        for site in result["moe"]:
-            groups.setdefault(_place(site["site"])[part], []).append(site)
+        groups: dict[str, list[MaskedLayer]] = {}
+        for site in masks.moe:
+            groups.setdefault(_place(site.site)[part], []).append(site)
         rows = [
-            (name, *(f"{_weighted(sites, density):.1%}" for density in ("mean_density", "union_density")))
+            (
+                name,
+                f"{_weighted((site.mean_density, site.channels) for site in sites):.1%}",
+                f"{_weighted((site.union_density, site.channels) for site in sites):.1%}",
+            )
             for name, sites in groups.items()
         ]
         print_table((title, "per expert", "any expert"), rows)
-    rows = [(str(expert), *(f"{value:.2f}" for value in row)) for expert, row in enumerate(result["overlap"])]
-    header = ("expert", *(str(expert) for expert in range(len(rows))))
-    print_table(header, rows, title="Overlap: the share of an expert's channels that another leaves open too")
+    overlaps = [(str(expert), *(f"{value:.2f}" for value in row)) for expert, row in enumerate(masks.overlap)]
+    header = ("expert", *(str(expert) for expert in range(len(overlaps))))
+    print_table(header, overlaps, title="Overlap: the share of an expert's channels that another leaves open too")
 
 
 def _place(site: str) -> tuple[str, str]:
@@ -102,44 +112,45 @@ def _place(site: str) -> tuple[str, str]:
     return parts[number], parts[-1]
 
 
-def _weighted(sites: list[dict[str, Any]], density: str) -> float:
-    channels = sum(site["channels"] for site in sites)
-    return float(sum(site[density] * site["channels"] for site in sites) / channels)
+def _weighted(densities: Iterable[tuple[float, int]]) -> float:
+    """The mean of densities, each of so many channels."""
+    every = list(densities)
+    return sum(density * channels for density, channels in every) / sum(channels for _, channels in every)
 
 
-def _weights(specs: str | list[str]) -> str:
+def _weights(base: SharedBase | None, role: Role) -> str:
     """`rank 12 … 96, mean 40; 1 × dense` for a role's experts, or `5 × 2 bits; 3 × rank 5 … 23 in 3 bits`."""
+    specs = "native" if base is None else base.weights[role]
     return specs if isinstance(specs, str) else describe(map(parse_representation, specs))
 
 
-def _base(layer: dict[str, Any]) -> str:
-    if "base_channels" not in layer:
+def _channels(base: SharedBase | None) -> str:
+    if base is None:
         return "-"
-    return f"{layer['base_channels']}" + (f" (−{layer['dynamic_channels']})" if layer["dynamic_channels"] else "")
+    return f"{base.base_channels}" + (f" (−{base.dynamic_channels})" if base.dynamic_channels else "")
 
 
-def _print_analysis(analysis: dict[str, Any]) -> None:
-    present = [role for role in ROLES if role in analysis["layers"][0]]
-    roles = [(str(entry["layer"]), role, entry[role]) for entry in analysis["layers"] for role in present]
+def _print_analysis(analysis: Analysis) -> None:
+    present = list(analysis.layers[0].roles)
+    roles = [(str(layer.layer), role, layer.roles[role]) for layer in analysis.layers for role in present]
     print_table(
         ("layer", "role", "experts", "factors V", "factors U"),
         [
-            (layer, role, *(_similarity(entry[kind]) for kind in ("cka", "cka_v", "cka_u")))
+            (layer, role, *(_similarity(similarity) for similarity in (entry.cka, entry.cka_v, entry.cka_u)))
             for layer, role, entry in roles
         ],
         title="Similarity: CKA between experts, mean (min … max)",
     )
     print_table(
-        ("layer", "role", "of", *(f"{share} %" for share in analysis["shares"])),
+        ("layer", "role", "of", *(f"{share} %" for share in analysis.shares)),
         [
-            (
-                layer,
-                role,
-                _KINDS[kind].format(entry["base"]),
-                *_energies(entry["energy"][kind], len(analysis["shares"])),
-            )
+            (layer, role, name, *_energies(energy, len(analysis.shares)))
             for layer, role, entry in roles
-            for kind in _KINDS
+            for name, energy in (
+                ("experts", entry.energy.experts),
+                (f"{entry.base} base", entry.energy.base),
+                ("deltas", entry.energy.delta),
+            )
         ],
         title="Energy retained by the largest singular values, by their share",
     )
@@ -147,31 +158,26 @@ def _print_analysis(analysis: dict[str, Any]) -> None:
         ("layer", "sensitivity", *present, "tokens per expert"),
         [
             (
-                str(entry["layer"]),
-                *(
-                    _scientific(value)
-                    for value in (entry["sensitivity"], *(entry[role]["sensitivity"] for role in present))
-                ),
-                _range(entry["token_share"]),
+                str(layer.layer),
+                _scientific(layer.sensitivity),
+                *(_scientific(layer.roles[role].sensitivity) for role in present),
+                _range(layer.token_share),
             )
-            for entry in analysis["layers"]
+            for layer in analysis.layers
         ],
         title="Sensitivity: cost of errors of the same relative size",
     )
-    for note in analysis["notes"]:
+    for note in analysis.notes:
         print(f"note: {note}")
 
 
-_KINDS = {"experts": "experts", "base": "{} base", "delta": "deltas"}
-
-
-def _similarity(similarity: dict[str, Any] | None) -> str:
-    if similarity is None or similarity["mean"] is None:
+def _similarity(similarity: Similarity | None) -> str:
+    if similarity is None or similarity.mean is None:
         return "-"
-    return "{mean:.3f} ({min:.3f} … {max:.3f})".format(**similarity)
+    return f"{similarity.mean:.3f} ({similarity.min:.3f} … {similarity.max:.3f})"
 
 
-def _energies(retained: list[float] | None, count: int) -> list[str]:
+def _energies(retained: Sequence[float] | None, count: int) -> list[str]:
     return ["-"] * count if retained is None else [f"{value:.3f}" for value in retained]
 
 
@@ -179,5 +185,5 @@ def _scientific(value: float | None) -> str:
     return "-" if value is None else f"{value:.2e}"
 
 
-def _range(shares: list[float] | None) -> str:
+def _range(shares: Sequence[float] | None) -> str:
     return "-" if shares is None else f"{min(shares):.1%} … {max(shares):.1%}"

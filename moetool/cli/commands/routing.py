@@ -11,6 +11,7 @@ from moetool.cli.display import Display, print_fields, print_json, print_table
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
 from moetool.measure.plots import check_picture, plot_routing
 from moetool.measure.routing import RoutingOptions, routing
+from moetool.measure.told import Matrix
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 _MOST = 16  # experts that fit beside one another
@@ -32,27 +33,25 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         if plot is not None:
             plot_routing(result, plot)
         if json:
-            print_json(result)
+            print_json(result.to_json())
             return
-        print_fields([("model", model), *([("note", BATCH_DEPENDENT)] if result["depends_on_batch"] else ())])
-        shares = [_mean(text["shares"]) for text in result["data"]]
+        print_fields([("model", model), *([("note", BATCH_DEPENDENT)] if result.depends_on_batch else ())])
+        shares = [_mean(text.shares) for text in result.data]
         experts = len(shares[0])
         if experts <= _MOST:
             rows = [
-                (text["name"], *(f"{share:.1%}" for share in row))
-                for text, row in zip(result["data"], shares, strict=True)
+                (text.name, *(f"{share:.1%}" for share in row)) for text, row in zip(result.data, shares, strict=True)
             ]
             print_table(("text", *map(str, range(experts))), rows, title="Share per expert, mean over the layers")
         else:
             rows = [
-                (text["name"], f"{min(row):.2%}", f"{max(row):.2%}")
-                for text, row in zip(result["data"], shares, strict=True)
+                (text.name, f"{min(row):.2%}", f"{max(row):.2%}") for text, row in zip(result.data, shares, strict=True)
             ]
             print_table(("text", "least", "largest"), rows, title=f"Share of {experts} experts, mean over the layers")
-        if "distances" in result:
+        if result.clustering is not None:
             rows = [
-                (text["name"], *(f"{value:.3f}" for value in row))
-                for text, row in zip(result["data"], result["distances"], strict=True)
+                (text.name, *(f"{value:.3f}" for value in row))
+                for text, row in zip(result.data, result.clustering.distances, strict=True)
             ]
             header = ("text", *(str(number + 1) for number in range(len(rows))))
             print_table(header, rows, title="How far apart their choices are (0: the same, 1: nothing in common)")
@@ -60,6 +59,6 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
     return make_command(name, with_options(command, RoutingOptions), COMMANDS[name][1])
 
 
-def _mean(layers: list[list[float]]) -> list[float]:
+def _mean(layers: Matrix) -> list[float]:
     """Each expert's share, `[layers][experts]` averaged over the layers."""
     return [sum(column) / len(column) for column in zip(*layers, strict=True)]

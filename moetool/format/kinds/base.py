@@ -31,6 +31,20 @@ class Counts(NamedTuple):
     added: int
 
 
+class Mask(NamedTuple):
+    """The masks of a linear layer's experts, which open and close some of its inputs.
+
+    Attributes:
+        tensor: the name of what is stored of them, a row per expert.
+        channels: the layer's inputs.
+        is_trained: they are trained still, and the tensor holds log φ; gates if not.
+    """
+
+    tensor: str
+    channels: int
+    is_trained: bool
+
+
 def check_choice(top_k: int, experts: int) -> None:
     """Raise `ValueError` for more experts per token than there are."""
     if top_k > experts:
@@ -135,6 +149,14 @@ class CustomModule(BaseModel, ABC):
     @abstractmethod
     def idle(self, dense: DenseArchitecture, shapes: Shapes) -> int:
         """Numbers of a converted model, whose shapes are given, that one token does not use."""
+
+    def masks(self, shapes: Shapes) -> Mapping[str, Mask] | None:
+        """Where experts are masks, those of every linear layer by its name; `None` where they are not.
+
+        Args:
+            shapes: of a converted model's tensors, by name.
+        """
+        return None
 
     def counts(self, dense: DenseArchitecture, shapes: Shapes) -> Counts:
         """Numbers in a converted model, from the shapes of its tensors."""

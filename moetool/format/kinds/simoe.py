@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 
 from moetool.architectures.dense import DenseArchitecture
 from moetool.format.fields import Count, Share, Whole
-from moetool.format.kinds.base import CustomModule, Shape, Shapes
+from moetool.format.kinds.base import CustomModule, Mask, Shape, Shapes
 
 LINEAR, DELTA, MASKS, COLUMNS, GATES = "linear", "delta", "log_phi", "columns", "fixed_gates"
 ROUTER, MULTIPLIER = "interpolation", "multiplier"
@@ -86,6 +86,14 @@ class SimoeSpec(CustomModule):
     def new(self, dense: DenseArchitecture, shapes: Shapes) -> set[str]:
         ends = tuple(f".{part}" for part in (DELTA, MASKS, COLUMNS, GATES))
         return {name for name in shapes if name.endswith(ends) or name.startswith(self.router_prefix(dense))}
+
+    def masks(self, shapes: Shapes) -> Mapping[str, Mask]:
+        parts = [name.rpartition(".") for name in shapes]
+        return {
+            site: Mask(f"{site}.{kind}", shapes[f"{site}.{LINEAR}.weight"][1], kind == MASKS)
+            for site, _, kind in parts
+            if kind in (MASKS, GATES)
+        }
 
     def idle(self, dense: DenseArchitecture, shapes: Shapes) -> int:
         return 0

@@ -156,5 +156,9 @@ def test_names_and_counts_are_those_of_a_model_that_was_made(key: str, family: s
         assert counts.added == sum(math.prod(shapes[name]) for name in new)
         extra = any(name.endswith(".multiplier") for name in new)  # which is in the file, and not in the model
         assert (counts.total, counts.active) == (told.total + extra, told.active + extra)
+        assert (spec.masks(shapes) is None) == (key != "interpolated")
+        masks = (spec.masks(shapes) or {}).values()
+        assert {mask.tensor for mask in masks} == {name for name in new if name.endswith(".log_phi")}
+        assert all(shapes[mask.tensor] == (spec.experts, mask.channels) and mask.is_trained for mask in masks)
         if is_opaque(written.config):
             assert counts.added == told.added + extra == counts.total - dense.parameters

@@ -1,0 +1,356 @@
+"""What measurements tell: records that the command line shows field by field and `--json` prints (docs/json.md)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moetool.architectures import Role
+from moetool.job.result import Inlined, Json, Keyed, Printed
+
+Matrix = Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(Printed):
+    """How well a model predicts a text.
+
+    Attributes:
+        model, data: as they were given.
+        perplexity: exp of `nll`.
+        nll: mean loss per token in nats.
+        windows, tokens, sequence_length: of the text.
+        begin: the token that every window begins with; `None` for the text itself.
+        protocol: the loss is of the next token, or of an encoder's hidden one.
+        synthesized: when a compressed model's experts were made dense.
+        batch_rows: windows in a batch; of an encoder, copies of a window.
+        depends_on_batch: whether `nll` depends on that.
+    """
+
+    model: str
+    data: str
+    perplexity: float
+    nll: float
+    windows: int
+    tokens: int
+    sequence_length: int
+    begin: str | None
+    protocol: Literal["perplexity", "pseudo-perplexity"]
+    synthesized: Literal["load", "on-the-fly"]
+    batch_rows: int
+    depends_on_batch: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRouting(Printed):
+    """What is chosen on one text.
+
+    Attributes:
+        name: as it was given.
+        tokens: of all windows.
+        shares: `[layers][experts]` of all choices, which sum to 1 in each layer; of SIMoE the mean α, one for all
+            layers, each window a prompt.
+        components: `[windows][2]`, the first two principal components of each window's shares, over all texts.
+    """
+
+    name: str
+    tokens: int
+    shares: Matrix
+    components: Matrix
+
+
+@dataclass(frozen=True)
+class Clustering(Inlined):
+    """How far several texts are apart.
+
+    Attributes:
+        distances: `[texts][texts]` between their shares: mean over the layers of half the L1 norm.
+        linkage: of their average-linkage dendrogram, as scipy writes it.
+    """
+
+    distances: Matrix
+    linkage: Matrix
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing(Printed):
+    """Which experts a model chooses.
+
+    Attributes:
+        model: as it was given.
+        begin: the token that every window begins with; `None` for the text itself.
+        data: of each text.
+        depends_on_batch: whether the choices for a token depend on all others of its window.
+        clustering: of several texts.
+    """
+
+    model: str
+    begin: str | None
+    data: Sequence[TextRouting]
+    depends_on_batch: bool
+    clustering: Clustering | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Inlined):
+    """A checkpoint beside one that it was made from.
+
+    Attributes:
+        against: the source, as it was given.
+        stages: what lies between, the last first; empty if the checkpoint says nothing of it.
+        same_tensors: how many were compared bit for bit.
+        relative_error: by layer and role `‖W' − W‖ / ‖W‖` over all experts, where family and shape are the same.
+    """
+
+    against: str
+    stages: Sequence[str]
+    same_tensors: int
+    relative_error: Mapping[int, Mapping[Role, float]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification(Printed):
+    """What was found sound.
+
+    Attributes:
+        path: as it was given.
+        tensors: how many there are.
+        bytes: of the weight files.
+        comparison: with a source, if one was given.
+        notes: what is no error: documents that were changed, files that were added.
+    """
+
+    path: str
+    tensors: int
+    bytes: int
+    comparison: Comparison | None = None
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class ParameterCounts(Printed):
+    """Numbers in the model that a checkpoint stands for, those of them that one token uses, those in its files, and
+    those beyond one dense FFN per layer."""
+
+    total: int
+    active: int
+    stored: int
+    added: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files(Inlined):
+    """The files of a checkpoint.
+
+    Attributes:
+        bytes: of the weight files.
+        original_bytes: of those that it was compressed from.
+        ratio: `1 - bytes / original_bytes`, rounded.
+        files: with weights, how many.
+        headers: where names and shapes come from.
+        recipe: stage and options, from the manifest; `None` without one.
+    """
+
+    bytes: int
+    original_bytes: int
+    ratio: float
+    files: int
+    headers: Literal["files", "config.json alone"]
+    recipe: Mapping[str, Json] | None
+
+
+@dataclass(frozen=True)
+class SharedBase(Inlined):
+    """How the experts of a compressed layer are stored.
+
+    Attributes:
+        base_channels: intermediate channels of the base in the files.
+        dynamic_channels: of them, how many each batch skips.
+        weights: by role the representation of every expert, or `native` for a role that has no base.
+    """
+
+    base_channels: int
+    dynamic_channels: int
+    weights: Keyed[Role, Sequence[str] | Literal["native"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoELayer(Printed):
+    """One layer with experts.
+
+    Attributes:
+        layer: its number.
+        representation: whether its experts are as another reader knows them, or share a base.
+        stored_parameters: numbers that its experts have in the files; `None` for custom modules.
+        base: what is stored, if they share one.
+        said: what the stage that wrote the layer noted in the manifest.
+    """
+
+    layer: int
+    representation: Literal["native", "shared-base"]
+    stored_parameters: int | None = None
+    base: SharedBase | None = None
+    said: Keyed[str, Json] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoELayers(Inlined):
+    """The layers of a model whose experts are networks.
+
+    Attributes:
+        depends_on_batch: whether a token's result depends on the others of its batch; `None` for custom modules.
+        moe: every layer with experts.
+    """
+
+    depends_on_batch: bool | None = None
+    moe: Sequence[MoELayer]
+
+
+@dataclass(frozen=True)
+class MaskedLayer(Printed):
+    """One linear layer whose experts are masks.
+
+    Attributes:
+        site: its name.
+        channels: its inputs.
+        mean_density: the share of them that an expert's mask leaves open, on average.
+        union_density: the share that any does.
+    """
+
+    site: str
+    representation: Literal["masks"]
+    channels: int
+    mean_density: float
+    union_density: float
+
+
+@dataclass(frozen=True)
+class Masks(Inlined):
+    """The linear layers of a model whose experts are masks, and all of them together.
+
+    Attributes:
+        moe: every linear layer.
+        mean_density, union_density: the same of all their channels.
+        overlap: `[experts][experts]`, the share of an expert's channels that another leaves open, too.
+    """
+
+    moe: Sequence[MaskedLayer]
+    mean_density: float
+    union_density: float
+    overlap: Matrix
+
+
+@dataclass(frozen=True)
+class Similarity(Printed):
+    """CKA of every two experts, from 0 to 1.
+
+    Attributes:
+        matrix: `[experts][experts]`; `None` where an expert has no such matrix or its similarity is undefined.
+        mean, min, max: off the diagonal; `None` if there is nothing.
+    """
+
+    matrix: Sequence[Sequence[float | None]]
+    mean: float | None
+    min: float | None
+    max: float | None
+
+
+@dataclass(frozen=True)
+class Energies(Printed):
+    """Energy retained at the `shares` of the singular values. `None` where a matrix is zero.
+
+    Attributes:
+        experts: mean over them.
+        base: of the base.
+        delta: mean over the deltas that are not zero.
+        zero_deltas: the experts whose delta is.
+    """
+
+    experts: Sequence[float] | None
+    base: Sequence[float] | None
+    delta: Sequence[float] | None
+    zero_deltas: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleAnalysis(Printed):
+    """One role of one layer's experts.
+
+    Attributes:
+        base: `stored`, or the `mean` of the experts where none is.
+        sensitivity: what errors of the same relative size in all experts cost; `None` if it was not measured.
+        cka: between the experts' matrices.
+        cka_v, cka_u: between the factors of their deltas as stored, V over the input channels and U over the output
+            channels; `None` where fewer than two experts have factors.
+        energy: in the largest singular values.
+    """
+
+    base: Literal["stored", "mean"]
+    sensitivity: float | None
+    cka: Similarity
+    cka_v: Similarity | None
+    cka_u: Similarity | None
+    energy: Energies
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerAnalysis(Printed):
+    """One layer's experts.
+
+    Attributes:
+        layer: its number.
+        sensitivity: the sum over the roles.
+        token_share: the part of the routed tokens that each expert was given on calibration; `None` if not measured.
+        roles: of each.
+    """
+
+    layer: int
+    sensitivity: float | None
+    token_share: Sequence[float] | None
+    roles: Keyed[Role, RoleAnalysis]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis(Printed):
+    """What D²-MoE is motivated by.
+
+    Attributes:
+        shares: of the singular values, in per cent.
+        layers: those that were looked at.
+        notes: what is undefined (`None`) or left out, and why.
+    """
+
+    shares: Sequence[int]
+    layers: Sequence[LayerAnalysis]
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection(Printed):
+    """What a checkpoint holds.
+
+    Attributes:
+        path: as it was given.
+        model_type, architecture, router_rule: the family.
+        layers, moe_layers: decoder layers, if `config.json` counts them, and those with experts.
+        experts, top_k, hidden_size, intermediate_size, dtype: of these.
+        parameters: of the model that it stands for.
+        files: what it takes on disk.
+        moe: how its experts are stored.
+        analysis: what they are like, if that was asked for.
+    """
+
+    path: str
+    model_type: str
+    architecture: str
+    router_rule: str
+    layers: int | None
+    moe_layers: int
+    experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    dtype: str
+    parameters: ParameterCounts
+    files: Files
+    moe: MoELayers | Masks
+    analysis: Analysis | None = None
