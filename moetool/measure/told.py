@@ -11,6 +11,21 @@ Matrix = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
+class SynthesisTold(Printed):
+    """Why a compressed model's experts were made as they were.
+
+    Attributes:
+        reason: in words.
+        needed_bytes: what dense experts take; 0 where nothing is compressed.
+        free_bytes: what was free for them.
+    """
+
+    reason: str
+    needed_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation(Printed):
     """How well a model predicts a text.
 
@@ -22,6 +37,7 @@ class Evaluation(Printed):
         begin: the token that every window begins with; `None` for the text itself.
         protocol: the loss is of the next token, or of an encoder's hidden one.
         synthesized: when a compressed model's experts were made dense.
+        synthesis: why.
         batch_rows: windows in a batch; of an encoder, copies of a window.
         depends_on_batch: whether `nll` depends on that.
     """
@@ -36,6 +52,7 @@ class Evaluation(Printed):
     begin: str | None
     protocol: Literal["perplexity", "pseudo-perplexity"]
     synthesized: Literal["load", "on-the-fly"]
+    synthesis: SynthesisTold
     batch_rows: int
     depends_on_batch: bool
 

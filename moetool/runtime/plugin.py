@@ -5,7 +5,9 @@ layers are replaced by `SharedBaseExperts` before the weights arrive; afterwards
 that generates, trains, moves between devices and saves.
 """
 
-from typing import TYPE_CHECKING
+import weakref
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -14,6 +16,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moetool.format.entry import METHOD, check_format_version, layer_layouts
 from moetool.format.families import architecture_of
+from moetool.runtime.memory import sparing_memory
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 from moetool.runtime.modules.experts import SharedBaseExperts, SharedExpertOnBase
 from moetool.runtime.modules.insertion import CustomLayer, insert_modules
@@ -40,6 +43,19 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
     """Puts `SharedBaseExperts` where the config lists them, and gets out of the way."""
 
     requires_calibration = True  # a dense checkpoint cannot be compressed by passing a quantization_config
+
+    def preprocess_model(self, model: "PreTrainedModel", *arguments: Any, **options: Any) -> None:
+        """The model without weights becomes what the config lists, and memory is spared until it has them."""
+        super().preprocess_model(model, *arguments, **options)
+        self._sparing = ExitStack()
+        self._sparing.enter_context(sparing_memory())
+        weakref.finalize(self, self._sparing.close)  # where loading fails, nothing else would
+
+    def postprocess_model(self, model: "PreTrainedModel", **options: Any) -> "PreTrainedModel":
+        """The model with weights becomes an ordinary one."""
+        model = super().postprocess_model(model, **options)
+        self._sparing.close()
+        return model
 
     def _process_model_before_weight_loading(self, model: "PreTrainedModel", **_: object) -> None:
         config = {**model.config.to_dict(), "quantization_config": self.quantization_config.to_dict()}

@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 
 from moetool.architectures import ROLES, Role
+from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json, print_table
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
 from moetool.errors import UsageError
-from moetool.job.sizes import format_bytes, format_change
 from moetool.measure.analysis import AnalysisOptions, analyse
 from moetool.measure.inspection import inspect_checkpoint
 from moetool.measure.told import Analysis, Inspection, MaskedLayer, Masks, MoELayers, SharedBase, Similarity

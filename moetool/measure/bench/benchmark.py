@@ -11,10 +11,10 @@ import torch
 
 from moetool.architectures.dense import is_encoder
 from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import ResourceError, UsageError
 from moetool.job.job import pick_device
 from moetool.job.progress import Progress, Silent, phase
-from moetool.job.sizes import format_bytes
 from moetool.measure.bench.costs import Costs
 from moetool.measure.bench.options import BenchOptions, fit_lengths
 from moetool.measure.bench.result import Benched, BenchResult, Case, CaseRatios, Memory, Ratios

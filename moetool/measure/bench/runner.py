@@ -19,12 +19,13 @@ from moetool.architectures.dense import is_encoder
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import MoetoolError, ResourceError
 from moetool.job.job import pick_compute_dtype, pick_device
-from moetool.job.memory import PeakMemory, anonymous_bytes, return_freed_memory, return_heap
+from moetool.job.memory import PeakMemory, anonymous_bytes
 from moetool.measure.bench.costs import Costs, model_costs
 from moetool.measure.bench.options import BenchOptions
 from moetool.measure.bench.result import Memory
 from moetool.runtime.building import check_sizes, described_in
 from moetool.runtime.loading import load_model
+from moetool.runtime.memory import return_freed_memory, return_heap
 from moetool.runtime.modules.moefied import set_keep
 from moetool.runtime.synthesis import apply_synthesis
 from moetool.runtime.timing import Seconds, time_decode
@@ -84,7 +85,7 @@ class HereRunner:
         start = time.perf_counter()
         with PeakMemory(_INTERVAL) as peak, described_in(checkpoint.path):
             self._model = load_model(checkpoint, dtype, "auto" if self._is_spread else device)
-            synthesized = apply_synthesis(self._model, options.synthesize)
+            synthesized = apply_synthesis(self._model, options.synthesize).chosen == "load"
         seconds = time.perf_counter() - start
         if options.keep is not None:
             set_keep(self._model, options.keep)
