@@ -159,6 +159,10 @@ class Representation(ABC):
         """What is stored of all experts' matrices of one role: what they share, and of each what is its own."""
         return {}, [self.encode(matrix, dtype, measured) for matrix in matrices]
 
+    def damage(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str | None:
+        """What in stored tensors, finite and of the right shapes, `encode` never writes; `None` if there is nothing."""
+        return None
+
     @abstractmethod
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         """An empty `Weight` whose parameters and buffers are exactly `tensors(shape)`."""

@@ -14,8 +14,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from moetool.errors import InvalidInputError
 from moetool.format.entry import METHOD, check_format_version, layer_layouts
 from moetool.format.families import architecture_of
+from moetool.numerics.index_sets import are_indices
 from moetool.runtime.memory import sparing_memory
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 from moetool.runtime.modules.experts import SharedBaseExperts, SharedExpertOnBase
@@ -93,6 +95,7 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
             raise RuntimeError(
                 f"moetool tensors are missing from the checkpoint: {missing[:4]} ({len(missing)} in all)"
             )
+        _check_indices(model)
         # Older transformers leave tensors that they rename in the dtype of the file, whatever was asked for.
         for name, parameter in model.named_parameters():
             if parameter.device.type != "meta" and parameter.dtype != self._dtypes.get(name, parameter.dtype):
@@ -117,6 +120,16 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _check_indices(model: Any) -> None:
+    """Raise `InvalidInputError` for indices in the files that lie outside of what they index: a card would not say so,
+    and not go on either."""
+    for path, module in model.named_modules():
+        for name, limit in getattr(module, "index_limits", {}).items():
+            indices = module.get_buffer(name)
+            if indices.device.type != "meta" and not are_indices(indices, limit):
+                raise InvalidInputError(f"{path}.{name} must hold different indices below {limit}, and does not.")
 
 
 def register() -> None:

@@ -43,9 +43,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from moetool.architectures import MoEShape
 from moetool.format.entry import format_entry
 from moetool.format.layout import LayerLayout
-from moetool.job.memory import anonymous_bytes, return_freed_memory, return_heap
+from moetool.job.memory import anonymous_bytes
 from moetool.numerics.quantization import levels
 from moetool.representations import Representation, parse_representation
+from moetool.runtime.memory import return_freed_memory, return_heap
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.plugin import MoetoolConfig, MoetoolQuantizer
 from moetool.runtime.quiet import quiet

@@ -153,7 +153,7 @@ def test_loading_takes_no_more_than_the_model(tmp_path: Path) -> None:
     )
     own, peak, stays = map(int, done.stdout.split())
     assert own > 100 * MIB
-    assert 0.9 * own < stays < 1.05 * own
+    assert 0.7 * own < stays < 1.1 * own  # what the first load left free counts for the second
     assert peak < 1.1 * own
 
 

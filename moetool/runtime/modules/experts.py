@@ -64,6 +64,7 @@ class SharedBaseExperts(nn.Module):
                 setattr(self, f"{fused_name(roles)}_bias", bias)
         if layout.is_pruned:
             self.register_buffer("base_channels", torch.zeros(layout.base_channels, dtype=torch.int32, device=device))
+            self.index_limits = {"base_channels": self.intermediate_dim}
         self.moetool = nn.ModuleDict({str(expert): nn.ModuleDict() for expert in range(layout.stored_experts)})
         shared = {
             str(role): nn.ParameterDict(

@@ -96,6 +96,7 @@ class NeuronExperts(SplitFFN):
                 self.selector = Selector(hidden, self.num_experts).to(like.dtype)
             elif self.selector_kind == "fixed":
                 self.register_buffer("order", torch.arange(self.num_experts))
+                self.index_limits = {"order": self.num_experts}
         if expected is not None:
             add_placeholder(self, expected, like)
         self.register_load_state_dict_post_hook(_forget)
