@@ -64,13 +64,13 @@ def loading_memory(
 def check_memory(
     checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"], device: torch.device | str | None = None
 ) -> LoadingMemory:
-    """The same, refusing a model that does not fit.
+    """The same, refusing a model that does not fit. A dense one that is spread by a map goes to disk, too.
 
     Raises:
         ResourceError: it does not.
     """
     memory = loading_memory(checkpoint, dtype, device)
-    if memory.needed > memory.free:
+    if memory.needed > memory.free and not (device in _MAPS and _can_go_to_disk(checkpoint)):
         form = "it is stored" if dtype == "auto" else str(dtype).removeprefix("torch.")
         where = "on all devices together" if device in _MAPS else f"on {device or 'cpu'}"
         ways = ["compress it further"]
@@ -84,6 +84,15 @@ def check_memory(
             f"{', or '.join(ways)}."
         )
     return memory
+
+
+def _can_go_to_disk(checkpoint: Checkpoint) -> bool:
+    """Whether transformers can leave tensors on disk; those that it puts together, experts, it cannot."""
+    try:
+        architecture_of(checkpoint.config)
+    except InvalidInputError:
+        return True
+    return False
 
 
 def load_model(
