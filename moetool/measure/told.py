@@ -89,7 +89,7 @@ class Clustering(Inlined):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routing(Printed):
+class RoutingTold(Printed):
     """Which experts a model chooses.
 
     Attributes:
@@ -210,7 +210,7 @@ class MoELayer(Printed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoELayers(Inlined):
+class StoredLayers(Inlined):
     """The layers of a model whose experts are networks.
 
     Attributes:
@@ -369,5 +369,5 @@ class Inspection(Printed):
     dtype: str
     parameters: ParameterCounts
     files: Files
-    moe: MoELayers | Masks
+    moe: StoredLayers | Masks
     analysis: Analysis | None = None
