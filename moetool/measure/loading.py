@@ -1,5 +1,6 @@
 """Loading a model as options say it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,20 @@ from moetool.runtime.building import check_sizes, described_in
 from moetool.runtime.loading import check_memory, load_model
 
 
-def load_for(checkpoint: Checkpoint, device: str, compute_dtype: str, progress: Progress | None = None) -> Any:
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype of the first tensor of floating point."""
+    return next((info.dtype for info in checkpoint.tensors.values() if info.dtype.is_floating_point), torch.float32)
+
+
+def context_length(config: Mapping[str, object]) -> int | None:
+    """The positions of a model; some families know of no end."""
+    found = config.get("max_position_embeddings", config.get("n_positions"))
+    return found if isinstance(found, int) else None
+
+
+def load_for(
+    checkpoint: Checkpoint, device: str, compute_dtype: str | torch.dtype, progress: Progress | None = None
+) -> Any:
     """A language model in evaluation mode; `device` may be `map`, to spread a large model over what there is. What it
     takes of the memory is told to `progress` before.
 
@@ -22,7 +36,9 @@ def load_for(checkpoint: Checkpoint, device: str, compute_dtype: str, progress: 
     """
     spread = device == "map"
     chosen = pick_device("auto" if spread else device)
-    dtype = pick_compute_dtype(compute_dtype, chosen, next(iter(checkpoint.tensors.values())).dtype)
+    dtype = compute_dtype
+    if isinstance(dtype, str):
+        dtype = pick_compute_dtype(dtype, chosen, next(iter(checkpoint.tensors.values())).dtype)
     place = "auto" if spread else chosen
     memory = check_memory(checkpoint, dtype, place)
     if progress is not None:

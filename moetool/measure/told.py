@@ -26,6 +26,31 @@ class SynthesisTold(Printed):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Generation(Printed):
+    """What a model wrote.
+
+    Attributes:
+        model, prompt: as they were given.
+        text: what the model wrote, without special tokens.
+        prompt_tokens, new_tokens: of both.
+        seconds: of prompt and answer, without loading.
+        tokens_per_second: new tokens in that time.
+        synthesized: when a compressed model's experts were made dense.
+        synthesis: why.
+    """
+
+    model: str
+    prompt: str
+    text: str
+    prompt_tokens: int
+    new_tokens: int
+    seconds: float
+    tokens_per_second: float
+    synthesized: Literal["load", "on-the-fly"]
+    synthesis: SynthesisTold
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation(Printed):
     """How well a model predicts a text.
 

@@ -61,9 +61,9 @@ class Weight(nn.Module, ABC):
     def dense(self) -> Tensor:
         """The matrix `[out, in]` in fp32 or better."""
 
-    @abstractmethod
-    def products(self) -> Products:
-        """The same as stored matrices that inputs are multiplied with."""
+    def products(self) -> Products | None:
+        """The same as stored matrices that kernels multiply inputs with; None if `forward` is all there is."""
+        return None
 
 
 class Representation(ABC):

@@ -112,5 +112,4 @@ class LowRankSparseWeight(Weight):
         return factors.dense() + residual.dense()
 
     def products(self) -> Products:
-        factors, residual = self._parts
-        return factors.products() + residual.products()
+        return tuple(chain for part in self._parts for chain in part.products() or ())

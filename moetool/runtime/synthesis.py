@@ -10,6 +10,7 @@ from torch import nn
 from moetool.architectures.base import by_name
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import ResourceError, UsageError
+from moetool.runtime.kernels.compiler import problem
 from moetool.runtime.memory import free_bytes, returning_memory
 from moetool.runtime.modules.experts import SharedBaseExperts, SharedExpertOnBase
 from moetool.runtime.modules.fused import fused_tensors
@@ -105,11 +106,13 @@ def synthesis_bytes(model: "PreTrainedModel") -> int:
     )
 
 
-def choose_synthesis(model: "PreTrainedModel", asked: Synthesis) -> SynthesisChoice:
+def choose_synthesis(model: "PreTrainedModel", asked: Synthesis, *, few_tokens: bool = False) -> SynthesisChoice:
     """What `apply_synthesis` does, of which nothing is done yet.
 
-    Making them when loaded pays where deltas are not simply low-rank, and they fit if they take at most half of the
-    free memory; those that are offloaded do not.
+    By what was measured (scripts/benchmarks/results/runtime.md), not by the clock: the same command is to take the same
+    way every time. Few tokens at a time are faster with experts as they are stored, if kernels read them. Many are
+    faster with dense ones where deltas are not simply low-rank. Dense ones fit if they take at most half of the free
+    memory; those that are offloaded do not.
     """
     modules = [module for _, module in _stored(model)]
     needed = synthesis_bytes(model)
@@ -128,21 +131,25 @@ def choose_synthesis(model: "PreTrainedModel", asked: Synthesis) -> SynthesisCho
         return choice("on-the-fly", "semi-dynamic pruning has no dense form")
     if all(form.is_cheap for module in modules for _, _, form in module.layout.deltas()):
         return choice("on-the-fly", "low-rank deltas run as they are")
+    if few_tokens and not (reason := problem()):
+        return choice("on-the-fly", "kernels multiply few tokens with them as they are stored, faster than dense ones")
     told = f"dense experts take {format_bytes(needed)}, {format_bytes(free)} are free"
     if needed > free / 2:
         return choice("on-the-fly", f"{told}, of which they may take half")
+    if few_tokens:
+        told += f"; there are no kernels: {reason}"
     return choice("load", told)
 
 
-def apply_synthesis(model: "PreTrainedModel", asked: Synthesis) -> SynthesisChoice:
+def apply_synthesis(model: "PreTrainedModel", asked: Synthesis, *, few_tokens: bool = False) -> SynthesisChoice:
     """Make the experts of a model dense if that is asked for, or (`auto`) if it pays and they fit; returns what was
-    chosen and why.
+    chosen and why. It pays less where passes have `few_tokens`, as in generating.
 
     Raises:
         UsageError: it is asked for, and some of the experts are offloaded.
         ResourceError: it is asked for, and they do not fit.
     """
-    choice = choose_synthesis(model, asked)
+    choice = choose_synthesis(model, asked, few_tokens=few_tokens)
     if choice.chosen == "load":
         if choice.needed > choice.free:
             raise ResourceError(

@@ -31,14 +31,18 @@ class Table:
         products: what each is made of.
     """
 
-    def __init__(self, products: Sequence[Products], shape: tuple[int, int], holders: Iterable[nn.Module]) -> None:
+    def __init__(
+        self, products: Sequence[Products | None], shape: tuple[int, int], holders: Iterable[nn.Module]
+    ) -> None:
         """`holders` have the tensors of `products` among their own parameters and buffers.
 
         Raises:
             UnsupportedMatrixError: a form, shape or place in memory that kernels do not know.
         """
-        self.products, self.shape = list(products), shape
-        self.numbers = torch.tensor([_row(own, shape) for own in products], dtype=torch.int64)
+        self.products, self.shape = [own for own in products if own is not None], shape
+        if len(self.products) < len(products):
+            raise UnsupportedMatrixError("a matrix is stored in a way that is no sum of products")
+        self.numbers = torch.tensor([_row(own, shape) for own in self.products], dtype=torch.int64)
         self._held = [
             (tensors, name, tensor, tensor.data_ptr())
             for holder in holders

@@ -18,7 +18,7 @@ from moetool.architectures import Role
 from moetool.architectures.base import fused_name
 from moetool.format.layout import LayerLayout
 from moetool.representations.base import Weight, empty_parameter
-from moetool.representations.operand import Products, numbers
+from moetool.representations.operand import numbers
 from moetool.runtime.kernels.table import Table
 from moetool.runtime.modules.fused import activated, entering
 from moetool.runtime.modules.inference import KernelExperts, Kernels, RoleMatrices, numbered, run_by_number
@@ -218,14 +218,14 @@ class SharedBaseExperts(nn.Module):
         roles = {}
         for role in shape.roles:
             weights, matrix = self.layout.weights[role], shape.matrix(role)
-            products: list[Products] = [
+            products = [
                 ((numbers(self._native(expert, role)),),) if weights is None else self.delta(expert, role).products()
                 for expert in range(shape.experts)
             ]
             base = None
             if weights is not None:
                 whole = self.layout.has_dense_base(role)
-                stored: Products = ((numbers(self._native(0, role)),),) if whole else self._compact(role).products()
+                stored = ((numbers(self._native(0, role)),),) if whole else self._compact(role).products()
                 base = Table([stored], self.layout.base_shape(role), ())
             uses = torch.tensor([[float(self._uses_base(expert, role))] for expert in range(shape.experts)])
             biases = [self._biases(expert)[role] for expert in range(shape.experts) if role in shape.biases]
