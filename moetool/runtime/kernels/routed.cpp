@@ -62,25 +62,36 @@ static void unaligned_dots(const Operand& m, long begin, long end, const Batch& 
     }
   }
 }
-// y[columns begin to end] += Σ over rows x[row] · M[row, column].
-template <Form F, int N> static void mix(const Operand m, long begin, long end, const Batch& batch) {
+// y[columns begin to end] += Σ over rows x[row] · M[row, column], B calls of `decode` from q on.
+template <Form F, int N, int B> static inline void mix(const Operand m, long q, long begin, long end, const Batch& batch) {
   constexpr int P = served(F);
   const vf levels = bits(F) && F != CODES8 ? load(m.levels) : vf{};
   const long groups = coded(F) ? m.columns / m.group : 0;
+  float x[B][P][N];
+  for (int b = 0; b < B; b++)
+    for (int j = 0; j < P; j++)
+      for (int n = 0; n < N; n++) x[b][j][n] = batch.x[n][row_of<F>(m, q + b, j)];
   for (long c = begin; c < end; c += W) {
     const long g = coded(F) ? c / m.group : 0;
-    vf sums[N] = {};
-    for (long q = 0; q < calls<F>(m); q++) {
+    vf sums[N];
+    for (int n = 0; n < N; n++) sums[n] = load(batch.y[n] + c);
+    for (int b = 0; b < B; b++) {
       vf w[P];
-      decode<F>(m, levels, q, c, w);
+      decode<F>(m, levels, q + b, c, w);
       for (int j = 0; j < P; j++) {
-        const long row = row_of<F>(m, q, j);
-        const float s = coded(F) ? scale(m, row * groups + g) : 1;
-        for (int n = 0; n < N; n++) sums[n] += w[j] * (s * batch.x[n][row]);
+        const float s = coded(F) ? scale(m, row_of<F>(m, q + b, j) * groups + g) : 1;
+        for (int n = 0; n < N; n++) sums[n] += w[j] * (s * x[b][j][n]);
       }
     }
-    for (int n = 0; n < N; n++) store(batch.y[n] + c, load(batch.y[n] + c) + sums[n]);
+    for (int n = 0; n < N; n++) store(batch.y[n] + c, sums[n]);
   }
+}
+// Row after row, as they lie in memory: y stays in the cache.
+template <Form F, int N> static void mix(const Operand& m, long begin, long end, const Batch& batch) {
+  constexpr int B = 4 / served(F);
+  long q = 0;
+  for (; q + B <= calls<F>(m); q += B) mix<F, N, B>(m, q, begin, end, batch);
+  for (; q < calls<F>(m); q++) mix<F, N, 1>(m, q, begin, end, batch);
 }
 static void unaligned_mix(const Operand& m, long begin, long end, const Batch& batch) {
   float piece[TILE];
@@ -141,7 +152,7 @@ static void cut(std::vector<Piece>& pieces, const Operand& m, const Batch& batch
   long units = m.rows, size = std::max(8L, (1L << 15) / std::max(1L, (long)m.columns));
   if (m.transposed) {
     units = m.columns;
-    size = TILE;
+    size = std::max(1L, (1L << 18) / std::max(1L, (long)m.rows) / TILE) * TILE;
   } else if (aligned(m)) {
     units = m.rows / (m.form == CODES4 ? 2 : m.form >= CODES1 && m.form <= CODES3 ? 4 : 1);
   }
