@@ -21,6 +21,7 @@ from moetool.runtime.kernels.compiler import problem
 from moetool.runtime.kernels.products import is_packed, linear, routed
 from moetool.runtime.kernels.table import Table, UnsupportedMatrixError
 from moetool.runtime.modules.fused import activated
+from moetool.runtime.modules.offloading import is_fetched
 
 _FEW = 8  # tokens per expert up to which decoding while multiplying is faster than unpacking once
 
@@ -85,9 +86,9 @@ class KernelExperts:
         output = routed(down.table, pairs, activation)
         if down.bias is not None:
             output += down.bias[safe] * weights
-        output = output.view(tokens, k, -1).sum(1)
+        output = output.view(tokens, k, down.table.shape[0]).sum(1)
         if down.base is not None:
-            summed = (activation * down.uses_base[safe]).view(tokens, k, -1).sum(1)
+            summed = (activation * down.uses_base[safe]).view(tokens, k, down.table.shape[1]).sum(1)
             output += self._down(down.base, summed.to(hidden.dtype))
         return output
 
@@ -179,6 +180,8 @@ class Kernels:
             return self._made
         self._made = None
         tensor = module.down_proj
+        if is_fetched(module):  # what was made would keep it all in memory
+            return None
         if self._refused == (state := (tensor.data_ptr(), tensor.dtype, tensor.device)) or problem():
             return None
         with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
@@ -202,17 +205,21 @@ _NUMBERS = itertools.count()
 
 
 def numbered(module: nn.Module) -> int:
-    """A number by which `run_by_number` finds this module as long as it lives."""
+    """A number by which `by_number` finds this module as long as it lives."""
     number = next(_NUMBERS)
     _MODULES[number] = module
     return number
 
 
+def by_number(number: int) -> Any:
+    """The module that was `numbered` so."""
+    return _MODULES[number]
+
+
 @torch.library.custom_op("moetool::experts", mutates_args=())
 def run_by_number(hidden: Tensor, chosen: Tensor, weights: Tensor, number: int) -> Tensor:
     """`infer` of a module."""
-    module: Any = _MODULES[number]
-    output: Tensor = module.infer(hidden, chosen, weights)
+    output: Tensor = by_number(number).infer(hidden, chosen, weights)
     return output
 
 

@@ -26,20 +26,21 @@ def below(module: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def loaded(*modules: nn.Module) -> Iterator[None]:
+def loaded(*modules: nn.Module) -> Iterator[bool]:
     """Have the tensors of these modules (not of those in them) where they compute, for the time of the `with` block.
 
-    Calls of the modules find theirs there, too, and leave them. Costs next to nothing if nothing is offloaded.
+    Calls of the modules find theirs there, too, and leave them. Costs next to nothing if nothing is offloaded; gives
+    whether something is.
     """
     opened: list[tuple[nn.Module, ModelHook]] = []
     try:
         for module in modules:
-            hook = module.__dict__.get("_hf_hook")
-            if hook is not None and _offloads(hook):
+            if is_fetched(module):
+                hook: ModelHook = module.__dict__["_hf_hook"]
                 opened.append((module, hook))
                 hook.pre_forward(module)
                 module.__dict__["_hf_hook"] = _idle()
-        yield
+        yield bool(opened)
     finally:
         for module, hook in reversed(opened):
             module.__dict__["_hf_hook"] = hook
@@ -51,7 +52,9 @@ def is_offloaded(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
-def _offloads(hook: "ModelHook") -> bool:
+def is_fetched(module: object) -> bool:
+    """Whether the tensors of a module, not of those in it, are in memory for the time of a call only."""
+    hook = module.__dict__.get("_hf_hook")
     return any(getattr(own, "offload", False) for own in (hook, *getattr(hook, "hooks", ())))
 
 
