@@ -55,7 +55,7 @@ def is_offloaded(module: nn.Module) -> bool:
 def is_fetched(module: object) -> bool:
     """Whether the tensors of a module, not of those in it, are in memory for the time of a call only."""
     hook = module.__dict__.get("_hf_hook")
-    return any(getattr(own, "offload", False) for own in (hook, *getattr(hook, "hooks", ())))
+    return hook is not None and any(getattr(own, "offload", False) for own in (hook, *getattr(hook, "hooks", ())))
 
 
 def _idle() -> "ModelHook":
