@@ -15,8 +15,6 @@ from torch.nn import functional as F
 from moetool.architectures.base import MoEShape, fused_name
 from moetool.architectures.dense import DenseArchitecture
 from moetool.format.kinds.moe import MoESpec
-from moetool.representations.operand import numbers
-from moetool.runtime.kernels.table import Table
 from moetool.runtime.modules.fused import (
     activated,
     activation,
@@ -27,10 +25,10 @@ from moetool.runtime.modules.fused import (
     gathered_sum,
     weighted_sum,
 )
-from moetool.runtime.modules.inference import KernelExperts, RoleMatrices
+from moetool.runtime.modules.inference import KernelExperts
 from moetool.runtime.modules.insertion import Routed, add_placeholder, path_in
 from moetool.runtime.modules.networks import activation_of, dropout_of, wide
-from moetool.runtime.modules.routed import RoutedExperts
+from moetool.runtime.modules.routed import RoutedExperts, matrices_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,11 +76,11 @@ class FusedExperts(RoutedExperts):
         shape: MoEShape = self.config.shape
         roles = {}
         for role in shape.roles:
-            group, matrix = shape.group(role), shape.matrix(role)
-            own = [((numbers(fused_matrix(shape, self, expert, role)),),) for expert in range(shape.experts)]
+            group = shape.group(role)
             biases: Tensor | None = getattr(self, f"{fused_name(group)}_bias", None)
             bias = None if biases is None else biases.detach().chunk(len(group), dim=-1)[group.index(role)]
-            roles[role] = RoleMatrices(Table(own, matrix, [self]), None, torch.zeros(shape.experts, 1), bias)
+            own = [fused_matrix(shape, self, expert, role) for expert in range(shape.experts)]
+            roles[role] = matrices_of(self, own, bias)
         return KernelExperts(roles, self.act_fn)
 
     def gathered(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

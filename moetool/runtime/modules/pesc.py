@@ -14,12 +14,10 @@ from torch.nn import functional as F
 
 from moetool.architectures.dense import DenseArchitecture
 from moetool.format.kinds.pesc import PescSpec
-from moetool.representations.operand import numbers
-from moetool.runtime.kernels.table import Table
 from moetool.runtime.modules.fused import gathered, gathered_sum, weighted_sum
-from moetool.runtime.modules.inference import KernelExperts, RoleMatrices
+from moetool.runtime.modules.inference import KernelExperts
 from moetool.runtime.modules.insertion import Routed, add_placeholder, path_in
-from moetool.runtime.modules.routed import RoutedExperts
+from moetool.runtime.modules.routed import RoutedExperts, matrices_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,13 +38,8 @@ class Adapters(RoutedExperts):
 
     def on_kernels(self) -> KernelExperts:
         """See `RoutedExperts`. Their down matrix comes before the activation, and the up matrix after it."""
-        none = torch.zeros(len(self.down_proj), 1)
-
-        def matrices(fused: Tensor) -> RoleMatrices:
-            shape = fused.shape[1], fused.shape[2]
-            return RoleMatrices(Table([((numbers(own),),) for own in fused.detach()], shape, [self]), None, none, None)
-
-        return KernelExperts({"up": matrices(self.down_proj), "down": matrices(self.up_proj)}, F.gelu)
+        first, second = (matrices_of(self, fused.detach().unbind()) for fused in (self.down_proj, self.up_proj))
+        return KernelExperts({"up": first, "down": second}, F.gelu)
 
     def gathered(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """See `RoutedExperts`."""

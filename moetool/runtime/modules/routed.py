@@ -1,12 +1,15 @@
 """Experts of one layer in plain tensors, as they run with and without gradients."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moetool.runtime.modules.inference import KernelExperts, Kernels, numbered, run_by_number
+from moetool.representations.operand import numbers
+from moetool.runtime.kernels.table import Table
+from moetool.runtime.modules.inference import KernelExperts, Kernels, RoleMatrices, numbered, run_by_number
 
 _GATHERED = 32  # pairs of a token and an expert up to which matrices are copied rather than waited for
 
@@ -60,3 +63,14 @@ class RoutedExperts(nn.Module, ABC):
     @abstractmethod
     def eager(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The same, one expert after the other."""
+
+
+def matrices_of(holder: nn.Module, matrices: Sequence[Tensor], bias: Tensor | None = None) -> RoleMatrices:
+    """All experts' matrices `[out, in]` of one role, in tensors of `holder`, and their `bias` [experts, out].
+
+    Raises:
+        UnsupportedMatrixError: their numbers are nothing for kernels, or elsewhere.
+    """
+    rows, columns = matrices[0].shape
+    table = Table([((numbers(own),),) for own in matrices], (rows, columns), [holder])
+    return RoleMatrices(table, None, torch.zeros(len(matrices), 1, device=matrices[0].device), bias)
