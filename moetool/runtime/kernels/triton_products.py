@@ -29,8 +29,9 @@ def _data(address, FORM: tl.constexpr):
 
 
 @triton.jit
-def _read(pointer, mask, ALIGNED: tl.constexpr):
-    """A tile; 16 neighbours at once where they lie so."""
+def _read(data, at, mask, ALIGNED: tl.constexpr):
+    """A tile; neighbours at once where they lie so."""
+    pointer = data + at
     if ALIGNED:
         pointer = tl.multiple_of(pointer, (1, 16))
     return tl.load(pointer, mask, 0)
@@ -45,7 +46,7 @@ def _plane(data, rows, columns, row, column, mask, WIDTH: tl.constexpr, ALIGNED:
     else:
         length, flat = (rows * columns * WIDTH + 7) // 8, row * columns + column
         stripe, at = flat // length, flat % length
-    byte = _read(data + at, mask, ALIGNED).to(tl.int32)
+    byte = _read(data, at, mask, ALIGNED).to(tl.int32)
     return (byte >> (stripe * WIDTH)) & ((1 << WIDTH) - 1)
 
 
@@ -59,7 +60,7 @@ def _tile(
     row, exists = row[:, None], inside[:, None]
     mask = exists & (column < columns)
     if FORM <= F16:
-        values = _read(data + row * columns + column, mask, ALIGNED).to(tl.float32)
+        values = _read(data, row * columns + column, mask, ALIGNED).to(tl.float32)
     elif FORM == NF4:
         at = row * columns + column
         byte = tl.load(data + at // 2, mask, 0).to(tl.int32)
@@ -67,9 +68,9 @@ def _tile(
         values = tl.load(levels + code) * tl.load(scales + at // group, mask, 0).to(tl.float32)
     else:
         if FORM == INT8:
-            values = _read(data + row * columns + column, mask, ALIGNED).to(tl.float32)
+            values = _read(data, row * columns + column, mask, ALIGNED).to(tl.float32)
         elif FORM == CODES8:
-            values = _read(data + row * columns + column, mask, ALIGNED).to(tl.float32) - 127
+            values = _read(data, row * columns + column, mask, ALIGNED).to(tl.float32) - 127
         elif FORM == CODES3:
             low = _plane(data, rows, columns, row, column, mask, 2, ALIGNED)
             high = _plane(data + (rows * columns + 3) // 4, rows, columns, row, column, mask, 1, ALIGNED)
@@ -123,7 +124,7 @@ def products(
     rows, columns = tl.load(own + 1).to(tl.int32), tl.load(own + 2).to(tl.int32)
     group = tl.load(own + 3).to(tl.int32)
     if ALIGNED:
-        columns = tl.multiple_of(columns, 16)
+        columns = columns // 16 * 16  # says that it is a multiple of 16
     data = _data(tl.load(own + 5), FORM)
     scales = _data(tl.load(own + 6), NUMBERS)
     levels = _data(tl.load(own + 8), F32)
