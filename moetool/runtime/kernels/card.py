@@ -5,11 +5,11 @@ measured: sizes of tiles are guesses, from how many tokens on `linear` is better
 bitsandbytes' products of 4 and 8 bits are left aside.
 """
 
-import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ def problem(device: torch.device) -> str:
     """Why kernels cannot run on a card, in a sentence; nothing if they can. Compiles one when asked first."""
     if os.environ.get("MOETOOL_KERNELS", "").lower() in {"0", "off", "no"}:
         return "MOETOOL_KERNELS=off is set"
-    if importlib.util.find_spec("triton") is None:
+    if find_spec("triton") is None:
         return "there is no triton; torch brings it along where it is built for a card"
     if torch.version.hip is None and (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         return f"Triton wants a card of compute capability 8.0, and this one has {capability[0]}.{capability[1]}"
@@ -107,15 +107,15 @@ def _launch(
 def unpacked_linear(operands: Sequence[Operand], inputs: Tensor) -> Tensor:
     """Inputs times the sum of stored matrices of one shape, none of them transposed: `[tokens, in]` →
     `[tokens, out]`."""
-    return F.linear(inputs, _sum(operands, inputs.dtype))
+    return F.linear(inputs, summed(operands, inputs.dtype))
 
 
 def unpacked(operand: Operand, dtype: torch.dtype) -> Tensor:
     """The matrix `[rows, columns]` that an operand stands for, in `dtype`."""
-    return _sum([operand], dtype)
+    return summed([operand], dtype)
 
 
-def _sum(operands: Sequence[Operand], dtype: torch.dtype) -> Tensor:
+def summed(operands: Sequence[Operand], dtype: torch.dtype) -> Tensor:
     """The sum of matrices of one shape, rounded once."""
     sparse = [operand for operand in operands if operand.kind == "sparse"]
     others = [operand for operand in operands if operand.kind != "sparse"]
