@@ -6,7 +6,6 @@ one, stands in a table on the card. So nothing on the host depends on what token
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -106,11 +105,6 @@ class Launches:
             self._kept.append(row_starts(operand))
             row[_LEVELS] = self._kept[-1].data_ptr()
         return row
-
-    @cached_property
-    def has_chains(self) -> bool:
-        """Whether some matrix is a product of two."""
-        return any(step.is_first for step in self.steps)
 
 
 def kind(operand: Operand) -> OperandKind:
