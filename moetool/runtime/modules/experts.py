@@ -227,10 +227,11 @@ class SharedBaseExperts(nn.Module):
                 whole = self.layout.has_dense_base(role)
                 stored = ((numbers(self._native(0, role)),),) if whole else self._compact(role).products()
                 base = Table([stored], self.layout.base_shape(role), ())
-            uses = torch.tensor([[float(self._uses_base(expert, role))] for expert in range(shape.experts)])
+            deltas = tuple(self._uses_base(expert, role) for expert in range(shape.experts))
+            uses = torch.tensor(deltas, dtype=torch.float32, device=self.down_proj.device)[:, None]
             biases = [self._biases(expert)[role] for expert in range(shape.experts) if role in shape.biases]
             bias = torch.stack(biases) if biases else None
-            roles[role] = RoleMatrices(Table(products, matrix, holders), base, uses, bias)
+            roles[role] = RoleMatrices(Table(products, matrix, holders), base, deltas, uses, bias)
             holders = []  # what one table has looked at, the others need not
         dynamic = bool(self.layout.dynamic_channels)
         channels = self.base_channels.long() if self.layout.is_pruned else None  # type: ignore[operator]

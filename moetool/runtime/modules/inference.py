@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from moetool.architectures import Role
 from moetool.representations.operand import Products
-from moetool.runtime.kernels.compiler import problem
-from moetool.runtime.kernels.products import is_packed, linear, routed
-from moetool.runtime.kernels.table import Table, UnsupportedMatrixError
+from moetool.runtime.kernels.operands import UnsupportedMatrixError
+from moetool.runtime.kernels.products import is_packed, linear, problem, routed
+from moetool.runtime.kernels.table import Table
 from moetool.runtime.modules.fused import activated
 from moetool.runtime.modules.offloading import is_fetched
 
@@ -33,12 +33,14 @@ class RoleMatrices:
     Attributes:
         table: of every routed expert its own, or its delta.
         base: what deltas are to, `[out, in]` or without pruned channels, a table of one; None where there is no base.
-        uses_base: [experts, 1] fp32, 1 for deltas and 0 for whole matrices.
+        deltas: of every expert whether it has a delta, not a whole matrix.
+        uses_base: the same, [experts, 1] fp32, 1 for deltas and 0 for whole matrices.
         bias: [experts, out], if they have some.
     """
 
     table: Table
     base: Table | None
+    deltas: tuple[bool, ...]
     uses_base: Tensor
     bias: Tensor | None
 
@@ -100,6 +102,7 @@ class KernelExperts:
         output = hidden.new_zeros(len(hidden), down.table.shape[0], dtype=torch.float32)
         summed = hidden.new_zeros(len(hidden), down.table.shape[1], dtype=torch.float32)
         bases: dict[Role, Tensor] = {}
+        meets_base = False
         for expert, (start, end) in enumerate(pairwise(ends)):
             if start == end:
                 continue
@@ -108,7 +111,7 @@ class KernelExperts:
             for role, own in self._entering():
                 whole = self._whole(own, expert)
                 value = linear(whole or own.table.products[expert], given, own.table.shape[0])
-                if not whole and own.base is not None and own.uses_base[expert]:
+                if not whole and own.base is not None and own.deltas[expert]:
                     if role not in bases:
                         bases[role] = self._base(own.base, hidden).to(hidden.dtype)
                     value = value + bases[role][rows]
@@ -116,10 +119,11 @@ class KernelExperts:
             activation = (activated(self._act_fn, values) * share).to(hidden.dtype)
             whole = self._whole(down, expert)
             value = linear(whole or down.table.products[expert], activation, down.table.shape[0])
-            if not whole and down.base is not None and down.uses_base[expert]:
+            if not whole and down.base is not None and down.deltas[expert]:
+                meets_base = True
                 summed.index_add_(0, rows, activation.float())
             output.index_add_(0, rows, value.float() if down.bias is None else value + share * down.bias[expert])
-        if down.base is not None and bool(summed.any()):
+        if down.base is not None and meets_base:
             output += self._down(down.base, summed.to(hidden.dtype))
         return output
 
@@ -129,7 +133,7 @@ class KernelExperts:
     def _whole(self, own: RoleMatrices, expert: int) -> Products:
         """A delta and its base in one, if the delta is written out anyway; else nothing."""
         delta = own.table.products[expert]
-        if own.base is None or not own.uses_base[expert] or not is_packed(delta):
+        if own.base is None or not own.deltas[expert] or not is_packed(delta):
             return ()
         if self._channels is not None or (self._base_down is not None and own is self.roles["down"]):
             return ()
@@ -153,7 +157,7 @@ class KernelExperts:
 def _times(table: Table, inputs: Tensor) -> Tensor:
     """Inputs times the only matrix of a table: `[tokens, in]` → `[tokens, out]` fp32."""
     if len(inputs) <= (_FEW if is_packed(table.products[0]) else _FEW // 2):
-        return routed(table, torch.zeros(len(inputs), dtype=torch.int64), inputs)
+        return routed(table, torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device), inputs)
     return linear(table.products[0], inputs, table.shape[0]).float()
 
 
@@ -182,7 +186,7 @@ class Kernels:
         tensor = module.down_proj
         if is_fetched(module):  # what was made would keep it all in memory
             return None
-        if self._refused == (state := (tensor.data_ptr(), tensor.dtype, tensor.device)) or problem():
+        if self._refused == (state := (tensor.data_ptr(), tensor.dtype, tensor.device)) or problem(tensor.device):
             return None
         with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
             try:
