@@ -10,7 +10,7 @@ from torch import nn
 from moetool.architectures.base import by_name
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import ResourceError, UsageError
-from moetool.runtime.kernels.compiler import problem
+from moetool.runtime.kernels.products import problem
 from moetool.runtime.memory import free_bytes, returning_memory
 from moetool.runtime.modules.experts import SharedBaseExperts, SharedExpertOnBase
 from moetool.runtime.modules.fused import fused_tensors
@@ -131,7 +131,7 @@ def choose_synthesis(model: "PreTrainedModel", asked: Synthesis, *, few_tokens: 
         return choice("on-the-fly", "semi-dynamic pruning has no dense form")
     if all(form.is_cheap for module in modules for _, _, form in module.layout.deltas()):
         return choice("on-the-fly", "low-rank deltas run as they are")
-    if few_tokens and not (reason := problem()):
+    if few_tokens and not (reason := problem(modules[0].down_proj.device)):
         return choice("on-the-fly", "kernels multiply few tokens with them as they are stored, faster than dense ones")
     told = f"dense experts take {format_bytes(needed)}, {format_bytes(free)} are free"
     if needed > free / 2:

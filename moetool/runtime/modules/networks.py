@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from moetool.architectures.base import Role
 from moetool.representations.operand import numbers
-from moetool.runtime.kernels.compiler import problem
-from moetool.runtime.kernels.products import routed
-from moetool.runtime.kernels.table import NUMBERS, Table, UnsupportedMatrixError
+from moetool.runtime.kernels.operands import NUMBERS, UnsupportedMatrixError
+from moetool.runtime.kernels.products import problem, routed
+from moetool.runtime.kernels.table import Table
 from moetool.runtime.modules.fused import activated
 from moetool.runtime.modules.insertion import CustomLayer
 
@@ -189,7 +189,7 @@ class SplitFFN(CustomLayer):
     def on_kernels(self) -> "KernelNeurons | None":
         """The network as it lies in memory now, the down matrix by neuron, if kernels can run it and there are some."""
         down = self.linear("down").weight
-        if problem() or down.device.type != "cpu" or down.dtype not in NUMBERS:
+        if problem(down.device) or down.device.type != "cpu" or down.dtype not in NUMBERS:
             return None
         if down.is_inference() and not down.t().is_contiguous():
             return None

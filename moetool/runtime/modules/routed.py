@@ -73,4 +73,5 @@ def matrices_of(holder: nn.Module, matrices: Sequence[Tensor], bias: Tensor | No
     """
     rows, columns = matrices[0].shape
     table = Table([((numbers(own),),) for own in matrices], (rows, columns), [holder])
-    return RoleMatrices(table, None, torch.zeros(len(matrices), 1, device=matrices[0].device), bias)
+    none = torch.zeros(len(matrices), 1, device=matrices[0].device)
+    return RoleMatrices(table, None, (False,) * len(matrices), none, bias)
