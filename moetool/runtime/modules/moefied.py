@@ -186,14 +186,15 @@ class NeuronExperts(SplitFFN):
             if neurons is not None:
                 return neurons.forward(rows, chosen)
         if self.selector_kind == "fixed":
-            experts = self._cache("order", [self.order], lambda: sorted(self.order[: self.kept].tolist()), self.kept)
-            return self.by_runs(rows, experts, None)
+            experts, index = self._cache("order", [self.order], self._fixed, self.kept)
+            return self.by_runs(rows, experts, None, index)
         if self.can_group(rows):
             pieces = zip(*(part.split(max(1, 2**15 // self.kept)) for part in (rows, chosen)), strict=True)
             return torch.cat([self.grouped(*piece) for piece in pieces])
         everything = list(range(self.num_experts))
         if is_few and rows.device.type != "cpu":
-            return self.by_runs(rows, everything, self._used(chosen))
+            index = torch.arange(self.num_experts, device=rows.device)
+            return self.by_runs(rows, everything, self._used(chosen), index)
         if len(rows) == 1:
             return self.by_runs(rows, sorted(chosen[0].tolist()), None)
         if len(rows) * share >= tokens_per_expert and share <= most_kept:
@@ -201,6 +202,11 @@ class NeuronExperts(SplitFFN):
         used = self._used(chosen)
         experts = used.any(0).nonzero()[:, 0].tolist()
         return self.by_runs(rows, everything if len(experts) > most_used * self.num_experts else experts, used)
+
+    def _fixed(self) -> tuple[list[int], Tensor]:
+        """The experts of a fixed selection, as they lie in memory."""
+        index = self.order[: self.kept].sort().values
+        return index.tolist(), index
 
     def _used(self, chosen: Tensor) -> Tensor:
         """`[tokens, experts]` bool: which experts a token uses."""

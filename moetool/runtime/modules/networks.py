@@ -150,13 +150,14 @@ class SplitFFN(CustomLayer):
                 runs.append((start, stop))
         return runs
 
-    def by_runs(self, rows: Tensor, experts: list[int], used: Tensor | None) -> Tensor:
+    def by_runs(self, rows: Tensor, experts: list[int], used: Tensor | None, index: Tensor | None = None) -> Tensor:
         """All tokens through the same experts, in views of the weights.
 
-        `used [tokens, num_experts]` says which of them a token uses, all where it is None: → `[tokens, hidden]`.
+        `used [tokens, num_experts]` says which of them a token uses, all where it is None: → `[tokens, hidden]`. With
+        `index`, the same experts on the device, nothing has to be copied there.
         """
         runs, weight = self._runs(experts), self.linear("down").weight
-        index = torch.tensor(experts, device=rows.device)
+        index = torch.tensor(experts, device=rows.device) if index is None else index
         residual = self.activation(rows, runs) - self.subtracted.view(-1, self.size).index_select(0, index).flatten()
         if used is not None:
             unused = ~used.index_select(1, index).unsqueeze(-1)
