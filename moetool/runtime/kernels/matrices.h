@@ -92,7 +92,7 @@ template <Form F> static inline vf decode_row(const Operand& m, vf levels, long 
   if (F == CODES1) return lookup(levels, bytes(m.data + row % eighth * n + column) >> (int)(row / eighth));
   vi code = bytes(m.data + row % stripe * n + column) >> (int)(row / stripe * (F == CODES3 ? 2 : bits(F)));
   if (F == CODES3)
-    code = (code & 3) | ((bytes(m.data + (stripe + row % eighth) * n + column) >> (int)(row / eighth)) & 1) << 2;
+    code = (code & 3) | ((bytes(m.data + (stripe + row % eighth) * n + column) << 2 >> (int)(row / eighth)) & ~3);
   return lookup(levels, code);
 }
 constexpr long TILE = 64;
