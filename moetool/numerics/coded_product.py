@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from moetool.numerics.quantization import levels
 
-_TILE = 7 << 16  # bytes of codes looked up at a time
+_TILE = 1 << 20  # bytes of codes looked up at a time; of three bits, whose table is larger, less than half
 _FEW = 16  # inputs up to which spreading them is faster than looking rows up one by one
 _EIGHT_SIGNS = -0x7F7F7F7F7F7F7F80  # the highest bit of each of eight bytes
 _STRIPES = {1: 8, 2: 4, 3: 8, 4: 2, 8: 1}  # equal parts that the rows are cut into, by bits: a byte has one of each
@@ -49,7 +49,7 @@ def coded_product(packed: Tensor, scales: Tensor, bits: int, columns: int, input
     height = rows // _STRIPES[bits]
     output = torch.empty(tokens, _STRIPES[bits], height, device=inputs.device)
     factors = scales.view(-1, height, groups)
-    step = min(height, max(1, _TILE // columns))
+    step = min(height, max(1, (_TILE * 7 // 16 if bits == 3 else _TILE) // columns))
     grouped = inputs.T.reshape(groups, -1, tokens)
     for part in _parts(packed, bits, height, columns):
         scratch = _Scratch.of(step * columns, part.served, dtype, inputs.device)
