@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moetool.representations.operand import Operand
-from moetool.runtime.kernels.compiler import library
+from moetool.runtime.kernels.compiler import library, threads
 from moetool.runtime.kernels.operands import NUMBERS, operand_row
 from moetool.runtime.kernels.table import Table
 
@@ -32,7 +32,7 @@ def routed(table: Table, chosen: Tensor, inputs: Tensor) -> Tensor:
         ctypes.c_long(columns),
         ctypes.c_void_p(outputs.data_ptr()),
         ctypes.c_long(rows),
-        ctypes.c_int(torch.get_num_threads()),
+        ctypes.c_int(threads()),
     )
     return outputs
 
@@ -69,7 +69,7 @@ def _unpacked(numbers: Tensor, first: int, out: Tensor) -> Tensor:
         ctypes.c_long(first + len(out)),
         ctypes.c_void_p(out.data_ptr()),
         ctypes.c_int64(NUMBERS[out.dtype]),
-        ctypes.c_int(torch.get_num_threads()),
+        ctypes.c_int(threads()),
     )
     return out
 
