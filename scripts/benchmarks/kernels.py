@@ -15,7 +15,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,10 +146,10 @@ def cell(stored: Stored, dense: list[Tensor], tokens: int, rounds: int, device: 
     return f"{first * 1e3:.3f}", " / ".join(f"{first / times[name]:.2f}" if name in times else "–" for name in names)
 
 
-def rows(shape: tuple[int, int], forms: list[str], rounds: int, device: torch.device) -> list[str]:
+def rows(shape: tuple[int, int], forms: list[str], rounds: int, device: torch.device) -> Iterator[str]:
     copies = max(1, min(8, CACHE // (2 * shape[0] * shape[1])))
     dense = [torch.empty(shape, dtype=torch.bfloat16, device=device).uniform_(-0.02, 0.02) for _ in range(copies)]
-    lines, taken = [], []
+    taken = []
     for spec in forms:
         stored = store(spec, shape, copies, device)
         cells = [cell(stored, dense, tokens, rounds, device) for tokens in TOKENS]
@@ -157,9 +157,9 @@ def rows(shape: tuple[int, int], forms: list[str], rounds: int, device: torch.de
         checked = error(stored, torch.randn(4, shape[1], device=device))
         line = f"| {shape[0]}×{shape[1]} | {spec} | {' | '.join(own for _, own in cells)} | {checked} |"
         print(line, file=sys.stderr, flush=True)
-        lines.append(line)
+        yield line
     medians = " | ".join(f"{statistics.median(column):.3f} ms" for column in zip(*taken, strict=True))
-    return [*lines, f"| {shape[0]}×{shape[1]} | dense product | {medians} | |"]
+    yield f"| {shape[0]}×{shape[1]} | dense product | {medians} | |"
 
 
 def main() -> None:
@@ -186,7 +186,7 @@ def main() -> None:
     ]
     try:
         for shape in SMALL if options.small else SHAPES:
-            lines += rows(shape, options.forms, options.rounds or (3 if options.small else 15), device)
+            lines.extend(rows(shape, options.forms, options.rounds or (3 if options.small else 15), device))
     finally:
         publish(lines, options.output)  # what there is, if the time was up
 
