@@ -8,6 +8,7 @@ import pytest
 import torch
 from kinds import KINDS, save_kind
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from moetool.checkpoint.reader import Checkpoint
 from moetool.representations import parse_representation
@@ -133,15 +134,27 @@ def test_compiled_decoding_with_a_static_cache_says_the_same(kind: str, load: Ca
     assert model.generate(prompt, cache_implementation="static", disable_compile=True, **GENERATE).equal(expected)
 
 
+@torch.no_grad()
+def test_compiled_experts_are_recorded_in_graphs(load: Callable[..., Any]) -> None:
+    """Not left out of them, e.g. for an input on the CPU."""
+    experts = layer(load, "quantised")
+    compiled = torch.compile(experts, mode="reduce-overhead")
+    counters["inductor"].clear()
+    for seed in range(4):
+        given = batch(2, seed)
+        assert near(compiled(*given), experts.eager(*given))
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
 @pytest.mark.parametrize("spec", ["nf4", "int8"])
 def test_formats_of_bitsandbytes_are_read_by_it(spec: str) -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
-    matrix, form = torch.randn(48, 160, generator=torch.Generator().manual_seed(0)), parse_representation(spec)
-    weight = form.build((48, 160), torch.bfloat16, torch.device("cpu"))
+    matrix, form = torch.randn(48, 192, generator=torch.Generator().manual_seed(0)), parse_representation(spec)
+    weight = form.build((48, 192), torch.bfloat16, torch.device("cpu"))
     weight.load_state_dict(form.encode(matrix, torch.bfloat16))
     dense = weight.dense()
     assert weight.cuda().dense().cpu().allclose(dense, rtol=1e-6)
     if spec == "nf4":
         codes, state = functional.quantize_4bit(matrix.cuda(), quant_type="nf4", blocksize=64)
         assert (codes.view(-1).cpu() == weight.cpu().codes).float().mean() > 0.999
-        assert functional.dequantize_4bit(codes, state).cpu().allclose(dense, atol=0.3)
+        assert near(functional.dequantize_4bit(codes, state).cpu(), dense)

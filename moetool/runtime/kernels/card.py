@@ -101,6 +101,7 @@ def _launch(
         TRANSPOSED=own.transposed,
         ROWS=rows // own.served,
         COLUMNS=columns,
+        num_warps=8 if tokens > 2 else 4,  # so that sums of all tokens are in registers
     )
 
 

@@ -106,7 +106,7 @@ def _tokens(chosen, order, places, pairs, slot, TOKENS: tl.constexpr):
     return pair.to(tl.int64), exists, expert
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "matrices", "number"])
 def products(
     table, chosen, order, places, x, y, pairs, matrices, x_length, y_length, number,
     SLOT: tl.constexpr, SLOTS: tl.constexpr, FIELDS: tl.constexpr, NUMBERS: tl.constexpr, TOKENS: tl.constexpr,
@@ -157,7 +157,7 @@ def products(
     tl.store(target + at[None, :], tl.load(target + at[None, :], mask, 0) + found, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "matrices", "number"])
 def sparse_products(
     table, chosen, order, places, x, y, pairs, matrices, x_length, y_length, number,
     SLOT: tl.constexpr, SLOTS: tl.constexpr, FIELDS: tl.constexpr, NUMBERS: tl.constexpr, TOKENS: tl.constexpr,
