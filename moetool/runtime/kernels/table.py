@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from moetool.numerics.quantization import levels
 from moetool.representations.bitsandbytes_formats import NF4_LEVELS
 from moetool.representations.operand import Operand, Products
+from moetool.runtime.kernels.held import Held
 
 # As matrices.h has them.
 FIELDS, OPERANDS, TERMS = 10, 2, 2  # of an operand, of a term, of a matrix
@@ -29,6 +30,7 @@ class Table:
         numbers: [matrices, fields] int64 on the CPU, valid as long as `is_current`.
         shape: out and in of each.
         products: what each is made of.
+        held: the tensors of its holders.
     """
 
     def __init__(self, products: Sequence[Products], shape: tuple[int, int], holders: Iterable[nn.Module]) -> None:
@@ -39,13 +41,7 @@ class Table:
         """
         self.products, self.shape = list(products), shape
         self.numbers = torch.tensor([_row(own, shape) for own in products], dtype=torch.int64)
-        self._held = [
-            (tensors, name, tensor, tensor.data_ptr())
-            for holder in holders
-            for tensors in (holder._parameters, holder._buffers)
-            for name, tensor in tensors.items()
-            if tensor is not None
-        ]
+        self.held = Held(holders)
 
     @property
     def address(self) -> int:
@@ -54,10 +50,7 @@ class Table:
 
     def is_current(self) -> bool:
         """Whether every tensor still is where it was: loading, moving and training put others in their places."""
-        return all(
-            tensors.get(name) is tensor and tensor.data_ptr() == address
-            for tensors, name, tensor, address in self._held
-        )
+        return self.held.is_current()
 
 
 def operand_row(operand: Operand) -> list[int]:

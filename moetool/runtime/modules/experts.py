@@ -6,8 +6,8 @@ sum of the activations: `Σ_i G_i (B + Δ_i) h_i = B (Σ_i G_i h_i) + Σ_i Δ_i 
 (D²-MoE, Eq. 10). With the base inside every expert the model would be slower than the original.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,16 @@ from moetool.architectures.base import fused_name
 from moetool.format.layout import LayerLayout
 from moetool.representations.base import Weight, empty_parameter
 from moetool.representations.operand import Products, numbers
-from moetool.runtime.kernels.table import Table
+from moetool.runtime.kernels.table import Table, UnsupportedMatrixError
 from moetool.runtime.modules.fused import activated, entering
-from moetool.runtime.modules.inference import KernelExperts, Kernels, RoleMatrices, numbered, run_by_number
+from moetool.runtime.modules.inference import (
+    KernelExperts,
+    Kernels,
+    RoleMatrices,
+    numbered,
+    refuse_export,
+    run_by_number,
+)
 from moetool.runtime.modules.networks import dropout_of
 from moetool.runtime.modules.offloading import below, loaded
 from moetool.runtime.modules.rows import add_rows
@@ -91,6 +98,14 @@ class SharedBaseExperts(nn.Module):
         super().__setstate__(state)
         self._number = numbered(self)  # a copy is another module
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._kernels.forget()  # or what is moved stays where it was until the next call
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *arguments: object, **options: object) -> None:
+        self._kernels.forget()
+        super()._load_from_state_dict(*arguments, **options)
+
     def delta(self, expert: int, role: Role) -> Weight:
         """The stored form of one matrix."""
         return self.moetool[str(expert)][role]  # type: ignore[index]
@@ -134,12 +149,16 @@ class SharedBaseExperts(nn.Module):
 
     def _biases(self, expert: int) -> dict[Role, Tensor]:
         """Those of a routed expert, `[out]` each."""
-        found: dict[Role, Tensor] = {}
-        for roles in self.layout.shape.groups:
-            if roles[0] in self.layout.shape.biases:
-                fused: Tensor = getattr(self, f"{fused_name(roles)}_bias")
-                found.update(zip(roles, fused[expert].chunk(len(roles)), strict=True))
-        return found
+        found = {role: self._bias(role) for role in self.layout.shape.roles}
+        return {role: bias[expert] for role, bias in found.items() if bias is not None}
+
+    def _bias(self, role: Role) -> Tensor | None:
+        """Those of all routed experts in a role `[experts, out]`, as they lie in memory, if they have some."""
+        roles = self.layout.shape.group(role)
+        if roles[0] not in self.layout.shape.biases:
+            return None
+        fused: Tensor = getattr(self, f"{fused_name(roles)}_bias")
+        return fused.chunk(len(roles), dim=1)[roles.index(role)]
 
     def _activation(
         self, expert: int, hidden: Tensor, base: dict[Role, Tensor], tokens: Tensor, biases: Mapping[Role, Tensor]
@@ -189,16 +208,19 @@ class SharedBaseExperts(nn.Module):
         if torch.is_grad_enabled() or not self._may_run_on_kernels():
             return self.eager(hidden_states, top_k_index, top_k_weights)
         if torch.compiler.is_compiling():
+            refuse_export()
             return run_by_number(hidden_states, top_k_index, top_k_weights, self._number)
         return self.infer(hidden_states, top_k_index, top_k_weights)
 
     def _may_run_on_kernels(self) -> bool:
-        """Unless transformers was told to have experts run one after the other."""
-        return getattr(self.config, "_experts_implementation", None) != "eager"
+        """Unless transformers was told to have experts run one after the other, or a trace is made, which records
+        nothing that is not torch."""
+        return getattr(self.config, "_experts_implementation", None) != "eager" and not torch.jit.is_tracing()  # type: ignore[attr-defined]
 
     def infer(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The same without gradients: on kernels where there are some for what is stored, and where it is."""
-        if (kernels := self._kernels.of(self)) is not None:
+        here = hidden_states.device == self.down_proj.device
+        if here and (kernels := self._kernels.of(self)) is not None:
             return kernels.forward(hidden_states, top_k_index, top_k_weights)
         return self.eager(hidden_states, top_k_index, top_k_weights)
 
@@ -214,6 +236,10 @@ class SharedBaseExperts(nn.Module):
             UnsupportedMatrixError: some matrix is nothing for them, or elsewhere.
         """
         shape, holders = self.layout.shape, list(self.modules())
+        stored = [self.delta(expert, role) for expert, role, _ in self.layout.deltas()]
+        stored += [self._compact(role) for role, _ in self.layout.compact_bases()]
+        if not all(isinstance(weight, Weight) for weight in stored):
+            raise UnsupportedMatrixError("an adapter stands where a stored matrix was")
         roles = {}
         for role in shape.roles:
             weights, matrix = self.layout.weights[role], shape.matrix(role)
@@ -224,15 +250,16 @@ class SharedBaseExperts(nn.Module):
             base = None
             if weights is not None:
                 whole = self.layout.has_dense_base(role)
-                stored: Products = ((numbers(self._native(0, role)),),) if whole else self._compact(role).products()
-                base = Table([stored], self.layout.base_shape(role), ())
+                single: Products = ((numbers(self._native(0, role)),),) if whole else self._compact(role).products()
+                base = Table([single], self.layout.base_shape(role), ())
             uses = torch.tensor([[float(self._uses_base(expert, role))] for expert in range(shape.experts)])
-            biases = [self._biases(expert)[role] for expert in range(shape.experts) if role in shape.biases]
-            bias = torch.stack(biases) if biases else None
-            roles[role] = RoleMatrices(Table(products, matrix, holders), base, uses, bias)
+            roles[role] = RoleMatrices(Table(products, matrix, holders), base, uses, self._bias(role))
             holders = []  # what one table has looked at, the others need not
+        tables = [table for own in roles.values() for table in (own.table, own.base) if table is not None]
+        if not next(iter(roles.values())).table.held.has(own for table in tables for own in table.products):
+            raise UnsupportedMatrixError("a tensor is computed whenever it is read")
         dynamic = bool(self.layout.dynamic_channels)
-        channels = self.base_channels.long() if self.layout.is_pruned else None  # type: ignore[operator]
+        channels: Tensor | None = self.base_channels if self.layout.is_pruned else None  # type: ignore[assignment]
         return KernelExperts(roles, self.act_fn, channels, self._base_down if dynamic else None)
 
     def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

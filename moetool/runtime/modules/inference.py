@@ -16,11 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from moetool.architectures import Role
+from moetool.errors import UsageError
 from moetool.representations.operand import Products
 from moetool.runtime.kernels.compiler import problem
+from moetool.runtime.kernels.held import Held
 from moetool.runtime.kernels.products import is_packed, linear, routed
 from moetool.runtime.kernels.table import Table, UnsupportedMatrixError
 from moetool.runtime.modules.fused import activated
+from moetool.runtime.modules.offloading import is_offloading
 
 _FEW = 8  # tokens per expert up to which decoding while multiplying is faster than unpacking once
 
@@ -33,7 +36,7 @@ class RoleMatrices:
         table: of every routed expert its own, or its delta.
         base: what deltas are to, `[out, in]` or without pruned channels, a table of one; None where there is no base.
         uses_base: [experts, 1] fp32, 1 for deltas and 0 for whole matrices.
-        bias: [experts, out], if they have some.
+        bias: [experts, out] as it lies in memory, if they have some.
     """
 
     table: Table
@@ -52,8 +55,8 @@ class KernelExperts:
         channels: Tensor | None = None,
         base_down: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`channels` [kept] are those that a pruned base still has; `base_down`, `[tokens, intermediate]` → `[tokens,
-        hidden]`, takes the place of the product with the down base where that is more than a product."""
+        """`channels` [kept] int32 are those that a pruned base still has; `base_down`, `[tokens, intermediate]` →
+        `[tokens, hidden]`, takes the place of the product with the down base where that is more than a product."""
         self.roles, self._act_fn, self._channels, self._base_down = roles, act_fn, channels, base_down
         self._experts = len(roles["down"].table.products)
 
@@ -140,7 +143,7 @@ class KernelExperts:
         if self._channels is None:
             return values
         channels = self.roles["down"].table.shape[1]
-        return values.new_zeros(len(values), channels).index_copy_(1, self._channels, values)
+        return values.new_zeros(len(values), channels).index_copy_(1, self._channels.long(), values)
 
     def _down(self, base: Table, activations: Tensor) -> Tensor:
         """The product with the down base: `[tokens, hidden]`."""
@@ -159,8 +162,7 @@ def _times(table: Table, inputs: Tensor) -> Tensor:
 class HasKernelForm(Protocol):
     """A module that kernels can run."""
 
-    down_proj: nn.Parameter
-
+    def modules(self) -> Iterator[nn.Module]: ...
     def on_kernels(self) -> KernelExperts: ...
     def infer(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor: ...
 
@@ -171,22 +173,28 @@ class Kernels:
 
     def __init__(self) -> None:
         self._made: KernelExperts | None = None
-        self._refused: tuple[int, torch.dtype, torch.device] | None = None
+        self._refused: Held | None = None
 
     def of(self, module: HasKernelForm) -> KernelExperts | None:
         """That of `module`, or None if kernels cannot run it: then its eager form has to."""
-        if self._made is not None and self._made.is_current():
-            return self._made
-        self._made = None
-        tensor = module.down_proj
-        if self._refused == (state := (tensor.data_ptr(), tensor.dtype, tensor.device)) or problem():
+        # By local names: another thread may run the same module.
+        if (made := self._made) is not None and made.is_current():
+            return made
+        if (refused := self._refused) is not None and refused.is_current():
+            return None
+        self.forget()
+        if problem() or is_offloading(module.modules()):
             return None
         with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
             try:
-                self._made = module.on_kernels()
+                made = self._made = module.on_kernels()
             except UnsupportedMatrixError:
-                self._refused = state
-        return self._made
+                made, self._refused = None, Held(module.modules())
+        return made
+
+    def forget(self) -> None:
+        """Let go of tensors that are about to be replaced."""
+        self._made = self._refused = None
 
     def __deepcopy__(self, _: Any) -> "Kernels":
         return Kernels()
@@ -201,21 +209,38 @@ _MODULES: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDicti
 _NUMBERS = itertools.count()
 
 
-def numbered(module: nn.Module) -> int:
-    """A number by which `run_by_number` finds this module as long as it lives."""
+def numbered(module: nn.Module) -> Tensor:
+    """A number by which `run_by_number` finds this module as long as it lives.
+
+    It is an input of a compiled graph: one graph serves all layers that are compiled one by one.
+    """
     number = next(_NUMBERS)
     _MODULES[number] = module
-    return number
+    with torch.inference_mode(False):
+        return torch.tensor(number, device="cpu")
+
+
+def refuse_export() -> None:
+    """Raise for a graph that is to be run elsewhere, where no module has the number that stands in it.
+
+    Raises:
+        UsageError: `torch.export` is at work.
+    """
+    if torch.compiler.is_exporting():
+        raise UsageError(
+            "Compressed experts cannot be exported: a graph holds tensors, and kernels want the module. Call "
+            'moetool.synthesize(model), which makes them dense, and model.set_experts_implementation("batched_mm").'
+        )
 
 
 @torch.library.custom_op("moetool::experts", mutates_args=())
-def run_by_number(hidden: Tensor, chosen: Tensor, weights: Tensor, number: int) -> Tensor:
+def run_by_number(hidden: Tensor, chosen: Tensor, weights: Tensor, number: Tensor) -> Tensor:
     """`infer` of a module."""
-    module: Any = _MODULES[number]
+    module: Any = _MODULES[int(number)]
     output: Tensor = module.infer(hidden, chosen, weights)
     return output
 
 
 @run_by_number.register_fake
-def _(hidden: Tensor, chosen: Tensor, weights: Tensor, number: int) -> Tensor:
+def _(hidden: Tensor, chosen: Tensor, weights: Tensor, number: Tensor) -> Tensor:
     return torch.empty_like(hidden)

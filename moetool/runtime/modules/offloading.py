@@ -4,7 +4,7 @@ accelerate fetches the tensors of a module when that module is called, and lets 
 that computes with the tensors of another, without calling it, has to hold that one `loaded` meanwhile.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,12 @@ def loaded(*modules: nn.Module) -> Iterator[None]:
 def is_offloaded(module: nn.Module) -> bool:
     """Whether some tensor of a module, or of one in it, is not in memory between calls."""
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+def is_offloading(modules: Iterable[nn.Module]) -> bool:
+    """Whether tensors of some of these modules are in memory only while they are called."""
+    hooks = (module.__dict__.get("_hf_hook") for module in modules)
+    return any(hook is not None and _offloads(hook) for hook in hooks)
 
 
 def _offloads(hook: "ModelHook") -> bool:
