@@ -15,8 +15,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moetool.format.entry import METHOD, check_format_version, layer_layouts
 from moetool.format.families import architecture_of
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
-from moetool.runtime.modules.experts import SharedBaseExperts, SharedExpertOnBase
+from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import CustomLayer, insert_modules
+from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

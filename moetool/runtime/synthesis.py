@@ -9,9 +9,10 @@ from torch import nn
 
 from moetool.architectures.base import by_name
 from moetool.errors import UsageError
-from moetool.runtime.modules.experts import SharedBaseExperts, SharedExpertOnBase
+from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.fused import fused_tensors
 from moetool.runtime.modules.offloading import is_offloaded
+from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

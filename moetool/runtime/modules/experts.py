@@ -29,7 +29,6 @@ from moetool.runtime.modules.inference import (
     refuse_export,
     run_by_number,
 )
-from moetool.runtime.modules.networks import dropout_of
 from moetool.runtime.modules.offloading import below, loaded
 from moetool.runtime.modules.rows import add_rows
 
@@ -235,7 +234,7 @@ class SharedBaseExperts(nn.Module):
         Raises:
             UnsupportedMatrixError: some matrix is nothing for them, or elsewhere.
         """
-        shape, holders = self.layout.shape, list(self.modules())
+        shape = self.layout.shape
         stored = [self.delta(expert, role) for expert, role, _ in self.layout.deltas()]
         stored += [self._compact(role) for role, _ in self.layout.compact_bases()]
         if not all(isinstance(weight, Weight) for weight in stored):
@@ -253,10 +252,11 @@ class SharedBaseExperts(nn.Module):
                 single: Products = ((numbers(self._native(0, role)),),) if whole else self._compact(role).products()
                 base = Table([single], self.layout.base_shape(role), ())
             uses = torch.tensor([[float(self._uses_base(expert, role))] for expert in range(shape.experts)])
+            # What one table looks at, the others need not: the last, when all that is derived from others is there.
+            holders = self.modules() if role == shape.roles[-1] else ()
             roles[role] = RoleMatrices(Table(products, matrix, holders), base, uses, self._bias(role))
-            holders = []  # what one table has looked at, the others need not
         tables = [table for own in roles.values() for table in (own.table, own.base) if table is not None]
-        if not next(iter(roles.values())).table.held.has(own for table in tables for own in table.products):
+        if not roles[shape.roles[-1]].table.held.has(own for table in tables for own in table.products):
             raise UnsupportedMatrixError("a tensor is computed whenever it is read")
         dynamic = bool(self.layout.dynamic_channels)
         channels: Tensor | None = self.base_channels if self.layout.is_pruned else None  # type: ignore[assignment]
@@ -371,43 +371,3 @@ class SharedBaseExperts(nn.Module):
         weights = self.layout.weights
         ranks = {role: [weight.spec for weight in own or ()] or "native" for role, own in weights.items()}
         return f"channels={self.layout.base_channels}/{self.intermediate_dim}, {ranks}"
-
-
-class SharedExpertOnBase(nn.Module):
-    """Stands where the family has its shared expert; the routed experts, whose base it shares, compute it.
-
-    Holds no more than the biases, under their native names: both modules are kept in a tuple, so that neither is
-    registered a second time.
-    """
-
-    def __init__(self, experts: SharedBaseExperts, native: nn.Module, names: Mapping[Role, str]) -> None:
-        """`native` is the module this one replaces; `names` are those of its matrices, by role."""
-        super().__init__()
-        self._modules_elsewhere = experts, native
-        self.names = dict(names)
-        for role in experts.layout.shape.biases:
-            path = names[role].removesuffix(".weight")
-            holder = nn.Module()
-            holder.bias = native.get_submodule(path).bias
-            self.add_module(path, holder)
-
-    @property
-    def experts(self) -> SharedBaseExperts:
-        """The routed experts, and this one as the last of them."""
-        return self._modules_elsewhere[0]
-
-    @property
-    def native(self) -> nn.Module:
-        """What was here, without weights."""
-        return self._modules_elsewhere[1]
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """`[…, hidden]` → the same."""
-        with loaded(*below(self)):
-            biases: dict[Role, Tensor] = {role: self.bias(role) for role in self.experts.layout.shape.biases}
-            output = self.experts.shared_expert(hidden_states, biases)
-        return F.dropout(output, dropout_of(self.native), self.training)
-
-    def bias(self, role: Role) -> nn.Parameter:
-        """The shared expert's own, beside one of its matrices."""
-        return self.get_parameter(self.names[role].removesuffix("weight") + "bias")
