@@ -43,7 +43,7 @@ def run_dense_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Ten
     entered = chosen_linear(hidden.repeat_interleave(k, 0), pairs, experts.gate_up_proj)
     output = chosen_linear(experts._apply_gate(entered), pairs, experts.down_proj)
     shares = weights.float().masked_fill((chosen < 0) | (chosen >= experts.num_experts), 0)
-    return (output.view(tokens, k, -1) * shares[..., None]).sum(1).to(hidden.dtype)
+    return (output.unflatten(0, (tokens, k)) * shares[..., None]).sum(1).to(hidden.dtype)
 
 
 def _is_usual(experts: Any) -> bool:

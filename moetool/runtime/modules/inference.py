@@ -88,9 +88,9 @@ class KernelExperts:
         output = routed(down.table, pairs, activation)
         if down.bias is not None:
             output += down.bias[safe] * weights
-        output = output.view(tokens, k, -1).sum(1)
+        output = output.unflatten(0, (tokens, k)).sum(1)
         if down.base is not None:
-            summed = (activation * down.uses_base[safe]).view(tokens, k, -1).sum(1)
+            summed = (activation * down.uses_base[safe]).unflatten(0, (tokens, k)).sum(1)
             output += self._down(down.base, summed.to(hidden.dtype))
         return output
 
