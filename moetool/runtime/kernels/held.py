@@ -43,19 +43,24 @@ class Held:
             len(now := own.derived()) == len(before) and all(map(_is, now, before)) for own, before in self._derived
         )
 
-    def has(self, matrices: Iterable[Products]) -> bool:
-        """Whether these are made of the tensors, and not of passing ones as those of parametrized modules are."""
+    def memories(self) -> set[int]:
+        """Where the tensors' memory begins."""
         stored = [tensor for _, _, tensor, *_ in self._tensors]
         stored += [tensor for _, derived in self._derived for tensor in derived]
-        memories = {tensor.untyped_storage().data_ptr() for tensor in stored}
-        return all(
-            tensor.untyped_storage().data_ptr() in memories
-            for products in matrices
-            for chain in products
-            for operand in chain
-            for tensor in (operand.data, operand.scales)
-            if tensor is not None
-        )
+        return {tensor.untyped_storage().data_ptr() for tensor in stored}
+
+
+def are_held(matrices: Iterable[Products], holders: Iterable[Held]) -> bool:
+    """Whether matrices are made of tensors that are held, and not of passing ones as in parametrized modules."""
+    memories = set().union(*(held.memories() for held in holders))
+    return all(
+        tensor.untyped_storage().data_ptr() in memories
+        for products in matrices
+        for chain in products
+        for operand in chain
+        for tensor in (operand.data, operand.scales)
+        if tensor is not None
+    )
 
 
 def _is(one: object, other: object) -> bool:

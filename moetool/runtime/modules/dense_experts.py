@@ -48,13 +48,17 @@ def run_dense_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Ten
 
 def _is_usual(experts: Any) -> bool:
     """Gated experts without biases, in the CPU's memory, one after the other."""
-    unusual = experts.has_bias or experts.is_transposed or experts.has_post_expert_norm or not experts.has_gate
-    return not unusual and all(
-        type(matrices) in (nn.Parameter, Tensor)
-        and matrices.dtype in NUMBERS
-        and matrices.device.type == "cpu"
-        and matrices.is_contiguous()
-        for matrices in (experts.gate_up_proj, experts.down_proj)
+    unusual = any(getattr(experts, name, False) for name in ("has_bias", "is_transposed", "has_post_expert_norm"))
+    return (
+        not unusual
+        and getattr(experts, "has_gate", True)
+        and all(
+            type(matrices) in (nn.Parameter, Tensor)
+            and matrices.dtype in NUMBERS
+            and matrices.device.type == "cpu"
+            and matrices.is_contiguous()
+            for matrices in (experts.gate_up_proj, experts.down_proj)
+        )
     )
 
 

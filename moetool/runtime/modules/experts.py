@@ -19,6 +19,7 @@ from moetool.architectures.base import fused_name
 from moetool.format.layout import LayerLayout
 from moetool.representations.base import Weight, empty_parameter
 from moetool.representations.operand import Products, numbers
+from moetool.runtime.kernels.held import Held, are_held
 from moetool.runtime.kernels.table import Table, UnsupportedMatrixError
 from moetool.runtime.modules.fused import activated, entering
 from moetool.runtime.modules.inference import (
@@ -219,7 +220,7 @@ class SharedBaseExperts(nn.Module):
     def infer(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The same without gradients: on kernels where there are some for what is stored, and where it is."""
         here = hidden_states.device == self.down_proj.device
-        if here and (kernels := self._kernels.of(self)) is not None:
+        if here and (kernels := self._kernels.of(self, top_k_index)) is not None:
             return kernels.forward(hidden_states, top_k_index, top_k_weights)
         return self.eager(hidden_states, top_k_index, top_k_weights)
 
@@ -252,15 +253,16 @@ class SharedBaseExperts(nn.Module):
                 single: Products = ((numbers(self._native(0, role)),),) if whole else self._compact(role).products()
                 base = Table([single], self.layout.base_shape(role), ())
             uses = torch.tensor([[float(self._uses_base(expert, role))] for expert in range(shape.experts)])
-            # What one table looks at, the others need not: the last, when all that is derived from others is there.
-            holders = self.modules() if role == shape.roles[-1] else ()
-            roles[role] = RoleMatrices(Table(products, matrix, holders), base, uses, self._bias(role))
+            roles[role] = RoleMatrices(Table(products, matrix, ()), base, uses, self._bias(role))
         tables = [table for own in roles.values() for table in (own.table, own.base) if table is not None]
-        if not roles[shape.roles[-1]].table.held.has(own for table in tables for own in table.products):
+        apart = [[*self.moetool[str(expert)].modules()] for expert in range(shape.experts)]
+        private = {module for modules in apart for module in modules}
+        held = [Held(module for module in self.modules() if module not in private), *map(Held, apart)]
+        if not are_held((own for table in tables for own in table.products), held):
             raise UnsupportedMatrixError("a tensor is computed whenever it is read")
         dynamic = bool(self.layout.dynamic_channels)
         channels: Tensor | None = self.base_channels if self.layout.is_pruned else None  # type: ignore[assignment]
-        return KernelExperts(roles, self.act_fn, channels, self._base_down if dynamic else None)
+        return KernelExperts(roles, self.act_fn, held, channels, self._base_down if dynamic else None)
 
     def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         tokens, top_k = top_k_index.shape

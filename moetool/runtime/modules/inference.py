@@ -7,7 +7,7 @@ at a time; low-rank deltas stay products beside those of the base, which meets e
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -52,19 +52,24 @@ class KernelExperts:
         self,
         roles: Mapping[Role, RoleMatrices],
         act_fn: Callable[[Tensor], Tensor],
+        held: Sequence[Held],
         channels: Tensor | None = None,
         base_down: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`channels` [kept] int32 are those that a pruned base still has; `base_down`, `[tokens, intermediate]` →
-        `[tokens, hidden]`, takes the place of the product with the down base where that is more than a product."""
+        """`held` are the tensors that all experts have in common, and then each one's. `channels` [kept] int32 are
+        those that a pruned base still has; `base_down`, `[tokens, intermediate]` → `[tokens, hidden]`, takes the place
+        of the product with the down base where that is more than a product."""
         self.roles, self._act_fn, self._channels, self._base_down = roles, act_fn, channels, base_down
+        self._common, *self._each = held
         self._experts = len(roles["down"].table.products)
 
-    def is_current(self) -> bool:
-        """Whether all tensors are where they were."""
-        return all(
-            table is None or table.is_current() for own in self.roles.values() for table in (own.table, own.base)
-        )
+    def is_current(self, chosen: Tensor | None = None) -> bool:
+        """Whether all tensors are where they were, or those that tokens need that chose so. For a few tokens the
+        others are not looked at: there are thousands."""
+        each = self._each
+        if chosen is not None and chosen.device.type == "cpu" and chosen.numel() < len(each):
+            each = [each[expert] for expert in set(chosen.flatten().tolist()) if 0 <= expert < len(each)]
+        return self._common.is_current() and all(held.is_current() for held in each)
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`, in the dtype of `hidden`. Numbers of
@@ -175,10 +180,11 @@ class Kernels:
         self._made: KernelExperts | None = None
         self._refused: Held | None = None
 
-    def of(self, module: HasKernelForm) -> KernelExperts | None:
-        """That of `module`, or None if kernels cannot run it: then its eager form has to."""
+    def of(self, module: HasKernelForm, chosen: Tensor | None = None) -> KernelExperts | None:
+        """That of `module`, good for the experts that are `chosen` or for all of them, or None if kernels cannot run
+        it: then its eager form has to."""
         # By local names: another thread may run the same module.
-        if (made := self._made) is not None and made.is_current():
+        if (made := self._made) is not None and made.is_current(chosen):
             return made
         if (refused := self._refused) is not None and refused.is_current():
             return None
