@@ -49,7 +49,7 @@ def graphs() -> Iterator[Graphs]:
 def test_a_model_is_one_graph(graphs: Graphs) -> None:
     """One for a token and one for any number of them; the experts' numbers are the graph's inputs."""
     model = model_of("shared-expert-on-base")
-    del model.model.layers[2:]
+    del model.model.layers[1:]
     compiled: Any = torch.compile(model, fullgraph=True, backend=graphs)
     with torch.no_grad():
         for length in (1, 40, 30, 39, 1, 28, 17):
@@ -57,7 +57,7 @@ def test_a_model_is_one_graph(graphs: Graphs) -> None:
             found = compiled(input_ids=tokens, use_cache=False).logits
             assert distance(found, model(input_ids=tokens, use_cache=False).logits) < 1e-6
     assert len(graphs.made) <= 3  # one token, the first prompt, any other
-    assert all(str(graph.code).count("moetool.experts") == 2 for graph in graphs.made)
+    assert all(str(graph.code).count("moetool.experts") == 1 for graph in graphs.made)
 
 
 def test_layers_that_are_compiled_one_by_one_share_graphs(graphs: Graphs) -> None:

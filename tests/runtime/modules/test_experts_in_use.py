@@ -116,6 +116,19 @@ def test_offloaded_experts_do_without_and_get_them_back(kind: str) -> None:
     assert logits(model).equal(expected)
 
 
+def test_only_offloaded_layers_do_without(tmp_path: Path) -> None:
+    model = model_of("low-rank")
+    with quiet():
+        model.save_pretrained(tmp_path / "model")
+        places = dict.fromkeys(["model.embed_tokens", "model.layers.1", "model.layers.2", "model.norm"], "cpu")
+        places |= {"model.rotary_emb": "cpu", "lm_head": "cpu", "model.layers.0": "disk"}
+        loaded = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model", device_map=places, offload_folder=str(tmp_path / "disk")
+        )
+    assert distance(logits(loaded), logits(model)) < 1e-5
+    assert list(map(is_on_kernels, experts_in(loaded))) == [False, True, True]
+
+
 def test_hooks_that_offload_nothing_leave_kernels() -> None:
     model = model_of("low-rank")
     expected = logits(model)
@@ -138,8 +151,8 @@ def test_adapters_on_attention_leave_kernels() -> None:
     assert all(map(is_on_kernels, experts_in(adapted)))
 
 
-@pytest.mark.parametrize("target", ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
-def test_adapters_on_bases(target: str) -> None:
+@pytest.mark.parametrize("target", ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "moetool.0.gate.u"])
+def test_adapters_on_bases_and_deltas(target: str) -> None:
     """peft computes the adapted tensor at every call: no kernel can have its address. Merged it is one like others."""
     peft = pytest.importorskip("peft")
     model = model_of("low-rank")

@@ -140,7 +140,7 @@ CHANGES: dict[str, Change] = {
     if callable(change) and getattr(change, "__annotations__", {}).get("experts") is SharedBaseExperts
     if name.startswith("_")
 }
-OFTEN = ("set data", "load", "assign", "narrow twice", "train")
+OFTEN = ("load", "train")
 MANY_SIDED = ("quantised", "sparse", "mixture-on-base-with-biases")
 
 
