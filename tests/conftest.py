@@ -72,6 +72,13 @@ MakeMixtral = Callable[..., Any]
 SaveModel = Callable[..., Path]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="there is no card"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """Tiny matrices: a second thread costs more than it gives, and sums in another order."""

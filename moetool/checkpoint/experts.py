@@ -21,6 +21,7 @@ from moetool.format.layout import (
     native_layout,
     shared_name,
 )
+from moetool.numerics.index_sets import are_indices
 from moetool.representations import Representation
 
 Weights = Callable[[int, Role], Tensor]  # an expert's matrix `[out, in]`, by expert and role
@@ -230,11 +231,34 @@ class ExpertReader:
         return self._decode(layer, layout.base[role], layout.base_shape(role), lambda tensor: base_name(role, tensor))
 
     def base_channels(self, layer: int) -> Tensor:
-        """Indices (int64) of the intermediate channels that the stored base has."""
+        """Indices (int64) of the intermediate channels that the stored base has. Raises `InvalidInputError`."""
         layout = self.layout(layer)
         if not layout.is_pruned:
             return torch.arange(self.shape.intermediate)
-        return self.checkpoint.read(self.architecture.experts_prefix(layer) + BASE_CHANNELS).long()
+        name = self.architecture.experts_prefix(layer) + BASE_CHANNELS
+        channels = self.checkpoint.read(name).long()
+        if not are_indices(channels, self.shape.intermediate):
+            raise InvalidInputError(
+                f"{name} must hold different indices below {self.shape.intermediate}, and does not."
+            )
+        return channels
+
+    def damage(self, layer: int) -> Iterator[str]:
+        """What is wrong with a layer's stored codes and positions although shapes are right and numbers finite; reads
+        all of them."""
+        layout, prefix = self.layout(layer), self.architecture.experts_prefix(layer)
+        stored = [(form, layout.base_shape(role), base_name(role, "")) for role, form in layout.compact_bases()]
+        stored += [(form, self.shape.matrix(role), delta_name(one, role, "")) for one, role, form in layout.deltas()]
+        for form, shape, name in stored:
+            if type(form).damage is not Representation.damage:
+                tensors = {part: self.checkpoint.read(f"{prefix}{name}{part}") for part in form.tensors(shape)}
+                if (found := form.damage(tensors, shape)) is not None:
+                    yield f"{prefix}{name.removesuffix('.')}: {found}"
+        if layout.is_pruned:
+            try:
+                self.base_channels(layer)
+            except InvalidInputError as error:
+                yield str(error).rstrip(".")
 
     def full_base(self, layer: int, role: Role) -> Tensor:
         """The base `[out, in]` in fp32 with zeros where channels were pruned. Not to be written to: the last one is

@@ -15,8 +15,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from typer.core import TyperCommand
 
+from moetool.checkpoint.sizes import format_bytes, parse_bytes
 from moetool.errors import UsageError, did_you_mean, explained
-from moetool.job.sizes import format_bytes, parse_bytes
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 

@@ -13,7 +13,7 @@ from moetool.job.blueprint import open_for_planning
 from moetool.job.calibrated import calibration_windows
 from moetool.job.interrupt import listening
 from moetool.job.job import Job
-from moetool.job.memory import PeakMemory, anonymous_bytes, return_freed_memory
+from moetool.job.memory import PeakMemory, anonymous_bytes
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import Plan, fingerprint
 from moetool.job.processes import is_first_process, processes
@@ -22,6 +22,7 @@ from moetool.job.result import Result, Told
 from moetool.job.stage import AnyStage
 from moetool.job.workspace import FollowingWorkspace, Workspace, check_finished, is_finished
 from moetool.job.writing import check_records
+from moetool.runtime.memory import return_freed_memory
 
 
 def plan_stage(kind: type[AnyStage], source: str | Path, options: RunOptions) -> Plan:

@@ -17,11 +17,11 @@ from moetool.errors import InvalidInputError, UsageError
 from moetool.format.families import architecture_of
 from moetool.job.blueprint import check_against_config, open_for_planning
 from moetool.job.interrupt import Interrupt
-from moetool.job.memory import return_heap
 from moetool.job.options import RunOptions
 from moetool.job.progress import Progress, Silent
 from moetool.job.workspace import Workspace
 from moetool.runtime.dense import DenseModel
+from moetool.runtime.memory import return_heap
 
 
 class Input(Protocol):

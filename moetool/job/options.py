@@ -6,8 +6,8 @@ from typing import Literal, Protocol, TypeVar, runtime_checkable
 from pydantic import BaseModel, ConfigDict, Field
 
 from moetool.calibration.opening import BOS_HELP, Bos
+from moetool.checkpoint.sizes import ByteSize
 from moetool.errors import UsageError
-from moetool.job.sizes import ByteSize
 
 
 class Options(BaseModel):

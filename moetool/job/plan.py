@@ -9,15 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from moetool.architectures.base import whole_number
 from moetool.calibration.batching import batch_size
 from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import ResourceError
 from moetool.job.result import Json
-from moetool.job.sizes import format_bytes
 from moetool.runtime.dense import DenseModel
+from moetool.runtime.memory import free_bytes
 from moetool.version import __version__
 
 # Tokens of the proof that a conversion is right.
@@ -69,7 +68,7 @@ class Plan:
         Raises:
             ResourceError: more memory or disk is needed than allowed or there.
         """
-        available = psutil.virtual_memory().available if memory is None else memory
+        available = free_bytes() if memory is None else memory
         if self.memory_bytes > available:
             raise ResourceError(
                 f"This job needs about {format_bytes(self.memory_bytes)} of memory and has {format_bytes(available)}. "

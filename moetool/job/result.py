@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Literal, TypeAlias, TypeVar
 
-Key = TypeVar("Key")
+KeyT = TypeVar("KeyT")
 Value = TypeVar("Value")
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 
@@ -28,7 +28,7 @@ class Inlined(Printed):
     """The same for records whose fields stand among those of the record that holds them."""
 
 
-class Keyed(Inlined, dict[Key, Value]):
+class Keyed(Inlined, dict[KeyT, Value]):
     """The same for a mapping, whose keys stand among the fields of the record that holds it."""
 
     def to_json(self) -> dict[str, Json]:

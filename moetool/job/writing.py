@@ -22,9 +22,9 @@ from moetool.format.kinds import custom_module
 from moetool.format.kinds.moe import routed_scale
 from moetool.format.layout import LayerLayout
 from moetool.job.job import Input, Job, Source, SourceT
-from moetool.job.memory import return_heap
 from moetool.job.progress import phase
 from moetool.job.result import CalibrationFacts, Printed
+from moetool.runtime.memory import return_heap
 
 STATISTICS = Path("moetool") / "statistics.safetensors"
 

@@ -12,7 +12,7 @@ from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.reader import Checkpoint
 from moetool.format.kinds import custom_module
 from moetool.format.kinds.base import Mask
-from moetool.measure.told import Files, Inspection, MaskedLayer, Masks, MoELayer, MoELayers, ParameterCounts
+from moetool.measure.told import Files, Inspection, MaskedLayer, Masks, MoELayer, ParameterCounts, StoredLayers
 from moetool.numerics.hard_concrete import median_gate
 
 
@@ -51,8 +51,8 @@ def inspect_custom(path: str | Path, checkpoint: Checkpoint, files: Files) -> In
     )
 
 
-def _networks(layers: Sequence[int]) -> MoELayers:
-    return MoELayers(moe=[MoELayer(layer=layer, representation="native") for layer in layers])
+def _networks(layers: Sequence[int]) -> StoredLayers:
+    return StoredLayers(moe=[MoELayer(layer=layer, representation="native") for layer in layers])
 
 
 def _down(checkpoint: Checkpoint, dense: DenseArchitecture) -> TensorInfo:
@@ -66,11 +66,11 @@ def _down(checkpoint: Checkpoint, dense: DenseArchitecture) -> TensorInfo:
     return next(info for info in found if info.shape[-1] > 1)
 
 
-def _densities(checkpoint: Checkpoint, masks: Mapping[str, Mask], experts: int) -> Masks | MoELayers:
+def _densities(checkpoint: Checkpoint, masks: Mapping[str, Mask], experts: int) -> Masks | StoredLayers:
     """The share of channels that an expert's mask leaves open, on average, and that any does: by linear layer, and of
     the whole model with the overlap of every two experts. Nothing for `config.json` alone."""
     if checkpoint.is_imagined:
-        return MoELayers(moe=[])
+        return StoredLayers(moe=[])
     layers: list[MaskedLayer] = []
     overlap, opened, channels, kept = torch.zeros(experts, experts), torch.zeros(experts), 0, 0
     for site, mask in masks.items():

@@ -14,7 +14,7 @@ from moetool.job.job import Source
 from moetool.job.result import Json, Keyed
 from moetool.job.writing import original_bytes
 from moetool.measure.custom_inspection import inspect_custom
-from moetool.measure.told import Files, Inspection, MoELayer, MoELayers, ParameterCounts, SharedBase
+from moetool.measure.told import Files, Inspection, MoELayer, ParameterCounts, SharedBase, StoredLayers
 from moetool.representations import Representation
 from moetool.runtime.building import check_sizes
 
@@ -43,7 +43,7 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
         dtype=str(reader.dtype).removeprefix("torch."),
         parameters=ParameterCounts(**parameter_counts(reader)),
         files=_files(checkpoint, original_bytes(source), manifest),
-        moe=MoELayers(
+        moe=StoredLayers(
             depends_on_batch=any(layout.dynamic_channels for layout in reader.layouts.values()),
             moe=[_layer(reader, layer, manifest) for layer in reader.moe_layers],
         ),

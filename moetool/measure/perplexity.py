@@ -24,7 +24,7 @@ from moetool.errors import VerificationError
 from moetool.job.options import Options, fit_context
 from moetool.job.progress import Progress, Silent, phase
 from moetool.measure.pseudo_perplexity import marks, pseudo_losses
-from moetool.measure.told import Evaluation
+from moetool.measure.told import Evaluation, SynthesisTold
 from moetool.runtime.modules.batch_dependence import depends_on_batch
 from moetool.runtime.modules.moefied import set_keep
 from moetool.runtime.synthesis import Synthesis, apply_synthesis
@@ -66,6 +66,7 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
 
     Raises:
         InvalidInputError: model, tokenizer or text cannot be used.
+        ResourceError: there is too little memory for the model.
         VerificationError: the model's output is not a number.
     """
     from moetool.measure.loading import load_for
@@ -80,8 +81,8 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
         options.data, tokenizer, sequence_length=options.sequence_length, limit=options.windows, bos=bos
     )
     check_vocabulary(windows, whole_number(checkpoint.config, "vocab_size"))
-    model = load_for(checkpoint, options.device, options.compute_dtype)
-    synthesized = apply_synthesis(model, options.synthesize)
+    model = load_for(checkpoint, options.device, options.compute_dtype, progress)
+    synthesis = apply_synthesis(model, options.synthesize)
     if options.keep is not None:
         set_keep(model, options.keep)
     batch = max(1, options.batch_tokens // options.sequence_length)
@@ -107,7 +108,8 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
         sequence_length=options.sequence_length,
         begin=opening_text(tokenizer, bos),
         protocol="pseudo-perplexity" if encoder else "perplexity",
-        synthesized="load" if synthesized else "on-the-fly",
+        synthesized=synthesis.chosen,
+        synthesis=SynthesisTold(reason=synthesis.reason, needed_bytes=synthesis.needed, free_bytes=synthesis.free),
         batch_rows=batch,
         depends_on_batch=depends_on_batch(model),
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from moetool.errors import UsageError
-from moetool.measure.told import Clustering, Routing
+from moetool.measure.told import Clustering, RoutingTold
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -25,7 +25,7 @@ def check_picture(path: Path) -> None:
         raise UsageError(f"--plot {path}: it may not be written.")
 
 
-def plot_routing(result: Routing, path: Path) -> None:
+def plot_routing(result: RoutingTold, path: Path) -> None:
     """What `moetool routing` found: shares per expert (mean over the layers), windows by their choices (two principal
     components), and for several texts their dendrogram."""
     import matplotlib as mpl

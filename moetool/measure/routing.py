@@ -16,7 +16,7 @@ from moetool.errors import InvalidInputError, VerificationError
 from moetool.job.options import Options, fit_context
 from moetool.job.progress import Progress, Silent, phase
 from moetool.measure.loading import load_for
-from moetool.measure.told import Clustering, Routing, TextRouting
+from moetool.measure.told import Clustering, RoutingTold, TextRouting
 from moetool.runtime.modules.batch_dependence import depends_on_batch
 from moetool.runtime.modules.insertion import experts_per_token
 from moetool.runtime.modules.moefied import NeuronExperts
@@ -90,7 +90,7 @@ def _tally(chosen: Tensor, experts: int) -> Tensor:
     return torch.bincount(chosen.flatten(), minlength=experts).double().cpu()
 
 
-def routing(path: str, options: RoutingOptions, progress: Progress | None = None) -> Routing:
+def routing(path: str, options: RoutingOptions, progress: Progress | None = None) -> RoutingTold:
     """Shares of all choices that each expert gets on each text, layer by layer.
 
     Raises:
@@ -121,7 +121,7 @@ def routing(path: str, options: RoutingOptions, progress: Progress | None = None
         found.append(every)
     shares = [_shares(counts.sum(0)) for counts in found]
     components = _components(torch.cat([_shares(counts).flatten(1) for counts in found]))
-    return Routing(
+    return RoutingTold(
         model=path,
         begin=opening_text(tokenizer, options.bos),
         data=[

@@ -11,6 +11,46 @@ Matrix = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
+class SynthesisTold(Printed):
+    """Why a compressed model's experts were made as they were.
+
+    Attributes:
+        reason: in words.
+        needed_bytes: what dense experts take; 0 where nothing is compressed.
+        free_bytes: what was free for them.
+    """
+
+    reason: str
+    needed_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation(Printed):
+    """What a model wrote.
+
+    Attributes:
+        model, prompt: as they were given.
+        text: what the model wrote, without special tokens.
+        prompt_tokens, new_tokens: of both.
+        seconds: of prompt and answer, without loading.
+        tokens_per_second: new tokens in that time.
+        synthesized: when a compressed model's experts were made dense.
+        synthesis: why.
+    """
+
+    model: str
+    prompt: str
+    text: str
+    prompt_tokens: int
+    new_tokens: int
+    seconds: float
+    tokens_per_second: float
+    synthesized: Literal["load", "on-the-fly"]
+    synthesis: SynthesisTold
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation(Printed):
     """How well a model predicts a text.
 
@@ -22,6 +62,7 @@ class Evaluation(Printed):
         begin: the token that every window begins with; `None` for the text itself.
         protocol: the loss is of the next token, or of an encoder's hidden one.
         synthesized: when a compressed model's experts were made dense.
+        synthesis: why.
         batch_rows: windows in a batch; of an encoder, copies of a window.
         depends_on_batch: whether `nll` depends on that.
     """
@@ -36,6 +77,7 @@ class Evaluation(Printed):
     begin: str | None
     protocol: Literal["perplexity", "pseudo-perplexity"]
     synthesized: Literal["load", "on-the-fly"]
+    synthesis: SynthesisTold
     batch_rows: int
     depends_on_batch: bool
 
@@ -72,7 +114,7 @@ class Clustering(Inlined):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routing(Printed):
+class RoutingTold(Printed):
     """Which experts a model chooses.
 
     Attributes:
@@ -193,7 +235,7 @@ class MoELayer(Printed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoELayers(Inlined):
+class StoredLayers(Inlined):
     """The layers of a model whose experts are networks.
 
     Attributes:
@@ -352,5 +394,5 @@ class Inspection(Printed):
     dtype: str
     parameters: ParameterCounts
     files: Files
-    moe: MoELayers | Masks
+    moe: StoredLayers | Masks
     analysis: Analysis | None = None

@@ -30,8 +30,9 @@ def verify_checkpoint(
 ) -> Verification:
     """Read every file and every tensor, and compare with a source if one is given.
 
-    Always checked: headers, names and shapes against the config, that every number is finite, and that all files are
-    those that were written, by the digests in the manifest (packed codes have no other sign of damage). A document that
+    Always checked: headers, names and shapes against the config, that every number is finite, that codes and positions
+    are such as are written, and that all files are those that were written, by the digests in the manifest (most packed
+    codes have no other sign of damage). A document that
     was changed, such as a model card, and files that were added are no errors but notes.
 
     Against a source: that the manifest names it, as what the checkpoint or one of its sources was made from. If it is
@@ -78,6 +79,8 @@ def verify_checkpoint(
                 elif not torch.equal(tensor, pair[1].checkpoint.read(name)):
                     problems.append(f"{name} differs from {against}")
             progress.advance()
+    if made is not None:
+        problems += [problem for layer in made.experts.layouts for problem in made.experts.damage(layer)]
     _raise_for(path, problems)
     if comparison is not None and pair is not None:
         comparison = replace(comparison, relative_error=_expert_errors(*pair, progress))

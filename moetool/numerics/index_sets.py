@@ -33,6 +33,12 @@ def encode_indices(indices: Tensor, n: int) -> dict[str, Tensor]:
     return {"low": pack(low, low_bits), "high": pack(_marks(marks, _high_length(n, k, low_bits)), 1)}
 
 
+def are_indices(indices: Tensor, n: int) -> bool:
+    """Whether all of `indices` [k] are different and from 0 up to n, n excluded."""
+    ordered = indices.long().sort().values
+    return not len(ordered) or bool((ordered[0] >= 0) & (ordered[-1] < n) & (ordered.diff() > 0).all())
+
+
 def decode_indices(tensors: dict[str, Tensor], n: int, k: int) -> Tensor:
     """Inverse of `encode_indices`: [k] int32.
 
@@ -49,8 +55,11 @@ def decode_indices(tensors: dict[str, Tensor], n: int, k: int) -> Tensor:
             indices = (high << low_bits) | unpack(tensors["low"], low_bits, k)
         else:
             indices = marks
-    if len(indices) != k or (k and int(indices[-1]) >= n):
-        raise ValueError(f"{len(indices)} indices were found where {k} below {n} should be: the tensors are damaged")
+    if len(indices) != k or (k and not bool((indices[-1] < n) & (indices.diff() > 0).all())):
+        raise ValueError(
+            f"{len(indices)} indices were found where {k} in ascending order and below {n} should be: the tensors are "
+            "damaged"
+        )
     return indices.int()
 
 

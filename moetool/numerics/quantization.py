@@ -101,15 +101,20 @@ def quantize(
 def dequantize(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """The matrix [out, in] that codes [out * in] or [out, in] uint8 and scales [out, groups] stand for, in `dtype`."""
     rows, groups = scales.shape
-    grid, flat = levels(bits, dtype, codes.device), codes.reshape(-1)
-    values = torch.empty(len(flat), dtype=dtype, device=codes.device)
-    for start in range(0, len(flat), _CHUNK):  # the wider indices of all codes at once would not fit any cache
-        part = slice(start, start + _CHUNK)
-        torch.index_select(grid, 0, flat[part].int(), out=values[part])
-    grouped = values.view(rows, groups, -1)
+    grid, lines = levels(bits, dtype, codes.device), codes.reshape(rows, -1)
+    values = torch.empty(lines.shape, dtype=dtype, device=codes.device)
     factor = scales.to(dtype).unsqueeze(2)
     needs_graph = scales.requires_grad and torch.is_grad_enabled()
-    return (grouped * factor if needs_graph else grouped.mul_(factor)).view(rows, -1)
+    step = max(1, min(rows, _CHUNK // max(1, lines.shape[1])))
+    # The wider indices of all codes at once would not fit any cache, and new memory for each part takes as long.
+    indices = torch.empty(step, lines.shape[1], dtype=torch.int32, device=codes.device)
+    for start in range(0, rows, step):
+        part = values[start : start + step]
+        index = indices[: len(part)].copy_(lines[start : start + step])
+        torch.index_select(grid, 0, index.view(-1), out=part.view(-1))
+        if not needs_graph:
+            part.view(len(part), groups, -1).mul_(factor[start : start + step])
+    return (values.view(rows, groups, -1) * factor).view(rows, -1) if needs_graph else values
 
 
 def nearest(values: Tensor, scales: Tensor, bits: int) -> Tensor:

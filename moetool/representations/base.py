@@ -65,9 +65,9 @@ class Weight(nn.Module, ABC):
     def dense(self) -> Tensor:
         """The matrix `[out, in]` in fp32 or better."""
 
-    @abstractmethod
-    def products(self) -> Products:
-        """The same as stored matrices that inputs are multiplied with."""
+    def products(self) -> Products | None:
+        """The same as stored matrices that kernels multiply inputs with; None if `forward` is all there is."""
+        return None
 
 
 class Representation(ABC):
@@ -162,6 +162,10 @@ class Representation(ABC):
     ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
         """What is stored of all experts' matrices of one role: what they share, and of each what is its own."""
         return {}, [self.encode(matrix, dtype, measured) for matrix in matrices]
+
+    def damage(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str | None:
+        """What in stored tensors, finite and of the right shapes, `encode` never writes; `None` if there is nothing."""
+        return None
 
     @abstractmethod
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:

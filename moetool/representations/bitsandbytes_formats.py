@@ -3,6 +3,7 @@
 Made and read by plain torch on any device; on a card bitsandbytes' own kernels unpack them where it is installed.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -56,6 +57,9 @@ class NF4(Representation):
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         return NF4Weight(shape, self.tensors(shape), device)
 
+    def damage(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str | None:
+        return _negative(tensors["absmax"])
+
 
 @dataclass(frozen=True)
 class Int8(Representation):
@@ -77,6 +81,15 @@ class Int8(Representation):
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         return Int8Weight(shape, self.tensors(shape), device)
+
+    def damage(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str | None:
+        beyond = int((tensors["codes"] == -128).sum())
+        return f"{beyond} codes are -128, the least is -127" if beyond else _negative(tensors["absmax"])
+
+
+def _negative(absmax: Tensor) -> str | None:
+    below = int((absmax < 0).sum())
+    return f"{below} absmax are negative" if below else None
 
 
 def _finite(matrix: Tensor) -> Tensor:

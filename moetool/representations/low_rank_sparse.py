@@ -1,5 +1,6 @@
 """A delta as low-rank factors plus a few elements of what these leave over."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -74,6 +75,9 @@ class LowRankSparse(Representation):
         left = matrix.detach().float() - factors["u"].float() @ factors["v"].float()
         return factors | self.residual.encode(left, dtype, measured)
 
+    def damage(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str | None:
+        return self.residual.damage(tensors, shape)
+
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         return LowRankSparseWeight(self, shape, dtype, device)
 
@@ -111,5 +115,4 @@ class LowRankSparseWeight(Weight):
         return factors.dense() + residual.dense()
 
     def products(self) -> Products:
-        factors, residual = self._parts
-        return factors.products() + residual.products()
+        return tuple(chain for part in self._parts for chain in part.products() or ())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moetool.numerics.coded_product import can_multiply, coded_product
 from moetool.numerics.error_feedback import feed_back
 from moetool.numerics.packing import pack, packed_size, unpack
 from moetool.numerics.quantization import BITS, dequantize, quantize
@@ -95,7 +96,8 @@ class QuantizedMatrix(Quantized):
 
 
 class QuantizedWeight(Weight):
-    """Run-time form of both: a product dequantizes the matrix. Scales can be trained, codes cannot."""
+    """Run-time form of both: a product dequantizes the matrix, tile by tile where it can. Scales can be trained, codes
+    cannot."""
 
     codes: Tensor
 
@@ -115,8 +117,19 @@ class QuantizedWeight(Weight):
 
     def forward(self, inputs: Tensor, *, transposed: bool = False) -> Tensor:
         """`[tokens, in]` → `[tokens, out]`, or `transposed` `[tokens, out]` → `[tokens, in]`."""
+        if not transposed and inputs.dim() == 2 and self._needs_no_matrix(inputs):
+            return coded_product(self.codes, self.scales, self.bits, self.shape[1], inputs)
         matrix = self.dequantize(inputs.dtype)
         return inputs @ matrix if transposed else F.linear(inputs, matrix)
+
+    def _needs_no_matrix(self, inputs: Tensor) -> bool:
+        """Whether the product can be taken tile by tile: on a CPU, where nothing asks for gradients or traces it."""
+        wants_gradients = torch.is_grad_enabled() and (inputs.requires_grad or self.scales.requires_grad)
+        return (
+            inputs.device.type == self.codes.device.type == "cpu"
+            and can_multiply(self.bits, self.shape[0], inputs.dtype)
+            and not (wants_gradients or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
+        )
 
     def dense(self) -> Tensor:
         return self.dequantize(torch.promote_types(self.scales.dtype, torch.float32))

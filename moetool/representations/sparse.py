@@ -1,6 +1,7 @@
 """A delta to the shared base of which few elements are stored (DeRS compression, arXiv:2503.01359, Eq. 4)."""
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, Self
@@ -8,6 +9,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from moetool.errors import InvalidInputError
 from moetool.numerics.counter import key
 from moetool.numerics.index_sets import decode_indices, encode_indices, index_sizes
 from moetool.numerics.sampling import sample, scatter
@@ -140,6 +142,14 @@ class MagnitudeSparse(Representation):
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         return MagnitudeSparseWeight(self, shape, dtype, device)
 
+    def damage(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str | None:
+        n, k = shape[0] * shape[1], self.count(shape)
+        try:
+            decode_indices({name: tensors[name] for name in index_sizes(n, k)}, n, k)
+        except ValueError as error:
+            return str(error)
+        return None
+
 
 class ScatteredWeight(Weight):
     """Run-time form of both: values, and where they belong in a matrix of zeros.
@@ -218,7 +228,12 @@ class MagnitudeSparseWeight(ScatteredWeight):
 
     def locate(self) -> Tensor:
         packed = {name: self.get_buffer(name) for name in self.packed}
-        return decode_indices(packed, self.shape[0] * self.shape[1], len(self.values))
+        try:
+            return decode_indices(packed, self.shape[0] * self.shape[1], len(self.values))
+        except ValueError as error:
+            raise InvalidInputError(
+                f"A sparse delta cannot be read: {error}. Download the checkpoint again; `moetool verify` names it."
+            ) from error
 
 
 def _share(argument: str, what: str) -> float:

@@ -1,7 +1,9 @@
 """Loading a model through transformers, quietly, and refusing one that is not all that its files are."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -11,8 +13,11 @@ from moetool.architectures import aliases
 from moetool.architectures.dense import dense_architectures, is_encoder
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
-from moetool.errors import InvalidInputError
+from moetool.checkpoint.sizes import format_bytes
+from moetool.errors import InvalidInputError, ResourceError
 from moetool.format.families import architecture_of
+from moetool.format.marker import moetool_entry
+from moetool.runtime.memory import free_bytes, sparing_memory, spread_bytes
 from moetool.runtime.modules.dense_experts import MOETOOL_EXPERTS, fits_grouped_products
 from moetool.runtime.quiet import quiet
 
@@ -22,12 +27,73 @@ if TYPE_CHECKING:
 # Buffers that files of older versions of transformers hold, and that it has computed itself ever since.
 _COMPUTED = re.compile(r"\.(inv_freq|masked_bias|position_ids)$")
 _LAYER = re.compile(r"\.(?:layers?|h)\.(\d+)\.")
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _NAMED = 3  # tensors that an error names
 
 
 def model_class(config: Mapping[str, object]) -> type[AutoModelForCausalLM] | type[AutoModelForMaskedLM]:
     """`AutoModelForMaskedLM` for a family of encoders, `AutoModelForCausalLM` for any other."""
     return AutoModelForMaskedLM if is_encoder(config) else AutoModelForCausalLM
+
+
+@dataclass(frozen=True)
+class LoadingMemory:
+    """Bytes that loading a model takes at its peak, and those that are free where it goes."""
+
+    needed: int
+    free: int
+
+
+def loading_memory(
+    checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"], device: torch.device | str | None = None
+) -> LoadingMemory:
+    """What `load_model` with the same arguments takes, from the headers: all tensors, and beside them the pieces of
+    those of one layer that are put together. A device map has the memory of all cards and of the machine."""
+    # Another tool knows what its tensors become; most likely they stay as they are.
+    foreign = "quantization_config" in checkpoint.config and moetool_entry(checkpoint.config) is None
+    total, layers = 0, Counter[str]()
+    for name, info in checkpoint.tensors.items():
+        becomes = info.dtype if dtype == "auto" or foreign or not info.dtype.is_floating_point else dtype
+        size = info.nbytes // info.dtype.itemsize * becomes.itemsize
+        total += size
+        if found := _LAYER.search(name):
+            layers[found[1]] += size
+    free = spread_bytes() if device in _MAPS else free_bytes(device)
+    return LoadingMemory(total + max(layers.values(), default=0), free)
+
+
+def check_memory(
+    checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"], device: torch.device | str | None = None
+) -> LoadingMemory:
+    """The same, refusing a model that does not fit. A dense one that is spread by a map goes to disk, too.
+
+    Raises:
+        ResourceError: it does not.
+    """
+    memory = loading_memory(checkpoint, dtype, device)
+    if memory.needed > memory.free and not (device in _MAPS and _can_go_to_disk(checkpoint)):
+        form = "it is stored" if dtype == "auto" else str(dtype).removeprefix("torch.")
+        where = "on all devices together" if device in _MAPS else f"on {device or 'cpu'}"
+        ways = ["compress it further"]
+        if device not in _MAPS and torch.cuda.is_available():
+            ways.insert(0, "spread it over all devices (--device map)")
+        if dtype == torch.float32:
+            ways.insert(0, "compute in 16 bits (--compute-dtype bfloat16)")
+        raise ResourceError(
+            f"Loading {checkpoint.path} as {form} needs about {format_bytes(memory.needed)} of memory, its files are "
+            f"{format_bytes(checkpoint.weight_bytes)}; {format_bytes(memory.free)} are free {where}. Free some, "
+            f"{', or '.join(ways)}."
+        )
+    return memory
+
+
+def _can_go_to_disk(checkpoint: Checkpoint) -> bool:
+    """Whether transformers can leave tensors on disk; those that it puts together, experts, it cannot."""
+    try:
+        architecture_of(checkpoint.config)
+    except InvalidInputError:
+        return True
+    return False
 
 
 def load_model(
@@ -38,10 +104,12 @@ def load_model(
 
     Raises:
         InvalidInputError: transformers cannot load it, or it has other tensors than the files, in names or shapes.
+        ResourceError: there is too little memory for it.
     """
+    check_memory(checkpoint, dtype, device)
     renamed = {re.escape(alias): own for alias, own in aliases(checkpoint.config).items()}
     try:
-        with quiet():
+        with quiet(), sparing_memory():
             model, told = model_class(checkpoint.config).from_pretrained(
                 checkpoint.path,
                 dtype=dtype,

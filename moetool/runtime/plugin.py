@@ -5,15 +5,20 @@ layers are replaced by `SharedBaseExperts` before the weights arrive; afterwards
 that generates, trains, moves between devices and saves.
 """
 
-from typing import TYPE_CHECKING
+import weakref
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from moetool.errors import InvalidInputError
 from moetool.format.entry import METHOD, check_format_version, layer_layouts
 from moetool.format.families import architecture_of
+from moetool.numerics.index_sets import are_indices
+from moetool.runtime.memory import sparing_memory
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import CustomLayer, insert_modules
@@ -41,6 +46,19 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
     """Puts `SharedBaseExperts` where the config lists them, and gets out of the way."""
 
     requires_calibration = True  # a dense checkpoint cannot be compressed by passing a quantization_config
+
+    def preprocess_model(self, model: "PreTrainedModel", *arguments: Any, **options: Any) -> None:
+        """The model without weights becomes what the config lists, and memory is spared until it has them."""
+        super().preprocess_model(model, *arguments, **options)
+        self._sparing = ExitStack()
+        self._sparing.enter_context(sparing_memory())
+        weakref.finalize(self, self._sparing.close)  # where loading fails, nothing else would
+
+    def postprocess_model(self, model: "PreTrainedModel", **options: Any) -> "PreTrainedModel":
+        """The model with weights becomes an ordinary one."""
+        model = super().postprocess_model(model, **options)
+        self._sparing.close()
+        return model
 
     def _process_model_before_weight_loading(self, model: "PreTrainedModel", **_: object) -> None:
         config = {**model.config.to_dict(), "quantization_config": self.quantization_config.to_dict()}
@@ -78,6 +96,7 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
             raise RuntimeError(
                 f"moetool tensors are missing from the checkpoint: {missing[:4]} ({len(missing)} in all)"
             )
+        _check_indices(model)
         # Older transformers leave tensors that they rename in the dtype of the file, whatever was asked for.
         for name, parameter in model.named_parameters():
             if parameter.device.type != "meta" and parameter.dtype != self._dtypes.get(name, parameter.dtype):
@@ -102,6 +121,16 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _check_indices(model: Any) -> None:
+    """Raise `InvalidInputError` for indices in the files that lie outside of what they index: a card would not say so,
+    and not go on either."""
+    for path, module in model.named_modules():
+        for name, limit in getattr(module, "index_limits", {}).items():
+            indices = module.get_buffer(name)
+            if indices.device.type != "meta" and not are_indices(indices, limit):
+                raise InvalidInputError(f"{path}.{name} must hold different indices below {limit}, and does not.")
 
 
 def register() -> None:

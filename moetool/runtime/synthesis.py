@@ -1,14 +1,17 @@
 """Experts of a loaded model made dense once and for all, or left to be made from base and deltas as they run."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import psutil
 import torch
 from torch import nn
 
 from moetool.architectures.base import by_name
-from moetool.errors import UsageError
+from moetool.checkpoint.sizes import format_bytes
+from moetool.errors import ResourceError, UsageError
+from moetool.runtime.kernels.products import problem
+from moetool.runtime.memory import free_bytes, returning_memory
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.fused import fused_tensors
 from moetool.runtime.modules.offloading import is_offloaded
@@ -37,13 +40,12 @@ def synthesize(model: "PreTrainedModel") -> "PreTrainedModel":
             "or with one that offloads none of its layers; or export the checkpoint (moetool export), which needs "
             "memory for a few matrices only."
         )
-    modules = list(model.named_modules())
-    for name, module in modules:
-        if isinstance(module, SharedExpertOnBase):
-            model.set_submodule(name, _dense_shared_expert(module))
-    for name, module in modules:
-        if isinstance(module, SharedBaseExperts):
-            model.set_submodule(name, dense_experts(module))
+    for kind, made in ((SharedExpertOnBase, _dense_shared_expert), (SharedBaseExperts, dense_experts)):
+        # By name: a list of the modules would keep what is stored until the last is replaced.
+        names = [name for name, module in model.named_modules() if isinstance(module, kind)]
+        with returning_memory():
+            for name in names:
+                model.set_submodule(name, made(model.get_submodule(name)))
     entry: Any = getattr(model.config, "quantization_config", None)
     if getattr(entry, "mixture", None) is not None:
         entry.layers = {}
@@ -79,29 +81,81 @@ def _dense_shared_expert(module: SharedExpertOnBase) -> nn.Module:
     return native.train(module.training)
 
 
-def apply_synthesis(model: "PreTrainedModel", choice: Synthesis) -> bool:
-    """Make the experts dense if that is asked for, or (`auto`) if it pays and they fit; returns whether it was done.
+@dataclass(frozen=True)
+class SynthesisChoice:
+    """How the experts of a model are made, and why.
 
-    It pays where deltas are not simply low-rank, and they fit if they take at most half of the free memory; those
-    that are offloaded do not.
+    Attributes:
+        chosen: `load` if they are dense now, `on-the-fly` if they are made of base and deltas as they run.
+        reason: in words.
+        needed: bytes that dense experts take, 0 if nothing is compressed.
+        free: bytes that were free for them.
+    """
+
+    chosen: Literal["load", "on-the-fly"]
+    reason: str
+    needed: int
+    free: int
+
+
+def synthesis_bytes(model: "PreTrainedModel") -> int:
+    """Bytes that the experts which `synthesize` makes take, on whatever device; 0 for a model without compressed ones.
+    Peak: one layer as it is stored more, since each is let go when its experts are made."""
+    return sum(
+        module.layout.stored_experts * module.layout.shape.expert_parameters * module.down_proj.element_size()
+        for _, module in _stored(model)
+    )
+
+
+def choose_synthesis(model: "PreTrainedModel", asked: Synthesis, *, few_tokens: bool = False) -> SynthesisChoice:
+    """What `apply_synthesis` does, of which nothing is done yet.
+
+    By what was measured (scripts/benchmarks/results/runtime.md), not by the clock: the same command is to take the same
+    way every time. Few tokens at a time are faster with experts as they are stored, if kernels read them. Many are
+    faster with dense ones where deltas are not simply low-rank. Dense ones fit if they take at most half of the free
+    memory; those that are offloaded do not.
     """
     modules = [module for _, module in _stored(model)]
-    if choice == "on-the-fly" or not modules:
-        return False
-    if choice == "auto":
-        if any(is_offloaded(module) for module in modules):
-            return False
-        cheap = all(form.is_cheap for module in modules for _, _, form in module.layout.deltas())
-        if cheap or any(module.layout.dynamic_channels for module in modules):
-            return False
-        needed = sum(
-            shape.experts * shape.expert_parameters * module.down_proj.element_size()
-            for module in modules
-            for shape in [module.layout.shape]
-        )
-        device = modules[0].down_proj.device
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-        if needed > free / 2:
-            return False
-    synthesize(model)
-    return True
+    needed = synthesis_bytes(model)
+    free = free_bytes(modules[0].down_proj.device if modules else None)
+
+    def choice(chosen: Literal["load", "on-the-fly"], reason: str) -> SynthesisChoice:
+        return SynthesisChoice(chosen, reason, needed, free)
+
+    if not modules:
+        return choice("on-the-fly", "no experts are stored as deltas")
+    if asked != "auto":
+        return choice(asked, "asked for")
+    if any(is_offloaded(module) for module in modules):
+        return choice("on-the-fly", "some experts are offloaded")
+    if any(module.layout.dynamic_channels for module in modules):
+        return choice("on-the-fly", "semi-dynamic pruning has no dense form")
+    if all(form.is_cheap for module in modules for _, _, form in module.layout.deltas()):
+        return choice("on-the-fly", "low-rank deltas run as they are")
+    if few_tokens and not (reason := problem(modules[0].down_proj.device)):
+        return choice("on-the-fly", "kernels multiply few tokens with them as they are stored, faster than dense ones")
+    told = f"dense experts take {format_bytes(needed)}, {format_bytes(free)} are free"
+    if needed > free / 2:
+        return choice("on-the-fly", f"{told}, of which they may take half")
+    if few_tokens:
+        told += f"; there are no kernels: {reason}"
+    return choice("load", told)
+
+
+def apply_synthesis(model: "PreTrainedModel", asked: Synthesis, *, few_tokens: bool = False) -> SynthesisChoice:
+    """Make the experts of a model dense if that is asked for, or (`auto`) if it pays and they fit; returns what was
+    chosen and why. It pays less where passes have `few_tokens`, as in generating.
+
+    Raises:
+        UsageError: it is asked for, and some of the experts are offloaded.
+        ResourceError: it is asked for, and they do not fit.
+    """
+    choice = choose_synthesis(model, asked, few_tokens=few_tokens)
+    if choice.chosen == "load":
+        if choice.needed > choice.free:
+            raise ResourceError(
+                f"Dense experts take {format_bytes(choice.needed)} of memory, {format_bytes(choice.free)} are free. "
+                "Leave them as they are stored (--synthesize on-the-fly)."
+            )
+        synthesize(model)
+    return choice

@@ -30,9 +30,11 @@ from _common import publish
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moetool.format.kinds.moefied import MoefiedSpec, SelectorKind
 from moetool.runtime.modules.moefied import NeuronExperts
 
-KEEPS, TOKENS, MARGIN = (0.25, 0.5, 0.75), (1, 16, 256), 0.1
+KEEPS, TOKENS, MARGIN = (0.25, 0.5, 0.75), (1, 4, 16, 256), 0.1
+SELECTORS: tuple[SelectorKind, ...] = ("mlp", "fixed")
 
 
 class FFN(nn.Module):
@@ -74,10 +76,10 @@ def measure(methods: dict[str, Callable[[], object]], repeats: int, device: torc
     return times
 
 
-def moefied(ffn: FFN, experts: int, selector: str) -> NeuronExperts:
+def moefied(ffn: FFN, experts: int, selector: SelectorKind) -> NeuronExperts:
     roles = ("up", "down") if ffn.gate is None else ("gate", "up", "down")
     intermediate, hidden = ffn.up.weight.shape
-    described: dict[str, Any] = {"experts": experts, "keep": 0.5, "selector": selector}
+    described = MoefiedSpec(layers=(0,), experts=experts, keep=0.5, selector=selector)
     names: Any = {role: role for role in roles}
     made = NeuronExperts(copy.deepcopy(ffn), names, ffn.act_fn, hidden, intermediate, described, None).eval()
     made.centre.normal_(std=0.1)
@@ -98,7 +100,7 @@ def rows_of(device: torch.device, sizes: tuple[int, int, int], repeats: int) -> 
             for tokens in TOKENS:
                 # Networks of their own for every number of tokens: decoding leaves the down matrix transposed.
                 inputs = torch.randn(tokens, hidden, device=device).to(dtype)
-                ours = {name: moefied(dense, experts, name) for name in ("mlp", "fixed")}
+                ours = {name: moefied(dense, experts, name) for name in SELECTORS}
                 for keep in KEEPS:
                     for module in ours.values():
                         module.set_keep(keep)

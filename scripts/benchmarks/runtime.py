@@ -1,6 +1,6 @@
 """Compressed experts in use: their time, memory and error against transformers' own experts in bf16.
 
-    python scripts/benchmarks/runtime.py [--small] [--output FILE.md]
+    python scripts/benchmarks/runtime.py [--small] [--device cuda] [--output FILE.md]
 
 Single layers have the sizes of Mixtral-8x7B and Qwen3-30B-A3B; their weights, codes, scales and factors are random and
 of sensible scale (nothing is encoded), and so are inputs and routing, another for every round. The original is the
@@ -43,9 +43,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from moetool.architectures import MoEShape
 from moetool.format.entry import format_entry
 from moetool.format.layout import LayerLayout
-from moetool.job.memory import anonymous_bytes, return_freed_memory, return_heap
+from moetool.job.memory import anonymous_bytes
 from moetool.numerics.quantization import levels
 from moetool.representations import Representation, parse_representation
+from moetool.runtime.memory import return_freed_memory, return_heap
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.plugin import MoetoolConfig, MoetoolQuantizer
 from moetool.runtime.quiet import quiet
@@ -139,7 +140,7 @@ def fill(experts: SharedBaseExperts, generator: torch.Generator) -> None:
         fill_stored(experts.delta(expert, role), form, DELTA * shape[1] ** -0.5, generator)
 
 
-def native_layer(name: str, size: Size) -> Any:
+def native_layer(name: str, size: Size, device: torch.device) -> Any:
     """transformers' experts in bf16, filled with random numbers."""
     config_type, kind = LAYERS[name]
     width = {"intermediate_size": size.intermediate, "moe_intermediate_size": size.intermediate}
@@ -148,20 +149,21 @@ def native_layer(name: str, size: Size) -> Any:
     config._experts_implementation = "eager"
     with torch.device("meta"):
         module = kind(config)
-    module = module.to(torch.bfloat16).to_empty(device="cpu").eval()
-    generator = torch.Generator().manual_seed(0)
+    module = module.to(torch.bfloat16).to_empty(device=device).eval()
+    generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
             fill_random(parameter, parameter.shape[-1] ** -0.5, generator)
     return module
 
 
-def routed(size: Size, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def routed(size: Size, tokens: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states, experts and their weights."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, size.hidden, generator=generator).bfloat16()
     weights, chosen = torch.rand(tokens, size.experts, generator=generator).topk(size.top_k)
-    return hidden, chosen, (weights / weights.sum(1, keepdim=True)).bfloat16()
+    weights = (weights / weights.sum(1, keepdim=True)).bfloat16()
+    return hidden.to(device), chosen.to(device), weights.to(device)
 
 
 def native_ways(module: Any, size: Size, tokens: int) -> dict[str, Callable[..., Tensor]]:
@@ -176,15 +178,24 @@ def native_ways(module: Any, size: Size, tokens: int) -> dict[str, Callable[...,
     return {way: runs(way) for way in fitting}
 
 
-def measure(methods: dict[str, Callable[..., Tensor]], size: Size, tokens: int, rounds: int) -> dict[str, float]:
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(
+    methods: dict[str, Callable[..., Tensor]], size: Size, tokens: int, rounds: int, device: torch.device
+) -> dict[str, float]:
     """Median seconds of every method; the first round, which warms up, is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     for number in range(rounds + 1):
-        arguments = routed(size, tokens, number)
+        arguments = routed(size, tokens, number, device)
         order = list(methods.items())
         for name, method in order if number % 2 else reversed(order):
+            wait(device)
             start = time.perf_counter()
             method(*arguments)
+            wait(device)
             if number:
                 seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(taken) for name, taken in seconds.items() if taken}
@@ -193,7 +204,7 @@ def measure(methods: dict[str, Callable[..., Tensor]], size: Size, tokens: int, 
 def reference(experts: SharedBaseExperts, dtype: torch.dtype, *arguments: Tensor) -> Tensor:
     """What the stored matrices give in `dtype`, one expert after the other, added up in fp32."""
     hidden, chosen, weights = arguments
-    result = torch.zeros(hidden.shape, dtype=torch.float32)
+    result = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     for expert in chosen.unique().tolist():
         rows, choice = torch.where(chosen == expert)
         given = hidden[rows].to(dtype)
@@ -206,7 +217,7 @@ def reference(experts: SharedBaseExperts, dtype: torch.dtype, *arguments: Tensor
 def errors(experts: SharedBaseExperts, size: Size) -> tuple[float, float, float]:
     """Of the output as it is computed, of the same matrices in bf16, and of the output in fp32, which `experts` are
     turned into."""
-    arguments = routed(size, 4, 99)
+    arguments = routed(size, 4, 99, experts.down_proj.device)
     exact = reference(experts, torch.float32, *arguments)
     found = [experts(*arguments).float(), reference(experts, torch.bfloat16, *arguments)]
     hidden, chosen, weights = arguments
@@ -215,37 +226,39 @@ def errors(experts: SharedBaseExperts, size: Size) -> tuple[float, float, float]
     return ours, plain, wide
 
 
-def in_use() -> int:
+def in_use(device: torch.device) -> int:
     gc.collect()
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
     return_heap()
     return anonymous_bytes()
 
 
-def layer_rows(name: str, size: Size, forms: list[str], rounds: int) -> Iterator[str]:
+def layer_rows(name: str, size: Size, forms: list[str], rounds: int, device: torch.device) -> Iterator[str]:
     """A line of the table for every form."""
-    native = native_layer(name, size)
+    native = native_layer(name, size, device)
     for tokens in (1, 512):  # what libraries keep once they have run belongs to nobody
-        measure(native_ways(native, size, tokens), size, tokens, 0)
+        measure(native_ways(native, size, tokens), size, tokens, 0, device)
     for form in forms:
-        yield form_row(name, native, size, form, rounds)
+        yield form_row(name, native, size, form, rounds, device)
 
 
-def form_row(name: str, native: Any, size: Size, form: str, rounds: int) -> str:
+def form_row(name: str, native: Any, size: Size, form: str, rounds: int, device: torch.device) -> str:
     native_bytes = sum(parameter.nbytes for parameter in native.parameters())
-    before = in_use()
+    before = in_use(device)
     ours = SharedBaseExperts(
         native, layout(MoEShape(size.experts, size.top_k, size.hidden, size.intermediate), form)
     ).eval()
-    fill(ours, torch.Generator().manual_seed(1))
+    fill(ours, torch.Generator(device).manual_seed(1))
     cells = []
     for tokens, wanted in WANTED[form].items():
         methods = native_ways(native, size, tokens) | {"ours": ours}
-        taken = measure(methods, size, tokens, rounds if tokens < 64 else max(3, rounds // 3))
+        taken = measure(methods, size, tokens, rounds if tokens < 64 else max(3, rounds // 3), device)
         mine = taken.pop("ours")
         best = min(taken, key=lambda way: taken[way])
         ratio = taken[best] / mine
         cells.append(f"{ratio:.2f} {_verdict(ratio >= wanted, f'>= {wanted}')} ({best} {taken[best] * 1e3:.2f} ms)")
-    grown, file = in_use() - before, ours.layout.nbytes(torch.bfloat16)
+    grown, file = in_use(device) - before, ours.layout.nbytes(torch.bfloat16)
     off = " | ".join(f"{error:.1e}" for error in errors(ours, size))
     return (
         f"| {name} | {form} | {' | '.join(cells)} | {file / native_bytes:.3f} | {grown / native_bytes:.3f} "
@@ -284,22 +297,23 @@ def write_models(work: Path, forms: list[str], depth: int, hidden: int, width: i
     return parameters
 
 
-def model_rows(work: Path, form: str, threads: int, rounds: int, length: int) -> Iterator[str]:
+def model_rows(work: Path, form: str, threads: int, rounds: int, length: int, device: str) -> Iterator[str]:
     """Lines of `moetool bench`, a batch each."""
     finished = subprocess.run(
         [sys.executable, "-m", "moetool", "bench", work / form, "--against", work / "original", "--batch", "1,8",
          "--lengths", str(length), "--rounds", str(rounds), "--threads", str(threads), "--synthesize", "on-the-fly",
-         "--json"], stdout=subprocess.PIPE, text=True, check=True,
+         "--device", device, "--json"], stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
     result = json.loads(finished.stdout)
     ratios, own, other = result["ratios"], result["model"], result["against"]
+    loaded, most = ("device_bytes", "device_peak_bytes") if device != "cpu" else ("anonymous_bytes", "peak_bytes")
     for case, base, ratio in zip(own["cases"], other["cases"], ratios["cases"], strict=True):
         yield (
             f"| {form} | {case['batch']} | {ratio['prefill_tokens_per_second']:.2f} of "
             f"{base['prefill_tokens_per_second']:.0f} | {ratio['decode_tokens_per_second']:.2f} of "
             f"{base['decode_tokens_per_second']:.1f} | {ratio['bytes_per_token']:.3f} | {ratios['file_bytes']:.3f} "
-            f"| {ratios['weight_bytes']:.3f} | {own['anonymous_bytes'] / own['file_bytes']:.2f} "
-            f"| {own['load_peak_bytes'] / own['file_bytes']:.2f} | {own['peak_bytes'] / own['file_bytes']:.2f} "
+            f"| {ratios['weight_bytes']:.3f} | {own[loaded] / own['file_bytes']:.2f} "
+            f"| {own['load_peak_bytes'] / own['file_bytes']:.2f} | {own[most] / own['file_bytes']:.2f} "
             f"| {own['unique_bytes'] / own['file_bytes']:.2f} "
             f"| {own['load_seconds']:.1f} s of {other['load_seconds']:.1f} s |"
         )
@@ -312,6 +326,7 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS), help="how experts are stored")
     parser.add_argument("--no-model", action="store_true", help="leave out the whole model")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu", help="where to compute; memory is then that of the card")
     parser.add_argument("--rounds", type=int, help="default: 15, or 3 with --small")
     parser.add_argument("--work", type=Path, help="where the models are written, to be removed: 3 GB")
     parser.add_argument("--output", type=Path, help="write the tables to this file as well")
@@ -319,10 +334,13 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.set_grad_enabled(False)
     return_freed_memory()
+    device = torch.device(options.device)
+    processor = platform.processor() or "CPU"
+    named = torch.cuda.get_device_name(device) if device.type == "cuda" else processor
     rounds, sizes = options.rounds or (3 if options.small else 15), SMALL if options.small else SIZES
     lines = [
         made_by(f"python {' '.join(sys.argv)}").removesuffix(".") + ",",
-        f"{options.threads} threads ({platform.processor() or 'CPU'}, {torch.backends.cpu.get_cpu_capability()}), load "
+        f"{options.threads} threads ({named}, {torch.backends.cpu.get_cpu_capability()}), load "
         f"{os.getloadavg()[0]:.1f}. Above 1 is faster, or more, than the original; in brackets what the original took.",
         "",
     ]
@@ -333,7 +351,7 @@ def main() -> None:
             "|---|---|---|---|---|---|---|---|---|---|---|",
         ]
         for name in options.layers:
-            for row in layer_rows(name, sizes[name], options.forms, rounds):
+            for row in layer_rows(name, sizes[name], options.forms, rounds, device):
                 print(row, file=sys.stderr, flush=True)
                 lines.append(row)
             gc.collect()
@@ -351,7 +369,7 @@ def main() -> None:
                 "|---|---|---|---|---|---|---|---|---|---|---|---|",
             ]
             for form in options.forms:
-                for row in model_rows(work, form, options.threads, max(3, rounds // 3), length):
+                for row in model_rows(work, form, options.threads, max(3, rounds // 3), length, options.device):
                     print(row, file=sys.stderr, flush=True)
                     lines.append(row)
         finally:

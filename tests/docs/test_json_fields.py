@@ -10,7 +10,7 @@ from pages import RUN_FOR_JSON, RUNNING, sections
 from moetool.cli.app import COMMANDS
 from moetool.demo import DemoModel
 
-OWN = {"eval", "routing", "bench", "inspect", "verify", "list", "demo"}
+OWN = {"eval", "generate", "routing", "bench", "inspect", "verify", "list", "demo"}
 
 
 def printed(value: Any, path: str = "") -> Iterator[str]:
@@ -52,7 +52,17 @@ def results(reader: Any, run_cli: Any) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-SECTIONS = ["--dry-run", "Commands that write a checkpoint", "eval", "routing", "bench", "inspect", "verify", "list"]
+SECTIONS = [
+    "--dry-run",
+    "Commands that write a checkpoint",
+    "eval",
+    "generate",
+    "routing",
+    "bench",
+    "inspect",
+    "verify",
+    "list",
+]
 
 
 def check(section: str, results: list[dict[str, Any]]) -> None:

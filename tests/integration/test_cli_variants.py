@@ -10,7 +10,7 @@ import torch
 from checkpoints import config_of, load, logits, weight_bytes, weights
 from safetensors.torch import load_file
 
-from moetool.job.sizes import format_bytes
+from moetool.checkpoint.sizes import format_bytes
 
 MERGES = ("fisher", "fisher-frequency", "mean", "frequency", "ties", "regmean")
 

@@ -9,7 +9,7 @@ from upcycled import interpolated, open_dense, save_dense, with_adapters, write_
 
 from moetool.convert.parts import Converted
 from moetool.measure.inspection import inspect_checkpoint
-from moetool.measure.told import Masks, MoELayer, MoELayers
+from moetool.measure.told import Masks, MoELayer, StoredLayers
 from moetool.numerics.hard_concrete import median_gate
 from moetool.runtime.dense import DenseModel
 
@@ -30,7 +30,7 @@ def made_and_alone(made: Converted, path: Path) -> tuple[Path, Path]:
 def test_networks(dense: DenseModel, tmp_path: Path) -> None:
     written, alone = map(inspect_checkpoint, made_and_alone(with_adapters(dense, layers=(0, 2)), tmp_path))
     layers = [MoELayer(layer=layer, representation="native") for layer in (0, 2)]
-    assert written.moe == alone.moe == MoELayers(moe=layers)
+    assert written.moe == alone.moe == StoredLayers(moe=layers)
     assert written.parameters == alone.parameters
 
 
@@ -40,7 +40,7 @@ def test_masks(dense: DenseModel, tmp_path: Path) -> None:
     written, alone = inspect_checkpoint(path), inspect_checkpoint(empty)
     found = written.moe
     assert isinstance(found, Masks)
-    assert alone.moe == MoELayers(moe=[])
+    assert alone.moe == StoredLayers(moe=[])
     assert written.parameters == alone.parameters
     tensors = load_file(path / "model.safetensors")
     opened = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moetool.measure.plots import plot_routing
-from moetool.measure.told import Clustering, Routing, TextRouting
+from moetool.measure.told import Clustering, RoutingTold, TextRouting
 
 pyplot = pytest.importorskip("matplotlib.pyplot")
 
@@ -21,7 +21,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, path: Path, linkage: Sequence[Sequenc
         for name in "abc"[: len(linkage) + 1]
     ]
     clustering = Clustering([], linkage) if linkage else None
-    plot_routing(Routing(model="m", begin=None, data=texts, depends_on_batch=False, clustering=clustering), path)
+    plot_routing(RoutingTold(model="m", begin=None, data=texts, depends_on_batch=False, clustering=clustering), path)
     monkeypatch.undo()
     pyplot.close(figures[0])
     assert path.stat().st_size > 0

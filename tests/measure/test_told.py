@@ -18,10 +18,10 @@ from moetool.measure.told import (
     MaskedLayer,
     Masks,
     MoELayer,
-    MoELayers,
     RoleAnalysis,
     SharedBase,
     Similarity,
+    StoredLayers,
     Verification,
 )
 from moetool.measure.verification import verify_checkpoint
@@ -47,7 +47,7 @@ def test_a_layer_has_its_roles_beside_what_its_stage_said() -> None:
         ("up", "native"),
         ("tokens", [3, 1]),
     ]
-    custom = MoELayers(moe=[MoELayer(layer=1, representation="native")])
+    custom = StoredLayers(moe=[MoELayer(layer=1, representation="native")])
     assert custom.to_json() == {"moe": [{"layer": 1, "representation": "native"}]}
 
 

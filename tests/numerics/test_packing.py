@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moetool.numerics import packing
-from moetool.numerics.index_sets import decode_indices, encode_indices, index_sizes
+from moetool.numerics.index_sets import are_indices, decode_indices, encode_indices, index_sizes
 from moetool.numerics.packing import pack, packed_size, unpack
 
 LENGTHS = [0, 1, 2, 3, 5, 7, 8, 9, 31, 64, 65, 1000, 1001]
@@ -102,3 +102,19 @@ def test_damaged_index_sets_are_noticed() -> None:
     packed["high"][3] ^= 1
     with pytest.raises(ValueError, match="damaged"):
         decode_indices(packed, 1000, 100)
+
+
+def test_index_sets_out_of_order_are_noticed() -> None:
+    """Two indices that share their high bits: only their low bits can put them in the wrong order, or make them one."""
+    packed = encode_indices(torch.tensor([3, 500, 501, 999]), 1000)
+    for low in (0x00, 0xFF):
+        damaged = {"low": torch.full_like(packed["low"], low), "high": packed["high"]}
+        with pytest.raises(ValueError, match="in ascending order and below 1000"):
+            decode_indices(damaged, 1000, 4)
+
+
+@pytest.mark.parametrize(
+    ("indices", "good"), [([], True), ([4, 0, 2], True), ([0, 5], False), ([-1, 2], False), ([3, 1, 3], False)]
+)
+def test_indices_are_different_and_below_their_limit(indices: list[int], good: bool) -> None:
+    assert are_indices(torch.tensor(indices, dtype=torch.int32), 5) is good

@@ -64,6 +64,7 @@ def test_encoded_as_promised(form: Representation, known: Measured, dtype: torch
     }
     own = {name: encoded[name] for name in form.tensors(SHAPE)}
     assert sum(tensor.nbytes for tensor in own.values()) == form.nbytes(SHAPE, dtype)
+    assert form.damage(encoded, SHAPE) is None
     decoded = form.decode(encoded, SHAPE, dtype)
     assert decoded.shape == SHAPE
     weight = loaded(form, encoded, dtype)

@@ -249,3 +249,21 @@ def test_rank_0_is_nothing_at_all() -> None:
     weight = QuantizedLowRank(0, 4, 8).build(SHAPE, torch.float32, CPU)
     assert not weight.state_dict()
     assert weight.dense().equal(torch.zeros(SHAPE))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_products_are_the_same_with_gradients_and_without(bits: int) -> None:
+    """With them the matrix is written out, without them it is multiplied tile by tile."""
+    generator = torch.Generator().manual_seed(bits)
+    representation = Quantized(bits, 16)
+    weight = representation.build((24, 32), torch.float32, torch.device("cpu"))
+    weight.load_state_dict(representation.encode(torch.randn(24, 32, generator=generator), torch.float32))
+    inputs = torch.randn(5, 32, generator=generator)
+    with_gradients = weight(inputs)
+    with_gradients.square().sum().backward()
+    assert weight.scales.grad is not None
+    assert weight.scales.grad.abs().min() > 0
+    with torch.no_grad():
+        torch.testing.assert_close(weight(inputs), with_gradients, rtol=1e-5, atol=1e-5)
+    with torch.inference_mode():
+        torch.testing.assert_close(weight(inputs), with_gradients, rtol=1e-5, atol=1e-5)

@@ -205,5 +205,5 @@ def test_gradients_reach_the_values_and_nothing_else(representation: Representat
 def test_damaged_positions_are_noticed() -> None:
     tensors = MagnitudeSparse(0.1).encode(delta(), torch.float64)
     tensors["high"][0] ^= 255
-    with pytest.raises(ValueError, match="damaged"):
+    with pytest.raises(InvalidInputError, match="damaged"):
         MagnitudeSparse(0.1).decode(tensors, SHAPE, torch.float64)

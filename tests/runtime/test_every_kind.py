@@ -62,20 +62,36 @@ def places(model: Any) -> dict[str, str]:
 
 @every_kind
 @pytest.mark.parametrize("by", ["device map", "accelerate"])
-def test_offloaded_weights_compute_what_loaded_ones_do(kind: str, by: str, saved: Any, tmp_path: Path) -> None:
+def test_offloaded_weights_compute_what_loaded_ones_do(
+    kind: str, by: str, saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for user in ("inference", "networks"):  # kernels read weights in memory only, and round otherwise
+        monkeypatch.setattr(f"moetool.runtime.modules.{user}.problem", lambda _: "there are none")
     model = load(saved(kind))
-    model.config._experts_implementation = "eager"  # kernels read weights in memory only
     expected = logits(model)
     assert not expected.isnan().any()
     with quiet():
         if by == "device map":
             model = load(saved(kind), device_map=places(model), offload_folder=tmp_path / "off")
-            model.config._experts_implementation = "eager"
         else:
             accelerate.cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
     for _ in range(2):
         assert logits(model).equal(expected)
     assert any(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["low-rank", "mixture-with-biases", "adapters", "neurons-mlp", "neurons-fixed-biases"])
+def test_kernels_let_go_of_offloaded_weights(kind: str, saved: Any) -> None:
+    model = load(saved(kind))
+    expected = logits(model)
+    with quiet():
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
+    for _ in range(2):
+        torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
+    held = [module._kernels._made for module in model.modules() if hasattr(module, "_kernels")]
+    held += [module._cached.get("neurons") for module in model.modules() if hasattr(module, "_cached")]
+    assert held
+    assert not any(held)
 
 
 def test_every_way_to_store_and_every_module_is_among_the_kinds(saved: Any) -> None:
@@ -135,4 +151,4 @@ def test_experts_that_are_offloaded_are_not_made_dense(kind: str, saved: Any) ->
         UsageError, match=r"offloaded 3 of the model's expert layers .*Load the model without device_map"
     ):
         moetool.synthesize(model)
-    assert not apply_synthesis(model, "auto")
+    assert apply_synthesis(model, "auto").chosen == "on-the-fly"

@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
+from moetool.checkpoint.sizes import format_bytes
 from moetool.checkpoint.source import local_path
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json, print_table
 from moetool.cli.generate import build_options, make_command, with_options
-from moetool.job.sizes import format_bytes
 from moetool.measure.bench.benchmark import bench
 from moetool.measure.bench.options import BenchOptions
 from moetool.measure.bench.picture import plot_bench

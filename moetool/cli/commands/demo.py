@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from moetool import demo
+from moetool.checkpoint.sizes import format_bytes
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_json, print_table
 from moetool.cli.generate import HintingCommand, make_command
@@ -18,7 +19,6 @@ from moetool.errors import UsageError
 from moetool.job.execute import output_directory, run_stage
 from moetool.job.lock import Lock
 from moetool.job.result import Printed, Result
-from moetool.job.sizes import format_bytes
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.stages import stages
 

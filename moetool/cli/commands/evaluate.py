@@ -8,6 +8,7 @@ from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
 from moetool.measure.perplexity import EvaluationOptions, perplexity
+from moetool.measure.told import Evaluation
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 
@@ -32,11 +33,19 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
                 ("data", f"{result.data} ({tokens})"),
                 (result.protocol, f"{result.perplexity:.4f}"),
                 ("nll", f"{result.nll:.6f}"),
+                *_synthesis(result),
                 *(_batches(result.batch_rows) if result.depends_on_batch else ()),
             ]
         )
 
     return make_command(name, with_options(command, EvaluationOptions), COMMANDS[name][1])
+
+
+def _synthesis(result: Evaluation) -> list[tuple[str, str]]:
+    """How a compressed model's experts were made; nothing of any other model."""
+    told = result.synthesis
+    made = "dense when loaded" if result.synthesized == "load" else "as they run"
+    return [("experts", f"made {made}: {told.reason}")] if told.needed_bytes else []
 
 
 def _batches(rows: int) -> list[tuple[str, str]]:

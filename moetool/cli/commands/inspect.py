@@ -7,14 +7,14 @@ from typing import Annotated
 import typer
 
 from moetool.architectures import ROLES, Role
+from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json, print_table
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
 from moetool.errors import UsageError
-from moetool.job.sizes import format_bytes, format_change
 from moetool.measure.analysis import AnalysisOptions, analyse
 from moetool.measure.inspection import inspect_checkpoint
-from moetool.measure.told import Analysis, Inspection, MaskedLayer, Masks, MoELayers, SharedBase, Similarity
+from moetool.measure.told import Analysis, Inspection, MaskedLayer, Masks, SharedBase, Similarity, StoredLayers
 from moetool.representations import describe, parse_representation
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
@@ -70,7 +70,7 @@ def _print(result: Inspection) -> None:
         _print_layers(result.moe)
 
 
-def _print_layers(layers: MoELayers) -> None:
+def _print_layers(layers: StoredLayers) -> None:
     """What is stored of compressed experts."""
     roles = [role for role in ROLES if any(layer.base and role in layer.base.weights for layer in layers.moe)]
     rows = [

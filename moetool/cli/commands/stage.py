@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.cli.app import commands
 from moetool.cli.display import Display, print_fields, print_json
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
@@ -17,7 +18,6 @@ from moetool.convert.told import Activations, ConversionTold, Proof
 from moetool.errors import MoetoolError, UsageError, did_you_mean
 from moetool.job.processes import is_first_process
 from moetool.job.result import Json, Result, Sizes
-from moetool.job.sizes import format_bytes, format_change
 
 # Commands that are several stages, the option that chooses one, and the one that it is without it.
 CHOICES = {

@@ -4,10 +4,10 @@ from typing import Annotated
 
 import typer
 
+from moetool.checkpoint.sizes import format_bytes
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json, print_table
 from moetool.cli.generate import HintingCommand, make_command
-from moetool.job.sizes import format_bytes
 from moetool.measure.told import Comparison
 from moetool.measure.verification import verify_checkpoint
 

@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
+from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.budget.items import Forms, Group, Item, Key, byte_range
 from moetool.compress.choices import Allocation
 from moetool.errors import UsageError
-from moetool.job.sizes import format_bytes
 
 _CORRECTIONS = 32  # of a budget by what is left or missing; then by halves, until one fits
 _Row = dict[Key, int]  # of a group: which form each item has

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from moetool.architectures import MoEShape, Role
 from moetool.calibration.collectors import LayerStatistics
+from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.budget.items import Factors, Forms, Group, Item, Ladder, dropped, factors_of
 from moetool.compress.budget.spending import fit
 from moetool.compress.choices import Allocation, SharedFactor
 from moetool.compress.factors.files import FactorFile
 from moetool.errors import UsageError
 from moetool.format.layout import DENSE_BASE, LayerLayout
-from moetool.job.sizes import format_bytes
 from moetool.representations import Representation
 from moetool.representations.low_rank import LowRank
 from moetool.representations.shared_factor import SharedU, SharedV

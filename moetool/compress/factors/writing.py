@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moetool.architectures import ROLES, Role
 from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.base.layer_base import LayerBase, base_path
 from moetool.compress.choices import Allocation, Sensitivity, SharedFactor, Svd
 from moetool.compress.delta import Deltas
@@ -32,7 +33,6 @@ from moetool.job.job import Job, Source, pick_compute_dtype, pick_device
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.result import CalibrationFacts
-from moetool.job.sizes import format_bytes
 from moetool.job.writing import OutputPlan, entry_for, original_bytes, write_model
 from moetool.representations import Representation
 from moetool.representations.dense import Dense

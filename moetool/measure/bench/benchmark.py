@@ -6,19 +6,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from moetool.architectures.dense import is_encoder
 from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import ResourceError, UsageError
 from moetool.job.job import pick_device
 from moetool.job.progress import Progress, Silent, phase
-from moetool.job.sizes import format_bytes
 from moetool.measure.bench.costs import Costs
 from moetool.measure.bench.options import BenchOptions, fit_lengths
 from moetool.measure.bench.result import Benched, BenchResult, Case, CaseRatios, Memory, Ratios
 from moetool.measure.bench.runner import HereRunner, Loaded, Runner, ThereRunner, compute_dtype, threads_of
+from moetool.runtime.memory import free_bytes
 from moetool.runtime.timing import Seconds
 
 
@@ -79,7 +79,7 @@ def _check_memory(checkpoints: Sequence[Checkpoint], options: BenchOptions) -> N
     if options.device == "map":
         return
     device = pick_device(options.device)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    free = free_bytes(device)
     needed = [_needed(checkpoint, compute_dtype(checkpoint, options.compute_dtype)) for checkpoint in checkpoints]
     if sum(needed) > free:
         each = " and ".join(

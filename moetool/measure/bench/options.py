@@ -1,12 +1,13 @@
 """What to time, and how often."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
 from moetool.job.options import Options
+from moetool.measure.loading import context_length
 from moetool.runtime.synthesis import Synthesis
 
 
@@ -41,7 +42,8 @@ class BenchOptions(Options):
     )
     synthesize: Synthesis = Field(
         "auto",
-        description="Make a compressed model's experts dense when it is loaded or as they run (as `eval` does).",
+        description="Make a compressed model's experts dense when it is loaded or as they run (auto: as `generate` "
+        "does, or without new tokens as `eval` does).",
     )
     keep: float | None = Field(
         None, gt=0, le=1, description="Of a moefied model, the share of experts to compute [default: as it was made]."
@@ -55,7 +57,7 @@ def fit_lengths(options: BenchOptions, *checkpoints: Checkpoint) -> BenchOptions
     Raises:
         UsageError: they were.
     """
-    contexts = {str(own.path): context for own in checkpoints if (context := _context(own.config)) is not None}
+    contexts = {str(own.path): context for own in checkpoints if (context := context_length(own.config)) is not None}
     if not contexts:
         return options
     path, most = min(contexts.items(), key=lambda item: item[1])
@@ -68,9 +70,3 @@ def fit_lengths(options: BenchOptions, *checkpoints: Checkpoint) -> BenchOptions
         raise UsageError(f"--lengths {longest}: {longest} tokens{after} are more than the {most} positions of {path}.")
     lengths = tuple(length for length in options.lengths if length + new <= most) or (most - new,)
     return options.model_copy(update={"lengths": lengths})
-
-
-def _context(config: Any) -> int | None:
-    """The positions of a model; some families know of no end."""
-    found = config.get("max_position_embeddings", config.get("n_positions"))
-    return found if isinstance(found, int) else None

@@ -19,12 +19,14 @@ from moetool.architectures.dense import is_encoder
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import MoetoolError, ResourceError
 from moetool.job.job import pick_compute_dtype, pick_device
-from moetool.job.memory import PeakMemory, anonymous_bytes, return_freed_memory, return_heap
+from moetool.job.memory import PeakMemory, anonymous_bytes
 from moetool.measure.bench.costs import Costs, model_costs
 from moetool.measure.bench.options import BenchOptions
 from moetool.measure.bench.result import Memory
+from moetool.measure.loading import stored_dtype
 from moetool.runtime.building import check_sizes, described_in
 from moetool.runtime.loading import load_model
+from moetool.runtime.memory import return_freed_memory, return_heap
 from moetool.runtime.modules.moefied import set_keep
 from moetool.runtime.synthesis import apply_synthesis
 from moetool.runtime.timing import Seconds, time_decode
@@ -84,7 +86,9 @@ class HereRunner:
         start = time.perf_counter()
         with PeakMemory(_INTERVAL) as peak, described_in(checkpoint.path):
             self._model = load_model(checkpoint, dtype, "auto" if self._is_spread else device)
-            synthesized = apply_synthesis(self._model, options.synthesize)
+            synthesized = (
+                apply_synthesis(self._model, options.synthesize, few_tokens=options.new_tokens > 0).chosen == "load"
+            )
         seconds = time.perf_counter() - start
         if options.keep is not None:
             set_keep(self._model, options.keep)
@@ -205,8 +209,8 @@ def threads_of(count: int | None) -> Iterator[int]:
 
 
 def compute_dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
-    """`auto` is the dtype of the first tensor of floating point."""
-    stored = next((t.dtype for t in checkpoint.tensors.values() if t.dtype.is_floating_point), torch.float32)
+    """`auto` is as it is stored."""
+    stored = stored_dtype(checkpoint)
     return stored if name == "auto" else pick_compute_dtype(name, torch.device("cpu"), stored)
 
 

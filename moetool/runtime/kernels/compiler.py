@@ -6,37 +6,24 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import torch
+
 _LOGGER = logging.getLogger(__name__)
 _SOURCES = [Path(__file__).with_name(name) for name in ("routed.cpp", "matrices.h", "vectors.h")]
-_SECONDS = 120  # that a compiler may take
+_SECONDS = 60  # that a compiler may take; it takes about five
 # Not `-ffast-math`: older compilers then let the library turn off denormal numbers for the whole process.
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-w")
 _VARIANTS = (("-march=native", "-fopenmp"), ("-march=native",), ())  # the first that compiles and loads is taken
-
-
-@cache
-def problem() -> str:
-    """Why there are no compiled kernels here, in a sentence; nothing if there are. Compiles them when asked first."""
-    if os.environ.get("MOETOOL_KERNELS", "").lower() in {"0", "off", "no"}:
-        return "MOETOOL_KERNELS=off is set"
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
-    if compiler is None:
-        return "there is no C++ compiler (c++, g++ or clang++) on the path; Debian has one in the package g++"
-    said = ""
-    for flags in _VARIANTS:
-        try:
-            _LOADED.append(ctypes.CDLL(str(_compiled(compiler, flags))))
-        except (OSError, subprocess.SubprocessError) as error:
-            said = said or " ".join((getattr(error, "stderr", None) or str(error)).split())[:200]
-        else:
-            return ""
-    return f"{compiler} cannot compile or load them: {said}"
 
 
 def library() -> ctypes.CDLL:
@@ -50,57 +37,140 @@ def library() -> ctypes.CDLL:
     return _LOADED[0]
 
 
+@cache
+def problem() -> str:
+    """Why there are no compiled kernels here, in a sentence; nothing if there are. Compiles them when asked first, and
+    says once where it cannot."""
+    reason = _attempt()
+    if reason:
+        _LOGGER.warning("moetool multiplies by compressed weights in plain torch, which is slower: %s", reason)
+    return reason
+
+
+def _attempt() -> str:
+    """Compile or find them, and load them; why that is impossible, if it is."""
+    if os.environ.get("MOETOOL_KERNELS", "").lower() in {"0", "off", "no"}:
+        return "MOETOOL_KERNELS=off is set"
+    if os.name != "posix":
+        return f"they are compiled on Linux and macOS, not on {platform.system()}"
+    compiler = shlex.split(os.environ.get("CXX", "")) or [*filter(shutil.which, ("c++", "g++", "clang++"))][:1]
+    if not compiler:
+        return "there is no C++ compiler (c++, g++ or clang++) on the path; Debian has one in the package g++"
+    said = ""
+    for flags in _VARIANTS:
+        try:
+            _LOADED.append(load(compiler, flags))
+        except subprocess.TimeoutExpired:
+            return f"{compiler[0]} has not compiled them in {_SECONDS} seconds"
+        except (OSError, subprocess.SubprocessError) as error:
+            said = said or " ".join((getattr(error, "stderr", None) or str(error)).split())[:200]
+        else:
+            return ""
+    return f"{compiler[0]} cannot compile or load them: {said}"
+
+
 _LOADED: list[ctypes.CDLL] = []
 
 
-def _compiled(compiler: str, flags: tuple[str, ...]) -> Path:
-    """The library's file, made if the cache does not have it."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_SECONDS, check=True)
-    made_from = "\0".join(
-        [
-            *(source.read_text() for source in _SOURCES),
-            version.stdout,
-            *_FLAGS,
-            *flags,
-            platform.machine(),
-            _processor(),
-        ]
-    )
-    folder = _writable(cache_directory())
-    file = folder / f"routed-{hashlib.sha256(made_from.encode()).hexdigest()[:20]}.so"
-    if file.exists():
-        return file
-    _LOGGER.info("compiling kernels with %s, once", compiler)
+def load(compiler: Sequence[str], flags: Sequence[str]) -> ctypes.CDLL:
+    """The kernels as `compiler` makes them with `flags` beside its own, from the cache if they are in there.
+
+    Raises:
+        OSError, subprocess.SubprocessError: it cannot be run, fails, takes too long, or what it makes does not load.
+    """
+    made_from = [
+        *(source.read_text() for source in _SOURCES),
+        _run([*compiler, "--version"]),
+        *(*_FLAGS, *flags, platform.machine(), _processor()),
+    ]
+    name = f"routed-{_digest('|'.join(made_from).encode())}"
+    folder = _writable()
+    for file in folder.glob(f"{name}.*.so"):
+        try:
+            if file == folder / _named(name, file):  # half a library can end the process that loads it
+                return ctypes.CDLL(str(file))
+        except OSError:
+            pass
+        file.unlink(missing_ok=True)
+    _LOGGER.info("compiling kernels with %s, once", compiler[0])
     with tempfile.TemporaryDirectory(dir=folder) as made:
-        target = Path(made) / file.name
-        subprocess.run(
-            [compiler, *_FLAGS, *flags, str(_SOURCES[0]), "-o", str(target)],
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=True,
-        )
+        target = Path(made) / f"{name}.so"
+        _run([*compiler, *_FLAGS, *flags, str(_SOURCES[0]), "-o", str(target)])
+        file = folder / _named(name, target)
         target.replace(file)  # whole or not at all, whoever else compiles now
-    return file
+    return ctypes.CDLL(str(file))
 
 
-def cache_directory() -> Path:
-    """Where compiled kernels are kept: `$XDG_CACHE_HOME/moetool`, or `~/.cache/moetool`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moetool"
+def threads() -> int:
+    """How many threads kernels take: torch's number, but one in a process that was forked. GNU's OpenMP waits there for
+    threads that the parent has."""
+    return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 
 
-def _writable(folder: Path) -> Path:
-    """The folder, made if need be, or one for this process alone where that cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
-        own = Path(tempfile.mkdtemp(prefix="moetool-"))
-        atexit.register(shutil.rmtree, own, ignore_errors=True)
-        return own
+_PROCESS = os.getpid()  # that this was imported in
 
 
+def _named(name: str, file: Path) -> str:
+    """What a library is called in the cache: what it was made from, and what it is."""
+    return f"{name}.{_digest(file.read_bytes())}.so"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:20]
+
+
+def _run(command: list[str]) -> str:
+    """What a command prints. One that takes too long is ended, and so is what it has started."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            output, complaints = process.communicate(timeout=_SECONDS)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        message = complaints.strip() or f"it ended with {process.returncode}"
+        raise subprocess.CalledProcessError(process.returncode, command, output, message)
+    return output
+
+
+def cache_directories() -> Iterator[Path]:
+    """Where compiled kernels may be kept, the best first: `$XDG_CACHE_HOME/moetool` or `~/.cache/moetool`, and a folder
+    of the user's own beside temporary files."""
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        yield Path(given) / "moetool"
+    else:
+        with suppress(RuntimeError):  # nobody's home
+            yield Path.home() / ".cache" / "moetool"
+    yield Path(tempfile.gettempdir()) / f"moetool-{os.getuid()}"
+
+
+@cache
+def _writable() -> Path:
+    """The first of the folders that can be written, by this user and no other; one for this process alone if there is
+    none: what lies there is run."""
+    for folder in cache_directories():
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            state = folder.lstat()
+            with tempfile.TemporaryFile(dir=folder):
+                if state.st_uid == os.getuid() and not state.st_mode & 0o022 and not folder.is_symlink():
+                    return folder
+        except OSError:
+            pass
+    own = Path(tempfile.mkdtemp(prefix="moetool-"))
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    return own
+
+
+@cache
 def _processor() -> str:
     """What decides over the instructions that `-march=native` uses: homes are shared between machines."""
     try:

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include "vectors.h"
 
-// As moetool/runtime/kernels/table.py numbers them.
+// As moetool/runtime/kernels/operands.py numbers them.
 enum Form : int64_t { NONE, F32, BF16, F16, CODES1, CODES2, CODES3, CODES4, CODES8, NF4, INT8, SPARSE };
 
 struct Operand {            // one stored matrix [rows, columns]
@@ -31,14 +31,17 @@ static inline float scale(const Operand& m, long index) {
   const float s = number(m.scales, m.numbers, index);
   return m.form == INT8 ? s / 127 : s;
 }
-constexpr int bits(Form f) { return f == CODES1 ? 1 : f == CODES2 ? 2 : f == CODES3 ? 3 : f == CODES4 ? 4 : f == CODES8 ? 8 : 0; }
+constexpr int bits(Form f) {
+  return f == CODES1 ? 1 : f == CODES2 ? 2 : f == CODES3 ? 3 : f == CODES4 || f == NF4 ? 4 : f == CODES8 ? 8 : 0;
+}
 constexpr bool coded(Form f) { return bits(f) || f == INT8; }
+constexpr bool looked_up(Form f) { return bits(f) && f != CODES8; }
 // Rows that one byte serves in what `decode` makes of it, and bytes that are decoded beside each other: four rows.
-constexpr int served(Form f) { return f == CODES4 ? 2 : bits(f) && f != CODES8 ? 4 : 1; }
+constexpr int served(Form f) { return f == CODES4 ? 2 : bits(f) && bits(f) < 4 ? 4 : 1; }
 
 static bool aligned(const Operand& m) {
-  if (m.form == NF4 || m.form == SPARSE || m.columns % W) return false;
-  if (m.form >= CODES1 && m.group % W) return false;
+  if (m.form == SPARSE || m.columns % W) return false;
+  if (m.form >= CODES1 && (m.group % W || m.columns % m.group)) return false;  // those of NF4 may go over a row's end
   long stripes = m.form == CODES2 ? 4 : m.form == CODES4 ? 2 : m.form == CODES1 || m.form == CODES3 ? 8 : 1;
   return m.rows % stripes == 0;
 }
@@ -61,11 +64,17 @@ template <Form F> static inline void decode(const Operand& m, vf levels, long q,
     out[0] = __builtin_convertvector(code, vf);
     return;
   }
+  if (F == NF4) { out[0] = lookup(levels, nibbles(m.data + (q * n + column) / 2)); return; }
   if (F == CODES3) {
     const long eighth = m.rows / 8;
-    vi two = bytes(m.data + (q / 2 + (q % 2) * eighth) * n + column);
-    vi one = bytes(m.data + (m.rows / 4 + q / 2) * n + column) >> (int)(q % 2);
-    for (int j = 0; j < 4; j++) out[j] = lookup(levels, ((two >> (2 * j)) & 3) | (((one >> (2 * j)) & 1) << 2));
+    const vi two = bytes(m.data + (q / 2 + (q % 2) * eighth) * n + column);
+    const vi one = bytes(m.data + (m.rows / 4 + q / 2) * n + column) << (int)(2 - q % 2);
+    // Third bits go where the neighbours' lower ones were; what is above them does not matter.
+    const vi even = (two & 0x33) | (one & ~0x33), odd = (two & 0xcc) | (one & ~0xcc);
+    out[0] = lookup(levels, even);
+    out[1] = lookup(levels, odd >> 2);
+    out[2] = lookup(levels, even >> 4);
+    out[3] = lookup(levels, odd >> 6);
     return;
   }
   vi code = bytes(m.data + (F == CODES1 ? q / 2 : q) * n + column);
@@ -83,7 +92,7 @@ template <Form F> static inline vf decode_row(const Operand& m, vf levels, long 
   if (F == CODES1) return lookup(levels, bytes(m.data + row % eighth * n + column) >> (int)(row / eighth));
   vi code = bytes(m.data + row % stripe * n + column) >> (int)(row / stripe * (F == CODES3 ? 2 : bits(F)));
   if (F == CODES3)
-    code = (code & 3) | ((bytes(m.data + (stripe + row % eighth) * n + column) >> (int)(row / eighth)) & 1) << 2;
+    code = (code & 3) | ((bytes(m.data + (stripe + row % eighth) * n + column) << 2 >> (int)(row / eighth)) & ~3);
   return lookup(levels, code);
 }
 constexpr long TILE = 64;

@@ -1,54 +1,42 @@
-"""Products of tokens with the matrices of a `Table`."""
+"""Products of tokens with the matrices of a `Table`, wherever they are: `cpu` and `card` have the kernels."""
 
-import ctypes
-import threading
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from moetool.representations.operand import Operand, Products
-from moetool.runtime.kernels.compiler import library
-from moetool.runtime.kernels.table import NUMBERS, Table, operand_row
+from moetool.runtime.kernels import card, compiler, cpu
+from moetool.runtime.kernels.table import Table
 
-_PART = 1 << 20  # numbers of a matrix that are unpacked at a time: they stay in the cache until they are multiplied
-_SCRATCH = threading.local()
+
+def problem(device: torch.device) -> str:
+    """Why there are no kernels for a device, in a sentence; nothing if there are. Tries them when asked first."""
+    if device.type == "cuda":
+        return card.problem(device)
+    return compiler.problem() if device.type == "cpu" else f"there are none for {device.type}"
 
 
 def routed(table: Table, chosen: Tensor, inputs: Tensor) -> Tensor:
     """Each input times the matrix that it chose, in fp32: `[pairs, in]` → `[pairs, out]`. For few tokens.
 
-    A matrix is read once for every four inputs, and never written out. `chosen` [pairs] int64 names rows of the table;
-    the result is zero where it names none.
+    No matrix is written out. `chosen` [pairs] int64 names rows of the table; the result is zero where it names none.
     """
-    (rows, columns), pairs = table.shape, len(chosen)
-    chosen = chosen.to(torch.int64).contiguous()
-    inputs = inputs.to(torch.float32).contiguous()
-    outputs = torch.empty(pairs, rows)
-    library().moetool_routed(
-        ctypes.c_void_p(table.address),
-        ctypes.c_long(len(table.products)),
-        ctypes.c_void_p(chosen.data_ptr()),
-        ctypes.c_long(pairs),
-        ctypes.c_void_p(inputs.data_ptr()),
-        ctypes.c_long(columns),
-        ctypes.c_void_p(outputs.data_ptr()),
-        ctypes.c_long(rows),
-        ctypes.c_int(torch.get_num_threads()),
-    )
-    return outputs
+    found: Tensor = _kernels(inputs).routed(table, chosen, inputs)
+    return found
 
 
 def linear(products: Products, inputs: Tensor, out_features: int) -> Tensor:
     """Inputs times a matrix `[out, in]`, in their dtype: `[tokens, in]` → `[tokens, out]`. For many tokens.
 
-    What has to be unpacked is unpacked in one, a part at a time; factors stay factors.
+    What has to be unpacked is unpacked in one; factors stay factors.
     """
     singles = [chain[0] for chain in products if len(chain) == 1]
     output: Tensor | None = None
     if is_packed(products):
-        output = _unpacked_linear(singles, inputs)
+        output = _kernels(inputs).unpacked_linear(singles, inputs)
         singles = []
     chains = [(single,) for single in singles] + [chain for chain in products if len(chain) > 1]
     for chain in chains:
@@ -71,47 +59,12 @@ def _chain(chain: Sequence[Operand], inputs: Tensor) -> Tensor:
             matrix = operand.data.to(inputs.dtype)
             inputs = inputs @ matrix if operand.transposed else F.linear(inputs, matrix)
         elif operand.transposed:
-            inputs = inputs @ _unpacked(_numbers([operand]), 0, inputs.new_empty(operand.shape))
+            inputs = inputs @ _kernels(inputs).unpacked(operand, inputs.dtype)
         else:
-            inputs = _unpacked_linear([operand], inputs)
+            inputs = _kernels(inputs).unpacked_linear([operand], inputs)
     return inputs
 
 
-def _unpacked_linear(operands: Sequence[Operand], inputs: Tensor) -> Tensor:
-    """Inputs times the sum of stored matrices of one shape, none of them transposed."""
-    rows, columns = operands[0].shape
-    step = max(1, min(rows, _PART // columns))
-    scratch = _scratch(step * columns, inputs.dtype).view(step, columns)
-    output = inputs.new_empty(len(inputs), rows)
-    numbers = _numbers(operands)
-    for first in range(0, rows, step):
-        part = _unpacked(numbers, first, scratch[: rows - first])
-        output[:, first : first + len(part)] = F.linear(inputs, part)
-    return output
-
-
-def _numbers(operands: Sequence[Operand]) -> Tensor:
-    return torch.tensor([operand_row(operand) for operand in operands], dtype=torch.int64)
-
-
-def _unpacked(numbers: Tensor, first: int, out: Tensor) -> Tensor:
-    """The rows from `first` on of the sum of operands, into `out` [count, columns]; rounded once."""
-    library().moetool_unpack(
-        ctypes.c_void_p(numbers.data_ptr()),
-        ctypes.c_long(len(numbers)),
-        ctypes.c_long(first),
-        ctypes.c_long(first + len(out)),
-        ctypes.c_void_p(out.data_ptr()),
-        ctypes.c_int64(NUMBERS[out.dtype]),
-        ctypes.c_int(torch.get_num_threads()),
-    )
-    return out
-
-
-def _scratch(count: int, dtype: torch.dtype) -> Tensor:
-    """Memory of this thread's own for `count` numbers, kept: making room afresh takes longer than filling it."""
-    held: dict[torch.dtype, Tensor] = _SCRATCH.__dict__.setdefault("held", {})
-    if dtype not in held or held[dtype].numel() < count:
-        with torch.inference_mode(False):
-            held[dtype] = torch.empty(max(count, _PART), dtype=dtype)
-    return held[dtype][:count]
+def _kernels(inputs: Tensor) -> ModuleType:
+    """Those of the device that the inputs are on."""
+    return cpu if inputs.device.type == "cpu" else card

@@ -14,7 +14,7 @@ struct Batch { int tokens; const float* x[TOKENS]; float* y[TOKENS]; };
 // y[row] += M[row] · x for B calls of `decode` from q on, all groups.
 template <Form F, int N, int B> static inline void dot(const Operand m, long q, const Batch& batch) {
   constexpr int P = served(F);
-  const vf levels = bits(F) && F != CODES8 ? load(m.levels) : vf{};
+  const vf levels = looked_up(F) ? load(m.levels) : vf{};
   const long group = coded(F) ? m.group : m.columns, groups = m.columns / group;
   vf sums[B][P][N] = {};
   for (long g = 0; g < groups; g++) {
@@ -62,25 +62,36 @@ static void unaligned_dots(const Operand& m, long begin, long end, const Batch& 
     }
   }
 }
-// y[columns begin to end] += Σ over rows x[row] · M[row, column].
-template <Form F, int N> static void mix(const Operand m, long begin, long end, const Batch& batch) {
+// y[columns begin to end] += Σ over rows x[row] · M[row, column], B calls of `decode` from q on.
+template <Form F, int N, int B> static inline void mix(const Operand m, long q, long begin, long end, const Batch& batch) {
   constexpr int P = served(F);
-  const vf levels = bits(F) && F != CODES8 ? load(m.levels) : vf{};
+  const vf levels = looked_up(F) ? load(m.levels) : vf{};
   const long groups = coded(F) ? m.columns / m.group : 0;
+  float x[B][P][N];
+  for (int b = 0; b < B; b++)
+    for (int j = 0; j < P; j++)
+      for (int n = 0; n < N; n++) x[b][j][n] = batch.x[n][row_of<F>(m, q + b, j)];
   for (long c = begin; c < end; c += W) {
     const long g = coded(F) ? c / m.group : 0;
-    vf sums[N] = {};
-    for (long q = 0; q < calls<F>(m); q++) {
+    vf sums[N];
+    for (int n = 0; n < N; n++) sums[n] = load(batch.y[n] + c);
+    for (int b = 0; b < B; b++) {
       vf w[P];
-      decode<F>(m, levels, q, c, w);
+      decode<F>(m, levels, q + b, c, w);
       for (int j = 0; j < P; j++) {
-        const long row = row_of<F>(m, q, j);
-        const float s = coded(F) ? scale(m, row * groups + g) : 1;
-        for (int n = 0; n < N; n++) sums[n] += w[j] * (s * batch.x[n][row]);
+        const float s = coded(F) ? scale(m, row_of<F>(m, q + b, j) * groups + g) : 1;
+        for (int n = 0; n < N; n++) sums[n] += w[j] * (s * x[b][j][n]);
       }
     }
-    for (int n = 0; n < N; n++) store(batch.y[n] + c, load(batch.y[n] + c) + sums[n]);
+    for (int n = 0; n < N; n++) store(batch.y[n] + c, sums[n]);
   }
+}
+// Row after row, as they lie in memory: y stays in the cache.
+template <Form F, int N> static void mix(const Operand& m, long begin, long end, const Batch& batch) {
+  constexpr int B = 4 / served(F);
+  long q = 0;
+  for (; q + B <= calls<F>(m); q += B) mix<F, N, B>(m, q, begin, end, batch);
+  for (; q < calls<F>(m); q++) mix<F, N, 1>(m, q, begin, end, batch);
 }
 static void unaligned_mix(const Operand& m, long begin, long end, const Batch& batch) {
   float piece[TILE];
@@ -130,6 +141,7 @@ static void product(const Operand& m, long begin, long end, const Batch& batch) 
     case CODES3: return product<CODES3>(m, begin, end, batch);
     case CODES4: return product<CODES4>(m, begin, end, batch);
     case CODES8: return product<CODES8>(m, begin, end, batch);
+    case NF4: return product<NF4>(m, begin, end, batch);
     case INT8: return product<INT8>(m, begin, end, batch);
   }
 }
@@ -141,7 +153,7 @@ static void cut(std::vector<Piece>& pieces, const Operand& m, const Batch& batch
   long units = m.rows, size = std::max(8L, (1L << 15) / std::max(1L, (long)m.columns));
   if (m.transposed) {
     units = m.columns;
-    size = TILE;
+    size = std::max(1L, (1L << 18) / std::max(1L, (long)m.rows) / TILE) * TILE;
   } else if (aligned(m)) {
     units = m.rows / (m.form == CODES4 ? 2 : m.form >= CODES1 && m.form <= CODES3 ? 4 : 1);
   }
@@ -195,7 +207,7 @@ extern "C" void moetool_routed(const Expert* table, long count, const int64_t* e
 // --------------------------------------------------------------------------------------------------------- unpacking
 // row += M[r], scaled; `row` has as many numbers as M has columns.
 template <Form F> static void add_row(const Operand m, long r, float* row) {
-  const vf levels = bits(F) && F != CODES8 ? load(m.levels) : vf{};
+  const vf levels = looked_up(F) ? load(m.levels) : vf{};
   const long group = coded(F) ? m.group : m.columns, groups = m.columns / group;
   for (long g = 0; g < groups; g++) {
     const float s = coded(F) ? scale(m, r * groups + g) : 1;
@@ -225,6 +237,7 @@ static void add_row(const Operand& m, long r, float* row, float* spare) {
     case CODES3: return add_row<CODES3>(m, r, row);
     case CODES4: return add_row<CODES4>(m, r, row);
     case CODES8: return add_row<CODES8>(m, r, row);
+    case NF4: return add_row<NF4>(m, r, row);
     case INT8: return add_row<INT8>(m, r, row);
   }
 }
@@ -242,13 +255,14 @@ static void round_row(const float* row, long columns, int64_t form, uint8_t* out
 // The operands are copies: nothing that is written can be part of them, so that what is the same for all of a row is
 // computed once.
 template <Form F, bool BASE> static void fused_row(const Operand m, const Operand* base, long r, uint16_t* out) {
-  const vf levels = bits(F) && F != CODES8 ? load(m.levels) : vf{};
+  const vf levels = looked_up(F) ? load(m.levels) : vf{};
   const long groups = m.columns / m.group;
   const uint16_t* beside = BASE ? (const uint16_t*)base->data + r * m.columns : nullptr;
   for (long g = 0; g < groups; g++) {
     const float s = scale(m, r * groups + g);
     for (long i = g * m.group; i < (g + 1) * m.group; i += W) {
       const vf w = decode_row<F>(m, levels, r, i) * s;
+      if (BASE) __builtin_prefetch(beside + i + 1024);  // 2 KB ahead: the processor's own guess ends with the page
       store_bf16(out + i, BASE ? w + (vf)((vu)shorts(beside + i) << 16) : w);
     }
   }
@@ -265,6 +279,7 @@ static bool fused_row(const Operand* matrices, long count, long r, uint16_t* out
     case CODES3: fused_row<CODES3>(matrices[0], base, r, out); return true;
     case CODES4: fused_row<CODES4>(matrices[0], base, r, out); return true;
     case CODES8: fused_row<CODES8>(matrices[0], base, r, out); return true;
+    case NF4: fused_row<NF4>(matrices[0], base, r, out); return true;
   }
   return false;
 }

@@ -43,6 +43,15 @@ static inline vi shorts(const uint16_t* p) {
   vi v; for (int i = 0; i < W; i++) v[i] = p[i]; return v;
 #endif
 }
+// The halves of 8 bytes, the high one first, in the lowest bits of each number.
+static inline vi nibbles(const uint8_t* p) {
+#if defined(__AVX512F__)
+  const __m512i both = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i*)p));
+  return (vi)_mm512_or_si512(_mm512_srli_epi64(both, 4), _mm512_slli_epi64(both, 32));
+#else
+  vi v; for (int i = 0; i < W; i++) v[i] = p[i / 2] >> (i % 2 ? 0 : 4); return v;
+#endif
+}
 // table[index & 15]
 static inline vf lookup(vf table, vi index) {
 #if defined(__AVX512F__)

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moetool.representations.operand import numbers
-from moetool.runtime.kernels.compiler import problem
-from moetool.runtime.kernels.products import routed
-from moetool.runtime.kernels.table import NUMBERS, Table
+from moetool.runtime.kernels.operands import NUMBERS
+from moetool.runtime.kernels.products import problem, routed
+from moetool.runtime.kernels.table import Table
 
 MOETOOL_EXPERTS = "moetool"
 _BYTES = 16  # rows of grouped products are whole ones
@@ -72,7 +72,7 @@ def _native(experts: Any) -> Callable[..., Tensor]:
 def chosen_linear(inputs: Tensor, chosen: Tensor, matrices: Tensor) -> Tensor:
     """Each input times the matrix that it chose: `[pairs, in]`, `[pairs]`, `[experts, out, in]` → `[pairs, out]`, zero
     where there is no such matrix."""
-    if len(chosen) <= _FEW * len(matrices) and not problem():
+    if len(chosen) <= _FEW * len(matrices) and not problem(inputs.device):
         return _few(inputs, chosen, matrices).to(inputs.dtype)
     ordered, order = chosen.sort(stable=True)
     ends = torch.searchsorted(ordered, torch.arange(len(matrices) + 1)).tolist()

@@ -18,9 +18,10 @@ from moetool.architectures import Role
 from moetool.architectures.base import fused_name
 from moetool.format.layout import LayerLayout
 from moetool.representations.base import Weight, empty_parameter
-from moetool.representations.operand import Products, numbers
+from moetool.representations.operand import numbers
 from moetool.runtime.kernels.held import Held, are_held
-from moetool.runtime.kernels.table import Table, UnsupportedMatrixError
+from moetool.runtime.kernels.operands import UnsupportedMatrixError
+from moetool.runtime.kernels.table import Table
 from moetool.runtime.modules.fused import activated, entering
 from moetool.runtime.modules.inference import (
     KernelExperts,
@@ -71,6 +72,7 @@ class SharedBaseExperts(nn.Module):
                 setattr(self, f"{fused_name(roles)}_bias", bias)
         if layout.is_pruned:
             self.register_buffer("base_channels", torch.zeros(layout.base_channels, dtype=torch.int32, device=device))
+            self.index_limits = {"base_channels": self.intermediate_dim}
         self.moetool = nn.ModuleDict({str(expert): nn.ModuleDict() for expert in range(layout.stored_experts)})
         shared = {
             str(role): nn.ParameterDict(
@@ -243,17 +245,18 @@ class SharedBaseExperts(nn.Module):
         roles = {}
         for role in shape.roles:
             weights, matrix = self.layout.weights[role], shape.matrix(role)
-            products: list[Products] = [
+            products = [
                 ((numbers(self._native(expert, role)),),) if weights is None else self.delta(expert, role).products()
                 for expert in range(shape.experts)
             ]
             base = None
             if weights is not None:
                 whole = self.layout.has_dense_base(role)
-                single: Products = ((numbers(self._native(0, role)),),) if whole else self._compact(role).products()
+                single = ((numbers(self._native(0, role)),),) if whole else self._compact(role).products()
                 base = Table([single], self.layout.base_shape(role), ())
-            uses = torch.tensor([[float(self._uses_base(expert, role))] for expert in range(shape.experts)])
-            roles[role] = RoleMatrices(Table(products, matrix, ()), base, uses, self._bias(role))
+            deltas = tuple(self._uses_base(expert, role) for expert in range(shape.experts))
+            uses = torch.tensor(deltas, dtype=torch.float32, device=self.down_proj.device)[:, None]
+            roles[role] = RoleMatrices(Table(products, matrix, ()), base, deltas, uses, self._bias(role))
         tables = [table for own in roles.values() for table in (own.table, own.base) if table is not None]
         apart = [[*self.moetool[str(expert)].modules()] for expert in range(shape.experts)]
         private = {module for modules in apart for module in modules}
@@ -262,7 +265,7 @@ class SharedBaseExperts(nn.Module):
             raise UnsupportedMatrixError("a tensor is computed whenever it is read")
         dynamic = bool(self.layout.dynamic_channels)
         channels: Tensor | None = self.base_channels if self.layout.is_pruned else None  # type: ignore[assignment]
-        return KernelExperts(roles, self.act_fn, held, channels, self._base_down if dynamic else None)
+        return KernelExperts(roles, self.act_fn, channels, self._base_down if dynamic else None, held)
 
     def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         tokens, top_k = top_k_index.shape

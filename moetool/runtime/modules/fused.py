@@ -1,12 +1,10 @@
 """Experts of one layer in fused tensors: those of transformers 5, and ours, which may lack gates and have biases."""
 
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moetool.architectures.base import MoEShape, Role, fused_name
 
@@ -48,16 +46,30 @@ def activated(act_fn: Callable[[Tensor], Tensor], values: Sequence[Tensor]) -> T
     return act_fn(first) * rest[0] if rest else act_fn(first)
 
 
-def add_bias(experts: nn.Module, name: str, expert: int, output: Tensor) -> Tensor:
-    """An expert's output `[tokens, out]` by the fused tensor `name`, with the bias beside it if there is one."""
+def add_bias(experts: nn.Module, name: str, expert: int | Tensor, output: Tensor) -> Tensor:
+    """An expert's output `[tokens, out]` by the fused tensor `name`, with the bias beside it if there is one. Or those
+    of several, one of each `[experts, out]`."""
     bias = getattr(experts, f"{name}_bias", None)
     return output if bias is None else output + bias[expert]
 
 
-def activation(experts: Any, expert: int, values: Tensor) -> Tensor:
+def activation(experts: Any, expert: int | Tensor, values: Tensor) -> Tensor:
     """What an expert's down matrix is given `[tokens, intermediate]`, from the products of its input with the fused
     tensor before it, without bias."""
     return experts._apply_gate(add_bias(experts, _entering_name(experts), expert, values))
+
+
+def gathered(matrices: Tensor, pairs: Tensor, inputs: Tensor) -> Tensor:
+    """Each input times a copy of the one of the `matrices` [experts, out, in] that it chose: `[pairs, in]` → `[pairs,
+    out]`."""
+    return torch.bmm(matrices.index_select(0, pairs), inputs.unsqueeze(-1)).squeeze(-1)
+
+
+def gathered_sum(run: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """As `weighted_sum`, without waiting for what was chosen: `run` takes an expert for each of the rows."""
+    pairs = chosen.reshape(-1)
+    outputs = run(pairs, hidden.repeat_interleave(chosen.shape[1], 0))
+    return (outputs.view(*chosen.shape, hidden.shape[1]) * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
 
 def weighted_sum(run: Callable[[int, Tensor], Tensor], hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -68,38 +80,3 @@ def weighted_sum(run: Callable[[int, Tensor], Tensor], hidden: Tensor, chosen: T
         output = run(expert, hidden[tokens]) * weights[tokens, slot, None]
         result.index_add_(0, tokens, output.to(result.dtype))
     return result
-
-
-class FusedExperts(nn.Module):
-    """Experts named and laid out as transformers has them: `gate_up_proj` or `up_proj`, `down_proj [experts, hidden,
-    intermediate]`, and `…_bias [experts, out]` beside those that have biases."""
-
-    down_proj: nn.Parameter
-
-    def __init__(self, config: SimpleNamespace) -> None:
-        """`config` has the `shape` and `act_fn`; parameters are left as they come."""
-        super().__init__()
-        shape: MoEShape = config.shape
-        self.config = config
-        self.act_fn = config.act_fn
-        self.num_experts, self.hidden_dim, self.intermediate_dim = shape.experts, shape.hidden, shape.intermediate
-        for roles in shape.groups:
-            name, (rows, columns) = fused_name(roles), shape.matrix(roles[0])
-            rows *= len(roles)
-            setattr(self, name, nn.Parameter(torch.empty(shape.experts, rows, columns)))
-            if roles[0] in shape.biases:
-                setattr(self, f"{name}_bias", nn.Parameter(torch.empty(shape.experts, rows)))
-
-    def _apply_gate(self, values: Tensor) -> Tensor:
-        return activated(self.act_fn, values.chunk(len(self.config.shape.entering), dim=-1))
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`."""
-        # Unbound once: the gradient of every index into a fused tensor is as large as the tensor.
-        first, down = entering(self).unbind(), self.down_proj.unbind()
-
-        def run(expert: int, rows: Tensor) -> Tensor:
-            given = activation(self, expert, F.linear(rows, first[expert]))
-            return add_bias(self, "down_proj", expert, F.linear(given, down[expert]))
-
-        return weighted_sum(run, hidden_states, top_k_index, top_k_weights)

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from moetool.architectures import Role
 from moetool.errors import UsageError
 from moetool.representations.operand import Products
-from moetool.runtime.kernels.compiler import problem
 from moetool.runtime.kernels.held import Held
-from moetool.runtime.kernels.products import is_packed, linear, routed
-from moetool.runtime.kernels.table import Table, UnsupportedMatrixError
+from moetool.runtime.kernels.operands import UnsupportedMatrixError
+from moetool.runtime.kernels.products import is_packed, linear, problem, routed
+from moetool.runtime.kernels.table import Table
 from moetool.runtime.modules.fused import activated
-from moetool.runtime.modules.offloading import is_offloading
+from moetool.runtime.modules.offloading import is_fetched
 
 _FEW = 8  # tokens per expert up to which decoding while multiplying is faster than unpacking once
 
@@ -35,12 +35,14 @@ class RoleMatrices:
     Attributes:
         table: of every routed expert its own, or its delta.
         base: what deltas are to, `[out, in]` or without pruned channels, a table of one; None where there is no base.
-        uses_base: [experts, 1] fp32, 1 for deltas and 0 for whole matrices.
+        deltas: of every expert whether it has a delta, not a whole matrix.
+        uses_base: the same, [experts, 1] fp32, 1 for deltas and 0 for whole matrices.
         bias: [experts, out] as it lies in memory, if they have some.
     """
 
     table: Table
     base: Table | None
+    deltas: tuple[bool, ...]
     uses_base: Tensor
     bias: Tensor | None
 
@@ -52,15 +54,16 @@ class KernelExperts:
         self,
         roles: Mapping[Role, RoleMatrices],
         act_fn: Callable[[Tensor], Tensor],
-        held: Sequence[Held],
         channels: Tensor | None = None,
         base_down: Callable[[Tensor], Tensor] | None = None,
+        held: Sequence[Held] = (),
     ) -> None:
-        """`held` are the tensors that all experts have in common, and then each one's. `channels` [kept] int32 are
-        those that a pruned base still has; `base_down`, `[tokens, intermediate]` → `[tokens, hidden]`, takes the place
-        of the product with the down base where that is more than a product."""
+        """`channels` [kept] int32 are those that a pruned base still has; `base_down`, `[tokens, intermediate]` →
+        `[tokens, hidden]`, takes the place of the product with the down base where that is more than a product; `held`
+        are the tensors that all experts have in common, and then each one's, where the tables do not hold them."""
         self.roles, self._act_fn, self._channels, self._base_down = roles, act_fn, channels, base_down
-        self._common, *self._each = held
+        tables = [table.held for own in roles.values() for table in (own.table, own.base) if table is not None]
+        self._common, self._each = [*tables, *held[:1]], held[1:]
         self._experts = len(roles["down"].table.products)
 
     def is_current(self, chosen: Tensor | None = None) -> bool:
@@ -69,7 +72,7 @@ class KernelExperts:
         each = self._each
         if chosen is not None and chosen.device.type == "cpu" and chosen.numel() < len(each):
             each = [each[expert] for expert in set(chosen.flatten().tolist()) if 0 <= expert < len(each)]
-        return self._common.is_current() and all(held.is_current() for held in each)
+        return all(held.is_current() for held in (*self._common, *each))
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`, in the dtype of `hidden`. Numbers of
@@ -93,9 +96,9 @@ class KernelExperts:
         output = routed(down.table, pairs, activation)
         if down.bias is not None:
             output += down.bias[safe] * weights
-        output = output.unflatten(0, (tokens, k)).sum(1)
+        output = output.view(tokens, k, down.table.shape[0]).sum(1)
         if down.base is not None:
-            summed = (activation * down.uses_base[safe]).unflatten(0, (tokens, k)).sum(1)
+            summed = (activation * down.uses_base[safe]).view(tokens, k, down.table.shape[1]).sum(1)
             output += self._down(down.base, summed.to(hidden.dtype))
         return output
 
@@ -107,6 +110,7 @@ class KernelExperts:
         output = hidden.new_zeros(len(hidden), down.table.shape[0], dtype=torch.float32)
         summed = hidden.new_zeros(len(hidden), down.table.shape[1], dtype=torch.float32)
         bases: dict[Role, Tensor] = {}
+        meets_base = False
         for expert, (start, end) in enumerate(pairwise(ends)):
             if start == end:
                 continue
@@ -115,7 +119,7 @@ class KernelExperts:
             for role, own in self._entering():
                 whole = self._whole(own, expert)
                 value = linear(whole or own.table.products[expert], given, own.table.shape[0])
-                if not whole and own.base is not None and own.uses_base[expert]:
+                if not whole and own.base is not None and own.deltas[expert]:
                     if role not in bases:
                         bases[role] = self._base(own.base, hidden).to(hidden.dtype)
                     value = value + bases[role][rows]
@@ -123,10 +127,11 @@ class KernelExperts:
             activation = (activated(self._act_fn, values) * share).to(hidden.dtype)
             whole = self._whole(down, expert)
             value = linear(whole or down.table.products[expert], activation, down.table.shape[0])
-            if not whole and down.base is not None and down.uses_base[expert]:
+            if not whole and down.base is not None and down.deltas[expert]:
+                meets_base = True
                 summed.index_add_(0, rows, activation.float())
             output.index_add_(0, rows, value.float() if down.bias is None else value + share * down.bias[expert])
-        if down.base is not None and bool(summed.any()):
+        if down.base is not None and meets_base:
             output += self._down(down.base, summed.to(hidden.dtype))
         return output
 
@@ -136,7 +141,7 @@ class KernelExperts:
     def _whole(self, own: RoleMatrices, expert: int) -> Products:
         """A delta and its base in one, if the delta is written out anyway; else nothing."""
         delta = own.table.products[expert]
-        if own.base is None or not own.uses_base[expert] or not is_packed(delta):
+        if own.base is None or not own.deltas[expert] or not is_packed(delta):
             return ()
         if self._channels is not None or (self._base_down is not None and own is self.roles["down"]):
             return ()
@@ -160,12 +165,14 @@ class KernelExperts:
 def _times(table: Table, inputs: Tensor) -> Tensor:
     """Inputs times the only matrix of a table: `[tokens, in]` → `[tokens, out]` fp32."""
     if len(inputs) <= (_FEW if is_packed(table.products[0]) else _FEW // 2):
-        return routed(table, torch.zeros(len(inputs), dtype=torch.int64), inputs)
+        return routed(table, torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device), inputs)
     return linear(table.products[0], inputs, table.shape[0]).float()
 
 
 class HasKernelForm(Protocol):
     """A module that kernels can run."""
+
+    down_proj: nn.Parameter
 
     def modules(self) -> Iterator[nn.Module]: ...
     def on_kernels(self) -> KernelExperts: ...
@@ -189,7 +196,8 @@ class Kernels:
         if (refused := self._refused) is not None and refused.is_current():
             return None
         self.forget()
-        if problem() or is_offloading(module.modules()):
+        # What is fetched for a call would be kept in memory by what was made.
+        if problem(module.down_proj.device) or any(map(is_fetched, module.modules())):
             return None
         with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
             try:
@@ -216,7 +224,7 @@ _NUMBERS = itertools.count()
 
 
 def numbered(module: nn.Module) -> Tensor:
-    """A number by which `run_by_number` finds this module as long as it lives.
+    """A number by which `by_number` finds this module as long as it lives.
 
     It is an input of a compiled graph: one graph serves all layers that are compiled one by one.
     """
@@ -234,16 +242,20 @@ def refuse_export() -> None:
     """
     if torch.compiler.is_exporting():
         raise UsageError(
-            "Compressed experts cannot be exported: a graph holds tensors, and kernels want the module. Call "
-            'moetool.synthesize(model), which makes them dense, and model.set_experts_implementation("batched_mm").'
+            "Experts that run on kernels cannot be exported: a graph holds tensors, and kernels want the module. Make "
+            'compressed ones dense by moetool.synthesize(model) and model.set_experts_implementation("batched_mm").'
         )
+
+
+def by_number(number: Tensor) -> Any:
+    """The module that was `numbered` so."""
+    return _MODULES[int(number)]
 
 
 @torch.library.custom_op("moetool::experts", mutates_args=())
 def run_by_number(hidden: Tensor, chosen: Tensor, weights: Tensor, number: Tensor) -> Tensor:
     """`infer` of a module."""
-    module: Any = _MODULES[int(number)]
-    output: Tensor = module.infer(hidden, chosen, weights)
+    output: Tensor = by_number(number).infer(hidden, chosen, weights)
     return output
 
 

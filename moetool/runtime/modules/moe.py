@@ -12,11 +12,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moetool.architectures.base import MoEShape, fused_name
 from moetool.architectures.dense import DenseArchitecture
 from moetool.format.kinds.moe import MoESpec
-from moetool.runtime.modules.fused import FusedExperts
+from moetool.runtime.modules.fused import (
+    activated,
+    activation,
+    add_bias,
+    entering,
+    fused_matrix,
+    gathered,
+    gathered_sum,
+    weighted_sum,
+)
+from moetool.runtime.modules.inference import KernelExperts
 from moetool.runtime.modules.insertion import Routed, add_placeholder, path_in
 from moetool.runtime.modules.networks import activation_of, dropout_of, wide
+from moetool.runtime.modules.routed import RoutedExperts, matrices_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,6 +46,62 @@ class Router(nn.Linear):
         dtype = wide(input)
         with torch.autocast(input.device.type, enabled=False):
             return F.linear(input.to(dtype), self.weight.to(dtype))
+
+
+class FusedExperts(RoutedExperts):
+    """Experts named and laid out as transformers has them: `gate_up_proj` or `up_proj`, `down_proj [experts, hidden,
+    intermediate]`, and `…_bias [experts, out]` beside those that have biases."""
+
+    down_proj: nn.Parameter
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        """`config` has the `shape` and `act_fn`; parameters are left as they come."""
+        super().__init__()
+        shape: MoEShape = config.shape
+        self.config = config
+        self.act_fn = config.act_fn
+        self.num_experts, self.hidden_dim, self.intermediate_dim = shape.experts, shape.hidden, shape.intermediate
+        for roles in shape.groups:
+            name, (rows, columns) = fused_name(roles), shape.matrix(roles[0])
+            rows *= len(roles)
+            setattr(self, name, nn.Parameter(torch.empty(shape.experts, rows, columns)))
+            if roles[0] in shape.biases:
+                setattr(self, f"{name}_bias", nn.Parameter(torch.empty(shape.experts, rows)))
+
+    def _apply_gate(self, values: Tensor) -> Tensor:
+        return activated(self.act_fn, values.chunk(len(self.config.shape.entering), dim=-1))
+
+    def on_kernels(self) -> KernelExperts:
+        """See `RoutedExperts`."""
+        shape: MoEShape = self.config.shape
+        roles = {}
+        for role in shape.roles:
+            group = shape.group(role)
+            biases: Tensor | None = getattr(self, f"{fused_name(group)}_bias", None)
+            bias = None if biases is None else biases.detach().chunk(len(group), dim=-1)[group.index(role)]
+            own = [fused_matrix(shape, self, expert, role) for expert in range(shape.experts)]
+            roles[role] = matrices_of(self, own, bias)
+        return KernelExperts(roles, self.act_fn)
+
+    def gathered(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """See `RoutedExperts`."""
+
+        def run(pairs: Tensor, rows: Tensor) -> Tensor:
+            given = activation(self, pairs, gathered(entering(self), pairs, rows))
+            return add_bias(self, "down_proj", pairs, gathered(self.down_proj, pairs, given))
+
+        return gathered_sum(run, hidden, chosen, weights)
+
+    def eager(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """See `RoutedExperts`."""
+        # Unbound once: the gradient of every index into a fused tensor is as large as the tensor.
+        first, down = entering(self).unbind(), self.down_proj.unbind()
+
+        def run(expert: int, rows: Tensor) -> Tensor:
+            given = activation(self, expert, F.linear(rows, first[expert]))
+            return add_bias(self, "down_proj", expert, F.linear(given, down[expert]))
+
+        return weighted_sum(run, hidden, chosen, weights)
 
 
 class CustomMoELayer(Routed):

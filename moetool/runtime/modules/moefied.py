@@ -18,18 +18,21 @@ from moetool.architectures.base import Role
 from moetool.architectures.dense import DenseArchitecture
 from moetool.errors import UsageError
 from moetool.format.kinds.moefied import MoefiedSpec, linear_paths
+from moetool.runtime.modules.inference import by_number, numbered
 from moetool.runtime.modules.insertion import add_placeholder, path_in
-from moetool.runtime.modules.networks import SplitFFN, activation_of, dropout_of, wide
+from moetool.runtime.modules.networks import KernelNeurons, SplitFFN, activation_of, dropout_of, wide
 from moetool.runtime.modules.offloading import below, loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# When it pays to run experts one after the other, each on its own tokens, instead of all of them on all tokens: from
-# how many tokens per expert on, and up to what share of the experts. And up to what share of the experts, used by any
-# of the tokens, it pays to leave out the others. As measured with scripts/benchmarks/moefied.py, in 32 and in 16 bits.
-_RULES = {torch.float32: (4, 1.0, 1.0), torch.float64: (4, 1.0, 1.0)}
-_RULE_IN_16_BITS = (64, 0.5, 0.5)
+# Up to how many tokens per expert kernels read the experts of every token where they lie (on a card without them, all
+# are computed, which waits for nothing). When it pays to run experts one after the other, each on its own tokens,
+# instead of all of them on all tokens: from how many tokens per expert on, and up to what share of the experts. And up
+# to what share of the experts, used by any of the tokens, it pays to leave out the others. As measured with
+# scripts/benchmarks/moefied.py, in 32 and in 16 bits.
+_RULES = {torch.float32: (12, 4, 1.0, 1.0), torch.float64: (12, 4, 1.0, 1.0)}
+_RULE_IN_16_BITS = (3, 64, 0.5, 0.5)
 
 
 class Selector(nn.Module):
@@ -89,6 +92,7 @@ class NeuronExperts(SplitFFN):
         self.dropout = dropout_of(ffn)
         self.on_selection: Callable[[Tensor], object] | None = None
         self._cached: dict[str, tuple[object, object]] = {}
+        self._number = numbered(self)
         self.set_keep(spec.keep)
         like = self.linear("down").weight
         with torch.device(like.device):
@@ -96,6 +100,7 @@ class NeuronExperts(SplitFFN):
                 self.selector = Selector(hidden, self.num_experts).to(like.dtype)
             elif self.selector_kind == "fixed":
                 self.register_buffer("order", torch.arange(self.num_experts))
+                self.index_limits = {"order": self.num_experts}
         if expected is not None:
             add_placeholder(self, expected, like)
         self.register_load_state_dict_post_hook(_forget)
@@ -111,6 +116,7 @@ class NeuronExperts(SplitFFN):
                 f"keep is {keep}: it must be above 0, at most 1, and leave one of {self.num_experts} experts"
             )
         self.keep, self.kept = keep, kept
+        self._cached.clear()  # of a matrix that is laid elsewhere nothing must be held
         if kept == self.num_experts and not (down := self.linear("down").weight).is_contiguous():
             with torch.inference_mode(False):
                 down.data = down.data.contiguous()
@@ -147,10 +153,16 @@ class NeuronExperts(SplitFFN):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[..., hidden]` → `[..., hidden]`."""
-        with loaded(*below(self)):  # whose weights are read, not called
-            return self._forward(hidden_states)
+        if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            return run_neurons(hidden_states, self._number)
+        return self.infer(hidden_states)
 
-    def _forward(self, hidden_states: Tensor) -> Tensor:
+    def infer(self, hidden_states: Tensor) -> Tensor:
+        """The same, never as a step of a compiled graph."""
+        with loaded(*below(self)) as fetched:  # whose weights are read, not called
+            return self._forward(hidden_states, fetched)
+
+    def _forward(self, hidden_states: Tensor, fetched: bool) -> Tensor:
         rows = hidden_states.reshape(-1, self.hidden)
         chosen = self.select(rows) if self.kept < self.num_experts or self.on_selection else None
         if self.on_selection is not None and chosen is not None:
@@ -159,28 +171,47 @@ class NeuronExperts(SplitFFN):
             result = self.whole(rows)
         else:
             assert chosen is not None
-            result = (self._selected(rows, chosen) + self.constant()).to(rows.dtype)
+            result = (self._selected(rows, chosen, fetched) + self.constant()).to(rows.dtype)
         return F.dropout(result, self.dropout, self.training).view_as(hidden_states)
 
-    def _selected(self, rows: Tensor, chosen: Tensor) -> Tensor:
-        """`Σ (a − r) W2` over the selected neurons, `[tokens, hidden]`, at least fp32."""
+    def _selected(self, rows: Tensor, chosen: Tensor, fetched: bool) -> Tensor:
+        """`Σ (a − r) W2` over the selected neurons, `[tokens, hidden]`, at least fp32. Weights that were `fetched` for
+        this call are none that kernels could find in the next."""
+        few, tokens_per_expert, most_kept, most_used = _RULES.get(rows.dtype, _RULE_IN_16_BITS)
+        share = self.kept / self.num_experts
+        is_few = len(rows) * share <= few
+        if is_few and not fetched and not torch.is_grad_enabled():
+            tensors = [self.centre, *self.ffn.parameters()]
+            neurons: KernelNeurons | None = self._cache("neurons", tensors, self.on_kernels)
+            if neurons is not None:
+                return neurons.forward(rows, chosen)
         if self.selector_kind == "fixed":
-            experts = self._cache("order", [self.order], lambda: sorted(self.order[: self.kept].tolist()), self.kept)
-            return self.by_runs(rows, experts, None)
+            experts, index = self._cache("order", [self.order], self._fixed, self.kept)
+            return self.by_runs(rows, experts, None, index)
         if self.can_group(rows):
             pieces = zip(*(part.split(max(1, 2**15 // self.kept)) for part in (rows, chosen)), strict=True)
             return torch.cat([self.grouped(*piece) for piece in pieces])
+        everything = list(range(self.num_experts))
+        if is_few and rows.device.type != "cpu":
+            index = torch.arange(self.num_experts, device=rows.device)
+            return self.by_runs(rows, everything, self._used(chosen), index)
         if len(rows) == 1:
             return self.by_runs(rows, sorted(chosen[0].tolist()), None)
-        tokens_per_expert, most_kept, most_used = _RULES.get(rows.dtype, _RULE_IN_16_BITS)
-        share = self.kept / self.num_experts
         if len(rows) * share >= tokens_per_expert and share <= most_kept:
             return self.by_expert(rows, chosen)
-        used = torch.zeros(len(rows), self.num_experts, dtype=torch.bool, device=rows.device).scatter_(1, chosen, True)
+        used = self._used(chosen)
         experts = used.any(0).nonzero()[:, 0].tolist()
-        if len(experts) > most_used * self.num_experts:
-            experts = list(range(self.num_experts))
-        return self.by_runs(rows, experts, used)
+        return self.by_runs(rows, everything if len(experts) > most_used * self.num_experts else experts, used)
+
+    def _fixed(self) -> tuple[list[int], Tensor]:
+        """The experts of a fixed selection, as they lie in memory."""
+        index = self.order[: self.kept].sort().values
+        return index.tolist(), index
+
+    def _used(self, chosen: Tensor) -> Tensor:
+        """`[tokens, experts]` bool: which experts a token uses."""
+        nothing = torch.zeros(len(chosen), self.num_experts, dtype=torch.bool, device=chosen.device)
+        return nothing.scatter_(1, chosen, True)
 
     def _cache(self, name: str, tensors: list[Tensor], compute: Callable[[], Any], *more: object) -> Any:
         """What `compute` gives, until one of the tensors is changed or replaced."""
@@ -200,12 +231,31 @@ class NeuronExperts(SplitFFN):
         self._cached.clear()
         return super()._apply(fn, recurse)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_cached": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._number = numbered(self)  # a copy is another module
+
     def extra_repr(self) -> str:
         return f"{self.kept} of {self.num_experts} experts of {self.size} neurons, {self.selector_kind}"
 
 
 def _forget(module: NeuronExperts, _: object) -> None:
     module._cached.clear()
+
+
+@torch.library.custom_op("moetool::neurons", mutates_args=())
+def run_neurons(hidden: Tensor, number: Tensor) -> Tensor:
+    """`infer` of a module, as one step of a compiled graph."""
+    output: Tensor = by_number(number).infer(hidden)
+    return output
+
+
+@run_neurons.register_fake
+def _(hidden: Tensor, number: Tensor) -> Tensor:
+    return hidden.new_empty(hidden.shape)
 
 
 def set_keep(model: "PreTrainedModel", keep: float) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -9,9 +10,43 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moetool.architectures.base import Role
+from moetool.representations.operand import numbers
+from moetool.runtime.kernels.operands import NUMBERS, UnsupportedMatrixError
+from moetool.runtime.kernels.products import problem, routed
+from moetool.runtime.kernels.table import Table
+from moetool.runtime.modules.fused import activated
 from moetool.runtime.modules.insertion import CustomLayer
 
 Runs = list[tuple[int, int]]  # of neurons that lie side by side: from, to
+
+
+@dataclass(frozen=True, eq=False)
+class KernelNeurons:
+    """A feed-forward network's groups of neurons for kernels to choose from.
+
+    Attributes:
+        tables: of every role, of every group its matrix; that of the down matrix lies by neuron.
+        biases: [groups, size] of the roles that have some, without the down matrix.
+        centre: [groups, size], what is subtracted from activations.
+        act_fn: the activation function.
+    """
+
+    tables: Mapping[Role, Table]
+    biases: Mapping[Role, Tensor]
+    centre: Tensor
+    act_fn: Callable[[Tensor], Tensor]
+
+    def forward(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        """`[tokens, hidden]` and the groups of every token `[tokens, k]` → `[tokens, hidden]` fp32. For few tokens:
+        weights are read where they lie, and nothing waits for what was chosen."""
+        pairs = chosen.reshape(-1)
+        each = rows.float().repeat_interleave(chosen.shape[1], 0)
+        values = []
+        for role in (role for role in self.tables if role != "down"):
+            value = routed(self.tables[role], pairs, each)
+            values.append(value + self.biases[role][pairs] if role in self.biases else value)
+        residual = activated(self.act_fn, values) - self.centre[pairs]
+        return routed(self.tables["down"], pairs, residual).view(*chosen.shape, rows.shape[1]).sum(1)
 
 
 class SplitFFN(CustomLayer):
@@ -115,13 +150,14 @@ class SplitFFN(CustomLayer):
                 runs.append((start, stop))
         return runs
 
-    def by_runs(self, rows: Tensor, experts: list[int], used: Tensor | None) -> Tensor:
+    def by_runs(self, rows: Tensor, experts: list[int], used: Tensor | None, index: Tensor | None = None) -> Tensor:
         """All tokens through the same experts, in views of the weights.
 
-        `used [tokens, num_experts]` says which of them a token uses, all where it is None: → `[tokens, hidden]`.
+        `used [tokens, num_experts]` says which of them a token uses, all where it is None: → `[tokens, hidden]`. With
+        `index`, the same experts on the device, nothing has to be copied there.
         """
         runs, weight = self._runs(experts), self.linear("down").weight
-        index = torch.tensor(experts, device=rows.device)
+        index = torch.tensor(experts, device=rows.device) if index is None else index
         residual = self.activation(rows, runs) - self.subtracted.view(-1, self.size).index_select(0, index).flatten()
         if used is not None:
             unused = ~used.index_select(1, index).unsqueeze(-1)
@@ -150,6 +186,26 @@ class SplitFFN(CustomLayer):
             # Deterministic on every device: no token is twice among an expert's.
             result.index_add_(0, tokens, F.linear(residual, weight[:, slice(*run)]).to(result.dtype))
         return result
+
+    def on_kernels(self) -> "KernelNeurons | None":
+        """The network as it lies in memory now, the down matrix by neuron, if kernels can run it and there are some."""
+        down = self.linear("down").weight
+        if problem(down.device) or down.device.type != "cpu" or down.dtype not in NUMBERS:
+            return None
+        if down.is_inference() and not down.t().is_contiguous():
+            return None
+        shape, tables, biases = (self.num_experts, self.size), {}, {}
+        for role in self.names:
+            weight, bias = (self._by_neuron(), None) if role == "down" else self._neurons(role)
+            parts = [replace(numbers(part), transposed=role == "down") for part in weight.detach().split(self.size)]
+            out = (self.hidden, self.size) if role == "down" else (self.size, self.hidden)
+            try:
+                tables[role] = Table([((part,),) for part in parts], out, ())
+            except UnsupportedMatrixError:
+                return None
+            if bias is not None:
+                biases[role] = bias.detach().view(shape)
+        return KernelNeurons(tables, biases, self.subtracted.view(shape), self.act_fn)
 
     def can_group(self, rows: Tensor) -> bool:
         """Whether grouped products have a kernel of their own for these: they need no sizes on the host."""

@@ -4,7 +4,7 @@ accelerate fetches the tensors of a module when that module is called, and lets 
 that computes with the tensors of another, without calling it, has to hold that one `loaded` meanwhile.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -26,20 +26,21 @@ def below(module: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def loaded(*modules: nn.Module) -> Iterator[None]:
+def loaded(*modules: nn.Module) -> Iterator[bool]:
     """Have the tensors of these modules (not of those in them) where they compute, for the time of the `with` block.
 
-    Calls of the modules find theirs there, too, and leave them. Costs next to nothing if nothing is offloaded.
+    Calls of the modules find theirs there, too, and leave them. Costs next to nothing if nothing is offloaded; gives
+    whether something is.
     """
     opened: list[tuple[nn.Module, ModelHook]] = []
     try:
         for module in modules:
-            hook = module.__dict__.get("_hf_hook")
-            if hook is not None and _offloads(hook):
+            if is_fetched(module):
+                hook: ModelHook = module.__dict__["_hf_hook"]
                 opened.append((module, hook))
                 hook.pre_forward(module)
                 module.__dict__["_hf_hook"] = _idle()
-        yield
+        yield bool(opened)
     finally:
         for module, hook in reversed(opened):
             module.__dict__["_hf_hook"] = hook
@@ -51,14 +52,10 @@ def is_offloaded(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
-def is_offloading(modules: Iterable[nn.Module]) -> bool:
-    """Whether tensors of some of these modules are in memory only while they are called."""
-    hooks = (module.__dict__.get("_hf_hook") for module in modules)
-    return any(hook is not None and _offloads(hook) for hook in hooks)
-
-
-def _offloads(hook: "ModelHook") -> bool:
-    return any(getattr(own, "offload", False) for own in (hook, *getattr(hook, "hooks", ())))
+def is_fetched(module: object) -> bool:
+    """Whether the tensors of a module, not of those in it, are in memory for the time of a call only."""
+    hook = module.__dict__.get("_hf_hook")
+    return hook is not None and any(getattr(own, "offload", False) for own in (hook, *getattr(hook, "hooks", ())))
 
 
 def _idle() -> "ModelHook":

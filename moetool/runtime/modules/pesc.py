@@ -14,14 +14,16 @@ from torch.nn import functional as F
 
 from moetool.architectures.dense import DenseArchitecture
 from moetool.format.kinds.pesc import PescSpec
-from moetool.runtime.modules.fused import weighted_sum
+from moetool.runtime.modules.fused import gathered, gathered_sum, weighted_sum
+from moetool.runtime.modules.inference import KernelExperts
 from moetool.runtime.modules.insertion import Routed, add_placeholder, path_in
+from moetool.runtime.modules.routed import RoutedExperts, matrices_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Adapters(nn.Module):
+class Adapters(RoutedExperts):
     """The adapters of one layer, `scale · up(GELU(down(h)))` each."""
 
     def __init__(self, hidden: int, spec: PescSpec) -> None:
@@ -32,10 +34,26 @@ class Adapters(nn.Module):
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`."""
-        hidden = F.dropout(hidden, self.dropout, self.training)
+        return super().forward(F.dropout(hidden, self.dropout, self.training), chosen, weights * self.scale)
+
+    def on_kernels(self) -> KernelExperts:
+        """See `RoutedExperts`. Their down matrix comes before the activation, and the up matrix after it."""
+        first, second = (matrices_of(self, fused.detach().unbind()) for fused in (self.down_proj, self.up_proj))
+        return KernelExperts({"up": first, "down": second}, F.gelu)
+
+    def gathered(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """See `RoutedExperts`."""
+
+        def run(pairs: Tensor, rows: Tensor) -> Tensor:
+            return gathered(self.up_proj, pairs, F.gelu(gathered(self.down_proj, pairs, rows)))
+
+        return gathered_sum(run, hidden, chosen, weights)
+
+    def eager(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """See `RoutedExperts`."""
 
         def run(expert: int, rows: Tensor) -> Tensor:
-            return F.linear(F.gelu(F.linear(rows, self.down_proj[expert])), self.up_proj[expert]) * self.scale
+            return F.linear(F.gelu(F.linear(rows, self.down_proj[expert])), self.up_proj[expert])
 
         return weighted_sum(run, hidden, chosen, weights)
 

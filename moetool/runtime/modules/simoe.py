@@ -46,6 +46,7 @@ class InterpolatedLinear(CustomLayer):
             self.log_phi = nn.Parameter(torch.empty(experts, width, dtype=torch.float32, device=like.device))
         else:
             self.register_buffer("columns", torch.zeros(width, dtype=torch.int32, device=like.device))
+            self.index_limits = {"columns": linear.in_features}
             self.register_buffer("fixed_gates", like.new_zeros(experts, width))
 
     @property

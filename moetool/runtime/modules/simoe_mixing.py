@@ -56,7 +56,7 @@ class Mixture:
     def is_one(self) -> bool:
         """Whether all examples have the same, to within the rounding of equal rows of a batch."""
         if self._is_one is None:
-            self._is_one = bool((self.alpha - self.alpha[:1]).abs().max() < 1e-6)
+            self._is_one = len(self.alpha) == 1 or bool((self.alpha - self.alpha[:1]).abs().max() < 1e-6)
         return self._is_one
 
     def made(self, what: str, site: Site, make: Callable[[], Tensor]) -> Tensor:
@@ -112,6 +112,9 @@ class Interpolation(CustomLayer):
     lie beside W and W_δ, which others need, so that memory grows by the dense model's linear layers, for each thread
     that generates, until the thread begins another prompt or ends, training begins, or a weight changes.
 
+    Compiled calls that go on with a cache mix in the graph, and never fold. A prompt runs uncompiled, as in `generate`,
+    or breaks the graph.
+
     Attributes:
         trains_masks: whether masks are still parameters.
         sparsity: τ, the share of mask elements that is to be zero.
@@ -134,6 +137,7 @@ class Interpolation(CustomLayer):
             self.register_buffer("multiplier", torch.zeros(1, dtype=torch.float32, device=like.device))
         self.experts, self.samples, self.folds = experts, False, True
         self._held: Mixture | None = None
+        self._compiled: Mixture | None = None
 
     @property
     def _here(self) -> _Here:
@@ -212,6 +216,8 @@ class Interpolation(CustomLayer):
         """`W + W_δ diag(Σ_i α_i z_i)` `[out, in]` of a linear layer, where it pays to have it."""
         if not self.folds or self.training or torch.is_grad_enabled() or not site.is_plain:
             return None
+        if torch.compiler.is_compiling() and self._compiled is not None:
+            return None
         mixture = self.mixture
         if mixture is None or mixture.calls < FOLDING:
             return None
@@ -219,11 +225,12 @@ class Interpolation(CustomLayer):
 
     def mixed(self, site: Site, like: Tensor) -> Tensor | None:
         """`Σ_i α_i z_i` of a linear layer for its inputs `[batch, length, in]`, to be multiplied with them."""
-        mixture = self.mixture
+        compiled = self._compiled if torch.compiler.is_compiling() else None
+        mixture = compiled or self.mixture
         if mixture is None:
             return None
         alpha, index = mixture.alpha, mixture.index
-        if torch.is_grad_enabled() or self.training:
+        if torch.is_grad_enabled() or self.training or compiled is not None:
             mixed = mix(alpha, site.gates(sampled=self.samples and self.training))
         else:  # once per prompt
             mixed = mixture.made("mixed", site, lambda: mix(alpha, site.gates()))
@@ -246,6 +253,9 @@ class Interpolation(CustomLayer):
 
     def before(self, decoder: nn.Module, arguments: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
         """Find α for what the decoder is about to see (a forward pre-hook)."""
+        self._compiled = self._begun(options) if torch.compiler.is_compiling() else None
+        if self._compiled is not None:
+            return
         here = self._here
         if here.is_frozen or self._held is not None:
             return
@@ -278,8 +288,18 @@ class Interpolation(CustomLayer):
             cache.moetool_mixture = mixture
         self._use(mixture)
 
+    def _begun(self, options: dict[str, Any]) -> Mixture | None:
+        """The mixture that a step of a compiled graph goes on with: graphs know no threads, and do not ask how full a
+        cache is."""
+        if torch.is_grad_enabled() or self.training:
+            return None
+        cached: Mixture | None = getattr(options.get("past_key_values"), "moetool_mixture", None)
+        return self._held or cached
+
     def after(self, decoder: nn.Module, arguments: tuple[Tensor | None, ...], outputs: object) -> None:
         """Let a cache that the decoder itself has made remember α (a forward hook)."""
+        if torch.compiler.is_compiling() and self._compiled is not None:
+            return
         cache = getattr(outputs, "past_key_values", None)
         if cache is not None and self._held is None and not self._here.is_frozen:
             cache.moetool_mixture = self._here.mixture

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import pytest
 from kinds import save_kind
 
+from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import ResourceError, UsageError
-from moetool.job.sizes import format_bytes
 from moetool.measure.bench import benchmark
 from moetool.measure.bench.benchmark import bench
 from moetool.measure.bench.options import BenchOptions

@@ -16,7 +16,7 @@ from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
 from moetool.representations.sparse import Sparse
 from moetool.runtime.modules.experts import SharedBaseExperts
-from moetool.runtime.modules.fused import FusedExperts
+from moetool.runtime.modules.moe import FusedExperts
 from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 from moetool.runtime.synthesis import dense_experts
 

@@ -13,7 +13,8 @@ from upcycled import fill_expert
 
 from moetool.architectures import MoEShape
 from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
-from moetool.runtime.modules.fused import FusedExperts, weighted_sum
+from moetool.runtime.modules.fused import weighted_sum
+from moetool.runtime.modules.moe import FusedExperts
 from moetool.runtime.modules.networks import activation_of
 
 EXPERTS, TOP_K, HIDDEN = 5, 2, 32

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moetool.architectures.dense import find_dense_architecture
 from moetool.format.kinds.moefied import MoefiedSpec, SelectorKind
+from moetool.runtime.kernels.compiler import problem
 from moetool.runtime.modules.insertion import is_placeholder
 from moetool.runtime.modules.moefied import NeuronExperts, insert
 from moetool.runtime.modules.networks import activation_of
@@ -77,6 +78,19 @@ def test_every_path_is_the_masked_sum(family: str, selector: str, tokens: int, g
     chosen = experts.select(rows)
     with torch.set_grad_enabled(grad):
         torch.testing.assert_close(experts(rows), masked(experts, rows, chosen), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("selector", ["mlp", "fixed"])
+@pytest.mark.parametrize("tokens", [1, 3, 24])
+@torch.no_grad()
+def test_kernels_give_the_masked_sum(family: str, selector: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact, rows = build(family, selector), inputs(tokens)
+    experts, chosen = copy.deepcopy(exact).float(), exact.select(rows)
+    monkeypatch.setattr(experts, "select", lambda _: chosen)
+    found, expected = experts(rows.float()).double(), masked(exact, rows, chosen)
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+    assert (experts._cached["neurons"][1] is None) == bool(problem())
 
 
 def test_each_path_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,155 @@
+"""Text that a model writes after a prompt."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+
+from moetool.architectures.dense import is_encoder
+from moetool.calibration.windows import load_tokenizer
+from moetool.checkpoint.reader import Checkpoint
+from moetool.errors import UsageError
+from moetool.job.options import Options
+from moetool.job.progress import Progress, Silent
+from moetool.measure.told import Generation, SynthesisTold
+from moetool.runtime.modules.moefied import set_keep
+from moetool.runtime.synthesis import Synthesis, apply_synthesis
+
+
+class GenerationOptions(Options):
+    """How to go on after a prompt."""
+
+    max_new_tokens: int = Field(
+        128, ge=1, description="At most; the model may end before [default: 128, as far as it goes]."
+    )
+    temperature: float = Field(0.0, ge=0, description="0 takes the likeliest token every time; 1 draws as it predicts.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Of what is drawn.")
+    chat: Literal["auto", "never"] = Field(
+        "auto", description="Give the prompt as a user's message where the tokenizer has a chat template."
+    )
+    device: str = Field("auto", description="cpu, cuda, … or `map` to spread a large model over what there is.")
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="For running the model (auto: as it is stored)."
+    )
+    synthesize: Synthesis = Field(
+        "auto",
+        description="Make a compressed model's experts dense when it is loaded (needs the original's memory) or as "
+        "they run (auto: as they run, where kernels do that faster than dense ones would).",
+    )
+    keep: float | None = Field(
+        None, gt=0, le=1, description="Of a moefied model, the share of experts to compute [default: as it was made]."
+    )
+
+
+def generate(
+    path: str,
+    prompt: str,
+    options: GenerationOptions,
+    progress: Progress | None = None,
+    write: Callable[[str], None] | None = None,
+) -> Generation:
+    """Let a checkpoint go on after `prompt`; `write` gets the text as it comes, in pieces.
+
+    Raises:
+        UsageError: the model is an encoder, or prompt and answer are longer than its positions.
+        InvalidInputError: model or tokenizer cannot be used.
+        ResourceError: there is too little memory for the model.
+    """
+    from moetool.measure.loading import context_length, load_for, stored_dtype
+
+    progress = progress or Silent()
+    checkpoint = Checkpoint.open(path)
+    if is_encoder(checkpoint.config):
+        raise UsageError(f"{path} is an encoder ({checkpoint.config.get('model_type')}): it generates nothing.")
+    tokenizer = load_tokenizer(checkpoint.path)
+    ids = _encode(tokenizer, prompt, options.chat)
+    options = _fit(options, ids.shape[1], context_length(checkpoint.config), path)
+    dtype = stored_dtype(checkpoint) if options.compute_dtype == "auto" else options.compute_dtype
+    model = load_for(checkpoint, options.device, dtype, progress)
+    synthesis = apply_synthesis(model, options.synthesize, few_tokens=True)
+    if synthesis.needed:
+        progress.log(f"Experts are made {_WHEN[synthesis.chosen]}: {synthesis.reason}.")
+    if options.keep is not None:
+        set_keep(model, options.keep)
+    start = time.perf_counter()
+    output = _go_on(model, tokenizer, ids, options, write)
+    seconds = time.perf_counter() - start
+    new = output[0, ids.shape[1] :]
+    return Generation(
+        model=path,
+        prompt=prompt,
+        text=tokenizer.decode(new, skip_special_tokens=True),
+        prompt_tokens=ids.shape[1],
+        new_tokens=len(new),
+        seconds=round(seconds, 3),
+        tokens_per_second=round(len(new) / seconds, 3),
+        synthesized=synthesis.chosen,
+        synthesis=SynthesisTold(reason=synthesis.reason, needed_bytes=synthesis.needed, free_bytes=synthesis.free),
+    )
+
+
+_WHEN = {"load": "dense when loaded", "on-the-fly": "as they run"}
+
+
+def _fit(options: GenerationOptions, prompt: int, context: int | None, path: str) -> GenerationOptions:
+    """No more new tokens than there are positions after the prompt, unless they were asked for.
+
+    Raises:
+        UsageError: they were, or the prompt alone has too many.
+    """
+    left = math.inf if context is None else context - prompt
+    if options.max_new_tokens <= left:
+        return options
+    if "max_new_tokens" in options.model_fields_set or left < 1:
+        raise UsageError(
+            f"A prompt of {prompt} tokens and {options.max_new_tokens} new ones are more than the {context} positions "
+            f"of {path}. Make the prompt shorter, or --max-new-tokens smaller."
+        )
+    return options.model_copy(update={"max_new_tokens": left})
+
+
+def _encode(tokenizer: Any, prompt: str, chat: str) -> torch.Tensor:
+    """Token ids `[1, length]`, at least one.
+
+    Raises:
+        UsageError: there is nothing to begin with.
+    """
+    if chat == "auto" and getattr(tokenizer, "chat_template", None):
+        messages = [{"role": "user", "content": prompt}]
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+    else:
+        encoded = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    ids = encoded.long()
+    if ids.shape[1] == 0:
+        raise UsageError("The prompt is empty, and the tokenizer begins texts with nothing: write something.")
+    return ids
+
+
+@torch.inference_mode()
+def _go_on(
+    model: Any, tokenizer: Any, ids: torch.Tensor, options: GenerationOptions, write: Callable[[str], None] | None
+) -> torch.Tensor:
+    """The prompt's ids and the new ones `[1, all]`."""
+    from transformers import GenerationConfig, TextStreamer
+
+    torch.manual_seed(options.seed)
+    drawn = {"do_sample": True, "temperature": options.temperature} if options.temperature else {"do_sample": False}
+    given = model.generation_config
+    config = GenerationConfig(
+        max_new_tokens=options.max_new_tokens,
+        eos_token_id=given.eos_token_id,
+        pad_token_id=given.pad_token_id if given.pad_token_id is not None else tokenizer.eos_token_id,
+        bos_token_id=given.bos_token_id,
+        **drawn,
+    )
+    streamer = None
+    if write is not None:
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer.on_finalized_text = lambda text, stream_end=False: write(text)
+    ids = ids.to(model.device)
+    return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=streamer).cpu()

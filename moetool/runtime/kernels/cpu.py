@@ -1,0 +1,83 @@
+"""Products with stored matrices on a CPU, by the compiled C++ of this directory."""
+
+import ctypes
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moetool.representations.operand import Operand
+from moetool.runtime.kernels.compiler import library, threads
+from moetool.runtime.kernels.operands import NUMBERS, operand_row
+from moetool.runtime.kernels.table import Table
+
+_PART = 1 << 20  # numbers of a matrix that are unpacked at a time: they stay in the cache until they are multiplied
+_SCRATCH = threading.local()
+
+
+def routed(table: Table, chosen: Tensor, inputs: Tensor) -> Tensor:
+    """See `products.routed`. A matrix is read once for every four inputs, and never written out."""
+    (rows, columns), pairs = table.shape, len(chosen)
+    chosen = chosen.to(torch.int64).contiguous()
+    inputs = inputs.to(torch.float32).contiguous()
+    outputs = torch.empty(pairs, rows)
+    library().moetool_routed(
+        ctypes.c_void_p(table.address),
+        ctypes.c_long(len(table.products)),
+        ctypes.c_void_p(chosen.data_ptr()),
+        ctypes.c_long(pairs),
+        ctypes.c_void_p(inputs.data_ptr()),
+        ctypes.c_long(columns),
+        ctypes.c_void_p(outputs.data_ptr()),
+        ctypes.c_long(rows),
+        ctypes.c_int(threads()),
+    )
+    return outputs
+
+
+def unpacked_linear(operands: Sequence[Operand], inputs: Tensor) -> Tensor:
+    """Inputs times the sum of stored matrices of one shape, none of them transposed, of which a part is unpacked at a
+    time: `[tokens, in]` → `[tokens, out]`."""
+    rows, columns = operands[0].shape
+    step = max(1, min(rows, _PART // columns))
+    scratch = _scratch(step * columns, inputs.dtype).view(step, columns)
+    output = inputs.new_empty(len(inputs), rows)
+    numbers = _numbers(operands)
+    for first in range(0, rows, step):
+        part = _unpacked(numbers, first, scratch[: rows - first])
+        output[:, first : first + len(part)] = F.linear(inputs, part)
+    return output
+
+
+def unpacked(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """The matrix `[rows, columns]` that an operand stands for, in `dtype`."""
+    return _unpacked(_numbers([operand]), 0, torch.empty(operand.shape, dtype=dtype))
+
+
+def _numbers(operands: Sequence[Operand]) -> Tensor:
+    return torch.tensor([operand_row(operand) for operand in operands], dtype=torch.int64)
+
+
+def _unpacked(numbers: Tensor, first: int, out: Tensor) -> Tensor:
+    """The rows from `first` on of the sum of operands, into `out` [count, columns]; rounded once."""
+    library().moetool_unpack(
+        ctypes.c_void_p(numbers.data_ptr()),
+        ctypes.c_long(len(numbers)),
+        ctypes.c_long(first),
+        ctypes.c_long(first + len(out)),
+        ctypes.c_void_p(out.data_ptr()),
+        ctypes.c_int64(NUMBERS[out.dtype]),
+        ctypes.c_int(threads()),
+    )
+    return out
+
+
+def _scratch(count: int, dtype: torch.dtype) -> Tensor:
+    """Memory of this thread's own for `count` numbers, kept: making room afresh takes longer than filling it."""
+    held: dict[torch.dtype, Tensor] = _SCRATCH.__dict__.setdefault("held", {})
+    if dtype not in held or held[dtype].numel() < count:
+        with torch.inference_mode(False):
+            held[dtype] = torch.empty(max(count, _PART), dtype=dtype)
+    return held[dtype][:count]

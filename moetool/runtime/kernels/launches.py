@@ -1,0 +1,134 @@
+"""Which kernels a table needs on a card: one for every kind of operand that is in it.
+
+What is the same for all operands of a kind is known when a kernel is compiled; where they lie, and which experts have
+one, stands in a table on the card. So nothing on the host depends on what tokens have chosen.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moetool.representations.operand import Operand, Products
+from moetool.runtime.kernels.operands import (
+    CODES,
+    FIELDS,
+    FORMS,
+    OPERANDS,
+    TERMS,
+    UnsupportedMatrixError,
+    operand_row,
+)
+
+SLOTS = OPERANDS * TERMS
+COLUMNS, COLUMNS_TRANSPOSED = 128, 32  # of a tile: what a kernel reads at a time
+_LEVELS = FIELDS - 2  # where levels stand in a row, and the first values of rows of a sparse matrix
+_MOST = 1 << 28  # numbers of a matrix: kernels count bits in 32 bits
+
+
+@dataclass(frozen=True, order=True)
+class OperandKind:
+    """What is known of an operand when its kernel is compiled.
+
+    Attributes:
+        form, numbers: of what is stored, and of scales or values (operands.py).
+        served: rows that one byte of codes serves, if rows can be cut into as many stripes; else 1.
+        is_aligned: addresses of rows are multiples of 16, and rows of codes lie in whole stripes.
+        is_whole: a tile lies in one group of columns.
+        transposed: as in `Operand`.
+    """
+
+    form: int
+    numbers: int
+    served: int
+    is_aligned: bool
+    is_whole: bool
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel, for those matrices of a table that have this kind of operand in this place.
+
+    Attributes:
+        number: by which the operands in the table are known.
+        stage: 0 for what comes first in a chain, 1 and 2 for what adds to the output; in this order.
+        slot: place among the operands of a matrix.
+        is_first, is_last: in a chain of two; neither where an operand stands alone.
+        extent: the most rows that one has, or columns if transposed.
+    """
+
+    number: int
+    stage: int
+    slot: int
+    is_first: bool
+    is_last: bool
+    kind: OperandKind
+    extent: int
+
+
+class Launches:
+    """All of a table of products.
+
+    Attributes:
+        steps: in order.
+        numbers: [matrices, slots, fields] int64 on the device: rows as in operands.py, with the number of a launch (or
+            0 for none) instead of the form.
+        inner: the most numbers between the two operands of a chain.
+    """
+
+    def __init__(self, products: Sequence[Products], device: torch.device) -> None:
+        """Raises `UnsupportedMatrixError` for a matrix that is too large."""
+        found: dict[tuple[int, int, bool, bool, OperandKind], list[tuple[int, Operand]]] = {}
+        for matrix, own in enumerate(products):
+            for term, chain in enumerate(own):
+                for place, operand in enumerate(chain):
+                    is_first, is_last = len(chain) > 1 and place == 0, place == 1
+                    key = (0 if is_first else 1 + term, OPERANDS * term + place, is_first, is_last, kind(operand))
+                    found.setdefault(key, []).append((matrix, operand))
+        rows = torch.zeros(len(products), SLOTS, FIELDS, dtype=torch.int64)
+        self._kept: list[Tensor] = []
+        steps = []
+        for number, (key, members) in enumerate(sorted(found.items(), key=lambda item: item[0]), 1):
+            extent = max(operand.outputs for _, operand in members)
+            steps.append(Launch(number, *key, extent))
+            for matrix, operand in members:
+                rows[matrix, key[1]] = torch.tensor(self._row(number, operand))
+        self.steps = tuple(steps)
+        self.numbers = rows.to(device)
+        self.inner = max((step.extent for step in steps if step.is_first), default=0)
+
+    def _row(self, number: int, operand: Operand) -> list[int]:
+        row = [number, *operand_row(operand)[1:]]
+        if operand.kind == "sparse":
+            self._kept.append(row_starts(operand))
+            row[_LEVELS] = self._kept[-1].data_ptr()
+        return row
+
+
+def kind(operand: Operand) -> OperandKind:
+    """What a kernel is compiled for.
+
+    Raises:
+        UnsupportedMatrixError: no kernel is.
+    """
+    form, rows, columns, group, transposed, data, _, numbers, *_ = operand_row(operand)
+    if rows * columns >= _MOST:
+        raise UnsupportedMatrixError(f"a matrix has {rows} × {columns} numbers; kernels of cards know up to {_MOST}")
+    if form == FORMS["sparse"]:
+        if transposed:
+            raise UnsupportedMatrixError("a sparse matrix is transposed")
+        return OperandKind(form, numbers, 1, False, False, False)
+    stripes = {CODES[1]: 8, CODES[2]: 4, CODES[3]: 8, CODES[4]: 2}.get(form, 1)
+    aligned = columns % 16 == 0 and rows % stripes == 0 and data % 16 == 0
+    whole = group == columns or group % (COLUMNS_TRANSPOSED if transposed else COLUMNS) == 0
+    return OperandKind(form, numbers, stripes if aligned else 1, aligned, whole, bool(transposed))
+
+
+def row_starts(operand: Operand) -> Tensor:
+    """Of a sparse matrix, where the values of every row begin, and where they end: [rows + 1] int32."""
+    assert operand.scales is not None
+    rows, columns = operand.shape
+    ends = torch.arange(rows + 1, dtype=torch.int64, device=operand.data.device) * columns
+    return torch.searchsorted(operand.scales.to(torch.int64), ends).int()

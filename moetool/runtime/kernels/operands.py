@@ -1,0 +1,67 @@
+"""Stored matrices as rows of numbers that kernels read: forms, shapes and addresses."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from moetool.numerics.quantization import levels
+from moetool.representations.bitsandbytes_formats import NF4_LEVELS
+from moetool.representations.operand import Operand
+
+# As matrices.h has them.
+FIELDS, OPERANDS, TERMS = 10, 2, 2  # of an operand, of a term, of a matrix
+NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+CODES = {1: 4, 2: 5, 3: 6, 4: 7, 8: 8}
+FORMS = {"nf4": 9, "int8": 10, "sparse": 11}
+_LEVELS = 16
+
+
+class UnsupportedMatrixError(ValueError):
+    """A matrix that no kernel here multiplies with."""
+
+
+def operand_row(operand: Operand) -> list[int]:
+    """What a kernel reads of one operand.
+
+    Raises:
+        UnsupportedMatrixError: it cannot.
+    """
+    data, scales = operand.data, operand.scales
+    for tensor in (data, scales):
+        if tensor is not None and (tensor.device != data.device or tensor.is_meta or not tensor.is_contiguous()):
+            raise UnsupportedMatrixError("a tensor is not in one device's memory, one number after the other")
+    values = data if operand.kind == "sparse" or scales is None else scales
+    if values.dtype not in NUMBERS:
+        raise UnsupportedMatrixError(f"numbers are {values.dtype}")
+    if operand.kind == "numbers":
+        form = NUMBERS[data.dtype]
+    else:
+        form = CODES[operand.bits] if operand.kind == "codes" else FORMS[operand.kind]
+    table = operand_levels(operand)
+    return [
+        form,
+        *operand.shape,
+        operand.group or 1,
+        operand.transposed,
+        data.data_ptr(),
+        0 if scales is None else scales.data_ptr(),
+        NUMBERS[values.dtype],
+        0 if table is None else table.data_ptr(),
+        data.numel(),
+    ]
+
+
+def operand_levels(operand: Operand) -> Tensor | None:
+    """What codes stand for, [16] fp32 on their device; None where they are numbers themselves. Kept for good."""
+    if operand.kind not in ("codes", "nf4") or operand.bits == 8:
+        return None
+    return _levels(operand.kind, operand.bits, operand.data.device)
+
+
+@cache
+def _levels(kind: str, bits: int, device: torch.device) -> Tensor:
+    """[16] fp32, repeated where codes are shorter: kernels do not clear the bits of a code's neighbours."""
+    with torch.inference_mode(False):
+        values = NF4_LEVELS if kind == "nf4" else levels(bits, torch.float32, torch.device("cpu")).tolist()
+        return torch.tensor([*values] * (_LEVELS // len(values)), device=device)

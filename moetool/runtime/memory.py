@@ -1,0 +1,143 @@
+"""How much memory is free, and loading models in no more of it than they keep."""
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+
+_GROUPS, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# Version of control groups → limit, use, and which counts of `memory.stat` the kernel can take back.
+_GROUP_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+    2: ("memory.max", "memory.current", ("active_file", "inactive_file")),
+}
+_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # by which transformers reads no tensor before it has a place
+
+# Of glibc's malloc.h, and what its dynamic thresholds grow to by themselves.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_GROWN_TRIM, _GROWN_MMAP = 64 << 20, 32 << 20
+_EAGER_MMAP = 4 << 20
+
+_eager = 0  # how many want large blocks back at once
+
+
+def free_bytes(device: torch.device | str | None = None) -> int:
+    """Bytes that can still be allocated: on a card, or (any other device, or `None`) in the memory of the machine, as
+    far as the control groups of this process allow."""
+    if device is not None and torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    left = group_free_bytes()
+    available = int(psutil.virtual_memory().available)
+    return available if left is None else min(available, left)
+
+
+def spread_bytes() -> int:
+    """The same of all cards and the memory of the machine, over which a device map spreads a model."""
+    return free_bytes() + sum(free_bytes(f"cuda:{card}") for card in range(torch.cuda.device_count()))
+
+
+def group_free_bytes(groups: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> int | None:
+    """What is left of the limits that control groups (of a container, a batch job) set this process, page cache that
+    can be dropped not counted; `None` without a limit. Both versions of control groups are known."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    left = []
+    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if controllers == "":
+            version, roots = 2, [groups, groups / "unified"]
+        elif "memory" in controllers.split(","):
+            version, roots = 1, [groups / "memory"]
+        else:
+            continue
+        for root in roots:
+            own = root / path.strip("/")  # absent in a container, which sees its own group as the root
+            above = [own, *own.parents]
+            left += [_left(group, version) for group in above[: above.index(root) + 1]]
+    return min((free for free in left if free is not None), default=None)
+
+
+def _left(group: Path, version: int) -> int | None:
+    limit, use, droppable = _GROUP_FILES[version]
+    try:
+        allowed = (group / limit).read_text().strip()
+        if allowed == "max":
+            return None
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        kept = int((group / use).read_text()) - sum(int(counts.get(name, 0)) for name in droppable)
+        return max(0, int(allowed) - max(0, kept))
+    except (OSError, ValueError):
+        return None
+
+
+@contextmanager
+def sparing_memory() -> Iterator[None]:
+    """For the time of a `with` block transformers loads tensors one by one and what it frees goes back at once.
+
+    By default threads read ahead of the tensors that are put together, and glibc keeps the pieces: a model of 1.5 GB
+    took 2.4 GB while it was loaded in another dtype than its own, and kept 2.3.
+    """
+    before = os.environ.get(_ONE_BY_ONE)
+    os.environ[_ONE_BY_ONE] = "1"
+    try:
+        with returning_memory():
+            yield
+    finally:
+        if before is None:
+            os.environ.pop(_ONE_BY_ONE, None)
+        else:
+            os.environ[_ONE_BY_ONE] = before
+
+
+@contextmanager
+def returning_memory() -> Iterator[None]:
+    """What is freed in a `with` block goes back to the system, as `return_freed_memory` has it."""
+    _return_eagerly(1)
+    try:
+        yield
+    finally:
+        _return_eagerly(-1)
+        return_heap()
+
+
+def return_freed_memory() -> None:
+    """Have glibc give large blocks back to the system as soon as they are freed, from now on.
+
+    By default it learns to keep blocks of up to 32 MB, which is the size of the matrices that are worked on here one
+    after the other, and the process grows by what it no longer uses. Does nothing on other C libraries.
+    """
+    _return_eagerly(1)
+
+
+def _return_eagerly(change: int) -> None:
+    """One more, or one less, who wants that; without any, blocks are kept as if glibc had learnt to."""
+    global _eager
+    _eager += change
+    _tune(_MMAP_THRESHOLD, _EAGER_MMAP if _eager else _GROWN_MMAP)
+    if not _eager:
+        _tune(_TRIM_THRESHOLD, _GROWN_TRIM)
+
+
+def _tune(option: int, value: int) -> None:
+    try:
+        ctypes.CDLL(None).mallopt(option, value)
+    except (OSError, AttributeError, TypeError):
+        return
+
+
+def return_heap() -> None:
+    """Give what is free inside glibc's heap back to the system.
+
+    Matrices below the size that `return_freed_memory` names lie in the heap between longer-lived small objects, and
+    what they leave never fits the next layer's quite: without this the heap grows with every layer, although what is
+    in use does not. Takes milliseconds. Does nothing on other C libraries.
+    """
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError, TypeError):
+        return

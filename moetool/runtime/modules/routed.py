@@ -1,0 +1,85 @@
+"""Experts of one layer in plain tensors, as they run with and without gradients."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moetool.representations.operand import numbers
+from moetool.runtime.kernels.table import Table
+from moetool.runtime.modules.inference import (
+    KernelExperts,
+    Kernels,
+    RoleMatrices,
+    numbered,
+    refuse_export,
+    run_by_number,
+)
+
+_GATHERED = 32  # pairs of a token and an expert up to which matrices are copied rather than waited for
+
+
+class RoutedExperts(nn.Module, ABC):
+    """Experts that are run by number: one after the other where gradients are wanted, and else on kernels. Where there
+    are none for the device, matrices of few tokens are copied: nothing waits for what was chosen.
+
+    `forward` and all that takes its place: `[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`.
+    """
+
+    down_proj: nn.Parameter
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kernels = Kernels()
+        self._number = numbered(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._number = numbered(self)  # a copy is another module
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The sum of what the experts of every token make of it, weighted."""
+        if torch.is_grad_enabled():
+            return self.eager(hidden_states, top_k_index, top_k_weights)
+        if torch.compiler.is_compiling():
+            refuse_export()
+            return run_by_number(hidden_states, top_k_index, top_k_weights, self._number)
+        return self.infer(hidden_states, top_k_index, top_k_weights)
+
+    def infer(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The same without gradients, and never as a step of a compiled graph."""
+        if (kernels := self._kernels.of(self)) is not None:
+            return kernels.forward(hidden_states, top_k_index, top_k_weights)
+        if hidden_states.device.type != "cpu" and top_k_index.numel() <= _GATHERED:
+            return self.gathered(hidden_states, top_k_index, top_k_weights)
+        return self.eager(hidden_states, top_k_index, top_k_weights)
+
+    @abstractmethod
+    def on_kernels(self) -> KernelExperts:
+        """The experts as kernels see them now.
+
+        Raises:
+            UnsupportedMatrixError: their numbers are nothing for kernels, or elsewhere.
+        """
+
+    @abstractmethod
+    def gathered(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The same on copies of the matrices that every token chose."""
+
+    @abstractmethod
+    def eager(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The same, one expert after the other."""
+
+
+def matrices_of(holder: nn.Module, matrices: Sequence[Tensor], bias: Tensor | None = None) -> RoleMatrices:
+    """All experts' matrices `[out, in]` of one role, in tensors of `holder`, and their `bias` [experts, out].
+
+    Raises:
+        UnsupportedMatrixError: their numbers are nothing for kernels, or elsewhere.
+    """
+    rows, columns = matrices[0].shape
+    table = Table([((numbers(own),),) for own in matrices], (rows, columns), [holder])
+    none = torch.zeros(len(matrices), 1, device=matrices[0].device)
+    return RoleMatrices(table, None, (False,) * len(matrices), none, bias)

@@ -1,0 +1,66 @@
+"""Sizes as people write and read them."""
+
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from moetool.checkpoint.sizes import ByteSize, format_bytes, parse_bytes
+
+GB = 1_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("8GiB", 8 * 2**30),
+        ("5GB", 5 * GB),
+        ("1500000", 1_500_000),
+        ("1.5kB", 1500),
+        ("1.5 KiB", 1536),
+        (" 3 tb ", 3 * 10**12),
+        ("2TiB", 2 * 2**40),
+        ("10b", 10),
+        ("7mib", 7 * 2**20),
+    ],
+)
+def test_sizes_as_people_write_them(text: str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GB", "8 gigs", "-5GB", "1e9", "8GiBit", "5,5GB"])
+def test_what_is_not_a_size(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size; write it like 8GiB or 500MB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("value", [8, None, 2.5])
+def test_only_strings_are_parsed(value: Any) -> None:
+    assert parse_bytes(value) is value
+
+
+def test_sizes_of_options() -> None:
+    class Options(BaseModel):
+        memory: ByteSize
+
+    assert Options(memory="8GiB").memory == 8 * 2**30  # type: ignore[arg-type]
+    assert Options(memory=12).memory == 12
+    for bad in ("0B", 0, -1, "much"):
+        with pytest.raises(ValidationError):
+            Options(memory=bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1536, "1.5 kB"),
+        (340_896, "340.9 kB"),
+        (93_405_585_408, "93.4 GB"),
+        (1.5e12, "1.50 TB"),
+        (-2000, "-2.0 kB"),
+    ],
+)
+def test_sizes_as_people_read_them(count: float, text: str) -> None:
+    assert format_bytes(count) == text

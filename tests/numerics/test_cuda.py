@@ -1,0 +1,43 @@
+"""Decompositions on a card, against those on a CPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from moetool.numerics.factorize import factorize, truncate, whitened_error
+from moetool.numerics.quantization import dequantize, quantize
+from moetool.numerics.root import square_root
+
+pytestmark = pytest.mark.cuda
+
+
+def random(*size: int) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shape", [(96, 160), (160, 96)])
+def test_whitened_factors_are_as_good(shape: tuple[int, int]) -> None:
+    delta, tokens = random(*shape).float(), random(400, shape[1]) * torch.logspace(-3, 0, shape[1], dtype=torch.float64)
+    gram, errors = tokens.T @ tokens, {}
+    for device in ("cpu", "cuda"):
+        own, whitening = delta.to(device), gram.to(device)
+        factors = truncate(own, factorize(own, gram=whitening, rank=20), 20, torch.float32)
+        errors[device] = whitened_error(delta, *(factor.cpu() for factor in factors), gram=gram)
+    assert errors["cuda"] == pytest.approx(errors["cpu"], rel=1e-4)
+
+
+def test_roots_are_roots() -> None:
+    regular = random(64, 200) @ random(64, 200).T
+    singular = random(64, 20) @ random(64, 20).T
+    for matrix in (regular, singular):
+        root = square_root(matrix.cuda())
+        assert (root @ root.T).cpu().allclose(matrix, atol=1e-9 * float(matrix.diagonal().max()))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_codes_are_as_good(bits: int) -> None:
+    matrix, errors = random(32, 128).float(), {}
+    for device in ("cpu", "cuda"):
+        codes, scales = quantize(matrix.to(device), bits, 32, torch.float32)
+        errors[device] = float((dequantize(codes, scales, bits, torch.float32).cpu() - matrix).norm())
+    assert errors["cuda"] == pytest.approx(errors["cpu"], rel=1e-3)

@@ -1,0 +1,145 @@
+"""What the kernels of cards compute, against dense matrices: on a card, or with TRITON_INTERPRET=1 on a CPU.
+
+`test_card.py` runs this file with TRITON_INTERPRET=1 from the start: Triton chooses when it is imported.
+"""
+
+import importlib
+import os
+from typing import Any
+
+import pytest
+import torch
+from kinds import MIXTRAL, layout
+from torch import Tensor
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from moetool.representations import parse_representation
+from moetool.runtime.kernels import card, products
+from moetool.runtime.kernels.table import Table
+from moetool.runtime.modules.experts import SharedBaseExperts
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+pytestmark = [] if IS_INTERPRETED else pytest.mark.cuda
+
+# Bytes that serve whole rows, and those that do not.
+SHAPES = [(16, 160), (9, 32), (14, 64)]
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+FORMS = [
+    *("dense", "quantised:1:32", "quantised:2:row", "quantised:3:16", "quantised:4:32", "quantised-weight:8:16"),
+    *("nf4", "int8", "low-rank:5", "quantised-low-rank:8:3:row", "quantised-low-rank:5:4:row", "sparse:0.7:1"),
+    *("sparse-magnitude:0.2", "low-rank-sparse:3:sparse-magnitude:0.1"),
+]
+MANY = ["sparse:0.5:2", "int8", "quantised:2:8"]
+
+
+@pytest.fixture(autouse=True)
+def any_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes arrays of one number for numbers, which newer versions of NumPy refuse."""
+    if not IS_INTERPRETED:
+        return
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def encoded(spec: str, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> Any:
+    """A random matrix in a form."""
+    form = parse_representation(spec)
+    weight = form.build(shape, dtype, torch.device("cpu"))
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    weight.load_state_dict(weight.state_dict() | form.encode(values, dtype))
+    return weight.requires_grad_(False).to(DEVICE)
+
+
+def random(*size: int, seed: int = 9) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def expected(weights: list[Any], chosen: Tensor, inputs: Tensor) -> Tensor:
+    rows = [
+        weights[own].dense().float() @ each
+        if 0 <= own < len(weights)
+        else torch.zeros(len(weights[0].dense()), device=DEVICE)
+        for own, each in zip(chosen.tolist(), inputs, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("spec", FORMS)
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+def test_tokens_meet_the_matrices_that_they_chose(spec: str, dtype: torch.dtype) -> None:
+    shape = SHAPES[(FORMS.index(spec) + list(ROUNDING).index(dtype)) % len(SHAPES)]
+    weights = [encoded(spec, shape, dtype, seed) for seed in range(3)]
+    table = Table([weight.products() for weight in weights], shape, weights)
+    for experts in ([2, 0, -1], [1, 2, 2, 3, 2, 2, 0, 2]):
+        chosen, inputs = torch.tensor(experts, device=DEVICE), random(len(experts), shape[1])
+        assert error(card.routed(table, chosen, inputs), expected(weights, chosen, inputs)) < 2e-6
+
+
+def test_experts_may_be_of_every_form_at_once() -> None:
+    """And of several group sizes, numbers and ranks; some of them nothing at all."""
+    shape, specs = (16, 64), [*FORMS, "quantised:2:16", "low-rank:0", "low-rank:2"]
+    weights = [encoded(spec, shape, list(ROUNDING)[i % 3], i) for i, spec in enumerate(specs)]
+    table = Table([weight.products() for weight in weights], shape, weights)
+    chosen, inputs = torch.arange(len(specs), device=DEVICE).flip(0), random(len(specs), shape[1])
+    assert error(card.routed(table, chosen, inputs), expected(weights, chosen, inputs)) < 2e-6
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sums_of_matrices_are_unpacked_and_rounded_once(shape: tuple[int, int]) -> None:
+    for dtype, rounding in ROUNDING.items():
+        given = random(3, shape[1])
+        for specs in (
+            ["quantised:3:16"],
+            ["nf4", "dense"],
+            ["sparse:0.7:1"],
+            ["sparse:0.5:2", "int8", "quantised:2:8"],
+        ):
+            if shape[1] % 8:
+                continue
+            weights = [encoded(spec, shape, dtype, seed) for seed, spec in enumerate(specs)]
+            operands = [chain[0] for weight in weights for chain in weight.products()]
+            exact = sum(weight.dense().float() for weight in weights)
+            assert isinstance(exact, Tensor)
+            assert error(card.summed(operands, dtype), exact) < rounding
+            assert error(card.unpacked_linear(operands, given.to(dtype)), given @ exact.T) < 4 * rounding
+
+
+@pytest.mark.parametrize(
+    ("specs", "base"),
+    [
+        (("quantised:3:16", "dense", "low-rank:5"), "quantised-weight:4:16"),
+        (("low-rank-sparse:2:sparse:0.8:3",), "nf4"),
+    ],
+)
+def test_a_layer_computes_what_it_does_in_plain_torch(specs: Any, base: str, monkeypatch: Any) -> None:
+    """Tokens one by one, a few, and many."""
+    config = MixtralConfig(hidden_size=MIXTRAL.hidden, intermediate_size=MIXTRAL.intermediate, num_local_experts=4)
+    config._experts_implementation = "eager"
+    module = SharedBaseExperts(MixtralExperts(config), layout(MIXTRAL, *specs, base=base))
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in module.state_dict().items():
+        if tensor.dtype == torch.uint8:
+            tensor.random_(0, 256, generator=generator)
+        elif not name.endswith("positions"):
+            tensor.normal_(std=0.2, generator=generator)
+    module = module.to(DEVICE)
+    monkeypatch.setattr(products, "_kernels", lambda inputs: card)
+    with torch.no_grad():
+        kernels = module.on_kernels()
+        for tokens in (1, 3, 40):
+            hidden = random(tokens, MIXTRAL.hidden, seed=tokens)
+            weights, chosen = random(tokens, 4, seed=50 + tokens).softmax(-1).topk(2)
+            found = kernels.forward(hidden, chosen, weights)
+            assert error(found, module.eager(hidden, chosen, weights)) < 1e-5

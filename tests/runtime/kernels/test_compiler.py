@@ -1,0 +1,228 @@
+"""Kernels are compiled once; where they cannot be, or not be kept, everything goes on and says so once."""
+
+import logging
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moetool.representations.operand import numbers
+from moetool.runtime.kernels import compiler, products
+from moetool.runtime.kernels.table import Table
+
+# A compiler in shell: says a version, counts its runs, and copies a library that was compiled before.
+COMPILER = """#!/bin/sh
+[ "$1" = --version ] && { echo 1; exit; }
+echo x >> "$RUNS"
+for last; do :; done
+cp "$COMPILED" "$last"
+"""
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, and nothing known of compilers."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("MOETOOL_KERNELS", raising=False)
+    monkeypatch.setattr(compiler, "_LOADED", [])
+    monkeypatch.setattr(compiler.tempfile, "tempdir", str(tmp_path))
+    clear()
+    yield tmp_path
+    clear()
+
+
+def clear() -> None:
+    compiler.problem.cache_clear()
+    compiler._writable.cache_clear()
+
+
+@pytest.fixture
+def runs(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a quick compiler counts its runs."""
+    path = script(fresh / "compiler", COMPILER)
+    source = fresh / "small.c"
+    source.write_text("int moetool(void) { return 1; }")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", fresh / "small.so", source], check=True)
+    for name, value in {"CXX": path, "RUNS": fresh / "runs", "COMPILED": fresh / "small.so"}.items():
+        monkeypatch.setenv(name, str(value))
+    return fresh / "runs"
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def cached(fresh: Path) -> list[Path]:
+    return sorted((fresh / "cache" / "moetool").iterdir())
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+
+
+@needs_compiler
+def test_compiled_once_and_then_found(runs: Path, fresh: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(3):
+        assert compiler.problem() == ""
+        assert compiler.library().moetool() == 1
+        clear()
+    assert runs.read_text() == "x\n"
+    assert len(cached(fresh)) == 1
+    assert capfd.readouterr() == ("", "")
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["half", "empty", "text"])
+def test_a_damaged_library_is_made_again(damage: str, runs: Path, fresh: Path) -> None:
+    assert compiler.problem() == ""
+    (file,) = cached(fresh)
+    whole = file.read_bytes()
+    file.unlink()  # it is mapped: what is written in its place must be another file
+    file.write_bytes({"half": whole[: len(whole) // 2], "empty": b"", "text": b"text"}[damage])
+    clear()
+    assert compiler.problem() == ""
+    assert cached(fresh) == [file]
+    assert file.read_bytes() == whole
+    assert runs.read_text() == "x\nx\n"
+
+
+@needs_compiler
+def test_a_library_that_does_not_load_is_made_again(runs: Path, fresh: Path) -> None:
+    """Whole, but of another machine."""
+    assert compiler.problem() == ""
+    (file,) = cached(fresh)
+    other = fresh / "other"
+    other.write_bytes(b"\x7fELF of another machine")
+    name = compiler._named(file.name.split(".")[0], other)
+    file.unlink()
+    shutil.copy(other, file.with_name(name))
+    clear()
+    assert compiler.problem() == ""
+    assert cached(fresh) == [file]
+
+
+@needs_compiler
+def test_another_compiler_and_other_sources_make_another_library(
+    runs: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compiler.problem() == ""
+    script(fresh / "compiler", COMPILER.replace("echo 1", "echo 2"))
+    clear()
+    assert compiler.problem() == ""
+    assert runs.read_text() == "x\nx\n"
+    assert len(cached(fresh)) == 2
+
+
+@needs_compiler
+@pytest.mark.parametrize("reason", ["a file is there", "others may write", "not the user's"])
+def test_a_cache_that_cannot_be_used_or_trusted(
+    reason: str, runs: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fresh / "cache" / "moetool"
+    if reason == "a file is there":
+        (fresh / "cache").write_text("")
+    else:
+        folder.mkdir(parents=True)
+        if reason == "others may write":
+            folder.chmod(0o777)
+        else:
+            user = os.getuid()
+            monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    assert compiler.problem() == ""
+    assert not folder.is_dir() or cached(fresh) == []
+    assert compiler.library().moetool() == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("/bin/false", "/bin/false cannot compile or load them: it ended with 1"),
+        ("nonsense-c++", r"nonsense-c\+\+ cannot compile or load them: .*No such file"),
+        ("hangs", "has not compiled them in .* seconds"),
+        ("complains", "cannot compile or load them: .*unknown type name"),
+        ("makes nothing", "cannot compile or load them: .*No such file"),
+        ("makes nonsense", "cannot compile or load them: .*(file too short|ELF)"),
+    ],
+)
+def test_a_compiler_that_does_not(
+    command: str, says: str, fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scripts = {
+        "hangs": "sleep 600 & wait",
+        "complains": "[ $1 = --version ] || { echo unknown type name >&2; exit 1; }",
+        "makes nothing": "exit 0",
+        "makes nonsense": "for last; do :; done; [ $1 = --version ] || echo no > $last",
+    }
+    if command in scripts:
+        command = str(script(fresh / "compiler", f"#!/bin/sh\n{scripts[command]}\n"))
+    if "seconds" in says:
+        monkeypatch.setattr(compiler, "_SECONDS", 0.2)
+    monkeypatch.setenv("CXX", command)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert compiler.problem()
+    (line,) = caplog.messages
+    assert compiler.problem() in line
+    assert re.search(says, line)
+    with pytest.raises(RuntimeError, match="no kernels"):
+        compiler.library()
+
+
+def test_no_compiler_and_turned_off(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(fresh))
+    assert "there is no C++ compiler" in compiler.problem()
+    clear()
+    monkeypatch.setenv("MOETOOL_KERNELS", "off")
+    assert compiler.problem() == "MOETOOL_KERNELS=off is set"
+    assert len(caplog.messages) == 2
+
+
+@needs_compiler
+def test_two_processes_at_once(runs: Path, fresh: Path) -> None:
+    """Both get kernels, and one library is left."""
+    code = "from moetool.runtime.kernels.compiler import library; print(library().moetool())"
+    command = [sys.executable, "-c", code]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate(timeout=120)[0] for process in started] == ["1\n"] * 2
+    assert len(cached(fresh)) == 1
+
+
+@pytest.mark.skipif(bool(compiler.problem()), reason=compiler.problem())
+def test_a_forked_process_computes_too() -> None:
+    """GNU's OpenMP would wait for threads that were not forked."""
+    matrix, inputs, chosen = torch.randn(512, 512), torch.randn(2, 512), torch.zeros(2, dtype=torch.int64)
+    table = Table([((numbers(matrix),),)], (512, 512), ())
+    torch.set_num_threads(2)
+    expected = products.routed(table, chosen, inputs)
+
+    def child(results: Any) -> None:
+        results.put(products.routed(table, chosen, inputs).tolist())
+
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    process = context.Process(target=child, args=(results,))
+    process.start()
+    try:
+        assert results.get(timeout=60) == expected.tolist()
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.skipif(bool(compiler.problem()) or not Path("/proc/self/maps").exists(), reason="Linux with kernels")
+def test_there_is_one_openmp() -> None:
+    compiler.library()
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    assert len({line.split()[-1] for line in lines if "libgomp" in line}) <= 1

@@ -1,0 +1,139 @@
+"""Kernels multiply by what is stored: every representation, shape, dtype and instruction set, alone or among others."""
+
+import os
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moetool.numerics.packing import packed_size
+from moetool.numerics.quantization import BITS
+from moetool.representations import parse_representation, representations
+from moetool.representations.operand import Operand, factors, numbers
+from moetool.runtime.kernels import compiler
+from moetool.runtime.kernels.products import linear, routed
+from moetool.runtime.kernels.table import Table
+
+SHAPES = [(24, 32), (64, 48), (40, 64), (37, 50), (96, 128), (9, 7), (64, 1)]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CPU = torch.device("cpu")
+EXTENSIONS = {"x86-64-v3": "avx2", "x86-64": "sse2"}  # what a machine must have for them
+
+pytestmark = pytest.mark.skipif(bool(compiler.problem()), reason=compiler.problem())
+
+
+@pytest.fixture(params=["native", *EXTENSIONS])
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Kernels in the instructions of this machine, of any with AVX2, and of any at all."""
+    if request.param != "native":
+        if platform.machine() != "x86_64" or EXTENSIONS[request.param] not in Path("/proc/cpuinfo").read_text():
+            pytest.skip("not a machine that has them")
+        command = (os.environ.get("CXX") or "c++").split()
+        loaded = compiler.load(command, ("-O1", f"-march={request.param}", "-fopenmp"))
+        monkeypatch.setattr(compiler, "_LOADED", [loaded])
+    return str(request.param)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float(torch.linalg.norm(found.double() - expected) / torch.linalg.norm(expected).clamp_min(1e-30))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", list(representations()))
+def test_every_representation(kind: str, instructions: str) -> None:
+    """Of four matrices, three each of the same form and one that nobody has."""
+    generator = torch.Generator().manual_seed(0)
+    seen = 0
+    for shape in SHAPES:
+        for dtype in DTYPES if instructions == "native" or shape in SHAPES[:4] else DTYPES[:1]:
+            for spec in representations()[kind].examples:
+                try:
+                    representation = parse_representation(spec).fitted(shape)
+                    matrix = torch.randn(shape, generator=generator)
+                    stored = {name: own.contiguous() for name, own in representation.encode(matrix, dtype).items()}
+                except ValueError:  # a rank, or groups, that the shape does not have
+                    continue
+                weight = representation.build(shape, dtype, CPU)
+                names = representation.tensors(shape)
+                weight.load_state_dict({name: stored[name] for name in names}, assign=True)
+                weight.share(stored)
+                exact = weight.dense().detach().double()
+                table = Table([weight.products()] * 3, shape, weight.modules())
+                for tokens in (1, 2, 9):
+                    inputs = torch.randn(tokens, shape[1], generator=generator)
+                    chosen = torch.randint(0, 4, (tokens,), generator=generator)
+                    expected = (inputs.double() @ exact.T).masked_fill((chosen == 3)[:, None], 0)
+                    assert error(routed(table, chosen, inputs), expected) < 1e-5, (spec, shape, dtype, tokens)
+                    found = linear(weight.products(), inputs, shape[0])
+                    assert error(found, inputs.double() @ exact.T) < 1e-5, (spec, shape, dtype, tokens)
+                seen += 1
+    assert seen
+
+
+def coded(bits: int, shape: tuple[int, int], group: int, seed: int = 0) -> Operand:
+    generator = torch.Generator().manual_seed(seed)
+    size = (packed_size(shape[0] * shape[1], bits),)
+    data = torch.randint(0, 255, size, dtype=torch.uint8, generator=generator)
+    scales = torch.rand(shape[0], shape[1] // group, generator=generator)
+    return Operand("codes", shape, data, scales, bits, group)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sum_is_the_sum(bits: int, dtype: torch.dtype, instructions: str) -> None:
+    """Codes beside a base in the same shape, and beside two factors: at once, or one after the other."""
+    shape, generator = (64, 96), torch.Generator().manual_seed(bits)
+    delta = coded(bits, shape, 32)
+    base = numbers(torch.randn(shape, generator=generator).to(dtype))
+    u, v = torch.randn(64, 5, generator=generator).to(dtype), torch.randn(5, 96, generator=generator).to(dtype)
+    inputs = torch.randn(20, 96, generator=generator).to(dtype)
+    one = linear(((delta,),), inputs.float(), 64).double()
+    for beside, matrix in ((((base,),), base.data), ((factors(u, v),), u.double() @ v.double())):
+        expected = one + F.linear(inputs.double(), matrix.double())
+        products = ((delta,), *beside)
+        few = routed(Table([products], shape, ()), torch.zeros(20, dtype=torch.int64), inputs)
+        assert error(few, expected) < 1e-6
+        assert error(linear(products, inputs, 64), expected) < 1e-6 if dtype == torch.float32 else 6e-3
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (63, 50), (40, 4096)])
+@pytest.mark.parametrize("bits", [0, *BITS])
+def test_bits_are_equal_alone_and_among_others_on_any_number_of_threads(bits: int, shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    group = 32 if shape[1] % 32 == 0 else 25
+    operands = [coded(bits, shape, group, seed) if bits else numbers(torch.randn(shape)) for seed in range(3)]
+    table = Table([((operand,),) for operand in operands], shape, ())
+    inputs, chosen = torch.randn(9, shape[1], generator=generator), torch.tensor([0, 2, 2, 1, 2, -1, 2, 0, 2])
+    expected = routed(table, chosen, inputs)
+    torch.set_num_threads(2)
+    assert routed(table, chosen, inputs).equal(expected)
+    for token in range(9):
+        assert routed(table, chosen[token : token + 1], inputs[token : token + 1])[0].equal(expected[token])
+    assert not expected[5].any()
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("shape", [(64, 96), (63, 50)])
+def test_scales_that_are_not_finite_go_through(bits: int, shape: tuple[int, int]) -> None:
+    operand = coded(bits, shape, shape[1] // 2)
+    assert operand.scales is not None
+    operand.scales[3, 1], operand.scales[5, 0] = torch.nan, torch.inf
+    inputs = torch.randn(3, shape[1], generator=torch.Generator().manual_seed(1))
+    clean = [row for row in range(shape[0]) if row not in (3, 5)]
+    few = routed(Table([((operand,),)], shape, ()), torch.zeros(3, dtype=torch.int64), inputs)
+    for found in (few, linear(((operand,),), inputs, shape[0])):
+        assert found[:, 3].isnan().all()
+        assert not found[:, 5].isfinite().any()
+        assert found[:, clean].isfinite().all()
+
+
+def test_nothing_in_nothing_out() -> None:
+    operand = coded(4, (64, 96), 32)
+    table = Table([((operand,),), ()], (64, 96), ())
+    assert routed(table, torch.zeros(0, dtype=torch.int64), torch.zeros(0, 96)).shape == (0, 64)
+    assert linear(((operand,),), torch.zeros(0, 96), 64).shape == (0, 64)
+    assert linear((), torch.ones(2, 96), 64).equal(torch.zeros(2, 64))
+    assert routed(table, torch.tensor([1, 7, -1]), torch.ones(3, 96)).equal(torch.zeros(3, 64))
