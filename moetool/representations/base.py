@@ -53,6 +53,10 @@ class Weight(nn.Module, ABC):
     def forget(self) -> None:
         """Tensors were replaced: drop what was derived from them."""
 
+    def derived(self) -> tuple[Tensor, ...]:
+        """What `products` is made of beside parameters and buffers, as long as it is kept."""
+        return ()
+
     @abstractmethod
     def forward(self, inputs: Tensor) -> Tensor:
         """`[tokens, in]` → `[tokens, out]`."""

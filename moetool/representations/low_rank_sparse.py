@@ -103,6 +103,9 @@ class LowRankSparseWeight(Weight):
         for part in self._parts:
             part.forget()
 
+    def derived(self) -> tuple[Tensor, ...]:
+        return self._parts[1].derived()
+
     def forward(self, inputs: Tensor) -> Tensor:
         factors, residual = self._parts
         return factors(inputs) + residual(inputs)

@@ -177,6 +177,9 @@ class ScatteredWeight(Weight):
     def forget(self) -> None:
         self._indices = None
 
+    def derived(self) -> tuple[Tensor, ...]:
+        return () if self._indices is None else (self._indices,)
+
     def _load_from_state_dict(self, *arguments: object, **options: object) -> None:
         self.forget()
         super()._load_from_state_dict(*arguments, **options)

@@ -18,6 +18,7 @@ from types import ModuleType
 _EXTENDED_BY = {
     "transformers.quantizers.auto": "moetool.runtime.plugin",
     "transformers.models.auto.configuration_auto": "moetool.runtime.deepseek_config",
+    "transformers.integrations.moe": "moetool.runtime.modules.dense_experts",
 }
 
 

@@ -18,6 +18,7 @@ from moetool.errors import InvalidInputError, ResourceError
 from moetool.format.families import architecture_of
 from moetool.format.marker import moetool_entry
 from moetool.runtime.memory import free_bytes, sparing_memory, spread_bytes
+from moetool.runtime.modules.dense_experts import MOETOOL_EXPERTS, fits_grouped_products
 from moetool.runtime.quiet import quiet
 
 if TYPE_CHECKING:
@@ -146,19 +147,10 @@ def surplus(names: Sequence[str], config: Mapping[str, object]) -> list[str]:
 
 
 def run_experts_of_any_width(model: "PreTrainedModel") -> None:
-    """Let a model's experts run one after the other if torch's grouped products cannot take their shapes.
-
-    These want rows of whole 16 bytes, in every matrix and in what it is multiplied with, forward and backward.
-    """
-    fused = [
-        parameter
-        for module in model.modules()
-        if hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")  # transformers' fused experts
-        for parameter in module.parameters(recurse=False)
-        if parameter.dim() == 3
-    ]
-    if any(size * parameter.element_size() % 16 for parameter in fused for size in parameter.shape[1:]):
-        model.set_experts_implementation("eager")
+    """Let a model's experts run in moetool's way, which takes any shape, if torch's grouped products cannot."""
+    native = (own for own in model.modules() if hasattr(own, "is_transposed") and hasattr(own, "_apply_gate"))
+    if not all(map(fits_grouped_products, native)):
+        model.set_experts_implementation(MOETOOL_EXPERTS)
 
 
 def _refuse_loaded(checkpoint: Checkpoint, told: Mapping[str, Any]) -> None:

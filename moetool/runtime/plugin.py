@@ -20,8 +20,9 @@ from moetool.format.families import architecture_of
 from moetool.numerics.index_sets import are_indices
 from moetool.runtime.memory import sparing_memory
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
-from moetool.runtime.modules.experts import SharedBaseExperts, SharedExpertOnBase
+from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import CustomLayer, insert_modules
+from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

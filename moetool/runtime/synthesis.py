@@ -12,9 +12,10 @@ from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import ResourceError, UsageError
 from moetool.runtime.kernels.products import problem
 from moetool.runtime.memory import free_bytes, returning_memory
-from moetool.runtime.modules.experts import SharedBaseExperts, SharedExpertOnBase
+from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.fused import fused_tensors
 from moetool.runtime.modules.offloading import is_offloaded
+from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

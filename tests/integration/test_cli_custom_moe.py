@@ -9,7 +9,8 @@ import torch
 from checkpoints import change_config, contents, copy_of, load, logits, relative_error, tensors_of, weight_bytes
 from torch import Tensor
 
-from moetool.runtime.modules.experts import SharedBaseExperts, SharedExpertOnBase
+from moetool.runtime.modules.experts import SharedBaseExperts
+from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 from moetool.runtime.synthesis import synthesize
 
 FAMILIES = ["phi", "gpt_neox", "gpt_bigcode", "starcoder2", "falcon", "llama-mlp-bias"]

@@ -202,7 +202,7 @@ def test_experts_of_any_width(family: str, hidden: int, intermediate: int, dtype
     told = model.generate(TOKENS, attention_mask=torch.ones_like(TOKENS), max_new_tokens=3, pad_token_id=0)
     assert told.shape[0] == 2
     fits = hidden * dtype.itemsize % 16 == 0 and intermediate * dtype.itemsize % 16 == 0
-    assert (model.config._experts_implementation == "eager") is not fits
+    assert (model.config._experts_implementation == "moetool") is not fits
 
 
 def test_widths_that_fit_keep_grouped_products(tiny_mixtral: Path) -> None:

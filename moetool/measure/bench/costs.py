@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from moetool.representations.base import Stored
-from moetool.runtime.modules.experts import SharedBaseExperts, SharedExpertOnBase
+from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import experts_per_token, is_placeholder
 from moetool.runtime.modules.moefied import NeuronExperts
+from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 from moetool.runtime.modules.simoe import InterpolatedLinear
 from moetool.runtime.modules.simoe_mixing import Interpolation
 from moetool.runtime.timing import keeps_last

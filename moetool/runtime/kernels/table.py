@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from moetool.representations.operand import Products
+from moetool.runtime.kernels.held import Held
 from moetool.runtime.kernels.launches import Launches
 from moetool.runtime.kernels.operands import FIELDS, OPERANDS, TERMS, UnsupportedMatrixError, operand_row
 
@@ -19,6 +20,7 @@ class Table:
         launches: the same for kernels of a card, where the matrices are.
         shape: out and in of each.
         products: what each is made of.
+        held: the tensors of its holders.
     """
 
     def __init__(
@@ -39,13 +41,7 @@ class Table:
         self._device = devices.pop() if devices else torch.device("cpu")
         if self._device.type != "cpu":
             _ = self.launches  # now: while a graph is captured nothing can be copied to a card
-        self._held = [
-            (tensors, name, tensor, tensor.data_ptr())
-            for holder in holders
-            for tensors in (holder._parameters, holder._buffers)
-            for name, tensor in tensors.items()
-            if tensor is not None
-        ]
+        self.held = Held(holders)
 
     @cached_property
     def launches(self) -> Launches:
@@ -59,10 +55,7 @@ class Table:
 
     def is_current(self) -> bool:
         """Whether every tensor still is where it was: loading, moving and training put others in their places."""
-        return all(
-            tensors.get(name) is tensor and tensor.data_ptr() == address
-            for tensors, name, tensor, address in self._held
-        )
+        return self.held.is_current()
 
 
 def _row(products: Products, shape: tuple[int, int]) -> list[int]:

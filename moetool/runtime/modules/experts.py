@@ -6,8 +6,8 @@ sum of the activations: `Σ_i G_i (B + Δ_i) h_i = B (Σ_i G_i h_i) + Σ_i Δ_i 
 (D²-MoE, Eq. 10). With the base inside every expert the model would be slower than the original.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,18 @@ from moetool.architectures.base import fused_name
 from moetool.format.layout import LayerLayout
 from moetool.representations.base import Weight, empty_parameter
 from moetool.representations.operand import numbers
+from moetool.runtime.kernels.held import Held, are_held
+from moetool.runtime.kernels.operands import UnsupportedMatrixError
 from moetool.runtime.kernels.table import Table
 from moetool.runtime.modules.fused import activated, entering
-from moetool.runtime.modules.inference import KernelExperts, Kernels, RoleMatrices, numbered, run_by_number
-from moetool.runtime.modules.networks import dropout_of
+from moetool.runtime.modules.inference import (
+    KernelExperts,
+    Kernels,
+    RoleMatrices,
+    numbered,
+    refuse_export,
+    run_by_number,
+)
 from moetool.runtime.modules.offloading import below, loaded
 from moetool.runtime.modules.rows import add_rows
 
@@ -92,6 +100,14 @@ class SharedBaseExperts(nn.Module):
         super().__setstate__(state)
         self._number = numbered(self)  # a copy is another module
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._kernels.forget()  # or what is moved stays where it was until the next call
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *arguments: object, **options: object) -> None:
+        self._kernels.forget()
+        super()._load_from_state_dict(*arguments, **options)
+
     def delta(self, expert: int, role: Role) -> Weight:
         """The stored form of one matrix."""
         return self.moetool[str(expert)][role]  # type: ignore[index]
@@ -135,12 +151,16 @@ class SharedBaseExperts(nn.Module):
 
     def _biases(self, expert: int) -> dict[Role, Tensor]:
         """Those of a routed expert, `[out]` each."""
-        found: dict[Role, Tensor] = {}
-        for roles in self.layout.shape.groups:
-            if roles[0] in self.layout.shape.biases:
-                fused: Tensor = getattr(self, f"{fused_name(roles)}_bias")
-                found.update(zip(roles, fused[expert].chunk(len(roles)), strict=True))
-        return found
+        found = {role: self._bias(role) for role in self.layout.shape.roles}
+        return {role: bias[expert] for role, bias in found.items() if bias is not None}
+
+    def _bias(self, role: Role) -> Tensor | None:
+        """Those of all routed experts in a role `[experts, out]`, as they lie in memory, if they have some."""
+        roles = self.layout.shape.group(role)
+        if roles[0] not in self.layout.shape.biases:
+            return None
+        fused: Tensor = getattr(self, f"{fused_name(roles)}_bias")
+        return fused.chunk(len(roles), dim=1)[roles.index(role)]
 
     def _activation(
         self, expert: int, hidden: Tensor, base: dict[Role, Tensor], tokens: Tensor, biases: Mapping[Role, Tensor]
@@ -190,16 +210,19 @@ class SharedBaseExperts(nn.Module):
         if torch.is_grad_enabled() or not self._may_run_on_kernels():
             return self.eager(hidden_states, top_k_index, top_k_weights)
         if torch.compiler.is_compiling():
+            refuse_export()
             return run_by_number(hidden_states, top_k_index, top_k_weights, self._number)
         return self.infer(hidden_states, top_k_index, top_k_weights)
 
     def _may_run_on_kernels(self) -> bool:
-        """Unless transformers was told to have experts run one after the other."""
-        return getattr(self.config, "_experts_implementation", None) != "eager"
+        """Unless transformers was told to have experts run one after the other, or a trace is made, which records
+        nothing that is not torch."""
+        return getattr(self.config, "_experts_implementation", None) != "eager" and not torch.jit.is_tracing()  # type: ignore[attr-defined]
 
     def infer(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The same without gradients: on kernels where there are some for what is stored, and where it is."""
-        if (kernels := self._kernels.of(self)) is not None:
+        here = hidden_states.device == self.down_proj.device
+        if here and (kernels := self._kernels.of(self, top_k_index)) is not None:
             return kernels.forward(hidden_states, top_k_index, top_k_weights)
         return self.eager(hidden_states, top_k_index, top_k_weights)
 
@@ -214,7 +237,11 @@ class SharedBaseExperts(nn.Module):
         Raises:
             UnsupportedMatrixError: some matrix is nothing for them, or elsewhere.
         """
-        shape, holders = self.layout.shape, list(self.modules())
+        shape = self.layout.shape
+        stored = [self.delta(expert, role) for expert, role, _ in self.layout.deltas()]
+        stored += [self._compact(role) for role, _ in self.layout.compact_bases()]
+        if not all(isinstance(weight, Weight) for weight in stored):
+            raise UnsupportedMatrixError("an adapter stands where a stored matrix was")
         roles = {}
         for role in shape.roles:
             weights, matrix = self.layout.weights[role], shape.matrix(role)
@@ -225,17 +252,20 @@ class SharedBaseExperts(nn.Module):
             base = None
             if weights is not None:
                 whole = self.layout.has_dense_base(role)
-                stored = ((numbers(self._native(0, role)),),) if whole else self._compact(role).products()
-                base = Table([stored], self.layout.base_shape(role), ())
+                single = ((numbers(self._native(0, role)),),) if whole else self._compact(role).products()
+                base = Table([single], self.layout.base_shape(role), ())
             deltas = tuple(self._uses_base(expert, role) for expert in range(shape.experts))
             uses = torch.tensor(deltas, dtype=torch.float32, device=self.down_proj.device)[:, None]
-            biases = [self._biases(expert)[role] for expert in range(shape.experts) if role in shape.biases]
-            bias = torch.stack(biases) if biases else None
-            roles[role] = RoleMatrices(Table(products, matrix, holders), base, deltas, uses, bias)
-            holders = []  # what one table has looked at, the others need not
+            roles[role] = RoleMatrices(Table(products, matrix, ()), base, deltas, uses, self._bias(role))
+        tables = [table for own in roles.values() for table in (own.table, own.base) if table is not None]
+        apart = [[*self.moetool[str(expert)].modules()] for expert in range(shape.experts)]
+        private = {module for modules in apart for module in modules}
+        held = [Held(module for module in self.modules() if module not in private), *map(Held, apart)]
+        if not are_held((own for table in tables for own in table.products), held):
+            raise UnsupportedMatrixError("a tensor is computed whenever it is read")
         dynamic = bool(self.layout.dynamic_channels)
-        channels = self.base_channels.long() if self.layout.is_pruned else None  # type: ignore[operator]
-        return KernelExperts(roles, self.act_fn, channels, self._base_down if dynamic else None)
+        channels: Tensor | None = self.base_channels if self.layout.is_pruned else None  # type: ignore[assignment]
+        return KernelExperts(roles, self.act_fn, channels, self._base_down if dynamic else None, held)
 
     def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         tokens, top_k = top_k_index.shape
@@ -346,43 +376,3 @@ class SharedBaseExperts(nn.Module):
         weights = self.layout.weights
         ranks = {role: [weight.spec for weight in own or ()] or "native" for role, own in weights.items()}
         return f"channels={self.layout.base_channels}/{self.intermediate_dim}, {ranks}"
-
-
-class SharedExpertOnBase(nn.Module):
-    """Stands where the family has its shared expert; the routed experts, whose base it shares, compute it.
-
-    Holds no more than the biases, under their native names: both modules are kept in a tuple, so that neither is
-    registered a second time.
-    """
-
-    def __init__(self, experts: SharedBaseExperts, native: nn.Module, names: Mapping[Role, str]) -> None:
-        """`native` is the module this one replaces; `names` are those of its matrices, by role."""
-        super().__init__()
-        self._modules_elsewhere = experts, native
-        self.names = dict(names)
-        for role in experts.layout.shape.biases:
-            path = names[role].removesuffix(".weight")
-            holder = nn.Module()
-            holder.bias = native.get_submodule(path).bias
-            self.add_module(path, holder)
-
-    @property
-    def experts(self) -> SharedBaseExperts:
-        """The routed experts, and this one as the last of them."""
-        return self._modules_elsewhere[0]
-
-    @property
-    def native(self) -> nn.Module:
-        """What was here, without weights."""
-        return self._modules_elsewhere[1]
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """`[…, hidden]` → the same."""
-        with loaded(*below(self)):
-            biases: dict[Role, Tensor] = {role: self.bias(role) for role in self.experts.layout.shape.biases}
-            output = self.experts.shared_expert(hidden_states, biases)
-        return F.dropout(output, dropout_of(self.native), self.training)
-
-    def bias(self, role: Role) -> nn.Parameter:
-        """The shared expert's own, beside one of its matrices."""
-        return self.get_parameter(self.names[role].removesuffix("weight") + "bias")

@@ -7,7 +7,7 @@ at a time; low-rank deltas stay products beside those of the base, which meets e
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from moetool.architectures import Role
+from moetool.errors import UsageError
 from moetool.representations.operand import Products
+from moetool.runtime.kernels.held import Held
 from moetool.runtime.kernels.operands import UnsupportedMatrixError
 from moetool.runtime.kernels.products import is_packed, linear, problem, routed
 from moetool.runtime.kernels.table import Table
@@ -35,7 +37,7 @@ class RoleMatrices:
         base: what deltas are to, `[out, in]` or without pruned channels, a table of one; None where there is no base.
         deltas: of every expert whether it has a delta, not a whole matrix.
         uses_base: the same, [experts, 1] fp32, 1 for deltas and 0 for whole matrices.
-        bias: [experts, out], if they have some.
+        bias: [experts, out] as it lies in memory, if they have some.
     """
 
     table: Table
@@ -54,17 +56,23 @@ class KernelExperts:
         act_fn: Callable[[Tensor], Tensor],
         channels: Tensor | None = None,
         base_down: Callable[[Tensor], Tensor] | None = None,
+        held: Sequence[Held] = (),
     ) -> None:
-        """`channels` [kept] are those that a pruned base still has; `base_down`, `[tokens, intermediate]` → `[tokens,
-        hidden]`, takes the place of the product with the down base where that is more than a product."""
+        """`channels` [kept] int32 are those that a pruned base still has; `base_down`, `[tokens, intermediate]` →
+        `[tokens, hidden]`, takes the place of the product with the down base where that is more than a product; `held`
+        are the tensors that all experts have in common, and then each one's, where the tables do not hold them."""
         self.roles, self._act_fn, self._channels, self._base_down = roles, act_fn, channels, base_down
+        tables = [table.held for own in roles.values() for table in (own.table, own.base) if table is not None]
+        self._common, self._each = [*tables, *held[:1]], held[1:]
         self._experts = len(roles["down"].table.products)
 
-    def is_current(self) -> bool:
-        """Whether all tensors are where they were."""
-        return all(
-            table is None or table.is_current() for own in self.roles.values() for table in (own.table, own.base)
-        )
+    def is_current(self, chosen: Tensor | None = None) -> bool:
+        """Whether all tensors are where they were, or those that tokens need that chose so. For a few tokens the
+        others are not looked at: there are thousands."""
+        each = self._each
+        if chosen is not None and chosen.device.type == "cpu" and chosen.numel() < len(each):
+            each = [each[expert] for expert in set(chosen.flatten().tolist()) if 0 <= expert < len(each)]
+        return all(held.is_current() for held in (*self._common, *each))
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`, in the dtype of `hidden`. Numbers of
@@ -145,7 +153,7 @@ class KernelExperts:
         if self._channels is None:
             return values
         channels = self.roles["down"].table.shape[1]
-        return values.new_zeros(len(values), channels).index_copy_(1, self._channels, values)
+        return values.new_zeros(len(values), channels).index_copy_(1, self._channels.long(), values)
 
     def _down(self, base: Table, activations: Tensor) -> Tensor:
         """The product with the down base: `[tokens, hidden]`."""
@@ -166,6 +174,7 @@ class HasKernelForm(Protocol):
 
     down_proj: nn.Parameter
 
+    def modules(self) -> Iterator[nn.Module]: ...
     def on_kernels(self) -> KernelExperts: ...
     def infer(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor: ...
 
@@ -176,24 +185,30 @@ class Kernels:
 
     def __init__(self) -> None:
         self._made: KernelExperts | None = None
-        self._refused: tuple[int, torch.dtype, torch.device] | None = None
+        self._refused: Held | None = None
 
-    def of(self, module: HasKernelForm) -> KernelExperts | None:
-        """That of `module`, or None if kernels cannot run it: then its eager form has to."""
-        if self._made is not None and self._made.is_current():
-            return self._made
-        self._made = None
-        tensor = module.down_proj
-        if is_fetched(module):  # what was made would keep it all in memory
+    def of(self, module: HasKernelForm, chosen: Tensor | None = None) -> KernelExperts | None:
+        """That of `module`, good for the experts that are `chosen` or for all of them, or None if kernels cannot run
+        it: then its eager form has to."""
+        # By local names: another thread may run the same module.
+        if (made := self._made) is not None and made.is_current(chosen):
+            return made
+        if (refused := self._refused) is not None and refused.is_current():
             return None
-        if self._refused == (state := (tensor.data_ptr(), tensor.dtype, tensor.device)) or problem(tensor.device):
+        self.forget()
+        # What is fetched for a call would be kept in memory by what was made.
+        if problem(module.down_proj.device) or any(map(is_fetched, module.modules())):
             return None
         with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
             try:
-                self._made = module.on_kernels()
+                made = self._made = module.on_kernels()
             except UnsupportedMatrixError:
-                self._refused = state
-        return self._made
+                made, self._refused = None, Held(module.modules())
+        return made
+
+    def forget(self) -> None:
+        """Let go of tensors that are about to be replaced."""
+        self._made = self._refused = None
 
     def __deepcopy__(self, _: Any) -> "Kernels":
         return Kernels()
@@ -208,25 +223,42 @@ _MODULES: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDicti
 _NUMBERS = itertools.count()
 
 
-def numbered(module: nn.Module) -> int:
-    """A number by which `by_number` finds this module as long as it lives."""
+def numbered(module: nn.Module) -> Tensor:
+    """A number by which `by_number` finds this module as long as it lives.
+
+    It is an input of a compiled graph: one graph serves all layers that are compiled one by one.
+    """
     number = next(_NUMBERS)
     _MODULES[number] = module
-    return number
+    with torch.inference_mode(False):
+        return torch.tensor(number, device="cpu")
 
 
-def by_number(number: int) -> Any:
+def refuse_export() -> None:
+    """Raise for a graph that is to be run elsewhere, where no module has the number that stands in it.
+
+    Raises:
+        UsageError: `torch.export` is at work.
+    """
+    if torch.compiler.is_exporting():
+        raise UsageError(
+            "Experts that run on kernels cannot be exported: a graph holds tensors, and kernels want the module. Make "
+            'compressed ones dense by moetool.synthesize(model) and model.set_experts_implementation("batched_mm").'
+        )
+
+
+def by_number(number: Tensor) -> Any:
     """The module that was `numbered` so."""
-    return _MODULES[number]
+    return _MODULES[int(number)]
 
 
 @torch.library.custom_op("moetool::experts", mutates_args=())
-def run_by_number(hidden: Tensor, chosen: Tensor, weights: Tensor, number: int) -> Tensor:
+def run_by_number(hidden: Tensor, chosen: Tensor, weights: Tensor, number: Tensor) -> Tensor:
     """`infer` of a module."""
     output: Tensor = by_number(number).infer(hidden, chosen, weights)
     return output
 
 
 @run_by_number.register_fake
-def _(hidden: Tensor, chosen: Tensor, weights: Tensor, number: int) -> Tensor:
+def _(hidden: Tensor, chosen: Tensor, weights: Tensor, number: Tensor) -> Tensor:
     return torch.empty_like(hidden)

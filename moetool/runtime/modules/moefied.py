@@ -247,14 +247,14 @@ def _forget(module: NeuronExperts, _: object) -> None:
 
 
 @torch.library.custom_op("moetool::neurons", mutates_args=())
-def run_neurons(hidden: Tensor, number: int) -> Tensor:
+def run_neurons(hidden: Tensor, number: Tensor) -> Tensor:
     """`infer` of a module, as one step of a compiled graph."""
     output: Tensor = by_number(number).infer(hidden)
     return output
 
 
 @run_neurons.register_fake
-def _(hidden: Tensor, number: int) -> Tensor:
+def _(hidden: Tensor, number: Tensor) -> Tensor:
     return hidden.new_empty(hidden.shape)
 
 

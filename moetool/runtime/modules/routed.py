@@ -9,7 +9,14 @@ from torch import Tensor, nn
 
 from moetool.representations.operand import numbers
 from moetool.runtime.kernels.table import Table
-from moetool.runtime.modules.inference import KernelExperts, Kernels, RoleMatrices, numbered, run_by_number
+from moetool.runtime.modules.inference import (
+    KernelExperts,
+    Kernels,
+    RoleMatrices,
+    numbered,
+    refuse_export,
+    run_by_number,
+)
 
 _GATHERED = 32  # pairs of a token and an expert up to which matrices are copied rather than waited for
 
@@ -37,6 +44,7 @@ class RoutedExperts(nn.Module, ABC):
         if torch.is_grad_enabled():
             return self.eager(hidden_states, top_k_index, top_k_weights)
         if torch.compiler.is_compiling():
+            refuse_export()
             return run_by_number(hidden_states, top_k_index, top_k_weights, self._number)
         return self.infer(hidden_states, top_k_index, top_k_weights)
 

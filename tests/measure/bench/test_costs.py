@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moetool.format.layout import LayerLayout
 from moetool.measure.bench.costs import Attention, Cost, Costs, model_costs, of_module
-from moetool.runtime.modules.experts import SharedBaseExperts, SharedExpertOnBase
+from moetool.runtime.modules.experts import SharedBaseExperts
+from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 from moetool.runtime.quiet import quiet
 
 # Of the tiny Mixtral: 3 layers of hidden size 32, 4 heads of 8 with 2 of keys, 288 tokens; experts 32 → 48, 2 of 4.

@@ -15,8 +15,9 @@ from moetool.representations.base import Representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
 from moetool.representations.sparse import Sparse
-from moetool.runtime.modules.experts import SharedBaseExperts, SharedExpertOnBase
+from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.moe import FusedExperts
+from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 from moetool.runtime.synthesis import dense_experts
 
 E, K, HIDDEN, WIDTH = 4, 2, 10, 14
