@@ -18,7 +18,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "version"}),
     frozenset({"numerics", "architectures"}),
     frozenset({"representations"}),
-    frozenset({"format"}),
+    frozenset({"format", "kernels"}),
     frozenset({"checkpoint"}),
     frozenset({"runtime"}),
     frozenset({"calibration"}),

@@ -10,7 +10,7 @@ from torch import nn
 from moetool.architectures.base import by_name
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import ResourceError, UsageError
-from moetool.runtime.kernels.products import problem
+from moetool.kernels.products import problem
 from moetool.runtime.memory import free_bytes, returning_memory
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.fused import fused_tensors

@@ -24,10 +24,10 @@ from _common import made_by, publish
 from torch import Tensor
 from torch.nn import functional as F
 
+from moetool.kernels.operands import UnsupportedMatrixError
+from moetool.kernels.products import linear, problem, routed
+from moetool.kernels.table import Table
 from moetool.representations import parse_representation
-from moetool.runtime.kernels.operands import UnsupportedMatrixError
-from moetool.runtime.kernels.products import linear, problem, routed
-from moetool.runtime.kernels.table import Table
 
 FORMS = (
     *("dense", "quantised-weight:1:128", "quantised-weight:2:128", "quantised-weight:3:128", "quantised-weight:4:128"),

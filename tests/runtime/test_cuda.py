@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from moetool.checkpoint.reader import Checkpoint
+from moetool.kernels.products import problem
 from moetool.representations import parse_representation
-from moetool.runtime.kernels.products import problem
 from moetool.runtime.loading import model_class
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.quiet import quiet

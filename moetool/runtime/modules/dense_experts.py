@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from moetool.kernels.operands import NUMBERS
+from moetool.kernels.products import problem, routed
+from moetool.kernels.table import Table
 from moetool.representations.operand import numbers
-from moetool.runtime.kernels.operands import NUMBERS
-from moetool.runtime.kernels.products import problem, routed
-from moetool.runtime.kernels.table import Table
 
 MOETOOL_EXPERTS = "moetool"
 _BYTES = 16  # rows of grouped products are whole ones

@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from moetool.architectures import Role
 from moetool.architectures.base import fused_name
 from moetool.format.layout import LayerLayout
+from moetool.kernels.held import Held, are_held
+from moetool.kernels.operands import UnsupportedMatrixError
+from moetool.kernels.table import Table
 from moetool.representations.base import Weight, empty_parameter
 from moetool.representations.operand import numbers
-from moetool.runtime.kernels.held import Held, are_held
-from moetool.runtime.kernels.operands import UnsupportedMatrixError
-from moetool.runtime.kernels.table import Table
 from moetool.runtime.modules.fused import activated, entering
 from moetool.runtime.modules.inference import (
     KernelExperts,

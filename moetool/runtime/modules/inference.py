@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from moetool.architectures import Role
 from moetool.errors import UsageError
+from moetool.kernels.held import Held
+from moetool.kernels.operands import UnsupportedMatrixError
+from moetool.kernels.products import is_packed, linear, problem, routed
+from moetool.kernels.table import Table
 from moetool.representations.operand import Products
-from moetool.runtime.kernels.held import Held
-from moetool.runtime.kernels.operands import UnsupportedMatrixError
-from moetool.runtime.kernels.products import is_packed, linear, problem, routed
-from moetool.runtime.kernels.table import Table
 from moetool.runtime.modules.fused import activated
 from moetool.runtime.modules.offloading import is_fetched
 

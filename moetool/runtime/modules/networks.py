@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moetool.architectures.base import Role
+from moetool.kernels.operands import NUMBERS, UnsupportedMatrixError
+from moetool.kernels.products import problem, routed
+from moetool.kernels.table import Table
 from moetool.representations.operand import numbers
-from moetool.runtime.kernels.operands import NUMBERS, UnsupportedMatrixError
-from moetool.runtime.kernels.products import problem, routed
-from moetool.runtime.kernels.table import Table
 from moetool.runtime.modules.fused import activated
 from moetool.runtime.modules.insertion import CustomLayer
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moetool.kernels.table import Table
 from moetool.representations.operand import numbers
-from moetool.runtime.kernels.table import Table
 from moetool.runtime.modules.inference import (
     KernelExperts,
     Kernels,

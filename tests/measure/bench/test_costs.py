@@ -99,8 +99,9 @@ def test_bytes_are_those_of_the_dtype() -> None:
 
 
 def counted_by_torch(model: Any, context: int) -> tuple[int, int]:
-    """FLOPs of a prompt of one token less, and of the token after it."""
-    with torch.no_grad(), quiet():
+    """FLOPs of a prompt of one token less, and of the token after it. Gradients keep products where torch counts them:
+    it does not see those of kernels."""
+    with torch.enable_grad(), quiet():
         model.eval().set_attn_implementation("eager")
         if hasattr(model.get_decoder(), "set_experts_implementation"):
             model.set_experts_implementation("eager")

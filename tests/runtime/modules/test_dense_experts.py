@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moetool.architectures import find_architecture
-from moetool.runtime.kernels.compiler import problem
+from moetool.kernels.compiler import problem
 from moetool.runtime.modules import dense_experts
 from moetool.runtime.modules.dense_experts import MOETOOL_EXPERTS, fits_grouped_products, run_dense_experts
 

@@ -13,10 +13,10 @@ from stored_experts import STORED, batch, distance, experts_of, is_on_kernels, m
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from moetool.kernels.compiler import problem
 from moetool.representations.base import Weight
 from moetool.representations.low_rank_sparse import LowRankSparseWeight
 from moetool.representations.sparse import ScatteredWeight
-from moetool.runtime.kernels.compiler import problem
 from moetool.runtime.modules.experts import SharedBaseExperts
 
 pytestmark = pytest.mark.skipif(bool(problem()), reason=problem())

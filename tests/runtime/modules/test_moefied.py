@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moetool.architectures.dense import find_dense_architecture
 from moetool.format.kinds.moefied import MoefiedSpec, SelectorKind
-from moetool.runtime.kernels.compiler import problem
+from moetool.kernels.compiler import problem
 from moetool.runtime.modules.insertion import is_placeholder
 from moetool.runtime.modules.moefied import NeuronExperts, insert
 from moetool.runtime.modules.networks import activation_of

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from moetool.architectures import MoEShape
 from moetool.format.kinds.pesc import PescSpec
-from moetool.runtime.kernels.compiler import problem
+from moetool.kernels.compiler import problem
 from moetool.runtime.modules.moe import FusedExperts
 from moetool.runtime.modules.pesc import Adapters
 from moetool.runtime.modules.routed import RoutedExperts

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+from moetool.kernels import card, products
+from moetool.kernels.launches import Launches, kind, row_starts
+from moetool.kernels.operands import UnsupportedMatrixError
+from moetool.kernels.table import Table
 from moetool.representations import parse_representation
 from moetool.representations.operand import Operand, Products, numbers
-from moetool.runtime.kernels import card, products
-from moetool.runtime.kernels.launches import Launches, kind, row_starts
-from moetool.runtime.kernels.operands import UnsupportedMatrixError
-from moetool.runtime.kernels.table import Table
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -37,7 +37,7 @@ def test_kernels_compile_for_cards_that_are_not_here(capability: int, tmp_path: 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compiler = importlib.import_module("triton.compiler")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", capability, 32)
-    kernels = importlib.import_module("moetool.runtime.kernels.triton_products")
+    kernels = importlib.import_module("moetool.kernels.triton_products")
     places = dict.fromkeys(("table", "chosen", "order", "places"), "*i64") | {"x": "*fp32", "y": "*fp32"}
     counts = dict.fromkeys(("pairs", "matrices", "x_length", "y_length", "number"), "i32")
     constants = {"SLOT": 0, "SLOTS": 4, "FIELDS": 10, "NUMBERS": 2, "TOKENS": 4, "FORM": 6, "SERVED": 8,

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moetool.kernels import card, compiler, cpu
+from moetool.kernels.table import Table
 from moetool.representations.operand import Operand, Products
-from moetool.runtime.kernels import card, compiler, cpu
-from moetool.runtime.kernels.table import Table
 
 
 def problem(device: torch.device) -> str:

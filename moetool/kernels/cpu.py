@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moetool.kernels.compiler import library, threads
+from moetool.kernels.operands import NUMBERS, operand_row
+from moetool.kernels.table import Table
 from moetool.representations.operand import Operand
-from moetool.runtime.kernels.compiler import library, threads
-from moetool.runtime.kernels.operands import NUMBERS, operand_row
-from moetool.runtime.kernels.table import Table
 
 _PART = 1 << 20  # numbers of a matrix that are unpacked at a time: they stay in the cache until they are multiplied
 _SCRATCH = threading.local()

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moetool.kernels.launches import COLUMNS, COLUMNS_TRANSPOSED, SLOTS, Launch, kind
+from moetool.kernels.operands import FIELDS, FORMS, operand_levels
+from moetool.kernels.table import Table
 from moetool.representations.operand import Operand, numbers
-from moetool.runtime.kernels.launches import COLUMNS, COLUMNS_TRANSPOSED, SLOTS, Launch, kind
-from moetool.runtime.kernels.operands import FIELDS, FORMS, operand_levels
-from moetool.runtime.kernels.table import Table
 
 _ROWS, _ROWS_TRANSPOSED = 16, 64  # of a tile
 _TOKENS = 4  # at most, that share the decoding of a tile
@@ -78,7 +78,7 @@ def _launch(
     target: Tensor,
     tokens: int,
 ) -> None:
-    from moetool.runtime.kernels import triton_products as kernels
+    from moetool.kernels import triton_products as kernels
 
     own, pairs = step.kind, len(chosen)
     arguments = (
@@ -134,7 +134,7 @@ def summed(operands: Sequence[Operand], dtype: torch.dtype) -> Tensor:
 
 
 def _unpack(operands: Sequence[Operand], out: Tensor, *, adds: bool) -> None:
-    from moetool.runtime.kernels import triton_products as kernels
+    from moetool.kernels import triton_products as kernels
 
     first, second = operands[0], operands[-1]
     rows, columns = first.shape
@@ -158,7 +158,7 @@ def _pointers(operand: Operand) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scatter(operand: Operand, out: Tensor) -> None:
-    from moetool.runtime.kernels import triton_products as kernels
+    from moetool.kernels import triton_products as kernels
 
     count = operand.data.numel()
     if count:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moetool.representations.operand import Operand, Products
-from moetool.runtime.kernels.operands import (
+from moetool.kernels.operands import (
     CODES,
     FIELDS,
     FORMS,
@@ -20,6 +19,7 @@ from moetool.runtime.kernels.operands import (
     UnsupportedMatrixError,
     operand_row,
 )
+from moetool.representations.operand import Operand, Products
 
 SLOTS = OPERANDS * TERMS
 COLUMNS, COLUMNS_TRANSPOSED = 128, 32  # of a tile: what a kernel reads at a time

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moetool.kernels import compiler
+from moetool.kernels.products import linear, routed
+from moetool.kernels.table import Table
 from moetool.numerics.packing import packed_size
 from moetool.numerics.quantization import BITS
 from moetool.representations import parse_representation, representations
 from moetool.representations.operand import Operand, factors, numbers
-from moetool.runtime.kernels import compiler
-from moetool.runtime.kernels.products import linear, routed
-from moetool.runtime.kernels.table import Table
 
 SHAPES = [(24, 32), (64, 48), (40, 64), (37, 50), (96, 128), (9, 7), (64, 1)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

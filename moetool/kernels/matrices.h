@@ -7,7 +7,7 @@
 #include <algorithm>
 #include "vectors.h"
 
-// As moetool/runtime/kernels/operands.py numbers them.
+// As moetool/kernels/operands.py numbers them.
 enum Form : int64_t { NONE, F32, BF16, F16, CODES1, CODES2, CODES3, CODES4, CODES8, NF4, INT8, SPARSE };
 
 struct Operand {            // one stored matrix [rows, columns]

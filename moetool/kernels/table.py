@@ -6,10 +6,10 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from moetool.kernels.held import Held
+from moetool.kernels.launches import Launches
+from moetool.kernels.operands import FIELDS, OPERANDS, TERMS, UnsupportedMatrixError, operand_row
 from moetool.representations.operand import Products
-from moetool.runtime.kernels.held import Held
-from moetool.runtime.kernels.launches import Launches
-from moetool.runtime.kernels.operands import FIELDS, OPERANDS, TERMS, UnsupportedMatrixError, operand_row
 
 
 class Table:

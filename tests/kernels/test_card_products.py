@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from moetool.kernels import card, products
+from moetool.kernels.table import Table
 from moetool.representations import parse_representation
-from moetool.runtime.kernels import card, products
-from moetool.runtime.kernels.table import Table
 from moetool.runtime.modules.experts import SharedBaseExperts
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
