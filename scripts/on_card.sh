@@ -99,7 +99,7 @@ part() {
 }
 
 benchmarks=scripts/benchmarks
-part "Kernels and models" 150 "${pytest[@]}" tests/runtime
+part "Kernels and models" 150 "${pytest[@]}" tests/kernels tests/runtime
 part "Kernels against eager" 80 $benchmarks/kernels.py --device $device "${small[@]}" "${forms[@]}" --output "$work/table.md"
 part "Stages" 100 "${pytest[@]}" tests/integration/test_cli_cuda.py
 part "Layers" 60 $benchmarks/runtime.py --device $device "${small[@]}" "${layers[@]}" --no-model \

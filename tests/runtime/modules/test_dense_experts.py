@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from dense_families import build_dense
 from families import build
 from stored_experts import distance
 from torch import Tensor
@@ -134,3 +135,11 @@ def test_it_can_be_exported() -> None:
     with torch.no_grad():
         exported = torch.export.export(experts, arguments).module()
         assert distance(exported(*arguments), experts(*arguments)) < 1e-6
+
+
+def test_deepseek_takes_it_whatever_llama_was_asked_before() -> None:
+    """transformers keeps what it found of a class, and finds it for those that inherit from it."""
+    assert not build_dense("llama")._can_set_experts_implementation()
+    model = build("deepseek")
+    model.set_experts_implementation(MOETOOL_EXPERTS)
+    assert model.config._experts_implementation == MOETOOL_EXPERTS
