@@ -95,7 +95,7 @@ template <Form F> static inline vf decode_row(const Operand& m, vf levels, long 
     code = (code & 3) | ((bytes(m.data + (stripe + row % eighth) * n + column) << 2 >> (int)(row / eighth)) & ~3);
   return lookup(levels, code);
 }
-constexpr long TILE = 64;
+constexpr long TILE = 256;
 // Any piece of a row of any form, scaled.
 static void unpack(const Operand& m, long row, long column, long length, float* out) {
   const long first = row * m.columns + column, all = m.rows * m.columns;
@@ -114,26 +114,33 @@ static void unpack(const Operand& m, long row, long column, long length, float* 
   if (m.form == INT8 || m.form == CODES8) {
     for (long i = 0; i < length; i++) out[i] = m.form == INT8 ? (int8_t)m.data[first + i] : m.data[first + i] - 127;
   } else {
-    uint8_t codes[TILE];
+    const vf levels = load(m.levels);
+    const int own = m.form == CODES1 ? 1 : m.form == CODES2 ? 2 : m.form == CODES3 ? 3 : 4;
+    int32_t codes[TILE + W];
     for (long start = 0; start < length; start += TILE) {
       const long part = std::min(TILE, length - start);
       const uint8_t* plane = m.data;
-      int low = 0;
-      std::fill(codes, codes + part, 0);
-      for (int width : {4, 2, 1}) {
-        const int own = m.form == CODES1 ? 1 : m.form == CODES2 ? 2 : m.form == CODES3 ? 3 : 4;
+      memset(codes, 0, sizeof codes);
+      for (int width = 4, low = 0; width; width /= 2) {
         if (!(own & width)) continue;
-        const long size = (all * width + 7) / 8;
-        for (long done = 0; done < part;) {
-          const long f = first + start + done, stripe = f / size, at = f % size, n = std::min(part - done, size - at);
-          for (long i = 0; i < n; i++)
-            codes[done + i] |= ((plane[at + i] >> (stripe * width)) & ((1 << width) - 1)) << low;
+        const long size = (all * width + 7) / 8, f = first + start;
+        long stripe = f / size, at = f % size;
+        for (long done = 0; done < part; stripe++, at = 0) {
+          const long n = std::min(part - done, size - at);
+          const uint8_t* from = plane + at;
+          const int shift = (int)(stripe * width), mask = (1 << width) - 1;
+          int32_t* to = codes + done;
+          long i = 0;
+          for (; i + W <= n; i += W) store_int(to + i, load_int(to + i) | ((bytes(from + i) >> shift) & mask) << low);
+          for (; i < n; i++) to[i] |= ((from[i] >> shift) & mask) << low;
           done += n;
         }
         plane += size;
         low += width;
       }
-      for (long i = 0; i < part; i++) out[start + i] = m.levels[codes[i]];
+      long i = 0;
+      for (; i + W <= part; i += W) store(out + start + i, lookup(levels, load_int(codes + i)));
+      for (; i < part; i++) out[start + i] = m.levels[codes[i]];
     }
   }
   for (long i = 0; i < length;) {

@@ -94,14 +94,16 @@ template <Form F, int N> static void mix(const Operand& m, long begin, long end,
   for (; q < calls<F>(m); q++) mix<F, N, 1>(m, q, begin, end, batch);
 }
 static void unaligned_mix(const Operand& m, long begin, long end, const Batch& batch) {
-  float piece[TILE];
   for (long c = begin; c < end; c += TILE) {
     const long length = std::min(TILE, end - c);
+    float piece[TILE] = {}, sums[TOKENS][TILE] = {};
     for (long r = 0; r < m.rows; r++) {
       unpack(m, r, c, length, piece);
       for (int n = 0; n < batch.tokens; n++)
-        for (long i = 0; i < length; i++) batch.y[n][c + i] += piece[i] * batch.x[n][r];
+        for (long i = 0; i < TILE; i++) sums[n][i] += piece[i] * batch.x[n][r];
     }
+    for (int n = 0; n < batch.tokens; n++)
+      for (long i = 0; i < length; i++) batch.y[n][c + i] += sums[n][i];
   }
 }
 // Stored values are added one by one: rows `begin` to `end`.

@@ -13,6 +13,8 @@ constexpr long W = 16;
 
 static inline vf load(const float* p) { vf v; memcpy(&v, p, sizeof v); return v; }
 static inline void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
+static inline vi load_int(const int32_t* p) { vi v; memcpy(&v, p, sizeof v); return v; }
+static inline void store_int(int32_t* p, vi v) { memcpy(p, &v, sizeof v); }
 static inline float total(vf v) {
   for (int half = W / 2; half; half /= 2)
     for (int i = 0; i < half; i++) v[i] += v[i + half];

@@ -104,7 +104,7 @@ class DeepseekDecoderLayer(LlamaDecoderLayer):  # type: ignore[misc]
 class DeepseekPreTrainedModel(LlamaPreTrainedModel):  # type: ignore[misc]
     """What transformers asks of a family."""
 
-    # transformers looks for this in a class's source and keeps what it found: for Llama's classes, below these ones, no.
+    # transformers looks for this in a class's source, and keeps what it found: of Llama's, which are above these, no.
     _can_set_experts_implementation_cached_value = True
     _no_split_modules = ["DeepseekDecoderLayer"]  # noqa: RUF012
     _can_record_outputs = {  # noqa: RUF012
