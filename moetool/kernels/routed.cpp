@@ -253,35 +253,45 @@ static void round_row(const float* row, long columns, int64_t form, uint8_t* out
     if (p == last) memcpy((uint16_t*)out + i, last, 2 * (columns - i));
   }
 }
-// What is asked for most often, in one go: codes, and a base in bf16 if there is one, into bf16.
+// What is asked for most often, in one go: codes, and a base in bf16 or codes if there is one, into bf16.
 // The operands are copies: nothing that is written can be part of them, so that what is the same for all of a row is
 // computed once.
-template <Form F, bool BASE> static void fused_row(const Operand m, const Operand* base, long r, uint16_t* out) {
-  const vf levels = looked_up(F) ? load(m.levels) : vf{};
+template <Form F, Form BASE> static void fused_row(const Operand m, const Operand base, long r, uint16_t* out) {
+  const vf levels = looked_up(F) ? load(m.levels) : vf{}, base_levels = looked_up(BASE) ? load(base.levels) : vf{};
   const long groups = m.columns / m.group;
-  const uint16_t* beside = BASE ? (const uint16_t*)base->data + r * m.columns : nullptr;
   for (long g = 0; g < groups; g++) {
-    const float s = scale(m, r * groups + g);
+    const float s = scale(m, r * groups + g), t = coded(BASE) ? scale(base, r * groups + g) : 1;
     for (long i = g * m.group; i < (g + 1) * m.group; i += W) {
-      const vf w = decode_row<F>(m, levels, r, i) * s;
-      if (BASE) __builtin_prefetch(beside + i + 1024);  // 2 KB ahead: the processor's own guess ends with the page
-      store_bf16(out + i, BASE ? w + (vf)((vu)shorts(beside + i) << 16) : w);
+      vf w = decode_row<F>(m, levels, r, i) * s;
+      if (BASE == BF16)  // 2 KB ahead: the processor's own guess ends with the page
+        __builtin_prefetch((const uint16_t*)base.data + r * m.columns + i + 1024);
+      if (BASE != NONE) w += decode_row<BASE>(base, base_levels, r, i) * t;
+      store_bf16(out + i, w);
     }
   }
 }
-template <Form F> static void fused_row(const Operand& m, const Operand* base, long r, uint16_t* out) {
-  base ? fused_row<F, true>(m, base, r, out) : fused_row<F, false>(m, base, r, out);
+template <Form F> static bool fused_row(const Operand& m, const Operand& base, long r, uint16_t* out) {
+  switch (base.form) {
+    case NONE: fused_row<F, NONE>(m, base, r, out); return true;
+    case BF16: fused_row<F, BF16>(m, base, r, out); return true;
+    case CODES2: fused_row<F, CODES2>(m, base, r, out); return true;
+    case CODES3: fused_row<F, CODES3>(m, base, r, out); return true;
+    case CODES4: fused_row<F, CODES4>(m, base, r, out); return true;
+    case CODES8: fused_row<F, CODES8>(m, base, r, out); return true;
+  }
+  return false;
 }
 static bool fused_row(const Operand* matrices, long count, long r, uint16_t* out) {
-  if (count > 2 || !aligned(matrices[0]) || (count == 2 && matrices[1].form != BF16)) return false;
-  const Operand* base = count == 2 ? matrices + 1 : nullptr;
+  const Operand base = count == 2 ? matrices[1] : Operand{};
+  if (count > 2 || !aligned(matrices[0])) return false;
+  if (base.form && (!aligned(base) || (base.form != BF16 && base.group != matrices[0].group))) return false;
   switch (matrices[0].form) {
-    case CODES1: fused_row<CODES1>(matrices[0], base, r, out); return true;
-    case CODES2: fused_row<CODES2>(matrices[0], base, r, out); return true;
-    case CODES3: fused_row<CODES3>(matrices[0], base, r, out); return true;
-    case CODES4: fused_row<CODES4>(matrices[0], base, r, out); return true;
-    case CODES8: fused_row<CODES8>(matrices[0], base, r, out); return true;
-    case NF4: fused_row<NF4>(matrices[0], base, r, out); return true;
+    case CODES1: return fused_row<CODES1>(matrices[0], base, r, out);
+    case CODES2: return fused_row<CODES2>(matrices[0], base, r, out);
+    case CODES3: return fused_row<CODES3>(matrices[0], base, r, out);
+    case CODES4: return fused_row<CODES4>(matrices[0], base, r, out);
+    case CODES8: return fused_row<CODES8>(matrices[0], base, r, out);
+    case NF4: return fused_row<NF4>(matrices[0], base, r, out);
   }
   return false;
 }

@@ -9,7 +9,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,7 @@ from moetool.representations.operand import Products
 from moetool.runtime.modules.fused import activated
 from moetool.runtime.modules.offloading import is_fetched
 
+_STEP = 16  # tokens
 _FEW = 8  # tokens per expert up to which decoding while multiplying is faster than unpacking once
 
 
@@ -45,6 +46,40 @@ class RoleMatrices:
     deltas: tuple[bool, ...]
     uses_base: Tensor
     bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """Pairs of a token and an expert that it chose, by expert; every expert has room for a multiple of `_STEP` of them,
+    so that products have few different shapes: each new one costs a product several milliseconds once.
+
+    Attributes:
+        pairs: in this order, the first one where there is room left.
+        rows: their tokens.
+        ends: where the pairs of an expert begin and the one's before it end.
+        back: of every pair its place, behind the last one if its expert is not here.
+    """
+
+    pairs: Tensor
+    rows: Tensor
+    ends: list[int]
+    back: Tensor
+
+    @classmethod
+    def of(cls, chosen: Tensor, experts: int) -> "_Sorted":
+        """Of the experts' numbers `[tokens, k]`. Waits once for what they are."""
+        ordered, order = chosen.reshape(-1).sort(stable=True)
+        device = ordered.device
+        found = torch.searchsorted(ordered, torch.arange(experts + 1, device=device)).tolist()
+        counts = [end - start for start, end in pairwise(found)]
+        ends = list(accumulate((-(-count // _STEP) * _STEP for count in counts), initial=0))
+        shifts = torch.tensor([end - start for start, end in zip(found, ends, strict=True)][:-1], device=device)
+        here = order[found[0] : found[-1]]
+        places = torch.arange(found[0], found[-1], device=device)
+        places += shifts.repeat_interleave(torch.tensor(counts, device=device))
+        pairs = order.new_zeros(ends[-1]).index_copy_(0, places, here)
+        back = order.new_full((len(order),), ends[-1]).index_copy_(0, here, places)
+        return cls(pairs, pairs // chosen.shape[1], ends, back)
 
 
 class KernelExperts:
@@ -103,26 +138,24 @@ class KernelExperts:
         return output
 
     def _many(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        k = chosen.shape[1]
-        ordered, order = chosen.reshape(-1).sort(stable=True)
-        ends = torch.searchsorted(ordered, torch.arange(self._experts + 1, device=ordered.device)).tolist()
-        rows, shares, back = order // k, weights.index_select(0, order), order.argsort()
-        given, down = hidden.index_select(0, rows), self.roles["down"]
+        sorted_by = _Sorted.of(chosen, self._experts)
+        given, shares = hidden.index_select(0, sorted_by.rows), weights.index_select(0, sorted_by.pairs)
+        down = self.roles["down"]
         # What experts give lies in their order and is put back at once: adding to rows one by one takes far longer.
-        outputs = hidden.new_zeros(len(order), down.table.shape[0], dtype=torch.float32)
+        outputs = hidden.new_zeros(len(given) + 1, down.table.shape[0], dtype=torch.float32)
         activations: Tensor | None = None  # those that the down base meets
         bases: dict[Role, Tensor] = {}
-        for expert, (start, end) in enumerate(pairwise(ends)):
+        for expert, (start, end) in enumerate(pairwise(sorted_by.ends)):
             if start == end:
                 continue
-            own_rows, share, values = rows[start:end], shares[start:end], []
+            share, values = shares[start:end], []
             for role, own in self._entering():
                 whole = self._whole(own, expert)
                 value = linear(whole or own.table.products[expert], given[start:end], own.table.shape[0])
                 if not whole and own.base is not None and own.deltas[expert]:
                     if role not in bases:
                         bases[role] = self._base(own.base, hidden).to(hidden.dtype)
-                    value = value + bases[role].index_select(0, own_rows)
+                    value = value + bases[role].index_select(0, sorted_by.rows[start:end])
                 values.append(value if own.bias is None else value + own.bias[expert])
             activation = activated(self._act_fn, values).to(hidden.dtype)
             whole = self._whole(down, expert)
@@ -130,11 +163,11 @@ class KernelExperts:
             torch.mul(value if down.bias is None else value + down.bias[expert], share, out=outputs[start:end])
             if not whole and down.base is not None and down.deltas[expert]:
                 if activations is None:
-                    activations = hidden.new_zeros(len(order), down.table.shape[1])
+                    activations = hidden.new_zeros(len(outputs), down.table.shape[1])
                 activations[start:end] = activation * share
-        output = outputs.index_select(0, back).unflatten(0, chosen.shape).sum(1)
+        output = outputs.index_select(0, sorted_by.back).unflatten(0, chosen.shape).sum(1)
         if down.base is not None and activations is not None:
-            summed = activations.index_select(0, back).unflatten(0, chosen.shape).sum(1, dtype=torch.float32)
+            summed = activations.index_select(0, sorted_by.back).unflatten(0, chosen.shape).sum(1, dtype=torch.float32)
             output += self._down(down.base, summed.to(hidden.dtype))
         return output
 
