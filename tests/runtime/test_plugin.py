@@ -96,7 +96,8 @@ def test_offload_to_disk(compressed: Path, prompt: Tensor, tmp_path: Path) -> No
     model = load(compressed, device_map=places, offload_folder=str(tmp_path / "offload"))
     experts = model.model.layers[0].mlp.experts
     assert experts.moetool["3"]["gate"].u.device.type == "meta"
-    assert logits(model, prompt).equal(logits(load(compressed), prompt))
+    # Kernels compute what is in memory, plain torch what is not.
+    torch.testing.assert_close(logits(model, prompt), logits(load(compressed), prompt), rtol=1e-5, atol=1e-5)
 
 
 def test_generate(compressed: Path, dense: Any, prompt: Tensor) -> None:
