@@ -42,10 +42,13 @@ class Sweep:
         tick: Tick = lambda: None,
         label_seed: int | None = None,
         masked: Tensor | None = None,
+        kept: torch.dtype | None = None,
     ) -> None:
         """`windows` are token ids `[windows, length]`; `tick` is called once per batch; with a `label_seed` labels are
-        drawn from the model's predictions. An encoder reads `masked` windows, and is to find what they hide."""
+        drawn from the model's predictions. An encoder reads `masked` windows, and is to find what they hide. Files are
+        in the dtype `kept`, by default the model's."""
         self.masked = masked
+        self._kept = kept or model.dtype
         self.label_seed = label_seed
         self.model, self.windows, self.directory, self.tick = model, windows, directory, tick
         self.count, self.length = windows.shape
@@ -74,7 +77,7 @@ class Sweep:
 
     def _file(self, name: str, boundary: int) -> ActivationFile:
         shape = (self.count, self.length, self.model.hidden_size)
-        return ActivationFile(self.directory / f"{name}-{boundary:05d}.bin", shape, self.model.dtype)
+        return ActivationFile(self.directory / f"{name}-{boundary:05d}.bin", shape, self._kept)
 
     def hidden(self, boundary: int) -> ActivationFile:
         """Hidden states at a layer boundary."""
@@ -88,7 +91,7 @@ class Sweep:
         self.digests[file.path] = file.replace(batches)
 
     def _read(self, file: ActivationFile, start: int, stop: int) -> Tensor:
-        return file.read(start, stop).to(self.model.device)
+        return file.read(start, stop).to(self.model.device, self.model.dtype)
 
     def embed(self) -> None:
         """Write boundary 0."""

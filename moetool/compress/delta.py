@@ -29,4 +29,8 @@ class Deltas:
         """`[out, in]` fp32 on the device."""
         if self._full is None or self._full[0] != role:
             self._full = role, self.base.full(role).to(self.device)
-        return delta(self._weights(expert, role).to(self.device), self._full[1])
+        return delta(self.weight(role, expert), self._full[1])
+
+    def weight(self, role: Role, expert: int) -> Tensor:
+        """The expert's own matrix `[out, in]` on the device, as it is stored or wider."""
+        return self._weights(expert, role).to(self.device)

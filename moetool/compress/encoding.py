@@ -20,7 +20,7 @@ from moetool.checkpoint.files import save_tensors
 from moetool.compress.base.given import base_form
 from moetool.compress.base.layer_base import LayerBase, base_path
 from moetool.compress.delta import Deltas
-from moetool.compress.factors.writing import base_tensors
+from moetool.compress.encoded import Encoding, encoded_bytes
 from moetool.compress.told import EncodedLayer, LayersTold
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.layout import LayerLayout, delta_name
@@ -40,8 +40,6 @@ Bits = Literal[1, 2, 3, 4, 8]
 BaseBits = Annotated[Literal["1", "2", "3", "4", "8", "nf4", "int8"], BeforeValidator(lambda bits: str(bits))]
 LoadBase = Callable[[int, Weights], LayerBase]
 Form = Callable[[int, int, Role, Representation], Representation]  # layer, expert, role, how it is stored now
-
-ERROR = "error"  # [experts, 2] fp64 per role: squared error of each delta, and its squared norm
 
 
 class BaseOptions(Options):
@@ -187,9 +185,15 @@ def encoding_plan(
     """Costs of encoding every delta into known forms, on a text if there is one; sizes are exact."""
     reader = source.experts
     output = OutputPlan(source, layouts, options.shard_size).nbytes
-    itemsize = pick_compute_dtype(options.compute_dtype, pick_device(options.device), reader.dtype).itemsize
-    cost = CalibrationCost(text.samples if text else 0, text.sequence_length if text else 1, itemsize)
-    encoded = sum(layout.nbytes(reader.dtype) for layout in layouts.values())
+    dtype = pick_compute_dtype(options.compute_dtype, pick_device(options.device), reader.dtype)
+    cost = CalibrationCost.of(text, dtype, reader.dtype)
+    bases = sum(
+        layout.base[role].nbytes(layout.base_shape(role), reader.dtype)
+        for layout in layouts.values()
+        for role in reader.shape.roles
+        if layout.weights[role] is not None
+    )
+    encoded = encoded_bytes(reader, output, options.shard_size)
     memory = cost.memory_bytes(reader, gradients=False, factors=text is not None)
     if text is not None:
         memory += 8 * reader.shape.intermediate**2 * 4
@@ -197,7 +201,7 @@ def encoding_plan(
         stage=stage,
         input_bytes=source.checkpoint.weight_bytes,
         output_bytes=output,
-        scratch_bytes=encoded + 2 * cost.boundary_bytes(reader.shape.hidden),
+        scratch_bytes=bases + encoded + cost.forward_bytes(reader.shape.hidden),
         memory_bytes=memory,
         details={"layers": len(layouts), "experts": reader.shape.experts, **details},
     )
@@ -214,60 +218,49 @@ def run_encoding(
 ) -> LayersTold:
     """Encode every layer, on the text if there is one, and write the result."""
 
-    def encode_layer(layer: int, weights: Weights, grams: InputGramCollector | None) -> None:
-        base = load_base(layer, weights)
-        deltas = Deltas(weights, base, job.device)
-        base.save(base_path(job.work, layer))
-        save_tensors(_encoded_path(job.work, layer), dict(_encoded(job, layer, layouts[layer], deltas, grams)))
+    reader = job.source.experts
+    calibrated = None if text is None else CalibratedJob(job, text)
 
-    facts = None
-    if text is not None:
-        calibrated = CalibratedJob(job, text)
-
-        def visit(layer: int, module: nn.Module) -> None:
-            grams = InputGramCollector(job.source.experts.shape, job.device)
+    def encode(layer: int, module: nn.Module, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
+        weights, grams = reader.weights(layer), None
+        if calibrated is not None:
+            grams = InputGramCollector(reader.shape, job.device)
             calibrated.sweep.forward(layer, module, [grams])
-            encode_layer(layer, calibrated.weights(layer, module), grams)
+            weights = calibrated.weights(layer, module)
+        base = load_base(layer, weights)
+        base.save(base_path(job.work, layer))
+        return _encoded(job, layer, layout, Deltas(weights, base, job.device), grams)
 
-        calibrated.forward_visiting(visit)
-        facts = calibrated.facts
-    else:
-        for layer in layouts:
-            if job.unit(f"encode/{layer}"):
-                encode_layer(layer, job.source.experts.weights(layer), None)
-                job.finish(f"encode/{layer}")
-    lost = {layer: EncodedLayer(_errors(job.work, layer)) for layer in layouts}
+    encoding = Encoding(job, layouts, encode, calibrated)
+    facts = None if calibrated is None else calibrated.facts
 
-    def tensors(layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
-        yield from base_tensors(job.source.experts, layer, layout, LayerBase.load(base_path(job.work, layer)))
-        prefix = job.source.experts.architecture.experts_prefix(layer)
-        encoded = load_file(_encoded_path(job.work, layer))
-        for name, tensor in encoded.items():
-            if not name.startswith(f"{ERROR}."):
-                yield prefix + name, tensor
+    def told() -> dict[int, EncodedLayer]:
+        return {layer: EncodedLayer(_errors(job.work, layer)) for layer in layouts}
 
     write_model(
         job,
         OutputPlan(job.source, layouts, job.options.shard_size),
-        tensors,
+        encoding.tensors,
         entry=entry_for(layouts, job.source, method=stage),
         statistics=statistics,
         calibration=facts,
-        layers=lost,
+        layers=told,
         seed=seed,
+        making=encoding,
     )
-    return LayersTold(calibration=facts, layers=lost)
+    return LayersTold(calibration=facts, layers=told())
 
 
-def _encoded_path(work: Path, layer: int) -> Path:
-    return work / f"encoded-{layer:05d}.safetensors"
+def _errors_path(work: Path, layer: int) -> Path:
+    return work / f"errors-{layer:05d}.safetensors"
 
 
 def _encoded(
     job: Job, layer: int, layout: LayerLayout, deltas: Deltas, grams: InputGramCollector | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of every delta, by name relative to the experts, and their errors by role."""
+    """The tensors of every delta, by name relative to the experts; their errors go into a file."""
     reader = job.source.experts
+    found: dict[str, Tensor] = {}
     for role in reader.shape.roles:
         if layout.weights[role] is None:
             continue
@@ -285,16 +278,17 @@ def _encoded(
             ).cpu()
             for name, tensor in encoded.items():
                 yield delta_name(expert, role, name), to_cpu(tensor)
-        yield f"{ERROR}.{role}", errors
+        found[role] = errors
+    save_tensors(_errors_path(job.work, layer), found)
 
 
 def _errors(work: Path, layer: int) -> dict[Role, list[float]]:
     """By role and expert: the norm of a delta's error, relative to the delta."""
-    encoded = load_file(_encoded_path(work, layer))
-    pairs = {role: encoded[f"{ERROR}.{role}"].tolist() for role in ROLES if f"{ERROR}.{role}" in encoded}
+    found = load_file(_errors_path(work, layer))
     return {
-        role: [float(f"{(lost / total) ** 0.5 if total else 0.0:.4g}") for lost, total in own]
-        for role, own in pairs.items()
+        role: [float(f"{(lost / total) ** 0.5 if total else 0.0:.4g}") for lost, total in found[role].tolist()]
+        for role in ROLES
+        if role in found
     }
 
 

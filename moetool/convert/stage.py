@@ -149,12 +149,12 @@ class Conversion(Stage[ConversionT, DenseSource]):
         )
 
     def _scratch_bytes(self) -> int:
-        cost = CalibrationCost(self.options.samples, self.options.sequence_length, 4)
-        return 2 * cost.boundary_bytes(self.dense.hidden) if self.measures else 0
+        cost = CalibrationCost.of(self.options, torch.float32, self.dense.dtype)
+        return cost.forward_bytes(self.dense.hidden) if self.measures else 0
 
     def _memory_bytes(self) -> int:
         runs = self.options.proof or self.measures
-        cost = CalibrationCost(self.options.samples, self.options.sequence_length, 4)
+        cost = CalibrationCost.of(self.options, torch.float32, self.dense.dtype)
         moments = 4 * 8 * self.dense.hidden**2 if self.measures else 0
         return cost.dense_memory_bytes(self.dense, runs=runs, calibrated=self.measures) + moments
 
@@ -178,7 +178,7 @@ class Conversion(Stage[ConversionT, DenseSource]):
             config=config,
             provenance=self.provenance(),
             calibration=measured.calibration,
-            layers=measured.activations,
+            layers=lambda: measured.activations,
             seed=self.options.seed,
             check=None if tokens is None else lambda made: proofs.append(self._proved(job, made, tokens)),
         )

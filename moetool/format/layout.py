@@ -159,6 +159,10 @@ class LayerLayout:
         for role, representation in self.compact_bases():
             for tensor, stored in representation.tensors(self.base_shape(role)).items():
                 yield base_name(role, tensor), stored
+        yield from self.delta_tensors()
+
+    def delta_tensors(self) -> Iterator[tuple[str, Stored]]:
+        """Those of them that store deltas, not bases."""
         for role in self.shape.roles:
             for tensor, stored in self.shared_tensors(role).items():
                 yield shared_name(role, tensor), stored

@@ -1,4 +1,4 @@
-"""Forward and reverse sweeps of a job over its calibration text, journaled layer by layer."""
+"""Forward and reverse passes of a job over its calibration text, journaled layer by layer."""
 
 import hashlib
 from collections.abc import Callable, Collection
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from moetool.architectures.base import whole_number
 from moetool.architectures.dense import is_encoder
 from moetool.calibration.activations import ActivationFile
+from moetool.calibration.boundaries import kept_dtype, stretch
 from moetool.calibration.masking import masked_windows
 from moetool.calibration.opening import Bos, opening_text
 from moetool.calibration.sweep import Sweep
@@ -24,6 +25,8 @@ from moetool.job.result import CalibrationFacts
 from moetool.runtime.modules.fused import fused_matrix
 
 Visit = Callable[[int, nn.Module], None]
+
+_TEXT = "text"  # the unit that notes which one it is
 
 
 def calibration_windows(source: Input, options: TextOptions) -> Tensor:
@@ -53,7 +56,12 @@ def _bos(source: Input, options: TextOptions) -> Bos:
 
 
 class CalibratedJob:
-    """A job together with the model and the text it is calibrated on."""
+    """A job together with the model and the text it is calibrated on.
+
+    Attributes:
+        sweep: the whole text.
+        gradient_sweep: the part of it that gradients are taken on.
+    """
 
     def __init__(
         self,
@@ -63,7 +71,7 @@ class CalibratedJob:
         encoder: bool = False,
         gradients: bool = False,
     ) -> None:
-        """An `encoder` is to find what masks hide; with `gradients` there will be a reverse sweep."""
+        """An `encoder` is to find what masks hide; with `gradients` there will be a way back."""
         from moetool.calibration.streaming import StreamedModel  # transformers: seconds, and not for --help
 
         self.job = job
@@ -73,23 +81,36 @@ class CalibratedJob:
                 f"The calibration text has only {len(windows)} windows of {options.sequence_length} tokens, "
                 f"not {options.samples}: using them all."
             )
-        self._windows = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
-        if job.workspace.told("embed").get("windows", self._windows) != self._windows:
-            # A resumed run must go on with the very text it began with, whatever the file of that name holds by now.
-            raise UsageError("The calibration text has changed since this run began. Start again with --overwrite.")
+        self._check_text(windows)
         tokenizer = load_tokenizer(job.source.checkpoint.path)
         begin = opening_text(tokenizer, _bos(job.source, options))
         if begin is not None:
             job.progress.log(f"Every window begins with {begin}.")
-        self.facts = CalibrationFacts(len(windows), windows.numel(), begin)
-        self._takes_gradients = gradients
         dtype = job.gradient_dtype if gradients else job.compute_dtype
         model = StreamedModel(job.source.checkpoint, job.source.architecture, dtype, job.device)
         self.model = model
-        sampled = isinstance(options, CalibrationOptions) and options.labels == "sampled"
-        seed = options.seed if sampled else None
         masked = masked_windows(windows, tokenizer, options.seed) if encoder else None
-        self.sweep = Sweep(model, windows, job.work, job.progress.advance, seed, masked)
+        kept, tick = kept_dtype(job.source.dtype, dtype), job.progress.advance
+        self.sweep = Sweep(model, windows, job.work, tick, masked=masked, kept=kept)
+        few, seed = len(windows), None
+        if isinstance(options, CalibrationOptions):
+            few = min(few, options.gradient_samples)
+            seed = options.seed if options.labels == "sampled" else None
+        masked = None if masked is None else masked[:few]
+        directory = job.work / "gradients"
+        self.gradient_sweep = Sweep(model, windows[:few], directory, tick, seed, masked, kept)
+        self.facts = CalibrationFacts(len(windows), windows.numel(), begin)
+        if gradients:
+            directory.mkdir(exist_ok=True)
+            self.facts = replace(self.facts, gradient_windows=few)
+
+    def _check_text(self, windows: Tensor) -> None:
+        """A resumed run must go on with the very text it began with, whatever the file of that name holds by now."""
+        digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
+        if self.job.workspace.told(_TEXT).get("windows", digest) != digest:
+            raise UsageError("The calibration text has changed since this run began. Start again with --overwrite.")
+        if self.job.unit(_TEXT):
+            self.job.finish(_TEXT, told={"windows": digest})
 
     @property
     def source(self) -> Source:
@@ -101,72 +122,68 @@ class CalibratedJob:
     def _layers(self) -> int:
         return self.model.layer_count
 
-    def _embed(self) -> None:
-        if self.job.unit("embed"):
-            self.sweep.embed()
-            self._finish("embed", windows=self._windows)
+    def _finish(self, unit: str, sweep: Sweep, *spent: ActivationFile, **told: str | float) -> None:
+        self.job.finish(unit, digests=sweep.digests, spent=[file.path for file in spent], told=told)
 
-    def _finish(self, unit: str, *spent: ActivationFile, **told: str | float) -> None:
-        self.job.finish(unit, digests=self.sweep.digests, spent=[file.path for file in spent], told=told)
+    def forward_pass(self, visit: Visit, layers: Collection[int] | None = None, *, name: str = "") -> "ForwardPass":
+        """The whole text on its way through the model, one layer after the other; `name` tells passes of a job apart.
 
-    def forward(self) -> None:
-        """Hidden states at every layer boundary, all kept for the way back."""
-        job, sweep = self.job, self.sweep
-        with phase(job.progress, "Forward", (self._layers + 1) * sweep.batch_count):
-            self._embed()
-            for index in range(self._layers):
-                if job.unit(f"forward/{index}"):
-                    with self.model.layer(index) as layer:
-                        sweep.forward(index, layer)
-                    self._finish(f"forward/{index}")
+        `visit(index, layer)` sees each of `layers` (by default each MoE layer), loaded, before it is left, and runs it
+        itself (`sweep.forward`, which writes the next boundary). Only two boundaries are on disk at a time.
+        """
+        visited = set(self.source.experts.moe_layers if layers is None else layers)
+        return ForwardPass(self, visit, visited, f"{name}/" if name else "")
 
     def forward_visiting(self, visit: Visit, layers: Collection[int] | None = None) -> None:
-        """One forward sweep in which `visit(index, layer)` sees each loaded layer of `layers` before it is left (by
-        default each MoE layer).
-
-        The visitor runs the layer itself (`sweep.forward`, writing the next boundary). Only two boundaries are on disk
-        at a time.
-        """
-        job, sweep = self.job, self.sweep
-        with phase(job.progress, "Forward", (self._layers + 1) * sweep.batch_count):
-            self._embed()
-            for index in range(self._layers):
-                if not job.unit(f"forward/{index}"):
-                    continue
-                with self.model.layer(index) as layer:
-                    if index in (self.source.experts.moe_layers if layers is None else layers):
-                        visit(index, layer)
-                    else:
-                        sweep.forward(index, layer)
-                self._finish(f"forward/{index}", sweep.hidden(index))
+        """The same at once, through all layers."""
+        passing = self.forward_pass(visit, layers)
+        with phase(self.job.progress, "Forward", passing.steps):
+            passing.through(self._layers - 1)
 
     def reverse(self, visit: Visit, passes: int, layers: Collection[int] | None = None) -> None:
-        """From the loss back to the first of `layers`; `visit(index, layer)` sees each of them on the way, loaded (by
-        default the MoE layers).
+        """The text that gradients are taken on, forward to the loss and back to the first of `layers`.
 
-        The visitor runs the layer backwards itself (`sweep.backward`). `passes` is how many times it goes over the
-        calibration set, for the progress bar.
+        On the way back `visit(index, layer)` sees each of `layers` (by default each MoE layer), loaded, and runs it
+        backwards itself (`gradient_sweep.backward`). `passes` is how many times it goes over the text, for the progress
+        bar.
         """
-        assert self._takes_gradients, "the compute dtype was chosen without"
-        job, sweep = self.job, self.sweep
+        job, sweep = self.job, self.gradient_sweep
         visited = set(self.source.experts.moe_layers if layers is None else layers)
-        lowest = min(visited)
-        with phase(job.progress, "Backward", (1 + passes * (self._layers - lowest)) * sweep.batch_count):
+        lowest, between = min(visited), stretch(self._layers)
+        last = (self._layers - 1) // between * between  # from here on all are still there when the way back begins
+        with phase(job.progress, "Forward", (self._layers + 1) * sweep.batch_count):
+            if job.unit("gradients/embed"):
+                sweep.embed()
+                self._finish("gradients/embed", sweep)
+            for index in range(self._layers):
+                spent = [sweep.hidden(index)] if index % between and index < last else []
+                self._run_forward(f"gradients/forward/{index}", index, *spent)
+        again = sum(1 for index in range(lowest - lowest % between, last) if index % between)
+        with phase(job.progress, "Backward", (1 + again + passes * (self._layers - lowest)) * sweep.batch_count):
             if job.unit("head"):
-                self._finish("head", loss=sweep.head())
+                self._finish("head", sweep, sweep.hidden(self._layers), loss=sweep.head())
             for index in range(self._layers - 1, lowest - 1, -1):
                 if not job.unit(f"reverse/{index}"):
                     continue
+                for below in range(index - index % between, index if index < last else 0):
+                    self._run_forward(f"gradients/again/{below}", below)
                 with self.model.layer(index) as layer:
                     if index in visited:
                         visit(index, layer)
                     else:
                         sweep.backward(index, layer)
-                self._finish(f"reverse/{index}", sweep.gradient(index + 1), sweep.hidden(index + 1))
+                self._finish(f"reverse/{index}", sweep, sweep.gradient(index + 1), sweep.hidden(index))
+
+    def _run_forward(self, unit: str, index: int, *spent: ActivationFile) -> None:
+        """Run one layer on the text that gradients are taken on, if that is not done."""
+        if self.job.unit(unit):
+            with self.model.layer(index) as layer:
+                self.gradient_sweep.forward(index, layer)
+            self._finish(unit, self.gradient_sweep, *spent)
 
     @property
     def facts_with_loss(self) -> CalibrationFacts:
-        """The same with the mean next-token loss, which is known after the head."""
+        """The same with the mean next-token loss where gradients were taken, which is known after the head."""
         loss = self.job.workspace.told("head")["loss"]
         assert isinstance(loss, float)
         return replace(self.facts, loss=loss)
@@ -190,3 +207,37 @@ class CalibratedJob:
     def tokens_routed(self) -> int:
         """Expert inputs per layer over the whole calibration set."""
         return int(self.sweep.windows.numel()) * self.source.experts.shape.top_k
+
+
+class ForwardPass:
+    """One pass over the calibration text, as far through the layers as it was asked to go.
+
+    Attributes:
+        steps: batches in all layers, for a progress bar.
+    """
+
+    def __init__(self, calibrated: CalibratedJob, visit: Visit, visited: Collection[int], name: str) -> None:
+        self._calibrated, self._visit, self._visited, self._name = calibrated, visit, visited, name
+        self._next = -1  # the embeddings
+        self.steps = (calibrated.model.layer_count + 1) * calibrated.sweep.batch_count
+
+    def through(self, last: int) -> None:
+        """Go on until layer `last` has been left."""
+        for index in range(self._next, last + 1):
+            self._step(index)
+        self._next = max(self._next, last + 1)
+
+    def _step(self, index: int) -> None:
+        job, sweep, finish = self._calibrated.job, self._calibrated.sweep, self._calibrated._finish
+        unit = f"{self._name}embed" if index < 0 else f"{self._name}forward/{index}"
+        if not job.unit(unit):
+            return
+        if index < 0:
+            sweep.embed()
+            return finish(unit, sweep)
+        with self._calibrated.model.layer(index) as layer:
+            if index in self._visited:
+                self._visit(index, layer)
+            else:
+                sweep.forward(index, layer)
+        finish(unit, sweep, sweep.hidden(index))

@@ -33,6 +33,9 @@ class TextOptions(Options):
 class CalibrationOptions(TextOptions):
     """Which text the statistics are measured on, gradients among them."""
 
+    gradient_samples: int = Field(
+        128, ge=1, description="How many of these windows gradients are taken on; all, if there are no more."
+    )
     labels: Literal["true", "sampled"] = Field(
         "true", description="Gradients of the loss on the true next token, or on one drawn from the model's prediction."
     )

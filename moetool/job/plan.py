@@ -8,12 +8,17 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
+
+import torch
 
 from moetool.architectures.base import whole_number
 from moetool.calibration.batching import batch_size
+from moetool.calibration.boundaries import boundaries_at_once, kept_dtype
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import ResourceError
+from moetool.job.options import CalibrationOptions, TextOptions
 from moetool.job.result import Json
 from moetool.runtime.dense import DenseModel
 from moetool.runtime.memory import free_bytes
@@ -109,10 +114,31 @@ class CalibrationCost:
     samples: int
     length: int
     itemsize: int
+    kept_itemsize: int = 4
+    gradient_samples: int = 0
+
+    @classmethod
+    def of(cls, options: TextOptions | None, computed: torch.dtype, stored: torch.dtype) -> Self:
+        """Of the text that options name (of none, if there are no options), for a model that is stored in one dtype and
+        computed in another."""
+        kept = kept_dtype(stored, computed).itemsize
+        if options is None:
+            return cls(0, 1, computed.itemsize, kept)
+        few = options.gradient_samples if isinstance(options, CalibrationOptions) else options.samples
+        return cls(options.samples, options.sequence_length, computed.itemsize, kept, min(few, options.samples))
 
     def boundary_bytes(self, hidden: int) -> int:
         """Hidden states of the whole calibration set at one layer boundary."""
-        return self.samples * self.length * hidden * self.itemsize
+        return self.samples * self.length * hidden * self.kept_itemsize
+
+    def forward_bytes(self, hidden: int) -> int:
+        """Most that is on the disk at any time while the set goes forward through the model."""
+        return 2 * self.boundary_bytes(hidden)
+
+    def gradient_bytes(self, hidden: int, layers: int) -> int:
+        """The same while the part that gradients are taken on goes forward through `layers`, and back."""
+        one = self.gradient_samples * self.length * hidden * self.kept_itemsize
+        return boundaries_at_once(layers) * one
 
     def dense_memory_bytes(self, dense: DenseModel, *, runs: bool, calibrated: bool) -> int:
         """Estimated peak of anonymous memory of converting a dense model, which `runs` layer by layer in fp32, and if

@@ -57,12 +57,14 @@ class CalibrationFacts(Printed):
         tokens: in all windows.
         begin: the token that every window begins with, if one was put there.
         loss: mean next-token loss in nats, where it was taken.
+        gradient_windows: on how many of the windows it and its gradients were taken.
     """
 
     windows: int
     tokens: int
     begin: str | None
     loss: float | None = None
+    gradient_windows: int | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -29,6 +30,20 @@ from moetool.runtime.memory import return_heap
 STATISTICS = Path("moetool") / "statistics.safetensors"
 
 LayerTensors = Callable[[int, LayerLayout], Iterator[tuple[str, Tensor]]]
+
+
+class Making(Protocol):
+    """Makes what the layers of a shard are written from, shortly before it is written."""
+
+    @property
+    def steps(self) -> int:
+        """How often the progress bar advances meanwhile, over all layers."""
+
+    def make(self, layer: int) -> None:
+        """Make what a layer needs, if that is not done; layers are asked for in their order, -1 first."""
+
+    def spent(self, layer: int) -> Iterable[Path]:
+        """Files that nobody needs when the layer has been written."""
 
 
 class ShardPlan:
@@ -117,8 +132,9 @@ def write_model(
     entry: Mapping[str, object] | None,
     statistics: Mapping[int, LayerStatistics],
     calibration: CalibrationFacts | None = None,
-    layers: Mapping[int, Printed] = MappingProxyType({}),
+    layers: Callable[[], Mapping[int, Printed]] = dict,
     seed: int = 0,
+    making: Making | None = None,
 ) -> None:
     """Write a model whose MoE layers have new layouts: everything else passes through.
 
@@ -129,8 +145,9 @@ def write_model(
         entry: `quantization_config` to write; `None` leaves an ordinary checkpoint.
         statistics: what was measured, by layer, kept beside the weights for later stages.
         calibration: on which text, for the manifest.
-        layers: what the manifest says of each layer.
+        layers: what the manifest says of each layer, asked for when all are written.
         seed: of the job.
+        making: what `layer_tensors` needs to be made before.
     """
     checkpoint = job.source.checkpoint
 
@@ -160,6 +177,7 @@ def write_model(
         calibration=calibration,
         layers=layers,
         seed=seed,
+        making=making,
     )
 
 
@@ -180,9 +198,10 @@ def write_checkpoint(
     statistics: Mapping[int, LayerStatistics] = MappingProxyType({}),
     provenance: Provenance | None = None,
     calibration: CalibrationFacts | None = None,
-    layers: Mapping[int, Printed] = MappingProxyType({}),
+    layers: Callable[[], Mapping[int, Printed]] = dict,
     seed: int = 0,
     check: Callable[[Checkpoint], None] | None = None,
+    making: Making | None = None,
 ) -> None:
     """Write a whole checkpoint: shards, sidecars, manifest, config, index.
 
@@ -193,21 +212,26 @@ def write_checkpoint(
         config: `config.json` to write.
         statistics: what was measured, by layer, kept beside the weights for later stages.
         calibration: on which text, for the manifest.
-        layers: what the manifest says of each layer.
+        layers: what the manifest says of each layer, asked for when all are written.
         provenance: what the manifest says the model was made of.
         calibration: on which text, for the manifest.
         layers: what the manifest says of each layer.
         seed: of the job.
         check: is shown the result while nothing can load it yet; what it raises stops the job there.
+        making: what `unit_tensors` needs to be made before.
     """
     writer = plan.writer(job.output)
     checkpoint = job.source.checkpoint
-    with phase(job.progress, "Write", sum(len(shard) for shard in plan.shards)):
+    steps = sum(len(shard) for shard in plan.shards) + (0 if making is None else making.steps)
+    with phase(job.progress, "Write" if making is None else "Encode and write", steps):
         for shard in range(len(plan.shards)):
             if not job.unit(f"write/{shard}"):
                 for _ in plan.layers(shard):
                     job.progress.advance()
                 continue
+            if making is not None:
+                for layer in plan.layers(shard):
+                    making.make(layer)
 
             def tensors(shard: int = shard) -> Iterator[tuple[str, Tensor | InParts]]:
                 for layer in plan.layers(shard):
@@ -215,7 +239,9 @@ def write_checkpoint(
                     return_heap()
                     job.progress.advance()
 
-            job.finish(f"write/{shard}", made=[writer.write_shard(shard, tensors())])
+            made = [writer.write_shard(shard, tensors())]
+            spent = [path for layer in plan.layers(shard) for path in making.spent(layer)] if making is not None else []
+            job.finish(f"write/{shard}", made=made, spent=spent)
     files = [writer.file(shard) for shard in range(len(plan.shards))]
     if check is not None:
         job.interrupt.check()
@@ -228,7 +254,7 @@ def write_checkpoint(
         files=files,
         provenance=provenance,
         calibration=calibration,
-        layers=layers,
+        layers=layers(),
         coming={name: json_bytes(content) for name, content in coming.items() if content is not None},
     )
     write_json(job.output / CONFIG, config)

@@ -150,9 +150,9 @@ class Moefy(Conversion[MoefyOptions]):
         }
 
     def _scratch_bytes(self) -> int:
-        cost = CalibrationCost(self.options.samples, self.options.sequence_length, 4)
-        if self.options.baseline == "snip":  # on the way back every boundary is needed, and gradients at two
-            return (self.dense.layers + 3) * cost.boundary_bytes(self.dense.hidden)
+        if self.options.baseline == "snip":
+            cost = CalibrationCost.of(self.options, torch.float32, self.dense.dtype)
+            return cost.gradient_bytes(self.dense.hidden, self.dense.layers)
         return super()._scratch_bytes()
 
     def _memory_bytes(self) -> int:
@@ -190,12 +190,11 @@ class Moefy(Conversion[MoefyOptions]):
 
         def backward(index: int, layer: nn.Module) -> None:
             statistics = NeuronStatistics(layer, self.dense.architecture, self.options.selector_tokens, tokens)
-            with statistics.watching(gradients=True, loss_scale=calibrated.sweep.loss_scale):
-                calibrated.sweep.backward(index, layer)
+            with statistics.watching(gradients=True, loss_scale=calibrated.gradient_sweep.loss_scale):
+                calibrated.gradient_sweep.backward(index, layer)
             self._settle(job, index, statistics, statistics.saliency.argsort(descending=True, stable=True))
 
         if gradients:
-            calibrated.forward()
             calibrated.reverse(backward, 1, self._layers)
         else:
             calibrated.forward_visiting(forward, self._layers)

@@ -82,13 +82,13 @@ def test_an_expert_is_read_once_per_sweep(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Forwards and backwards, and by some forms once more as it is written."""
+    """Forwards to the loss and back, with every other layer run again on the way; and forwards to be encoded."""
     reads = counted(monkeypatch)
     arguments = ("--method", method, "--ratio", 0.35, "--calibration", tiny_text, "--samples", 2)
     result = run_cli("compress", tiny_mixtral_bf16, tmp_path / "out", *arguments, "--sequence-length", 16)
     assert result.code == 0, result.stderr
     assert min(reads.values()) >= 2
-    assert max(reads.values()) <= 3
+    assert max(reads.values()) <= 4
 
 
 @pytest.mark.parametrize("base", ["mean", "ties"])

@@ -48,7 +48,7 @@ def test_json_says_what_is_promised(compress, tiny_mixtral_bf16):
 
 def test_log_goes_to_stderr(compress, tiny_mixtral_bf16):
     made = compress(tiny_mixtral_bf16, "--ratio", 0.35)
-    for phase in ("Forward", "Backward", "Write"):
+    for phase in ("Forward", "Backward", "Encode and write"):
         assert phase in made.log
     assert "{" not in made.log
 

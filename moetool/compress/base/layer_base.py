@@ -1,6 +1,6 @@
 """The shared base of each layer and what was measured to make it, as files of the work directory."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from moetool.checkpoint.files import save_tensors
 from moetool.compress.base.merging import Regression, merge
 from moetool.compress.base.pruning import PruningPlan, kept_channels, prune_base, spread
 from moetool.compress.choices import Merge
-from moetool.format.layout import base_name
+from moetool.format.layout import BASE_CHANNELS, LayerLayout, base_name
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import to_cpu
 from moetool.numerics.factorize import factorize
@@ -82,10 +82,11 @@ class LayerBase:
 
     def save(self, path: Path) -> None:
         """Write atomically."""
-        tensors: dict[str, Tensor] = {f"base.{role}": matrix for role, matrix in self.matrices.items()}
+        tensors = {f"base.{role}": matrix for role, matrix in self.matrices.items() if role not in self.compact}
         tensors["channels"] = self.channels
         tensors["intermediate"] = torch.tensor(self.intermediate)
         for role, (representation, own) in self.compact.items():
+            tensors[f"shape.{role}"] = torch.tensor(self.matrices[role].shape)
             tensors.update({f"compact.{role}.{representation.spec}/{name}": tensor for name, tensor in own.items()})
         if self.statistics is not None:
             tensors.update(self.statistics.tensors())
@@ -103,7 +104,9 @@ class LayerBase:
             if own:
                 spec = next(iter(own)).partition("/")[0]
                 parts = {name.partition("/")[2]: tensors[full] for name, full in own.items()}
-                compact[role] = parse_representation(spec), parts
+                compact[role] = form, parts = parse_representation(spec), parts
+                rows, columns = tensors[f"shape.{role}"].tolist()
+                matrices[role] = form.decode(parts, (rows, columns), torch.float32).float()
         return cls(matrices, tensors["channels"], int(tensors["intermediate"]), statistics, compact)
 
 
@@ -137,12 +140,12 @@ def measured_base(calibrated: CalibratedJob, index: int, layer: nn.Module, metho
     usage = UsageCollector(reader.shape)
     frequency = None
     if method == "fisher-frequency":  # the shares have to be known before gradients are summed
-        calibrated.sweep.forward(index, layer, [first := UsageCollector(reader.shape)], keep=False)
+        calibrated.gradient_sweep.forward(index, layer, [first := UsageCollector(reader.shape)], keep=False)
         frequency = first.tokens.double() / first.tokens.sum()
-    fisher = FisherCollector(experts, reader.shape, frequency, calibrated.sweep.loss_scale)
+    fisher = FisherCollector(experts, reader.shape, frequency, calibrated.gradient_sweep.loss_scale)
     regression = RegressionCollector(reader.shape, device) if method == "regmean" else None
-    calibrated.sweep.backward(index, layer, [usage, fisher, *([regression] if regression is not None else [])])
-    rows = {role: to_cpu(sums / calibrated.sweep.count).float() for role, sums in fisher.rows.items()}
+    calibrated.gradient_sweep.backward(index, layer, [usage, fisher, *([regression] if regression is not None else [])])
+    rows = {role: to_cpu(sums / calibrated.gradient_sweep.count).float() for role, sums in fisher.rows.items()}
     statistics = LayerStatistics(usage.tokens, rows, usage.channel_energy)
     sums = {} if regression is None else {role: Regression(*own) for role, own in regression.sums().items()}
     stored = calibrated.weights(index, layer)
@@ -161,7 +164,7 @@ def factored_base(calibrated: CalibratedJob, index: int, layer: nn.Module, base:
     """
     reader, device = calibrated.source.experts, calibrated.job.device
     collector = BaseGramCollector(reader.shape, base.full("down").to(device))
-    calibrated.sweep.forward(index, layer, [collector], keep=False)
+    calibrated.gradient_sweep.forward(index, layer, [collector], keep=False)
     compact: dict[Role, tuple[Representation, dict[str, Tensor]]] = {}
     for role in reader.shape.roles:
         matrix = base.full(role).to(device)
@@ -175,6 +178,29 @@ def factored_base(calibrated: CalibratedJob, index: int, layer: nn.Module, base:
         encoded = form.encode(matrix, reader.dtype, Measured(factorization=found))
         compact[role] = form, {name: to_cpu(tensor) for name, tensor in encoded.items()}
     return base.stored_as(compact)
+
+
+def base_tensors(
+    reader: ExpertReader, layer: int, layout: LayerLayout, base: LayerBase
+) -> Iterator[tuple[str, Tensor]]:
+    """The base of every group that has one, and all experts of every group that has none, by full name on disk."""
+
+    def own(role: Role, expert: int) -> Tensor:
+        return reader.dense(layer, expert, role).to(reader.dtype)
+
+    for roles in reader.shape.groups:
+        if layout.weights[roles[0]] is None:
+            yield from reader.native_tensors(layer, roles, reader.shape.experts, own)
+        elif layout.has_dense_base(roles[0]):
+            yield from reader.native_tensors(layer, roles, 1, lambda role, _: base.matrices[role])
+        else:
+            yield from reader.placeholders(layer, roles)
+    prefix = reader.architecture.experts_prefix(layer)
+    if layout.is_pruned:
+        yield prefix + BASE_CHANNELS, base.channels.int()
+    for role, _ in layout.compact_bases():
+        for name, tensor in base.compact[role][1].items():
+            yield prefix + base_name(role, name), tensor
 
 
 def stored_bases(experts: ExpertReader, layer: int) -> dict[Role, tuple[Representation, dict[str, Tensor]]]:

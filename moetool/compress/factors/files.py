@@ -1,10 +1,10 @@
-"""Every delta of a layer, factorised but not yet cut to a rank, as files of the work directory.
+"""What the deltas of a layer lose by rank, as a file of the work directory, and their factors once ranks are chosen.
 
-Which rank a matrix gets depends on all others, in all layers. So each layer leaves its spectra and bases here, and the
-cut is made when the output is written.
+Which rank a matrix gets depends on all others, in all layers. So each layer leaves its spectra here, and is factorised
+again when the ranks are known.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -14,15 +14,17 @@ from torch import Tensor, nn
 
 from moetool.architectures import ROLES, MoEShape, Role
 from moetool.calibration.collectors import GramCollector
-from moetool.checkpoint.writer import CheckpointWriter, TensorSpec
+from moetool.calibration.sweep import Sweep
+from moetool.checkpoint.files import save_tensors
 from moetool.compress.base.layer_base import LayerBase
 from moetool.compress.choices import Sensitivity, SharedFactor, Svd
 from moetool.compress.delta import Deltas, delta
 from moetool.compress.factors.sensitivity import LayerSensitivity, MatrixSensitivity
 from moetool.compress.factors.svd import LayerSvd
+from moetool.format.layout import LayerLayout, delta_name, shared_name
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import to_cpu
-from moetool.numerics.factorize import Factorization, Side
+from moetool.numerics.factorize import Factorization
 from moetool.representations import Measured
 from moetool.representations.low_rank import break_even_rank
 
@@ -40,9 +42,8 @@ class FactorChoices(Protocol):
     def share(self) -> SharedFactor: ...
 
 
-FactoredMatrix = tuple[Role, int, Factorization, MatrixSensitivity]
-
 ENERGY = "energy"  # [3, experts] fp64: Σ over an expert's tokens of the squared norm of each role's input
+TOKENS = "tokens"  # [experts] int64
 
 
 def joint_shape(shape: tuple[int, int], experts: int, share: SharedFactor) -> tuple[int, int]:
@@ -51,132 +52,133 @@ def joint_shape(shape: tuple[int, int], experts: int, share: SharedFactor) -> tu
     return {"none": (rows, columns), "v": (experts * rows, columns), "u": (rows, experts * columns)}[share]
 
 
-class FactorFile:
-    """The factorisations of one layer in one file: one per role and expert, or per role if experts share a factor."""
+class SpectrumFile:
+    """The spectra of one layer's deltas: one per role and expert, or per role if experts share a factor."""
 
     def __init__(self, work: Path, layer: int, shape: MoEShape, share: SharedFactor = "none") -> None:
         self.share, self._shape = share, shape
-        self._writer = CheckpointWriter(work / f"factors-{layer:05d}", [list(self._specs())])
+        self.path = work / f"spectra-{layer:05d}.safetensors"
 
     @property
     def count(self) -> int:
-        """Factorisations per role."""
+        """Spectra per role."""
         return self._shape.experts if self.share == "none" else 1
 
     def matrix(self, role: Role) -> tuple[int, int]:
-        """Shape of what was factorised."""
+        """Shape of what has a spectrum."""
         return joint_shape(self._shape.matrix(role), self._shape.experts, self.share)
-
-    def _side(self, role: Role) -> Side:
-        """Which of its two sides a factorisation leaves a basis of."""
-        rows, columns = self.matrix(role)
-        return "left" if self.share == "u" or rows <= columns else "right"
-
-    def _specs(self) -> Iterator[TensorSpec]:
-        for role in self._shape.roles:
-            matrix = self.matrix(role)
-            cap = break_even_rank(matrix)
-            length = matrix[0] if self._side(role) == "left" else matrix[1]
-            for expert in range(self.count):
-                yield TensorSpec(f"{role}.{expert}.spectrum", torch.float64, (cap,))
-                yield TensorSpec(f"{role}.{expert}.energy", torch.float64, (2,))
-                yield TensorSpec(f"{role}.{expert}.basis", torch.float32, (length, cap))
-                yield TensorSpec(f"{role}.{expert}.scale", torch.float32, (matrix[0],))
-        yield TensorSpec(ENERGY, torch.float64, (len(ROLES), self._shape.experts))
 
     @property
     def nbytes(self) -> int:
-        """Size on disk."""
-        return self._writer.nbytes
+        """Size on disk, without the header."""
+        ranks = sum(break_even_rank(self.matrix(role)) + 1 for role in self._shape.roles)
+        return 8 * (self.count * ranks + (len(ROLES) + 1) * self._shape.experts)
 
-    def write(self, factored: Iterator[FactoredMatrix], energy: Tensor) -> None:
-        """Write all factorisations, one at a time, atomically."""
-
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            for role, expert, factorization, sensitivity in factored:
-                cap = break_even_rank(self.matrix(role))
-                scale = sensitivity.row_scale
-                yield f"{role}.{expert}.spectrum", to_cpu(factorization.spectrum[:cap]).double()
-                yield (
-                    f"{role}.{expert}.energy",
-                    torch.tensor([factorization.energy, sensitivity.weight], dtype=torch.float64),
-                )
-                yield f"{role}.{expert}.basis", to_cpu(factorization.basis[:, :cap]).float()
-                rows = self.matrix(role)[0]
-                yield f"{role}.{expert}.scale", torch.ones(rows) if scale is None else to_cpu(scale)
-            yield ENERGY, energy
-
-        self._writer.write_shard(0, tensors())
+    def write(self, spectra: Iterable[tuple[Role, int, Tensor, float]], energy: Tensor, tokens: Tensor) -> None:
+        """Write all, atomically: by role and expert what each rank removes of the loss, descending, and all of it."""
+        tensors = {ENERGY: energy, TOKENS: tokens}
+        for role, expert, spectrum, total in spectra:
+            tensors[f"{role}.{expert}.spectrum"] = to_cpu(spectrum[: break_even_rank(self.matrix(role))]).double()
+            tensors[f"{role}.{expert}.total"] = torch.tensor(total, dtype=torch.float64)
+        save_tensors(self.path, tensors)
 
     def _read(self, name: str) -> Tensor:
-        with safe_open(self._writer.file(0), "pt") as file:
+        with safe_open(self.path, "pt") as file:
             return file.get_tensor(name).clone()
 
     def input_energy(self) -> Tensor:
         """`[3, experts]` fp64; zero where no token came."""
         return self._read(ENERGY)
 
+    def tokens(self) -> Tensor:
+        """`[experts]` int64: how many tokens came; zeros if nothing was measured."""
+        return self._read(TOKENS)
+
     def spectrum(self, role: Role, expert: int) -> tuple[Tensor, float]:
         """Losses that each rank removes, descending, and their sum including those that were not kept."""
-        energy, weight = self._read(f"{role}.{expert}.energy").tolist()
-        return self._read(f"{role}.{expert}.spectrum") * weight, energy * weight
-
-    def measured(self, role: Role, expert: int, device: torch.device) -> Measured:
-        """The factorisation, to cut what was factorised to any rank."""
-        factorization = Factorization(
-            spectrum=self._read(f"{role}.{expert}.spectrum"),
-            energy=self._read(f"{role}.{expert}.energy")[0].item(),
-            basis=self._read(f"{role}.{expert}.basis").to(device),
-            side=self._side(role),
-        )
-        scale = self._read(f"{role}.{expert}.scale").to(device)
-        return Measured(row_scale=scale, factorization=factorization)
+        return self._read(f"{role}.{expert}.spectrum"), self._read(f"{role}.{expert}.total").item()
 
 
 def measured_grams(
-    calibrated: CalibratedJob, index: int, layer: nn.Module, base: LayerBase, *, keep: bool
+    calibrated: CalibratedJob, sweep: Sweep, index: int, layer: nn.Module, base: LayerBase, *, keep: bool
 ) -> GramCollector:
     """Run a loaded layer forwards and collect the second moments its factors need; `keep` writes its output."""
     shape, device = calibrated.source.experts.shape, calibrated.job.device
     weights: Tensor = calibrated.experts(layer).down_proj  # type: ignore[assignment]
     down = base.full("down").to(device)
-    grams = GramCollector(shape, lambda expert: delta(weights[expert], down), calibrated.tokens_routed(), device)
-    calibrated.sweep.forward(index, layer, [grams], keep=keep)
+    tokens = sweep.windows.numel() * shape.top_k
+    grams = GramCollector(shape, lambda expert: delta(weights[expert], down), tokens, device)
+    sweep.forward(index, layer, [grams], keep=keep)
     return grams
 
 
-def write_factors(
-    shape: MoEShape,
-    work: Path,
-    layer: int,
-    deltas: Deltas,
-    options: FactorChoices,
-    grams: GramCollector | None,
-) -> None:
-    """Factorise every delta of a layer, one at a time, and leave the result in the work directory."""
-    count = shape.experts
-    energy = grams.energy if grams is not None else torch.zeros(len(ROLES), count, dtype=torch.float64)
-    tokens = grams.tokens() if grams is not None else torch.zeros(count, dtype=torch.int64)
-    svd = LayerSvd(options.svd, grams)
-    sensitivity = LayerSensitivity(options.sensitivity, deltas.base.statistics, energy, tokens)
+class LayerFactors:
+    """The deltas of one layer, to be measured, or encoded as factors."""
 
-    def factored() -> Iterator[FactoredMatrix]:
-        for role in shape.roles:
-            for expert in range(count):
-                own = deltas.of(role, expert)
-                counts = sensitivity.of(role, expert, own.shape[1], whitened=svd.is_whitened)
-                yield role, expert, svd.factorize(role, expert, own, counts.row_scale), counts
+    def __init__(self, shape: MoEShape, deltas: Deltas, options: FactorChoices, grams: GramCollector | None) -> None:
+        """`grams` as collected on this layer, if there is a text."""
+        self._shape, self._deltas, self._share = shape, deltas, options.share
+        count = shape.experts
+        self._energy = torch.zeros(len(ROLES), count, dtype=torch.float64) if grams is None else grams.energy
+        self._tokens = torch.zeros(count, dtype=torch.int64) if grams is None else grams.tokens()
+        self._svd = LayerSvd(options.svd, grams)
+        self._sensitivity = LayerSensitivity(options.sensitivity, deltas.base.statistics, self._energy, self._tokens)
 
-    def jointly_factored() -> Iterator[FactoredMatrix]:
-        for role in shape.roles:
-            own = [deltas.of(role, expert) for expert in range(count)]
-            counts = sensitivity.jointly(role, own[0].shape[1], options.share, whitened=svd.is_whitened)
-            scale = counts.row_scale
-            if scale is None:
-                scales: list[Tensor | None] = [None] * count
-            else:
-                scales = list(scale.chunk(count)) if options.share == "v" else [scale] * count
-            yield role, 0, svd.factorize_jointly(role, own, options.share, scales), counts
+    def measure(self, file: SpectrumFile) -> None:
+        """Leave the spectra in a file."""
+        count = self._shape.experts
 
-    file = FactorFile(work, layer, shape, options.share)
-    file.write(factored() if options.share == "none" else jointly_factored(), energy)
+        def spectra() -> Iterator[tuple[Role, int, Tensor, float]]:
+            for role in self._shape.roles:
+                for expert in range(count if self._share == "none" else 1):
+                    found, sensitivity = self._factorized(role, expert, None)[:2]
+                    yield role, expert, found.spectrum * sensitivity.weight, found.energy * sensitivity.weight
+
+        file.write(spectra(), self._energy, self._tokens)
+
+    def encode(self, layout: LayerLayout, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of every delta, by name relative to the experts."""
+        for role in self._shape.roles:
+            if layout.shared_tensors(role):
+                yield from self._encoded_jointly(role, layout, dtype)
+                continue
+            for expert, form in enumerate(layout.weights[role] or ()):
+                if form.is_whole:
+                    encoded = form.encode(self._deltas.weight(role, expert), dtype)
+                elif form.directions:
+                    found, sensitivity, [own] = self._factorized(role, expert, form.directions)
+                    measured = Measured(row_scale=sensitivity.row_scale, factorization=found)
+                    encoded = form.encode(own, dtype, measured)
+                else:
+                    continue
+                for name, tensor in encoded.items():
+                    yield delta_name(expert, role, name), to_cpu(tensor)
+
+    def _encoded_jointly(self, role: Role, layout: LayerLayout, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """The factor that all experts share, and each one's own."""
+        [form] = set(layout.weights[role] or ())
+        found, sensitivity, deltas = self._factorized(role, 0, form.directions)
+        measured = Measured(row_scale=sensitivity.row_scale, factorization=found)
+        common, own = form.encode_jointly(deltas, dtype, measured)
+        for name, tensor in common.items():
+            yield shared_name(role, name), to_cpu(tensor)
+        for expert, encoded in enumerate(own):
+            for name, tensor in encoded.items():
+                yield delta_name(expert, role, name), to_cpu(tensor)
+
+    def _factorized(
+        self, role: Role, expert: int, rank: int | None
+    ) -> tuple[Factorization, MatrixSensitivity, list[Tensor]]:
+        """The leading directions of a delta, or of all experts' together, and the deltas themselves."""
+        svd, inputs = self._svd, self._shape.matrix(role)[1]
+        if self._share == "none":
+            own = self._deltas.of(role, expert)
+            counts = self._sensitivity.of(role, expert, inputs, whitened=svd.is_whitened)
+            return svd.factorize(role, expert, own, counts.row_scale, rank), counts, [own]
+        count = self._shape.experts
+        all_ = [self._deltas.of(role, expert) for expert in range(count)]
+        counts = self._sensitivity.jointly(role, inputs, self._share, whitened=svd.is_whitened)
+        scales: list[Tensor | None] = [counts.row_scale] * count
+        if counts.row_scale is not None and self._share == "v":
+            scales = list(counts.row_scale.chunk(count))
+        return svd.factorize_jointly(role, all_, self._share, scales, rank), counts, all_

@@ -13,7 +13,7 @@ from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.budget.items import Factors, Forms, Group, Item, Ladder, dropped, factors_of
 from moetool.compress.budget.spending import fit
 from moetool.compress.choices import Allocation, SharedFactor
-from moetool.compress.factors.files import FactorFile
+from moetool.compress.factors.files import SpectrumFile
 from moetool.errors import UsageError
 from moetool.format.layout import DENSE_BASE, LayerLayout
 from moetool.representations import Representation
@@ -28,7 +28,7 @@ class LayerSpectra:
     """What allocation needs to know of one layer."""
 
     layer: int
-    factors: FactorFile
+    factors: SpectrumFile
     base_channels: int
     dynamic_channels: int
     statistics: LayerStatistics | None

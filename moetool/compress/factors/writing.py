@@ -1,21 +1,19 @@
 """What `svd-compress` and `compress` share: options, costs, and the way from factorisations to a written checkpoint."""
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-import torch
 from pydantic import Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from moetool.architectures import ROLES, Role
-from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.base.layer_base import LayerBase, base_path
 from moetool.compress.choices import Allocation, Sensitivity, SharedFactor, Svd
 from moetool.compress.delta import Deltas
-from moetool.compress.factors.files import FactorFile
+from moetool.compress.encoded import Encoding, encoded_bytes
+from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams
 from moetool.compress.factors.ranking import (
     FACTORS,
     LayerSpectra,
@@ -28,7 +26,8 @@ from moetool.compress.factors.ranking import (
 )
 from moetool.compress.told import RankedLayer, RankedTold
 from moetool.errors import UsageError
-from moetool.format.layout import BASE_CHANNELS, DENSE_BASE, LayerLayout, base_name, delta_name, shared_name
+from moetool.format.layout import DENSE_BASE, LayerLayout
+from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, Source, pick_compute_dtype, pick_device
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import CalibrationCost, Plan
@@ -75,23 +74,22 @@ class FactorOptions(RunOptions, TextOptions):
 
 
 class FactoredLayers:
-    """Layers whose bases and factorisations lie in the work directory, to be cut to ranks and written."""
+    """Layers whose bases and spectra lie in the work directory, to be cut to ranks and written."""
 
     def __init__(self, job: Job, dynamic_channels: int | Mapping[int, int], options: FactorOptions) -> None:
         self.job, self.reader = job, job.source.experts
-        self.bases = {layer: base_path(job.work, layer) for layer in self.reader.moe_layers}
-        self.factors = {
-            layer: FactorFile(job.work, layer, self.reader.shape, options.share) for layer in self.reader.moe_layers
-        }
         self.spectra = []
         for layer in self.reader.moe_layers:
-            base = LayerBase.load(self.bases[layer])
+            base = LayerBase.load(base_path(job.work, layer))
             dynamic = dynamic_channels if isinstance(dynamic_channels, int) else dynamic_channels[layer]
-            tokens = torch.empty(0) if base.statistics is None else base.statistics.tokens
+            file = SpectrumFile(job.work, layer, self.reader.shape, options.share)
+            tokens = file.tokens()
+            if base.statistics is not None and not bool(tokens.any()):
+                tokens = base.statistics.tokens
             self.spectra.append(
                 LayerSpectra(
                     layer,
-                    self.factors[layer],
+                    file,
                     len(base.channels),
                     dynamic,
                     base.statistics,
@@ -116,22 +114,21 @@ class FactoredLayers:
         )
 
     def write(
-        self, layouts: Mapping[int, LayerLayout], seed: int, method: str, calibration: CalibrationFacts | None
-    ) -> dict[int, RankedLayer]:
-        """Write the checkpoint; returns what ranks have cut off, by layer."""
-        lost = self._lost(layouts)
+        self, encoding: Encoding, layouts: Mapping[int, LayerLayout], told: RankedTold, *, seed: int, method: str
+    ) -> None:
+        """Write the checkpoint, encoding its layers on the way."""
         statistics = {entry.layer: entry.statistics for entry in self.spectra if entry.statistics is not None}
         write_model(
             self.job,
             self._plan(layouts),
-            self._layer_tensors,
+            encoding.tensors,
             entry=entry_for(layouts, self.job.source, method=method),
             statistics=statistics,
-            calibration=calibration,
-            layers=lost,
+            calibration=told.calibration,
+            layers=lambda: told.layers,
             seed=seed,
+            making=encoding,
         )
-        return lost
 
     def trim_note(self, layouts: Mapping[int, LayerLayout], options: FactorOptions) -> str | None:
         """That the result is smaller than it was to be, if all deltas that `--trim` has left are whole."""
@@ -140,50 +137,13 @@ class FactoredLayers:
             return None
         return _trim_note(options, self._plan(layouts).nbytes, original_bytes(self.job.source))
 
-    def _layer_tensors(self, layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
-        base = LayerBase.load(self.bases[layer])
-        yield from base_tensors(self.reader, layer, layout, base)
-        dtype, prefix = self.reader.dtype, self.reader.architecture.experts_prefix(layer)
-        weights = partial(self.reader.dense, layer)
-        deltas = Deltas(weights, base, self.job.device)
-        joint = {role for role in self.reader.shape.roles if layout.shared_tensors(role)}
-        for role in self.reader.shape.roles:
-            if role in joint:
-                yield from self._joint_tensors(layer, layout, role, deltas)
-        for expert, role, form in layout.deltas():
-            if role in joint:
-                continue
-            if form.is_whole:
-                encoded = form.encode(weights(expert, role), dtype)
-            elif form.directions:
-                measured = self.factors[layer].measured(role, expert, self.job.device)
-                encoded = form.encode(deltas.of(role, expert), dtype, measured)
-            else:
-                continue
-            for name, tensor in encoded.items():
-                yield prefix + delta_name(expert, role, name), tensor
-
-    def _joint_tensors(
-        self, layer: int, layout: LayerLayout, role: Role, deltas: Deltas
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The factor that all experts share, and each one's own."""
-        [form] = set(layout.weights[role] or ())
-        measured = self.factors[layer].measured(role, 0, self.job.device)
-        matrices = [deltas.of(role, expert) for expert in range(self.reader.shape.experts)]
-        common, own = form.encode_jointly(matrices, self.reader.dtype, measured)
-        prefix = self.reader.architecture.experts_prefix(layer)
-        for name, tensor in common.items():
-            yield prefix + shared_name(role, name), tensor
-        for expert, encoded in enumerate(own):
-            for name, tensor in encoded.items():
-                yield prefix + delta_name(expert, role, name), tensor
-
-    def _lost(self, layouts: Mapping[int, LayerLayout]) -> dict[int, RankedLayer]:
+    def lost(self, layouts: Mapping[int, LayerLayout]) -> dict[int, RankedLayer]:
         """Per layer: tokens per expert, and the share of each delta's energy that its rank loses."""
         lost = {}
         for entry in self.spectra:
             layout = layouts[entry.layer]
-            tokens = None if entry.statistics is None else entry.statistics.tokens.tolist()
+            tokens = entry.factors.tokens()
+            given = tokens if bool(tokens.any()) else None if entry.statistics is None else entry.statistics.tokens
             errors: dict[Role, list[float]] = {role: [] for role, own in layout.weights.items() if own is not None}
             for expert, role, form in layout.deltas():
                 error = 0.0
@@ -191,37 +151,19 @@ class FactoredLayers:
                     spectrum, energy = entry.factors.spectrum(role, min(expert, entry.factors.count - 1))
                     error = 1 - spectrum[: form.directions].sum().item() / energy if energy > 0 else 0.0
                 errors[role].append(float(f"{max(error, 0.0):.4g}"))
-            lost[entry.layer] = RankedLayer(tokens=tokens, lost_energy=errors)
+            lost[entry.layer] = RankedLayer(tokens=None if given is None else given.tolist(), lost_energy=errors)
         return lost
 
 
-def base_tensors(
-    reader: ExpertReader, layer: int, layout: LayerLayout, base: LayerBase
-) -> Iterator[tuple[str, Tensor]]:
-    """The base of every group that has one, and all experts of every group that has none."""
-
-    def own(role: Role, expert: int) -> Tensor:
-        return reader.dense(layer, expert, role).to(reader.dtype)
-
-    for roles in reader.shape.groups:
-        if layout.weights[roles[0]] is None:
-            yield from reader.native_tensors(layer, roles, reader.shape.experts, own)
-        elif layout.has_dense_base(roles[0]):
-            yield from reader.native_tensors(layer, roles, 1, lambda role, _: base.matrices[role])
-        else:
-            yield from reader.placeholders(layer, roles)
-    prefix = reader.architecture.experts_prefix(layer)
-    if layout.is_pruned:
-        yield prefix + BASE_CHANNELS, base.channels.int()
-    for role, _ in layout.compact_bases():
-        for name, tensor in base.compact[role][1].items():
-            yield prefix + base_name(role, name), tensor
-
-
 def finish(
-    job: Job, factored: FactoredLayers, options: FactorOptions, method: str, calibration: CalibrationFacts | None
+    job: Job,
+    factored: FactoredLayers,
+    options: FactorOptions,
+    method: str,
+    calibrated: CalibratedJob | None,
+    facts: CalibrationFacts | None,
 ) -> RankedTold:
-    """Choose ranks, write, and report."""
+    """Choose ranks, encode, write, and report."""
     missed = [f"layer {entry.layer} expert {expert}" for entry in factored.spectra for expert in unreached(entry)]
     if missed:
         job.progress.log(
@@ -229,15 +171,27 @@ def finish(
             f"{', …' if len(missed) > 4 else ''}): they count as one average token. More --samples may reach them."
         )
     layouts = factored.layouts(options)
-    lost = factored.write(layouts, options.seed, method, calibration)
-    return RankedTold(
-        calibration=calibration,
+    reader = job.source.experts
+
+    def encode(layer: int, module: nn.Module, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
+        base, grams = LayerBase.load(base_path(job.work, layer)), None
+        weights = reader.weights(layer)
+        if calibrated is not None:
+            grams = measured_grams(calibrated, calibrated.sweep, layer, module, base, keep=True)
+            weights = calibrated.weights(layer, module)
+        deltas = Deltas(weights, base, job.device)
+        yield from LayerFactors(reader.shape, deltas, options, grams).encode(layout, reader.dtype)
+
+    told = RankedTold(
+        calibration=facts,
         ratio=options.ratio,
         unreached_experts=missed,
         depends_on_batch=any(layout.dynamic_channels for layout in layouts.values()),
         notes=() if (note := factored.trim_note(layouts, options)) is None else (note,),
-        layers=lost,
+        layers=factored.lost(layouts),
     )
+    factored.write(Encoding(job, layouts, encode, calibrated), layouts, told, seed=options.seed, method=method)
+    return told
 
 
 def _trim_note(options: FactorOptions, largest: int, original: int) -> str | None:
@@ -290,17 +244,18 @@ def factor_plan(
     else:
         output = size(min(options.rank or 0, min(reader.shape.hidden, reader.shape.intermediate)))
     device = pick_device(options.device)
-    itemsize = pick_compute_dtype(options.compute_dtype, device, reader.dtype, gradients=gradients).itemsize
-    cost = CalibrationCost(options.samples, options.sequence_length, itemsize)
-    layers = source.architecture.layers(checkpoint.config)
-    boundaries = layers + 3 if gradients else 2
-    base_bytes = len(reader.shape.roles) * base_channels * reader.shape.hidden * reader.dtype.itemsize
-    scratch = FactorFile(Path(), 0, reader.shape, options.share).nbytes + base_bytes
+    dtype = pick_compute_dtype(options.compute_dtype, device, reader.dtype, gradients=gradients)
+    cost = CalibrationCost.of(options if options.calibration else None, dtype, reader.dtype)
+    layers, hidden = source.architecture.layers(checkpoint.config), reader.shape.hidden
+    base_bytes = len(reader.shape.roles) * base_channels * hidden * reader.dtype.itemsize
+    for_each = SpectrumFile(Path(), 0, reader.shape, options.share).nbytes + base_bytes
+    backward = cost.gradient_bytes(hidden, layers) if gradients else 0
+    forward = cost.forward_bytes(hidden) + encoded_bytes(reader, output, options.shard_size)
     return Plan(
         stage=stage,
         input_bytes=checkpoint.weight_bytes,
         output_bytes=output,
-        scratch_bytes=boundaries * cost.boundary_bytes(reader.shape.hidden) + len(reader.moe_layers) * scratch,
+        scratch_bytes=max(backward, forward) + len(reader.moe_layers) * for_each,
         memory_bytes=cost.memory_bytes(reader, gradients=gradients, factors=True),
         details={
             "original_bytes": original,

@@ -12,7 +12,7 @@ from moetool.compress.base.layer_base import base_path, base_rank, factored_base
 from moetool.compress.base.pruning import plan_pruning
 from moetool.compress.choices import BaseCompression, Merge
 from moetool.compress.delta import Deltas
-from moetool.compress.factors.files import measured_grams, write_factors
+from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams
 from moetool.compress.factors.writing import FactoredLayers, FactorOptions, factor_plan, finish
 from moetool.compress.paper_counting import PaperRank, paper_rank
 from moetool.compress.told import RankedTold
@@ -104,17 +104,17 @@ class D2MoE(Stage[D2MoEOptions]):
         if pruning.dynamic:
             job.progress.log(BATCH_DEPENDENT)
         calibrated = CalibratedJob(job, options, gradients=True)
-        calibrated.forward()
 
         def visit(index: int, layer: nn.Module) -> None:
             base = measured_base(calibrated, index, layer, options.merge).pruned(pruning)
             if self._factored_base:
                 base = factored_base(calibrated, index, layer, base, options.prune_base)
-            grams = measured_grams(calibrated, index, layer, base, keep=False)
             base.save(base_path(job.work, index))
+            grams = measured_grams(calibrated, calibrated.gradient_sweep, index, layer, base, keep=False)
             deltas = Deltas(calibrated.weights(index, layer), base, job.device)
-            write_factors(reader.shape, job.work, index, deltas, options, grams)
+            file = SpectrumFile(job.work, index, reader.shape, options.share)
+            LayerFactors(reader.shape, deltas, options, grams).measure(file)
 
         calibrated.reverse(visit, passes=2)
         factored = FactoredLayers(job, pruning.dynamic, options)
-        return finish(job, factored, options, self.name, calibrated.facts_with_loss)
+        return finish(job, factored, options, self.name, calibrated, calibrated.facts_with_loss)

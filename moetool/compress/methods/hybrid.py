@@ -8,11 +8,12 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moetool.architectures import MoEShape, Role
 from moetool.calibration.input_grams import InputGramCollector
+from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.writer import TensorSpec, entry_nbytes
@@ -22,10 +23,10 @@ from moetool.compress.budget.items import Forms, Group, Key, offered
 from moetool.compress.budget.spending import fit
 from moetool.compress.choices import Merge, Sensitivity
 from moetool.compress.delta import Deltas
+from moetool.compress.encoded import Encoding, encoded_bytes
 from moetool.compress.encoding import BaseBits, base_representations, in_groups
 from moetool.compress.factors.ranking import check_ratio
 from moetool.compress.factors.sensitivity import LayerSensitivity, MatrixSensitivity
-from moetool.compress.factors.writing import base_tensors
 from moetool.compress.told import MixedLayer, MixedTold
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout, delta_name
@@ -84,19 +85,20 @@ class Hybrid(Stage[HybridOptions]):
         original = original_bytes(source)
         check_ratio(options.ratio, smallest, original)
         device = pick_device(options.device)
-        itemsize = pick_compute_dtype(options.compute_dtype, device, reader.dtype, gradients=True).itemsize
-        cost = CalibrationCost(options.samples, options.sequence_length, itemsize)
+        dtype = pick_compute_dtype(options.compute_dtype, device, reader.dtype, gradients=True)
+        cost = CalibrationCost.of(options, dtype, reader.dtype)
         layers = source.architecture.layers(source.checkpoint.config)
         forms = forms_for(reader.shape, self._average_bits(), options.group_size)
-        candidates = sum(form.nbytes(reader.shape.matrix(role), reader.dtype) for role in forms for form in forms[role])
-        base = reader.shape.expert_parameters * reader.dtype.itemsize
+        bases = sum(form.nbytes(reader.shape.matrix(role), reader.dtype) for role, form in self._base.items())
         grams = 8 * (reader.shape.experts * reader.shape.hidden**2 + 6 * reader.shape.intermediate**2)
-        scratch = len(reader.moe_layers) * (reader.shape.experts * candidates + base)
+        output = round(original * (1 - options.ratio))
+        forward = cost.forward_bytes(reader.shape.hidden) + encoded_bytes(reader, output, options.shard_size)
+        scratch = max(cost.gradient_bytes(reader.shape.hidden, layers), forward) + len(reader.moe_layers) * bases
         return Plan(
             stage=self.name,
             input_bytes=source.checkpoint.weight_bytes,
-            output_bytes=round(original * (1 - options.ratio)),
-            scratch_bytes=(layers + 3) * cost.boundary_bytes(reader.shape.hidden) + scratch,
+            output_bytes=output,
+            scratch_bytes=scratch,
             memory_bytes=cost.memory_bytes(reader, gradients=True, factors=False) + grams,
             details={
                 "original_bytes": original,
@@ -131,33 +133,29 @@ class Hybrid(Stage[HybridOptions]):
     def run(self, job: Job) -> MixedTold:
         options, reader = self.options, self.source.experts
         calibrated = CalibratedJob(job, options, gradients=True)
-        calibrated.forward()
         forms = forms_for(reader.shape, self._average_bits(), options.group_size)
+
+        def grams_of(sweep: Sweep, layer: int, module: nn.Module, *, keep: bool) -> InputGramCollector:
+            grams = InputGramCollector(reader.shape, job.device)
+            sweep.forward(layer, module, [grams], keep=keep)
+            return grams
 
         def visit(index: int, layer: nn.Module) -> None:
             base = measured_base(calibrated, index, layer, options.merge)
             base = in_few_bits(base, options.base_bits, options.group_size)
             base.save(base_path(job.work, index))
-            grams = InputGramCollector(reader.shape, job.device)
-            calibrated.sweep.forward(index, layer, [grams], keep=False)
+            grams = grams_of(calibrated.gradient_sweep, index, layer, keep=False)
             deltas = Deltas(calibrated.weights(index, layer), base, job.device)
-            cook(reader, deltas, forms, grams, options.sensitivity, candidates_path(job.work, index))
+            cook(reader, deltas, forms, grams, options.sensitivity, losses_path(job.work, index))
+
+        def encode(index: int, layer: nn.Module, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
+            grams = grams_of(calibrated.sweep, index, layer, keep=True)
+            deltas = Deltas(calibrated.weights(index, layer), LayerBase.load(base_path(job.work, index)), job.device)
+            return encoded(reader, deltas, layout, grams, options.sensitivity)
 
         calibrated.reverse(visit, passes=2)
-        layouts, picked, lost = self._choose(job, forms)
-
-        def tensors(layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
-            yield from base_tensors(reader, layer, layout, LayerBase.load(base_path(job.work, layer)))
-            prefix = reader.architecture.experts_prefix(layer)
-            with safe_open(candidates_path(job.work, layer), "pt") as file:
-                for expert, role, form in layout.deltas():
-                    for name in form.tensors(reader.shape.matrix(role)):
-                        if form.is_whole:
-                            yield prefix + delta_name(expert, role, name), reader.dense(layer, expert, role)
-                            continue
-                        key = f"{role}.{expert}.{picked[layer, role, expert]}.{name}"
-                        yield prefix + delta_name(expert, role, name), file.get_tensor(key).clone()
-
+        layouts, lost = self._choose(job, forms)
+        encoding = Encoding(job, layouts, encode, calibrated)
         statistics = {
             layer: own
             for layer in reader.moe_layers
@@ -166,32 +164,33 @@ class Hybrid(Stage[HybridOptions]):
         write_model(
             job,
             OutputPlan(self.source, layouts, options.shard_size),
-            tensors,
+            encoding.tensors,
             entry=entry_for(layouts, self.source, method=self.name),
             statistics=statistics,
             calibration=calibrated.facts_with_loss,
-            layers=lost,
+            layers=lambda: lost,
             seed=options.seed,
+            making=encoding,
         )
         return MixedTold(calibration=calibrated.facts_with_loss, ratio=options.ratio, layers=lost)
 
     def _choose(
         self, job: Job, forms: Mapping[Role, list[Representation]]
-    ) -> tuple[dict[int, LayerLayout], dict[Key, int], dict[int, MixedLayer]]:
-        """Layouts within the budget, which form each matrix got, and what that loses."""
+    ) -> tuple[dict[int, LayerLayout], dict[int, MixedLayer]]:
+        """Layouts within the budget, and what their forms lose."""
         reader = self.source.experts
         target = round(original_bytes(self.source) * (1 - self.options.ratio))
         start = min(target, self.options.shard_size)  # of a tensor's data, no further: entries have so many digits
         experts = range(reader.shape.experts)
         items, losses = {}, {}
         for layer in reader.moe_layers:
-            with safe_open(candidates_path(job.work, layer), "pt") as file:
-                for role in reader.shape.roles:
-                    for expert in experts:
-                        key = layer, role, expert
-                        losses[key] = file.get_tensor(f"{role}.{expert}.loss").tolist()
-                        sizes = [_bytes_in_file(reader, key, form, start) for form in forms[role]]
-                        items[key] = offered(forms[role], sizes, losses[key])
+            measured = load_file(losses_path(job.work, layer))
+            for role in reader.shape.roles:
+                for expert in experts:
+                    key = layer, role, expert
+                    losses[key] = measured[f"{role}.{expert}"].tolist()
+                    sizes = [_bytes_in_file(reader, key, form, start) for form in forms[role]]
+                    items[key] = offered(forms[role], sizes, losses[key])
 
         def layouts(chosen: Forms) -> dict[int, LayerLayout]:
             return {
@@ -205,9 +204,8 @@ class Hybrid(Stage[HybridOptions]):
             }
 
         chosen = fit("water-filling", [Group(items)], target, lambda forms: self._planned(layouts(forms)))
-        picked = {key: forms[key[1]].index(form) for key, form in chosen.items()}
-        lost = summed((key, losses[key][index]) for key, index in picked.items())
-        return layouts(chosen), picked, {layer: MixedLayer(by_role) for layer, by_role in lost.items()}
+        lost = summed((key, losses[key][forms[key[1]].index(form)]) for key, form in chosen.items())
+        return layouts(chosen), {layer: MixedLayer(by_role) for layer, by_role in lost.items()}
 
 
 def summed(losses: Iterable[tuple[Key, float]]) -> dict[int, dict[Role, float]]:
@@ -221,9 +219,9 @@ def summed(losses: Iterable[tuple[Key, float]]) -> dict[int, dict[Role, float]]:
     }
 
 
-def candidates_path(work: Path, layer: int) -> Path:
-    """Where all forms of a layer's deltas wait for the choice."""
-    return work / f"candidates-{layer:05d}.safetensors"
+def losses_path(work: Path, layer: int) -> Path:
+    """Where what the forms of a layer's deltas lose waits for the choice."""
+    return work / f"losses-{layer:05d}.safetensors"
 
 
 def forms_for(shape: MoEShape, bits: float, group: int) -> dict[Role, list[Representation]]:
@@ -261,7 +259,7 @@ def cook(
     choice: Sensitivity,
     path: Path,
 ) -> None:
-    """Make every form of every delta of a layer, measure what it loses, and leave both in the work directory."""
+    """Make every form of every delta of a layer, and leave what it loses in the work directory."""
     sensitivity = LayerSensitivity(choice, deltas.base.statistics, grams.energy(), grams.tokens())
     made: dict[str, Tensor] = {}
     for role in reader.shape.roles:
@@ -273,16 +271,32 @@ def cook(
             if rank := max(form.directions for form in forms[role]):
                 measured = replace(measured, basis=cut(delta, rank, torch.float32, measured)[0])
             losses = []
-            for index, form in enumerate(forms[role]):
+            for form in forms[role]:
                 if form.is_whole:
                     losses.append(0.0)
                     continue
                 encoded = form.encode(delta, reader.dtype, measured)
                 decoded = form.decode(encoded, matrix, reader.dtype).to(delta)
                 losses.append(_loss(delta - decoded, gram, counts))
-                made.update({f"{role}.{expert}.{index}.{name}": to_cpu(tensor) for name, tensor in encoded.items()})
-            made[f"{role}.{expert}.loss"] = torch.tensor(losses, dtype=torch.float64)
+            made[f"{role}.{expert}"] = torch.tensor(losses, dtype=torch.float64)
     save_tensors(path, made)
+
+
+def encoded(
+    reader: ExpertReader, deltas: Deltas, layout: LayerLayout, grams: InputGramCollector, choice: Sensitivity
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of every delta of a layer in the form it got, by name relative to the experts."""
+    sensitivity = LayerSensitivity(choice, deltas.base.statistics, grams.energy(), grams.tokens())
+    for expert, role, form in layout.deltas():
+        matrix = reader.shape.matrix(role)
+        if form.is_whole:
+            tensors = form.encode(deltas.weight(role, expert), reader.dtype)
+        else:
+            counts = sensitivity.of(role, expert, matrix[1], whitened=True)
+            measured = Measured(grams.gram(expert, role), row_scale=counts.row_scale)
+            tensors = form.encode(deltas.of(role, expert), reader.dtype, measured)
+        for name, tensor in tensors.items():
+            yield delta_name(expert, role, name), to_cpu(tensor)
 
 
 def _loss(error: Tensor, gram: Tensor, counts: MatrixSensitivity) -> float:

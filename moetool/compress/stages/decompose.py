@@ -8,8 +8,8 @@ from pydantic import Field
 from torch import Tensor
 
 from moetool.compress.base.given import GivenBase, in_few_bits, kinship_warning, open_base
+from moetool.compress.base.layer_base import base_tensors
 from moetool.compress.encoding import ExtendedOptions, base_representations
-from moetool.compress.factors.writing import base_tensors
 from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.job import Job
 from moetool.job.options import RunOptions

@@ -37,8 +37,8 @@ class FisherMerge(Stage[FisherMergeOptions]):
         if options.calibration is None and options.merge not in UNMEASURED_MERGES:
             raise UsageError(f"--merge {options.merge} needs calibration text: give --calibration.")
         device = pick_device(options.device)
-        itemsize = pick_compute_dtype(options.compute_dtype, device, reader.dtype, gradients=True).itemsize
-        cost = CalibrationCost(options.samples, options.sequence_length, itemsize)
+        dtype = pick_compute_dtype(options.compute_dtype, device, reader.dtype, gradients=True)
+        cost = CalibrationCost.of(options, dtype, reader.dtype)
         layers = self.source.architecture.layers(self.source.checkpoint.config)
         base = reader.shape.expert_parameters * reader.dtype.itemsize
         measured = options.calibration is not None
@@ -50,7 +50,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
             stage=self.name,
             input_bytes=self.source.checkpoint.weight_bytes,
             output_bytes=len(reader.moe_layers) * (base + channels + statistics),
-            scratch_bytes=(layers + 3) * cost.boundary_bytes(reader.shape.hidden) if measured else 0,
+            scratch_bytes=cost.gradient_bytes(reader.shape.hidden, layers) if measured else 0,
             memory_bytes=cost.memory_bytes(reader, gradients=measured, factors=False),
             details={"layers": layers, "moe_layers": len(reader.moe_layers), "experts": reader.shape.experts},
         )
@@ -64,7 +64,6 @@ class FisherMerge(Stage[FisherMergeOptions]):
                 base.save(base_path(job.work, layer))
         else:
             calibrated = CalibratedJob(job, options, gradients=True)
-            calibrated.forward()
 
             def visit(index: int, layer: nn.Module) -> None:
                 measured_base(calibrated, index, layer, options.merge).save(base_path(job.work, index))

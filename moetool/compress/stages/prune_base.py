@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from moetool.calibration.collectors import LayerStatistics, UsageCollector
 from moetool.checkpoint.files import save_tensors
-from moetool.compress.base.layer_base import stored_base
+from moetool.compress.base.layer_base import base_tensors, stored_base
 from moetool.compress.base.pruning import PruningPlan, plan_pruning
 from moetool.compress.choices import Pruning
-from moetool.compress.factors.writing import base_tensors
 from moetool.compress.told import PrunedTold
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.layout import BASE_CHANNELS, LayerLayout
@@ -82,14 +81,14 @@ class PruneBase(Stage[PruneBaseOptions]):
         measured = bool(read_statistics(self.source))
         if not measured and options.calibration is None:
             raise UsageError("The checkpoint carries no channel energies: give --calibration to measure them.")
-        itemsize = pick_compute_dtype(options.compute_dtype, pick_device(options.device), reader.dtype).itemsize
-        cost = CalibrationCost(0 if measured else options.samples, options.sequence_length, itemsize)
+        dtype = pick_compute_dtype(options.compute_dtype, pick_device(options.device), reader.dtype)
+        cost = CalibrationCost.of(None if measured else options, dtype, reader.dtype)
         pruning = self._pruning()
         return Plan(
             stage=self.name,
             input_bytes=self.source.checkpoint.weight_bytes,
             output_bytes=output.nbytes,
-            scratch_bytes=2 * cost.boundary_bytes(reader.shape.hidden),
+            scratch_bytes=cost.forward_bytes(reader.shape.hidden),
             memory_bytes=cost.memory_bytes(reader, gradients=False, factors=False),
             details={"static_channels": pruning.static, "dynamic_channels": pruning.dynamic},
         )

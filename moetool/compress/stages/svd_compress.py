@@ -1,13 +1,14 @@
 """The third stage of D²-MoE alone: deltas become low-rank (§3.3)."""
 
-from functools import partial
 from typing import ClassVar
 
 from torch import nn
 
-from moetool.compress.base.layer_base import base_path, stored_base
+from moetool.calibration.collectors import GramCollector
+from moetool.checkpoint.experts import Weights
+from moetool.compress.base.layer_base import LayerBase, base_path, stored_base
 from moetool.compress.delta import Deltas
-from moetool.compress.factors.files import measured_grams, write_factors
+from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams
 from moetool.compress.factors.writing import FactoredLayers, FactorOptions, factor_plan, finish
 from moetool.compress.told import RankedTold
 from moetool.errors import InvalidInputError, UsageError
@@ -53,25 +54,27 @@ class SvdCompress(Stage[FactorOptions]):
                 "all errors count the same."
             )
 
+        def measure(layer: int, weights: Weights, base: LayerBase, grams: GramCollector | None) -> None:
+            file = SpectrumFile(job.work, layer, reader.shape, options.share)
+            LayerFactors(reader.shape, Deltas(weights, base, job.device), options, grams).measure(file)
+
         def visit(index: int, layer: nn.Module) -> None:
             base = stored_base(reader, index, statistics.get(index))
-            grams = measured_grams(calibrated, index, layer, base, keep=True)
             base.save(base_path(job.work, index))
-            deltas = Deltas(calibrated.weights(index, layer), base, job.device)
-            write_factors(reader.shape, job.work, index, deltas, options, grams)
+            grams = measured_grams(calibrated, calibrated.sweep, index, layer, base, keep=True)
+            measure(index, calibrated.weights(index, layer), base, grams)
 
-        facts = None
-        if options.calibration is not None:
-            calibrated = CalibratedJob(job, options)
-            calibrated.forward_visiting(visit)
-            facts = calibrated.facts
-        else:
+        if options.calibration is None:
             for layer in reader.moe_layers:
-                if job.unit(f"factor/{layer}"):
+                if job.unit(f"measure/{layer}"):
                     base = stored_base(reader, layer, statistics.get(layer))
                     base.save(base_path(job.work, layer))
-                    deltas = Deltas(partial(reader.dense, layer), base, job.device)
-                    write_factors(reader.shape, job.work, layer, deltas, options, None)
-                    job.finish(f"factor/{layer}")
+                    measure(layer, reader.weights(layer), base, None)
+                    job.finish(f"measure/{layer}")
+        else:
+            calibrated = CalibratedJob(job, options)
+            calibrated.forward_visiting(visit)
+        text = None if options.calibration is None else calibrated
         dynamic = {layer: reader.layout(layer).dynamic_channels for layer in reader.moe_layers}
-        return finish(job, FactoredLayers(job, dynamic, options), options, self.name, facts)
+        factored = FactoredLayers(job, dynamic, options)
+        return finish(job, factored, options, self.name, text, None if text is None else text.facts)

@@ -3,16 +3,21 @@
 import dataclasses
 import itertools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from moetool.architectures import ROLES, MoEShape, Role
+from moetool.compress.base.layer_base import LayerBase
 from moetool.compress.budget.items import Forms, byte_range
-from moetool.compress.factors.files import FactorFile
+from moetool.compress.choices import Sensitivity, SharedFactor, Svd
+from moetool.compress.delta import Deltas
+from moetool.compress.factors.files import LayerFactors, SpectrumFile
 from moetool.compress.factors.ranking import (
     LayerSpectra,
     build_groups,
@@ -21,14 +26,12 @@ from moetool.compress.factors.ranking import (
     layouts_from,
     same_rank,
 )
-from moetool.compress.factors.sensitivity import MatrixSensitivity
 from moetool.errors import UsageError
-from moetool.format.layout import LayerLayout
+from moetool.format.layout import LayerLayout, delta_name
 from moetool.numerics.factorize import factorize, truncate
 from moetool.representations import Representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank, break_even_rank
-from moetool.representations.measured import cut
 from moetool.representations.shared_factor import SharedV
 
 SHAPE = MoEShape(experts=4, top_k=2, hidden=32, intermediate=48)
@@ -37,7 +40,7 @@ ITEMSIZE = 2
 
 
 class Spectra:
-    """Stands in for a factor file: one falling spectrum per matrix."""
+    """Stands in for a spectrum file: one falling spectrum per matrix."""
 
     share = "none"
     count = SHAPE.experts
@@ -199,30 +202,44 @@ def test_impossible_ratios_come_with_the_range(ratio: float) -> None:
         check_ratio(ratio, least=300, original=1000)
 
 
-def test_factor_files_give_back_what_was_factorised(tmp_path: Path) -> None:
-    """Any rank can be cut from what is on disk, as if the factorisation had been in memory all the time."""
-    shape = MoEShape(experts=2, top_k=1, hidden=12, intermediate=20)
-    generator = torch.Generator().manual_seed(0)
-    deltas = {(role, e): torch.randn(shape.matrix(role), generator=generator) for role in ROLES for e in range(2)}
-    scales = {key: torch.rand(len(delta), generator=generator) + 0.5 for key, delta in deltas.items()}
-    scales[("up", 1)] = torch.ones(20)
-    made = {key: factorize(scales[key][:, None] * delta) for key, delta in deltas.items()}
-    energy = torch.rand(3, 2, dtype=torch.float64, generator=generator)
-    file = FactorFile(tmp_path, 4, shape)
-    counts = {key: MatrixSensitivity(None if key == ("up", 1) else scales[key], 2.5) for key in made}
-    file.write(((*key, factorization, counts[key]) for key, factorization in made.items()), energy)
+@dataclass(frozen=True)
+class Choices:
+    svd: Svd = "vanilla"
+    sensitivity: Sensitivity = "none"
+    share: SharedFactor = "none"
 
-    again = FactorFile(tmp_path, 4, shape)
-    assert again.input_energy().equal(energy)
-    assert sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")) == again.nbytes
-    for (role, expert), delta in deltas.items():
-        whole = made[role, expert]
-        cap = break_even_rank(shape.matrix(role))
-        values, total = again.spectrum(role, expert)
-        torch.testing.assert_close(values, 2.5 * whole.spectrum[:cap].double())
-        assert total == pytest.approx(2.5 * whole.energy)
-        for rank in (0, 1, cap):
-            found = cut(delta, rank, torch.bfloat16, again.measured(role, expert, delta.device))
-            expected = truncate(delta, whole, rank, torch.bfloat16, row_scale=scales[role, expert])
-            assert found[0].equal(expected[0])
-            assert found[1].equal(expected[1])
+
+def layer_deltas(shape: MoEShape) -> tuple[Deltas, dict[tuple[Role, int], torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    weights = {(role, e): torch.randn(shape.matrix(role), generator=generator) for role in ROLES for e in range(2)}
+    zeros = {role: torch.zeros(shape.matrix(role)) for role in ROLES}
+    base = LayerBase(zeros, torch.arange(shape.intermediate), shape.intermediate, None)
+    return Deltas(lambda expert, role: weights[role, expert], base, torch.device("cpu")), weights
+
+
+def test_spectra_come_back_from_their_file(tmp_path: Path) -> None:
+    shape = MoEShape(experts=2, top_k=1, hidden=12, intermediate=20)
+    deltas, weights = layer_deltas(shape)
+    LayerFactors(shape, deltas, Choices(), None).measure(SpectrumFile(tmp_path, 4, shape))
+    again = SpectrumFile(tmp_path, 4, shape)
+    assert not again.input_energy().any()
+    assert not again.tokens().any()
+    with safe_open(again.path, "pt") as file:
+        assert sum(file.get_tensor(name).nbytes for name in file.keys()) == again.nbytes  # noqa: SIM118
+    for (role, expert), delta in weights.items():
+        whole, (values, total) = factorize(delta), again.spectrum(role, expert)
+        torch.testing.assert_close(values, whole.spectrum[: break_even_rank(shape.matrix(role))].double())
+        assert total == pytest.approx(whole.energy)
+
+
+@pytest.mark.parametrize("rank", [1, 7])
+def test_factors_are_the_best_of_the_rank_that_was_chosen(rank: int) -> None:
+    shape = MoEShape(experts=2, top_k=1, hidden=12, intermediate=20)
+    deltas, weights = layer_deltas(shape)
+    layout = LayerLayout.uniform(shape, LowRank(rank))
+    found = dict(LayerFactors(shape, deltas, Choices(), None).encode(layout, torch.bfloat16))
+    assert set(found) == {name for name, _ in layout.delta_tensors()}
+    for (role, expert), delta in weights.items():
+        u, v = truncate(delta, factorize(delta, rank=rank), rank, torch.bfloat16)
+        assert found[delta_name(expert, role, "u")].equal(u)
+        assert found[delta_name(expert, role, "v")].equal(v)

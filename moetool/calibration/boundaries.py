@@ -1,0 +1,27 @@
+"""Which hidden states are on the disk, and how.
+
+On the way back every layer needs its input again. Of those only every √L-th is kept; those between are computed
+again, a stretch of layers at a time (Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174).
+"""
+
+import math
+
+import torch
+
+
+def kept_dtype(stored: torch.dtype, computed: torch.dtype) -> torch.dtype:
+    """In which dtype hidden states and their gradients wait on the disk: bf16, which a model with weights of 16 bits is
+    made for, or else what it is computed in."""
+    return torch.bfloat16 if stored.itemsize == 2 else computed
+
+
+def stretch(layers: int) -> int:
+    """Layers between two boundaries that are kept for the way back."""
+    return max(1, round(math.sqrt(layers)))
+
+
+def boundaries_at_once(layers: int) -> int:
+    """Most files of hidden states and gradients that are there at any time on the way forward and back: what is kept,
+    one stretch, the gradients above and below a layer."""
+    between = stretch(layers)
+    return -(-layers // between) + between + 1

@@ -1,0 +1,108 @@
+"""Layers between being encoded and being written.
+
+Which form each delta gets is known by now. The calibration text goes through the model once more; as it leaves a layer
+its deltas are encoded into a file of the work directory, and when the layer's shard has been written that file is gone.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.writer import CheckpointWriter, TensorSpec
+from moetool.compress.base.layer_base import LayerBase, base_path, base_tensors
+from moetool.format.layout import LayerLayout
+from moetool.job.calibrated import CalibratedJob
+from moetool.job.job import Job
+
+Named = Iterator[tuple[str, Tensor]]
+Encode = Callable[[int, nn.Module, LayerLayout], Named]  # layer, the same loaded; names relative to the experts
+
+
+class EncodedFile:
+    """The encoded deltas of one layer."""
+
+    def __init__(self, work: Path, reader: ExpertReader, layer: int, layout: LayerLayout) -> None:
+        self._prefix = reader.architecture.experts_prefix(layer)
+        specs = [
+            TensorSpec(self._prefix + name, stored.dtype or reader.dtype, stored.shape)
+            for name, stored in layout.delta_tensors()
+        ]
+        self._writer = CheckpointWriter(work / f"encoded-{layer:05d}", [specs]) if specs else None
+
+    @property
+    def paths(self) -> list[Path]:
+        """The file, if there is anything to hold."""
+        return [] if self._writer is None else [self._writer.file(0)]
+
+    @property
+    def nbytes(self) -> int:
+        """Size on disk."""
+        return 0 if self._writer is None else self._writer.nbytes
+
+    def write(self, encoded: Named) -> None:
+        """Write all, one tensor at a time, atomically."""
+        tensors = ((self._prefix + name, tensor) for name, tensor in encoded)
+        if self._writer is None:
+            assert not list(tensors)
+        else:
+            self._writer.write_shard(0, tensors)
+
+    def tensors(self) -> Named:
+        """All, by full name."""
+        for path in self.paths:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118  # not a mapping
+                    yield name, file.get_tensor(name).clone()
+
+
+def encoded_bytes(reader: ExpertReader, output: int, shard_size: int) -> int:
+    """Most bytes of encoded layers that wait at any time, for an `output` of so many: those of one shard."""
+    layer = reader.shape.experts * reader.shape.expert_parameters * reader.dtype.itemsize
+    return min(output, max(shard_size, layer))
+
+
+class Encoding:
+    """Encodes the layers of a job as their shards come to be written: a `Making`."""
+
+    def __init__(
+        self,
+        job: Job,
+        layouts: Mapping[int, LayerLayout],
+        encode: Encode,
+        calibrated: CalibratedJob | None = None,
+    ) -> None:
+        """`encode` runs a layer that is loaded for it (`sweep.forward`); without a text none is, and it is given
+        an empty module."""
+        self._job, self._layouts, self._encode = job, layouts, encode
+        self._pass = calibrated.forward_pass(self._visit, layouts, name="encode") if calibrated else None
+        self.steps = len(layouts) if self._pass is None else self._pass.steps
+
+    def _file(self, layer: int) -> EncodedFile:
+        return EncodedFile(self._job.work, self._job.source.experts, layer, self._layouts[layer])
+
+    def _visit(self, layer: int, module: nn.Module) -> None:
+        self._file(layer).write(self._encode(layer, module, self._layouts[layer]))
+
+    def make(self, layer: int) -> None:
+        """Encode a layer, and all before it, if that is not done."""
+        if layer not in self._layouts:
+            return
+        if self._pass is not None:
+            self._pass.through(layer)
+        elif self._job.unit(f"encode/{layer}"):
+            self._visit(layer, nn.Module())
+            self._job.finish(f"encode/{layer}")
+            self._job.progress.advance()
+
+    def spent(self, layer: int) -> list[Path]:
+        """What the file that the layer is written to makes superfluous."""
+        return self._file(layer).paths if layer in self._layouts else []
+
+    def tensors(self, layer: int, layout: LayerLayout) -> Named:
+        """All tensors of a layer's experts, by full name on disk."""
+        job = self._job
+        yield from base_tensors(job.source.experts, layer, layout, LayerBase.load(base_path(job.work, layer)))
+        yield from self._file(layer).tensors()
