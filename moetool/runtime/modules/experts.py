@@ -6,8 +6,8 @@ sum of the activations: `Σ_i G_i (B + Δ_i) h_i = B (Σ_i G_i h_i) + Σ_i Δ_i 
 (D²-MoE, Eq. 10). With the base inside every expert the model would be slower than the original.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +23,13 @@ from moetool.kernels.table import Table
 from moetool.representations.base import Weight, empty_parameter
 from moetool.representations.operand import numbers
 from moetool.runtime.modules.fused import activated, entering
-from moetool.runtime.modules.inference import (
-    KernelExperts,
-    Kernels,
-    RoleMatrices,
-    numbered,
-    refuse_export,
-    run_by_number,
-)
+from moetool.runtime.modules.inference import KernelExperts, RoleMatrices
 from moetool.runtime.modules.offloading import below, loaded
+from moetool.runtime.modules.routed import RoutedExperts
 from moetool.runtime.modules.rows import add_rows
 
 
-class SharedBaseExperts(nn.Module):
+class SharedBaseExperts(RoutedExperts):
     """Experts of one layer as a shared base and one small delta per expert and matrix.
 
     Parameters keep their native names: `gate_up_proj` (`up_proj` without gates) and `down_proj` hold the base (leading
@@ -45,7 +39,6 @@ class SharedBaseExperts(nn.Module):
     """
 
     moetool: nn.ModuleDict
-    down_proj: nn.Parameter
 
     def __init__(self, native: nn.Module, layout: LayerLayout) -> None:
         """Build empty on the device and in the dtype of `native`, the fused experts module it replaces."""
@@ -93,20 +86,6 @@ class SharedBaseExperts(nn.Module):
             for role, representation in layout.compact_bases()
         }:
             self.moetool["base"] = nn.ModuleDict(bases)
-        self._kernels = Kernels()
-        self._number = numbered(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._number = numbered(self)  # a copy is another module
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._kernels.forget()  # or what is moved stays where it was until the next call
-        return super()._apply(fn, recurse)
-
-    def _load_from_state_dict(self, *arguments: object, **options: object) -> None:
-        self._kernels.forget()
-        super()._load_from_state_dict(*arguments, **options)
 
     def delta(self, expert: int, role: Role) -> Weight:
         """The stored form of one matrix."""
@@ -201,44 +180,29 @@ class SharedBaseExperts(nn.Module):
             activations = activations.index_fill(1, weakest, 0)
         return F.linear(activations, base)
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`.
-
-        For the backward nothing is kept of an expert with a base: its activations follow from those of the base, which
-        are kept once per token, and its delta, and are computed again, expert by expert.
-        """
-        if torch.is_grad_enabled() or not self._may_run_on_kernels():
-            return self.eager(hidden_states, top_k_index, top_k_weights)
-        if torch.compiler.is_compiling():
-            refuse_export()
-            return run_by_number(hidden_states, top_k_index, top_k_weights, self._number)
-        return self.infer(hidden_states, top_k_index, top_k_weights)
-
-    def _may_run_on_kernels(self) -> bool:
-        """Unless transformers was told to have experts run one after the other, or a trace is made, which records
-        nothing that is not torch."""
-        return getattr(self.config, "_experts_implementation", None) != "eager" and not torch.jit.is_tracing()  # type: ignore[attr-defined]
-
-    def infer(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The same without gradients: on kernels where there are some for what is stored, and where it is."""
-        here = hidden_states.device == self.down_proj.device
-        if here and (kernels := self._kernels.of(self, top_k_index)) is not None:
-            return kernels.forward(hidden_states, top_k_index, top_k_weights)
-        return self.eager(hidden_states, top_k_index, top_k_weights)
-
-    def eager(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The same in plain torch, one expert after the other."""
+    def eager(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """See `RoutedExperts`. For the backward nothing is kept of an expert with a base: its activations follow from
+        those of the base, which are kept once per token, and its delta, and are computed again, expert by expert."""
         with loaded(*self._shared()):
-            return self._forward(hidden_states, top_k_index, top_k_weights)
+            return self._forward(hidden, chosen, weights)
 
     def on_kernels(self) -> KernelExperts:
-        """The experts as kernels see them now.
+        """See `RoutedExperts`."""
+        found = {role: self._bias(role) for role in self.layout.shape.roles}
+        biases = {role: bias for role, bias in found.items() if bias is not None}
+        return self.kernels_of(range(self.num_experts), biases)
+
+    def kernels_of(
+        self, experts: Sequence[int], biases: Mapping[Role, Tensor], beside: Iterable[nn.Module] = ()
+    ) -> KernelExperts:
+        """Some of the experts, numbered from 0 on, as kernels see them now. `biases` [experts, out] are theirs, and
+        `beside` the modules that hold these, where they are not this one's.
 
         Raises:
             UnsupportedMatrixError: some matrix is nothing for them, or elsewhere.
         """
         shape = self.layout.shape
-        stored = [self.delta(expert, role) for expert, role, _ in self.layout.deltas()]
+        stored = [self.delta(expert, role) for expert, role, _ in self.layout.deltas() if expert in experts]
         stored += [self._compact(role) for role, _ in self.layout.compact_bases()]
         if not all(isinstance(weight, Weight) for weight in stored):
             raise UnsupportedMatrixError("an adapter stands where a stored matrix was")
@@ -247,20 +211,21 @@ class SharedBaseExperts(nn.Module):
             weights, matrix = self.layout.weights[role], shape.matrix(role)
             products = [
                 ((numbers(self._native(expert, role)),),) if weights is None else self.delta(expert, role).products()
-                for expert in range(shape.experts)
+                for expert in experts
             ]
             base = None
             if weights is not None:
                 whole = self.layout.has_dense_base(role)
                 single = ((numbers(self._native(0, role)),),) if whole else self._compact(role).products()
                 base = Table([single], self.layout.base_shape(role), ())
-            deltas = tuple(self._uses_base(expert, role) for expert in range(shape.experts))
+            deltas = tuple(self._uses_base(expert, role) for expert in experts)
             uses = torch.tensor(deltas, dtype=torch.float32, device=self.down_proj.device)[:, None]
-            roles[role] = RoleMatrices(Table(products, matrix, ()), base, deltas, uses, self._bias(role))
+            roles[role] = RoleMatrices(Table(products, matrix, ()), base, deltas, uses, biases.get(role))
         tables = [table for own in roles.values() for table in (own.table, own.base) if table is not None]
-        apart = [[*self.moetool[str(expert)].modules()] for expert in range(shape.experts)]
+        apart = [[*self.moetool[str(expert)].modules()] for expert in range(self.layout.stored_experts)]
         private = {module for modules in apart for module in modules}
-        held = [Held(module for module in self.modules() if module not in private), *map(Held, apart)]
+        common = [module for module in self.modules() if module not in private]
+        held = [Held([*common, *beside]), *(Held(apart[expert]) for expert in experts)]
         if not are_held((own for table in tables for own in table.products), held):
             raise UnsupportedMatrixError("a tensor is computed whenever it is read")
         dynamic = bool(self.layout.dynamic_channels)

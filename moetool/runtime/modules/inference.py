@@ -7,7 +7,7 @@ at a time; low-rank deltas stay products beside those of the base, which meets e
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -208,9 +208,9 @@ def _times(table: Table, inputs: Tensor) -> Tensor:
 class HasKernelForm(Protocol):
     """A module that kernels can run."""
 
-    down_proj: nn.Parameter
-
-    def modules(self) -> Iterator[nn.Module]: ...
+    @property
+    def device(self) -> torch.device: ...
+    def holders(self) -> Iterable[nn.Module]: ...
     def on_kernels(self) -> KernelExperts: ...
     def infer(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor: ...
 
@@ -233,13 +233,13 @@ class Kernels:
             return None
         self.forget()
         # What is fetched for a call would be kept in memory by what was made.
-        if problem(module.down_proj.device) or any(map(is_fetched, module.modules())):
+        if problem(module.device) or any(map(is_fetched, module.holders())):
             return None
         with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
             try:
                 made = self._made = module.on_kernels()
             except UnsupportedMatrixError:
-                made, self._refused = None, Held(module.modules())
+                made, self._refused = None, Held(module.holders())
         return made
 
     def forget(self) -> None:

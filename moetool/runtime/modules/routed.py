@@ -1,8 +1,8 @@
 """Experts of one layer in plain tensors, as they run with and without gradients."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ _GATHERED = 32  # pairs of a token and an expert up to which matrices are copied
 
 class RoutedExperts(nn.Module, ABC):
     """Experts that are run by number: one after the other where gradients are wanted, and else on kernels. Where there
-    are none for the device, matrices of few tokens are copied: nothing waits for what was chosen.
+    are none for the device, matrices of few tokens may be copied: nothing waits for what was chosen.
 
     `forward` and all that takes its place: `[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`.
     """
@@ -39,18 +39,43 @@ class RoutedExperts(nn.Module, ABC):
         super().__setstate__(state)
         self._number = numbered(self)  # a copy is another module
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._kernels.forget()  # or what is moved stays where it was until the next call
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *arguments: object, **options: object) -> None:
+        self._kernels.forget()
+        super()._load_from_state_dict(*arguments, **options)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the matrices are."""
+        return self.down_proj.device
+
+    def holders(self) -> Iterable[nn.Module]:
+        """The modules whose tensors it reads."""
+        return self.modules()
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The sum of what the experts of every token make of it, weighted."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not self._may_run_on_kernels():
             return self.eager(hidden_states, top_k_index, top_k_weights)
         if torch.compiler.is_compiling():
             refuse_export()
             return run_by_number(hidden_states, top_k_index, top_k_weights, self._number)
         return self.infer(hidden_states, top_k_index, top_k_weights)
 
+    def _may_run_on_kernels(self) -> bool:
+        """Unless transformers was told to have experts run one after the other, or a trace is made, which records
+        nothing that is not torch."""
+        told = getattr(getattr(self, "config", None), "_experts_implementation", None)
+        return told != "eager" and not torch.jit.is_tracing()  # type: ignore[attr-defined]
+
     def infer(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The same without gradients, and never as a step of a compiled graph."""
-        if (kernels := self._kernels.of(self)) is not None:
+        """The same without gradients, and never as a step of a compiled graph: on kernels where there are some for what
+        is stored, and where it is."""
+        here = hidden_states.device == self.device
+        if here and (kernels := self._kernels.of(self, top_k_index)) is not None:
             return kernels.forward(hidden_states, top_k_index, top_k_weights)
         if hidden_states.device.type != "cpu" and top_k_index.numel() <= _GATHERED:
             return self.gathered(hidden_states, top_k_index, top_k_weights)
@@ -61,16 +86,16 @@ class RoutedExperts(nn.Module, ABC):
         """The experts as kernels see them now.
 
         Raises:
-            UnsupportedMatrixError: their numbers are nothing for kernels, or elsewhere.
+            UnsupportedMatrixError: some matrix is nothing for them, or elsewhere.
         """
 
-    @abstractmethod
     def gathered(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """The same on copies of the matrices that every token chose."""
+        """The same on copies of the matrices that every token chose, if they are such as can be copied at once."""
+        return self.eager(hidden, chosen, weights)
 
     @abstractmethod
     def eager(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """The same, one expert after the other."""
+        """The same in plain torch, one expert after the other."""
 
 
 def matrices_of(holder: nn.Module, matrices: Sequence[Tensor], bias: Tensor | None = None) -> RoleMatrices:

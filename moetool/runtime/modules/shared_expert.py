@@ -1,17 +1,22 @@
 """A family's shared expert that is stored on the base of the routed experts, as the last of them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moetool.architectures import Role
 from moetool.runtime.modules.experts import SharedBaseExperts
+from moetool.runtime.modules.inference import KernelExperts
 from moetool.runtime.modules.networks import dropout_of
 from moetool.runtime.modules.offloading import below, loaded
+from moetool.runtime.modules.routed import RoutedExperts
+
+_FEW = 4  # tokens up to which kernels multiply by plain factors in less time than torch
 
 
-class SharedExpertOnBase(nn.Module):
+class SharedExpertOnBase(RoutedExperts):
     """Stands where the family has its shared expert; the routed experts, whose base it shares, compute it.
 
     Holds no more than the biases, under their native names: both modules are kept in a tuple, so that neither is
@@ -39,12 +44,48 @@ class SharedExpertOnBase(nn.Module):
         """What was here, without weights."""
         return self._modules_elsewhere[1]
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """`[…, hidden]` → the same."""
+    @property
+    def device(self) -> torch.device:
+        """See `RoutedExperts`."""
+        return self.experts.device
+
+    def holders(self) -> Iterable[nn.Module]:
+        """See `RoutedExperts`."""
+        return [*self.modules(), *self.experts.modules()]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """`[…, hidden]` → the same. All tokens choose the one expert that there is."""
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        chosen = torch.zeros(len(rows), 1, dtype=torch.int64, device=rows.device)
+        output = super().forward(rows, chosen, torch.ones_like(chosen, dtype=torch.float32))
+        return F.dropout(output.view_as(hidden_states), dropout_of(self.native), self.training)
+
+    def _may_run_on_kernels(self) -> bool:
+        return self.experts._may_run_on_kernels()
+
+    def infer(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """See `RoutedExperts`. Many tokens meet plain factors as they come: there is nothing to unpack or to sort."""
+        if len(hidden_states) > _FEW and self._is_cheap():
+            return self.eager(hidden_states, top_k_index, top_k_weights)
+        return super().infer(hidden_states, top_k_index, top_k_weights)
+
+    def _is_cheap(self) -> bool:
+        layout = self.experts.layout
+        stored = (form for own in layout.weights.values() if own is not None for form in own[-1:])
+        return all(form.is_cheap for form in (*stored, *layout.base.values()))
+
+    def on_kernels(self) -> KernelExperts:
+        """See `RoutedExperts`."""
+        biases = {role: bias[None] for role, bias in self._biases().items()}
+        return self.experts.kernels_of([self.experts.num_experts], biases, self.modules())
+
+    def eager(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """See `RoutedExperts`."""
         with loaded(*below(self)):
-            biases: dict[Role, Tensor] = {role: self.bias(role) for role in self.experts.layout.shape.biases}
-            output = self.experts.shared_expert(hidden_states, biases)
-        return F.dropout(output, dropout_of(self.native), self.training)
+            return self.experts.shared_expert(hidden, self._biases())
+
+    def _biases(self) -> dict[Role, Tensor]:
+        return {role: self.bias(role) for role in self.experts.layout.shape.biases}
 
     def bias(self, role: Role) -> nn.Parameter:
         """The shared expert's own, beside one of its matrices."""
