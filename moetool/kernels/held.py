@@ -1,6 +1,7 @@
 """Whether tensors still are where they were when their addresses were written down."""
 
 from collections.abc import Iterable
+from operator import is_
 
 from torch import nn
 
@@ -38,9 +39,9 @@ class Held:
             ):
                 return False
         return all(
-            len(modules) == len(before) and all(map(_is, modules.values(), before)) for modules, before in self._modules
+            len(modules) == len(before) and all(map(is_, modules.values(), before)) for modules, before in self._modules
         ) and all(
-            len(now := own.derived()) == len(before) and all(map(_is, now, before)) for own, before in self._derived
+            len(now := own.derived()) == len(before) and all(map(is_, now, before)) for own, before in self._derived
         )
 
     def memories(self) -> set[int]:
@@ -61,7 +62,3 @@ def are_held(matrices: Iterable[Products], holders: Iterable[Held]) -> bool:
         for tensor in (operand.data, operand.scales)
         if tensor is not None
     )
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other

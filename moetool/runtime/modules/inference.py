@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from moetool.architectures import Role
 from moetool.errors import UsageError
@@ -82,6 +83,44 @@ class _Sorted:
         return cls(pairs, pairs // chosen.shape[1], ends, back)
 
 
+class _Stage:
+    """The matrices that meet the same inputs, in one table, so that few tokens need one product: role after role those
+    of all experts, and then the base if `joined`.
+
+    Attributes:
+        roles: what they are the matrices of, of one shape.
+        joined: up to how many tokens the base is multiplied in the same go, 0 if never.
+        uses_base: [roles, experts, 1], None where all are deltas.
+    """
+
+    def __init__(self, roles: Sequence[RoleMatrices], *, joins: bool) -> None:
+        self.roles, shape = roles, roles[0].table.shape
+        bases = [own.base for own in roles if joins and own.base is not None and own.base.shape == shape]
+        self.joined = min((_few_tokens(base) for base in bases), default=0) if len(bases) == len(roles) else 0
+        each = [[*own.table.products, *(own.base.products if self.joined and own.base else ())] for own in roles]
+        self._experts = len(roles[0].table.products)
+        self._table = Table([products for own in each for products in own], shape, ())
+        device = roles[0].uses_base.device
+        self._starts = torch.arange(len(roles), device=device)[:, None, None] * len(each[0])
+        has_base = all(own.base is not None for own in roles)
+        whole = has_base and not all(uses for own in roles for uses in own.deltas)
+        self.uses_base = torch.stack([own.uses_base for own in roles]) if whole else None
+
+    def outside(self) -> int:
+        """A number of no expert in any role."""
+        return -len(self._table.products)
+
+    def __call__(self, chosen: Tensor, inputs: Tensor) -> Tensor:
+        """Experts' numbers `[tokens, k]`, inputs `[tokens, k, in]` or one more for the base → `[roles, tokens, …, out]`
+        fp32."""
+        tokens, count, columns = inputs.shape
+        if count > chosen.shape[1]:
+            chosen = F.pad(chosen, (0, 1), value=self._experts)
+        given = inputs.expand(len(self.roles), tokens, count, columns).reshape(-1, columns)
+        found = routed(self._table, (chosen + self._starts).view(-1), given)
+        return found.view(len(self.roles), tokens, count, self._table.shape[0])
+
+
 class KernelExperts:
     """The routed experts of one layer, as they lay in memory when this was made."""
 
@@ -100,6 +139,8 @@ class KernelExperts:
         tables = [table.held for own in roles.values() for table in (own.table, own.base) if table is not None]
         self._common, self._each = [*tables, *held[:1]], held[1:]
         self._experts = len(roles["down"].table.products)
+        self._first = _Stage([own for _, own in self._entering()], joins=channels is None)
+        self._second = _Stage([roles["down"]], joins=channels is None and base_down is None)
 
     def is_current(self, chosen: Tensor | None = None) -> bool:
         """Whether all tensors are where they were, or those that tokens need that chose so. For a few tokens the
@@ -113,29 +154,37 @@ class KernelExperts:
         """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`, in the dtype of `hidden`. Numbers of
         experts that are not here count as nothing."""
         few = chosen.numel() <= _FEW * min(self._experts, chosen.numel())
-        weights = weights.float().masked_fill((chosen < 0) | (chosen >= self._experts), 0).reshape(-1, 1)
+        outside = chosen != chosen.clamp(0, self._experts - 1)
+        weights = weights.float().masked_fill(outside, 0).reshape(-1, 1)
+        chosen = chosen.masked_fill(outside, self._first.outside())
         return (self._few if few else self._many)(hidden, chosen, weights).to(hidden.dtype)
 
     def _few(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         tokens, k = chosen.shape
-        pairs = chosen.reshape(-1)
-        safe = pairs.clamp(0, self._experts - 1)
-        each, values = hidden.float().repeat_interleave(k, 0), []
-        for _, own in self._entering():
-            value = routed(own.table, pairs, each)
-            if own.base is not None:
-                value += self._base(own.base, hidden).repeat_interleave(k, 0) * own.uses_base[safe]
-            values.append(value if own.bias is None else value + own.bias[safe])
-        activation = activated(self._act_fn, values) * weights
-        down = self.roles["down"]
-        output = routed(down.table, pairs, activation)
-        if down.bias is not None:
-            output += down.bias[safe] * weights
-        output = output.view(tokens, k, down.table.shape[0]).sum(1)
-        if down.base is not None:
-            summed = (activation * down.uses_base[safe]).view(tokens, k, down.table.shape[1]).sum(1)
-            output += self._down(down.base, summed.to(hidden.dtype))
-        return output
+        first, second, down = self._first, self._second, self.roles["down"]
+        weights, safe = weights.view(tokens, k, 1), chosen.clamp_min(0)
+        joined = tokens <= first.joined
+        found = first(chosen, hidden.float().unsqueeze(1).expand(tokens, k + joined, hidden.shape[1]))
+        values, bases = found[:, :, :k], found[:, :, k:]
+        if not joined and (apart := [self._base(own.base, hidden) for own in first.roles if own.base]):
+            bases = torch.stack(apart).unsqueeze(2)
+        if bases.numel():
+            values = values + (bases if first.uses_base is None else bases * first.uses_base[:, safe])
+        both = [
+            value if own.bias is None else value + own.bias[safe]
+            for value, own in zip(values.unbind(), first.roles, strict=True)
+        ]
+        activation = activated(self._act_fn, both) * weights
+        if down.base is None:
+            output = second(chosen, activation)[0].sum(1)
+        else:
+            uses = second.uses_base
+            summed = (activation if uses is None else activation * uses[0, safe]).sum(1)
+            if tokens <= second.joined:
+                output = second(chosen, torch.cat([activation, summed.unsqueeze(1)], 1))[0].sum(1)
+            else:
+                output = second(chosen, activation)[0].sum(1) + self._down(down.base, summed.to(hidden.dtype))
+        return output if down.bias is None else output + (down.bias[safe] * weights).sum(1)
 
     def _many(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         sorted_by = _Sorted.of(chosen, self._experts)
@@ -200,9 +249,14 @@ class KernelExperts:
 
 def _times(table: Table, inputs: Tensor) -> Tensor:
     """Inputs times the only matrix of a table: `[tokens, in]` → `[tokens, out]` fp32."""
-    if len(inputs) <= (_FEW if is_packed(table.products[0]) else _FEW // 2):
+    if len(inputs) <= _few_tokens(table):
         return routed(table, torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device), inputs)
     return linear(table.products[0], inputs, table.shape[0]).float()
+
+
+def _few_tokens(table: Table) -> int:
+    """How many tokens are few for the only matrix of a table."""
+    return _FEW if is_packed(table.products[0]) else _FEW // 2
 
 
 class HasKernelForm(Protocol):
