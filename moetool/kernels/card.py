@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from moetool.kernels.launches import COLUMNS, COLUMNS_TRANSPOSED, SLOTS, Launch, kind
 from moetool.kernels.operands import FIELDS, FORMS, operand_levels
 from moetool.kernels.table import Table
-from moetool.representations.operand import Operand, numbers
+from moetool.representations.operand import Operand, by_positions, numbers
 
 _ROWS, _ROWS_TRANSPOSED = 16, 64  # of a tile
 _TOKENS = 4  # at most, that share the decoding of a tile
@@ -160,7 +160,7 @@ def _pointers(operand: Operand) -> tuple[Tensor, Tensor, Tensor]:
 def _scatter(operand: Operand, out: Tensor) -> None:
     from moetool.kernels import triton_products as kernels
 
-    count = operand.data.numel()
+    operand, count = by_positions(operand), operand.data.numel()
     if count:
         kernels.scatter[(-(-count // 1024),)](operand.data, operand.scales, out, count, BLOCK=1024)
 

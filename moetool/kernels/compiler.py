@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 _LOGGER = logging.getLogger(__name__)
-_SOURCES = [Path(__file__).with_name(name) for name in ("routed.cpp", "matrices.h", "vectors.h")]
+_SOURCES = [Path(__file__).with_name(name) for name in ("routed.cpp", "matrices.h", "sparse.h", "vectors.h")]
 _SECONDS = 60  # that a compiler may take; it takes about five
 # Not `-ffast-math`: older compilers then let the library turn off denormal numbers for the whole process.
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-w")

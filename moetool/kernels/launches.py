@@ -19,7 +19,7 @@ from moetool.kernels.operands import (
     UnsupportedMatrixError,
     operand_row,
 )
-from moetool.representations.operand import Operand, Products
+from moetool.representations.operand import Operand, Products, by_positions
 
 SLOTS = OPERANDS * TERMS
 COLUMNS, COLUMNS_TRANSPOSED = 128, 32  # of a tile: what a kernel reads at a time
@@ -100,6 +100,9 @@ class Launches:
         self.inner = max((step.extent for step in steps if step.is_first), default=0)
 
     def _row(self, number: int, operand: Operand) -> list[int]:
+        if operand.kind == "sparse":
+            operand = by_positions(operand)
+            self._kept += [operand.scales] if operand.scales is not None else []
         row = [number, *operand_row(operand)[1:]]
         if operand.kind == "sparse":
             self._kept.append(row_starts(operand))

@@ -6,6 +6,7 @@
 // rows are unpacked row by row into a buffer first, which takes about twice as long.
 #include <vector>
 #include "matrices.h"
+#include "sparse.h"
 
 constexpr int TOKENS = 4;
 // Tokens of one expert: their inputs and outputs.
@@ -106,17 +107,27 @@ static void unaligned_mix(const Operand& m, long begin, long end, const Batch& b
       for (long i = 0; i < length; i++) batch.y[n][c + i] += sums[n][i];
   }
 }
-// Stored values are added one by one: rows `begin` to `end`.
+// Rows `begin` to `end` of a sparse matrix.
 static void sparse_dots(const Operand& m, long begin, long end, const Batch& batch) {
-  const int32_t* at = (const int32_t*)m.scales;
-  const int32_t* stop = at + m.count;
-  for (const int32_t* p = std::lower_bound(at, stop, begin * m.columns); p < stop && *p < end * m.columns;) {
-    const long row = *p / m.columns;
-    float sums[TOKENS] = {};
-    for (; p < stop && *p < (row + 1) * m.columns; p++) {
-      const float value = number(m.data, m.numbers, p - at);
-      for (int n = 0; n < batch.tokens; n++) sums[n] += value * batch.x[n][*p - row * m.columns];
+  const int32_t *at = (const int32_t*)m.scales, *stop = at + m.count;
+  if (m.group == 1) {  // rows without values cost nothing
+    for (const int32_t* p = std::lower_bound(at, stop, begin * m.columns); p < stop && *p < end * m.columns;) {
+      const long row = *p / m.columns;
+      float sums[TOKENS] = {};
+      for (; p < stop && *p < (row + 1) * m.columns; p++) {
+        const float value = number(m.data, m.numbers, p - at);
+        for (int n = 0; n < batch.tokens; n++) sums[n] += value * batch.x[n][*p - row * m.columns];
+      }
+      for (int n = 0; n < batch.tokens; n++) batch.y[n][row] += sums[n];
     }
+    return;
+  }
+  for (long row = begin; row < end; row++) {
+    float sums[TOKENS] = {};
+    if (!spread_dots(m, row, batch.x, batch.tokens, sums))
+      each_value(m, row, [&](long column, float value) {
+        for (int n = 0; n < batch.tokens; n++) sums[n] += value * batch.x[n][column];
+      });
     for (int n = 0; n < batch.tokens; n++) batch.y[n][row] += sums[n];
   }
 }
@@ -219,10 +230,7 @@ template <Form F> static void add_row(const Operand m, long r, float* row) {
 }
 static void add_row(const Operand& m, long r, float* row, float* spare) {
   if (m.form == SPARSE) {
-    const int32_t* at = (const int32_t*)m.scales;
-    const int32_t* stop = at + m.count;
-    for (const int32_t* p = std::lower_bound(at, stop, r * m.columns); p < stop && *p < (r + 1) * m.columns; p++)
-      row[*p - r * m.columns] += number(m.data, m.numbers, p - at);
+    each_value(m, r, [&](long column, float value) { row[column] += value; });
     return;
   }
   if (!aligned(m)) {

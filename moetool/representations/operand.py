@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import torch
 from torch import Tensor
 
 Kind = Literal["numbers", "codes", "nf4", "int8", "sparse"]
+WORD = 64  # columns of a sparse matrix whose bits lie in one number
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +21,8 @@ class Operand:
         shape: rows and columns.
         data: the stored numbers, codes or values.
         scales: what codes are multiplied by, one per `group` of a row (of the flattened matrix for nf4); of a sparse
-            matrix the ascending positions [count] int32 of its values in the flattened matrix.
+            matrix the ascending positions [count] int32 of its values in the flattened matrix, or with a `group` of 64
+            where the values of every row begin and a bit per column, [rows, 1 + ⌈columns / 64⌉] int64.
         bits: of a code.
         group: columns that share a scale.
         transposed: inputs `[tokens, rows]` are multiplied by M instead of inputs `[tokens, columns]` by its transpose.
@@ -47,6 +51,26 @@ def numbers(matrix: Tensor) -> Operand:
     """A matrix `[rows, columns]` as it is."""
     rows, columns = matrix.shape
     return Operand("numbers", (rows, columns), matrix)
+
+
+def marked(shape: tuple[int, int], values: Tensor, positions: Tensor) -> Operand:
+    """A sparse matrix by the bits of its columns, from ascending positions [count] int32, on a CPU."""
+    rows, columns = shape
+    marks = torch.zeros(rows, -(-columns // WORD) * WORD, dtype=torch.uint8)
+    whole = positions.long()
+    marks[whole // columns, whole % columns] = 1
+    bits = torch.from_numpy(np.packbits(marks.numpy(), axis=1, bitorder="little")).view(torch.int64)
+    starts = torch.searchsorted(positions, torch.arange(rows).mul(columns).to(positions.dtype))
+    return Operand("sparse", shape, values, torch.cat([starts[:, None], bits], 1), group=WORD)
+
+
+def by_positions(operand: Operand) -> Operand:
+    """A sparse matrix by the positions of its values, however it is stored."""
+    if operand.group != WORD or operand.scales is None:
+        return operand
+    bits = operand.scales[:, 1:].contiguous().view(torch.uint8).numpy()
+    marks = np.unpackbits(bits, axis=1, bitorder="little")[:, : operand.shape[1]]
+    return Operand("sparse", operand.shape, operand.data, torch.from_numpy(np.flatnonzero(marks)).int())
 
 
 def factors(u: Tensor, v: Tensor) -> tuple[Operand, Operand]:

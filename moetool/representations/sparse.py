@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import ClassVar, Self
 
@@ -16,7 +16,7 @@ from moetool.numerics.sampling import sample, scatter
 from moetool.numerics.sparse_product import sparse_linear
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
 from moetool.representations.measured import NOTHING, Measured
-from moetool.representations.operand import Operand, Products
+from moetool.representations.operand import Operand, Products, marked
 
 _SEEDS = 1 << 64
 
@@ -154,7 +154,8 @@ class MagnitudeSparse(Representation):
 class ScatteredWeight(Weight):
     """Run-time form of both: values, and where they belong in a matrix of zeros.
 
-    The positions are found when they are needed first and kept as int32, neither a parameter nor in the state dict.
+    The positions are found when they are needed first and kept, neither a parameter nor in the state dict: as int32, or
+    for kernels of a CPU as a bit per element where that is less.
     """
 
     def __init__(self, shape: tuple[int, int], count: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -162,6 +163,7 @@ class ScatteredWeight(Weight):
         self.shape = shape
         self.values = empty_parameter((count,), dtype, device)
         self._indices: Tensor | None = None
+        self._marked: Operand | None = None
 
     @abstractmethod
     def locate(self) -> Tensor:
@@ -175,10 +177,11 @@ class ScatteredWeight(Weight):
         return self._indices
 
     def forget(self) -> None:
-        self._indices = None
+        self._indices = self._marked = None
 
     def derived(self) -> tuple[Tensor, ...]:
-        return () if self._indices is None else (self._indices,)
+        kept = self._indices if self._marked is None else self._marked.scales
+        return () if kept is None else (kept,)
 
     def _load_from_state_dict(self, *arguments: object, **options: object) -> None:
         self.forget()
@@ -198,7 +201,15 @@ class ScatteredWeight(Weight):
         return self.scatter(torch.promote_types(self.values.dtype, torch.float32))
 
     def products(self) -> Products:
-        return ((Operand("sparse", self.shape, self.values, self.indices()),),)
+        rare = len(self.values) * torch.int32.itemsize * 8 < self.shape[0] * self.shape[1]
+        if rare or self.values.device.type != "cpu":
+            self._marked = None
+            return ((Operand("sparse", self.shape, self.values, self.indices()),),)
+        if self._marked is None:
+            with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
+                self._marked = marked(self.shape, self.values, self.indices())
+            self._indices = None
+        return ((replace(self._marked, data=self.values),),)
 
 
 class SparseWeight(ScatteredWeight):

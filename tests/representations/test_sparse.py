@@ -8,7 +8,8 @@ from torch import Tensor
 
 from moetool.errors import InvalidInputError
 from moetool.representations import Measured, Representation, parse_representation
-from moetool.representations.sparse import MagnitudeSparse, Sparse
+from moetool.representations.operand import by_positions, marked
+from moetool.representations.sparse import MagnitudeSparse, ScatteredWeight, Sparse
 
 CPU = torch.device("cpu")
 SHAPE = (12, 20)
@@ -207,3 +208,28 @@ def test_damaged_positions_are_noticed() -> None:
     tensors["high"][0] ^= 255
     with pytest.raises(InvalidInputError, match="damaged"):
         MagnitudeSparse(0.1).decode(tensors, SHAPE, torch.float64)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (3, 64), (9, 130)])
+@pytest.mark.parametrize("kept", [0.05, 0.3, 1.0])
+def test_bits_stand_for_positions(shape: tuple[int, int], kept: float) -> None:
+    chosen = torch.rand(shape, generator=torch.Generator().manual_seed(1)).view(-1) < kept
+    chosen[-1] = True
+    positions = chosen.nonzero().view(-1).int()
+    operand = marked(shape, torch.ones(len(positions)), positions)
+    assert operand.scales is not None
+    assert operand.scales.shape == (shape[0], 1 + -(-shape[1] // 64))
+    again = by_positions(operand)
+    assert again.scales is not None
+    assert again.scales.equal(positions)
+
+
+@pytest.mark.parametrize(("kept", "most"), [(0.5, 0.3), (0.2, 0.7), (0.02, 4.0)])
+def test_few_bytes_are_kept_per_value_for_kernels(kept: float, most: float) -> None:
+    """A bit per element, or 32 per value where that is less."""
+    shape = 64, 4096
+    weight = Sparse(1 - kept, 3).build(shape, torch.bfloat16, torch.device("cpu"))
+    (chain,) = weight.products() or ()
+    assert sum(tensor.nbytes for tensor in weight.derived()) <= most * len(chain[0].data)
+    assert isinstance(weight, ScatteredWeight)
+    assert (weight._indices is None) is (kept > 0.1)
