@@ -19,6 +19,7 @@ ever, and what it has allocated and mapped when it has run, of the bytes on disk
 """
 
 import argparse
+import copy
 import gc
 import json
 import os
@@ -249,6 +250,8 @@ def form_row(name: str, native: Any, size: Size, form: str, rounds: int, device:
     ours = SharedBaseExperts(
         native, layout(MoEShape(size.experts, size.top_k, size.hidden, size.intermediate), form)
     ).eval()
+    ours.config = copy.deepcopy(native.config)  # of its own: what the native module is told to run by changes
+    ours.config._experts_implementation = "grouped_mm"
     fill(ours, torch.Generator(device).manual_seed(1))
     cells = []
     for tokens, wanted in WANTED[form].items():
