@@ -11,7 +11,7 @@ from moetool.kernels import card, compiler, cpu
 from moetool.kernels.table import Table
 from moetool.representations.operand import Operand, Products
 
-_ONCE = 64  # with 1.5 TFLOP/s: a number of a base is added in .2 ns, and multiplied by 64 tokens in .1
+_ONCE = 32  # with 1 TFLOP/s: a number of a base is added in .2 ns, and multiplied by 64 tokens in .13
 
 
 def problem(device: torch.device) -> str:
