@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 _LOGGER = logging.getLogger(__name__)
-_SOURCES = [Path(__file__).with_name(name) for name in ("routed.cpp", "matrices.h", "sparse.h", "vectors.h")]
+_SOURCES = [Path(__file__).with_name(name) for name in ("routed.cpp", "many.cpp")]
+_HEADERS = [Path(__file__).with_name(name) for name in ("matrices.h", "rows.h", "sparse.h", "tiles.h", "vectors.h")]
 _SECONDS = 60  # that a compiler may take; it takes about five
 # Not `-ffast-math`: older compilers then let the library turn off denormal numbers for the whole process.
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-w")
@@ -79,7 +80,7 @@ def load(compiler: Sequence[str], flags: Sequence[str]) -> ctypes.CDLL:
         OSError, subprocess.SubprocessError: it cannot be run, fails, takes too long, or what it makes does not load.
     """
     made_from = [
-        *(source.read_text() for source in _SOURCES),
+        *(source.read_text() for source in (*_SOURCES, *_HEADERS)),
         _run([*compiler, "--version"]),
         *(*_FLAGS, *flags, platform.machine(), _processor()),
     ]
@@ -95,7 +96,7 @@ def load(compiler: Sequence[str], flags: Sequence[str]) -> ctypes.CDLL:
     _LOGGER.info("compiling kernels with %s, once", compiler[0])
     with tempfile.TemporaryDirectory(dir=folder) as made:
         target = Path(made) / f"{name}.so"
-        _run([*compiler, *_FLAGS, *flags, str(_SOURCES[0]), "-o", str(target)])
+        _run([*compiler, *_FLAGS, *flags, *map(str, _SOURCES), "-o", str(target)])
         file = folder / _named(name, target)
         target.replace(file)  # whole or not at all, whoever else compiles now
     return ctypes.CDLL(str(file))

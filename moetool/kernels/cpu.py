@@ -38,15 +38,35 @@ def routed(table: Table, chosen: Tensor, inputs: Tensor) -> Tensor:
 
 def unpacked_linear(operands: Sequence[Operand], inputs: Tensor) -> Tensor:
     """Inputs times the sum of stored matrices of one shape, none of them transposed, of which a part is unpacked at a
-    time: `[tokens, in]` → `[tokens, out]`.
+    time: `[tokens, in]` → `[tokens, out]`."""
+    numbers = _numbers(operands)
+    if not multiplies(inputs.dtype):
+        return _part_by_part(numbers, operands[0].shape, inputs)
+    inputs = inputs.contiguous()
+    output = inputs.new_empty(len(inputs), operands[0].shape[0])
+    library().moetool_multiply(
+        ctypes.c_void_p(numbers.data_ptr()),
+        ctypes.c_long(len(numbers)),
+        ctypes.c_void_p(inputs.data_ptr()),
+        ctypes.c_long(len(inputs)),
+        ctypes.c_void_p(output.data_ptr()),
+        ctypes.c_int(threads()),
+    )
+    return output
 
-    The part comes first in the product: oneDNN takes up to half the time then, since rows are many and tokens are few.
-    """
-    rows, columns = operands[0].shape
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether kernels unpack and multiply in one, a part in the cache at a time: the processor has products of bf16."""
+    return dtype == torch.bfloat16 and bool(library().moetool_multiplies())
+
+
+def _part_by_part(numbers: Tensor, shape: tuple[int, int], inputs: Tensor) -> Tensor:
+    """The same by torch's own products. The part comes first in them: oneDNN takes up to half the time then, since rows
+    are many and tokens are few."""
+    rows, columns = shape
     step = max(1, min(rows, _PART // columns))
     scratch = _scratch(step * columns, inputs.dtype).view(step, columns)
     output = inputs.new_empty(rows, len(inputs))
-    numbers = _numbers(operands)
     for first in range(0, rows, step):
         part = _unpacked(numbers, first, scratch[: rows - first])
         torch.mm(part, inputs.t(), out=output[first : first + len(part)])

@@ -5,6 +5,7 @@
 // codes, one byte serves that many rows in the same column, so that they share its load and the load of x.
 #pragma once
 #include <algorithm>
+#include <type_traits>
 #include "vectors.h"
 
 // As moetool/kernels/operands.py numbers them.
@@ -52,6 +53,27 @@ template <Form F> static inline long row_of(const Operand& m, long q, int j) {
   if (F == CODES3) return q / 2 + (2 * j + q % 2) * (m.rows / 8);
   return q + j * (m.rows / served(F));
 }
+// The codes of a vector's columns from `column` on of the rows row_of(q, 0…); above them are those of neighbours.
+template <Form F, class V> static inline void codes(const Operand& m, long q, long column, V* out) {
+  using Number = std::decay_t<decltype(out[0][0])>;
+  const long n = m.columns;
+  V code;
+  bytes(m.data + (F == CODES1 ? q / 2 : F == CODES3 ? q / 2 + (q % 2) * (m.rows / 8) : q) * n + column, code);
+  if (F == CODES3) {
+    V one;
+    bytes(m.data + (m.rows / 4 + q / 2) * n + column, one);
+    one = one << (Number)(2 - q % 2);
+    // Third bits go where the neighbours' lower ones were; what is above them does not matter.
+    const V even = (code & 0x33) | (one & ~0x33), odd = (code & 0xcc) | (one & ~0xcc);
+    out[0] = even;
+    out[1] = odd >> 2;
+    out[2] = even >> 4;
+    out[3] = odd >> 6;
+    return;
+  }
+  if (F == CODES1) code = code >> (Number)(4 * (q % 2));
+  for (int j = 0; j < served(F); j++) out[j] = code >> (Number)(j * bits(F));
+}
 // 16 columns from `column` on of the rows row_of(q, 0…), unscaled.
 template <Form F> static inline void decode(const Operand& m, vf levels, long q, long column, vf* out) {
   const long n = m.columns;
@@ -65,21 +87,9 @@ template <Form F> static inline void decode(const Operand& m, vf levels, long q,
     return;
   }
   if (F == NF4) { out[0] = lookup(levels, nibbles(m.data + (q * n + column) / 2)); return; }
-  if (F == CODES3) {
-    const long eighth = m.rows / 8;
-    const vi two = bytes(m.data + (q / 2 + (q % 2) * eighth) * n + column);
-    const vi one = bytes(m.data + (m.rows / 4 + q / 2) * n + column) << (int)(2 - q % 2);
-    // Third bits go where the neighbours' lower ones were; what is above them does not matter.
-    const vi even = (two & 0x33) | (one & ~0x33), odd = (two & 0xcc) | (one & ~0xcc);
-    out[0] = lookup(levels, even);
-    out[1] = lookup(levels, odd >> 2);
-    out[2] = lookup(levels, even >> 4);
-    out[3] = lookup(levels, odd >> 6);
-    return;
-  }
-  vi code = bytes(m.data + (F == CODES1 ? q / 2 : q) * n + column);
-  if (F == CODES1) code = code >> (int)(4 * (q % 2));
-  for (int j = 0; j < served(F); j++) out[j] = lookup(levels, code >> (j * bits(F)));
+  vi code[served(F)];
+  codes<F>(m, q, column, code);
+  for (int j = 0; j < served(F); j++) out[j] = lookup(levels, code[j]);
 }
 // The same of one row.
 template <Form F> static inline vf decode_row(const Operand& m, vf levels, long row, long column) {

@@ -125,7 +125,7 @@ static void sparse_dots(const Operand& m, long begin, long end, const Batch& bat
   for (long row = begin; row < end; row++) {
     float sums[TOKENS] = {};
     if (!spread_dots(m, row, batch.x, batch.tokens, sums))
-      each_value(m, row, [&](long column, float value) {
+      each_value(m, row, 0, m.columns, [&](long column, float value) {
         for (int n = 0; n < batch.tokens; n++) sums[n] += value * batch.x[n][column];
       });
     for (int n = 0; n < batch.tokens; n++) batch.y[n][row] += sums[n];
@@ -214,110 +214,4 @@ extern "C" void moetool_routed(const Expert* table, long count, const int64_t* e
     }
   }
   for (const auto& stage : stages) run(stage, threads);
-}
-
-
-// --------------------------------------------------------------------------------------------------------- unpacking
-// row += M[r], scaled; `row` has as many numbers as M has columns.
-template <Form F> static void add_row(const Operand m, long r, float* row) {
-  const vf levels = looked_up(F) ? load(m.levels) : vf{};
-  const long group = coded(F) ? m.group : m.columns, groups = m.columns / group;
-  for (long g = 0; g < groups; g++) {
-    const float s = coded(F) ? scale(m, r * groups + g) : 1;
-    for (long i = g * group; i < (g + 1) * group; i += W)
-      store(row + i, load(row + i) + decode_row<F>(m, levels, r, i) * s);
-  }
-}
-static void add_row(const Operand& m, long r, float* row, float* spare) {
-  if (m.form == SPARSE) {
-    each_value(m, r, [&](long column, float value) { row[column] += value; });
-    return;
-  }
-  if (!aligned(m)) {
-    unpack(m, r, 0, m.columns, spare);
-    for (long i = 0; i < m.columns; i++) row[i] += spare[i];
-    return;
-  }
-  switch (m.form) {
-    case F32: return add_row<F32>(m, r, row);
-    case BF16: return add_row<BF16>(m, r, row);
-    case F16: return add_row<F16>(m, r, row);
-    case CODES1: return add_row<CODES1>(m, r, row);
-    case CODES2: return add_row<CODES2>(m, r, row);
-    case CODES3: return add_row<CODES3>(m, r, row);
-    case CODES4: return add_row<CODES4>(m, r, row);
-    case CODES8: return add_row<CODES8>(m, r, row);
-    case NF4: return add_row<NF4>(m, r, row);
-    case INT8: return add_row<INT8>(m, r, row);
-  }
-}
-// `row` has room for whole vectors.
-static void round_row(const float* row, long columns, int64_t form, uint8_t* out) {
-  if (form == F32) { memcpy(out, row, 4 * columns); return; }
-  for (long i = 0; i < columns; i += W) {
-    uint16_t last[W];
-    uint16_t* p = i + W <= columns ? (uint16_t*)out + i : last;
-    form == BF16 ? store_bf16(p, load(row + i)) : store_f16(p, load(row + i));
-    if (p == last) memcpy((uint16_t*)out + i, last, 2 * (columns - i));
-  }
-}
-// What is asked for most often, in one go: codes, and a base in bf16 or codes if there is one, into bf16.
-// The operands are copies: nothing that is written can be part of them, so that what is the same for all of a row is
-// computed once.
-template <Form F, Form BASE> static void fused_row(const Operand m, const Operand base, long r, uint16_t* out) {
-  const vf levels = looked_up(F) ? load(m.levels) : vf{}, base_levels = looked_up(BASE) ? load(base.levels) : vf{};
-  const long groups = m.columns / m.group;
-  for (long g = 0; g < groups; g++) {
-    const float s = scale(m, r * groups + g), t = coded(BASE) ? scale(base, r * groups + g) : 1;
-    for (long i = g * m.group; i < (g + 1) * m.group; i += W) {
-      vf w = decode_row<F>(m, levels, r, i) * s;
-      if (BASE == BF16)  // 2 KB ahead: the processor's own guess ends with the page
-        __builtin_prefetch((const uint16_t*)base.data + r * m.columns + i + 1024);
-      if (BASE != NONE) w += decode_row<BASE>(base, base_levels, r, i) * t;
-      store_bf16(out + i, w);
-    }
-  }
-}
-template <Form F> static bool fused_row(const Operand& m, const Operand& base, long r, uint16_t* out) {
-  switch (base.form) {
-    case NONE: fused_row<F, NONE>(m, base, r, out); return true;
-    case BF16: fused_row<F, BF16>(m, base, r, out); return true;
-    case CODES2: fused_row<F, CODES2>(m, base, r, out); return true;
-    case CODES3: fused_row<F, CODES3>(m, base, r, out); return true;
-    case CODES4: fused_row<F, CODES4>(m, base, r, out); return true;
-    case CODES8: fused_row<F, CODES8>(m, base, r, out); return true;
-  }
-  return false;
-}
-static bool fused_row(const Operand* matrices, long count, long r, uint16_t* out) {
-  const Operand base = count == 2 ? matrices[1] : Operand{};
-  if (count > 2 || !aligned(matrices[0])) return false;
-  if (base.form && (!aligned(base) || (base.form != BF16 && base.group != matrices[0].group))) return false;
-  switch (matrices[0].form) {
-    case CODES1: return fused_row<CODES1>(matrices[0], base, r, out);
-    case CODES2: return fused_row<CODES2>(matrices[0], base, r, out);
-    case CODES3: return fused_row<CODES3>(matrices[0], base, r, out);
-    case CODES4: return fused_row<CODES4>(matrices[0], base, r, out);
-    case CODES8: return fused_row<CODES8>(matrices[0], base, r, out);
-    case NF4: return fused_row<NF4>(matrices[0], base, r, out);
-  }
-  return false;
-}
-// out [end - begin, columns] = the rows `begin` to `end` of the sum of matrices [rows, columns], in the form `numbers`.
-extern "C" void moetool_unpack(const Operand* matrices, long count, long begin, long end, uint8_t* out, int64_t numbers,
-                               int threads) {
-  const long columns = matrices[0].columns;
-#pragma omp parallel num_threads(threads)
-  {
-    std::vector<vf> row_memory(columns / W + 1), spare_memory(columns / W + 1);  // vectors lie where they are fast
-    float *row = (float*)row_memory.data(), *spare = (float*)spare_memory.data();
-#pragma omp for schedule(dynamic, 16)
-    for (long r = begin; r < end; r++) {
-      uint8_t* target = out + (r - begin) * columns * (numbers == F32 ? 4 : 2);
-      if (numbers == BF16 && fused_row(matrices, count, r, (uint16_t*)target)) continue;
-      std::fill(row, row + columns, 0.f);
-      for (long i = 0; i < count; i++) add_row(matrices[i], r, row, spare);
-      round_row(row, columns, numbers, target);
-    }
-  }
 }

@@ -9,19 +9,27 @@
 static inline long words(const Operand& m) { return (m.columns + m.group - 1) / m.group; }
 static inline const int64_t* line(const Operand& m, long row) { return (const int64_t*)m.scales + row * (words(m) + 1); }
 
-// use(column, value) for the values of a row, in their order.
-template <class Use> static inline void each_value(const Operand& m, long row, Use use) {
+// use(column, value) for the values of a row from column `begin` to `end`, in their order.
+template <class Use> static inline void each_value(const Operand& m, long row, long begin, long end, Use use) {
   if (m.group > 1) {
     const int64_t* own = line(m, row);
     long index = own[0];
-    for (long w = 0; w < words(m); w++)
-      for (uint64_t left = own[1 + w]; left; left &= left - 1)
-        use(w * m.group + __builtin_ctzll(left), number(m.data, m.numbers, index++));
+    for (long w = 0; w * m.group < end; w++) {
+      if ((w + 1) * m.group <= begin) {
+        index += __builtin_popcountll(own[1 + w]);
+        continue;
+      }
+      for (uint64_t left = own[1 + w]; left; left &= left - 1, index++) {
+        const long column = w * m.group + __builtin_ctzll(left);
+        if (column >= begin && column < end) use(column, number(m.data, m.numbers, index));
+      }
+    }
     return;
   }
   const int32_t *at = (const int32_t*)m.scales, *stop = at + m.count;
-  for (const int32_t* p = std::lower_bound(at, stop, row * m.columns); p < stop && *p < (row + 1) * m.columns; p++)
-    use(*p - row * m.columns, number(m.data, m.numbers, p - at));
+  const long first = row * m.columns;
+  for (const int32_t* p = std::lower_bound(at, stop, first + begin); p < stop && *p < first + end; p++)
+    use(*p - first, number(m.data, m.numbers, p - at));
 }
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
 // Of a row in bits and bf16, sums of the products of its values with 1 to 4 inputs: 16 columns at a time, the values of

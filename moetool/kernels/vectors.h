@@ -9,6 +9,7 @@
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
+typedef int16_t vh __attribute__((vector_size(64)));
 constexpr long W = 16;
 
 static inline vf load(const float* p) { vf v; memcpy(&v, p, sizeof v); return v; }
@@ -33,6 +34,10 @@ static inline vi bytes(const uint8_t* p) {
   vi v; for (int i = 0; i < W; i++) v[i] = p[i]; return v;
 #endif
 }
+static inline void bytes(const uint8_t* p, vi& v) { v = bytes(p); }
+#if defined(__AVX512BW__)
+static inline void bytes(const uint8_t* p, vh& v) { v = (vh)_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+#endif
 static inline vi shorts(const uint16_t* p) {
 #if defined(__AVX512F__)
   return (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));

@@ -20,12 +20,12 @@ from moetool.representations.operand import Operand, factors, numbers
 SHAPES = [(24, 32), (64, 48), (40, 64), (37, 50), (96, 128), (9, 7), (64, 1)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")
-EXTENSIONS = {"x86-64-v3": "avx2", "x86-64": "sse2"}  # what a machine must have for them
+EXTENSIONS = {"x86-64-v3": "avx2", "x86-64": "sse2", "cooperlake": "avx512_bf16"}  # what a machine must have for them
 
 pytestmark = pytest.mark.skipif(bool(compiler.problem()), reason=compiler.problem())
 
 
-@pytest.fixture(params=["native", *EXTENSIONS])
+@pytest.fixture(params=["native", "x86-64-v3", "x86-64"])
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Kernels in the instructions of this machine, of any with AVX2, and of any at all."""
     if request.param != "native":
@@ -97,6 +97,23 @@ def test_a_sum_is_the_sum(bits: int, dtype: torch.dtype, instructions: str) -> N
         few = routed(Table([products], shape, ()), torch.zeros(20, dtype=torch.int64), inputs)
         assert error(few, expected) < 1e-6
         assert error(linear(products, inputs, 64), expected) < 1e-6 if dtype == torch.float32 else 6e-3
+
+
+@pytest.mark.parametrize("instructions", ["native", "cooperlake"], indirect=True)
+@pytest.mark.parametrize(("shape", "group"), [((264, 1056), 32), ((72, 48), 16), ((37, 1050), 25), ((1, 1), 1)])
+def test_many_tokens_in_bf16(shape: tuple[int, int], group: int, instructions: str) -> None:
+    """In the instructions for bf16, with AMX's where the machine has them: parts of rows, columns and tokens left over,
+    every base that is added at once, and those that are not."""
+    generator = torch.Generator().manual_seed(0)
+    bases = [coded(bits, shape, group, 1) for bits in BITS] + [numbers(torch.randn(shape, generator=generator))]
+    for bits in BITS:
+        for base in (None, *bases):
+            operands = [coded(bits, shape, group), *([base] if base is not None else [])]
+            for tokens in (1, 33) if bits != 3 else (1, 16, 600):
+                inputs = torch.randn(tokens, shape[1], generator=generator).bfloat16()
+                products = tuple((operand,) for operand in operands)
+                expected = linear(products, inputs.float(), shape[0]).double()
+                assert error(linear(products, inputs, shape[0]), expected) < 8e-3, (bits, base, tokens)
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (63, 50), (40, 4096)])

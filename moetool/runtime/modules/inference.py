@@ -20,7 +20,7 @@ from moetool.architectures import Role
 from moetool.errors import UsageError
 from moetool.kernels.held import Held
 from moetool.kernels.operands import UnsupportedMatrixError
-from moetool.kernels.products import is_packed, linear, problem, routed
+from moetool.kernels.products import is_packed, linear, problem, routed, tokens_met_once
 from moetool.kernels.table import Table
 from moetool.representations.operand import Products
 from moetool.runtime.modules.fused import activated
@@ -121,6 +121,29 @@ class _Stage:
         return found.view(len(self.roles), tokens, count, self._table.shape[0])
 
 
+@dataclass(frozen=True)
+class _Met:
+    """Tokens that meet a base by itself, beside the deltas of their experts.
+
+    Attributes:
+        experts: those whose deltas and base are multiplied by one after the other.
+        tokens: who chose them, ascending.
+        places: of every sorted pair, that of its token among `tokens`; anything for other experts' pairs.
+    """
+
+    experts: frozenset[int]
+    tokens: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, sorted_by: _Sorted, experts: Sequence[int], tokens: int) -> "_Met":
+        meets = torch.zeros(tokens, dtype=torch.bool, device=sorted_by.rows.device)
+        for expert in experts:
+            meets[sorted_by.rows[sorted_by.ends[expert] : sorted_by.ends[expert + 1]]] = True
+        places = (meets.cumsum(0) - 1).index_select(0, sorted_by.rows)
+        return cls(frozenset(experts), meets.nonzero().flatten(), places)
+
+
 class KernelExperts:
     """The routed experts of one layer, as they lay in memory when this was made."""
 
@@ -188,49 +211,64 @@ class KernelExperts:
 
     def _many(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         sorted_by = _Sorted.of(chosen, self._experts)
-        given, shares = hidden.index_select(0, sorted_by.rows), weights.index_select(0, sorted_by.pairs)
-        down = self.roles["down"]
+        spans = {expert: slice(*span) for expert, span in enumerate(pairwise(sorted_by.ends)) if span[0] < span[1]}
+        wholes = {role: self._wholes(own, list(spans), hidden) for role, own in self.roles.items()}
+        met = {
+            role: _Met.of(
+                sorted_by,
+                [expert for expert in spans if own.deltas[expert] and expert not in wholes[role]],
+                len(hidden),
+            )
+            for role, own in self.roles.items()
+            if own.base is not None
+        }
+        bases = {
+            role: self._base(own.base, hidden.index_select(0, met[role].tokens)).to(hidden.dtype)
+            for role, own in self._entering()
+            if own.base is not None and met[role].experts
+        }
+        shares, down = weights.index_select(0, sorted_by.pairs), self.roles["down"]
         # What experts give lies in their order and is put back at once: adding to rows one by one takes far longer.
-        outputs = hidden.new_zeros(len(given) + 1, down.table.shape[0], dtype=torch.float32)
-        activations: Tensor | None = None  # those that the down base meets
-        bases: dict[Role, Tensor] = {}
-        for expert, (start, end) in enumerate(pairwise(sorted_by.ends)):
-            if start == end:
-                continue
-            share, values = shares[start:end], []
+        outputs = torch.empty(len(shares) + 1, down.table.shape[0], device=hidden.device)
+        outputs[-1] = 0
+        apart = met["down"].experts if "down" in met else frozenset()
+        activations = hidden.new_zeros(len(outputs) if apart else 0, down.table.shape[1])  # those that the base meets
+        for expert, span in spans.items():
+            given, values = hidden.index_select(0, sorted_by.rows[span]), []
             for role, own in self._entering():
-                whole = self._whole(own, expert)
-                value = linear(whole or own.table.products[expert], given[start:end], own.table.shape[0])
-                if not whole and own.base is not None and own.deltas[expert]:
-                    if role not in bases:
-                        bases[role] = self._base(own.base, hidden).to(hidden.dtype)
-                    value = value + bases[role].index_select(0, sorted_by.rows[start:end])
+                products = wholes[role].get(expert, own.table.products[expert])
+                value = linear(products, given, own.table.shape[0])
+                if role in bases and expert in met[role].experts:
+                    value = value + bases[role].index_select(0, met[role].places[span])
                 values.append(value if own.bias is None else value + own.bias[expert])
             activation = activated(self._act_fn, values).to(hidden.dtype)
-            whole = self._whole(down, expert)
-            value = linear(whole or down.table.products[expert], activation, down.table.shape[0])
-            torch.mul(value if down.bias is None else value + down.bias[expert], share, out=outputs[start:end])
-            if not whole and down.base is not None and down.deltas[expert]:
-                if activations is None:
-                    activations = hidden.new_zeros(len(outputs), down.table.shape[1])
-                activations[start:end] = activation * share
+            value = linear(wholes["down"].get(expert, down.table.products[expert]), activation, down.table.shape[0])
+            torch.mul(value if down.bias is None else value + down.bias[expert], shares[span], out=outputs[span])
+            if expert in apart:
+                activations[span] = activation * shares[span]
         output = outputs.index_select(0, sorted_by.back).unflatten(0, chosen.shape).sum(1)
-        if down.base is not None and activations is not None:
-            summed = activations.index_select(0, sorted_by.back).unflatten(0, chosen.shape).sum(1, dtype=torch.float32)
-            output += self._down(down.base, summed.to(hidden.dtype))
+        if down.base is not None and apart:
+            tokens = met["down"].tokens
+            back = sorted_by.back.view(chosen.shape).index_select(0, tokens)
+            summed = activations.index_select(0, back.flatten()).unflatten(0, back.shape).sum(1, dtype=torch.float32)
+            output.index_add_(0, tokens, self._down(down.base, summed.to(hidden.dtype)).float())
         return output
 
     def _entering(self) -> Iterator[tuple[Role, RoleMatrices]]:
         return ((role, own) for role, own in self.roles.items() if role != "down")
 
-    def _whole(self, own: RoleMatrices, expert: int) -> Products:
-        """A delta and its base in one, if the delta is written out anyway; else nothing."""
-        delta = own.table.products[expert]
-        if own.base is None or not own.deltas[expert] or not is_packed(delta):
-            return ()
-        if self._channels is not None or (self._base_down is not None and own is self.roles["down"]):
-            return ()
-        return delta + own.base.products[0]
+    def _wholes(self, own: RoleMatrices, experts: Sequence[int], hidden: Tensor) -> dict[int, Products]:
+        """Of those of `experts` whose delta is written out anyway, it and its base in one, unless all tokens meet the
+        base in less time."""
+        if own.base is None or self._channels is not None:
+            return {}
+        if self._base_down is not None and own is self.roles["down"]:
+            return {}
+        base = own.base.products[0]
+        if not is_packed(base) and len(hidden) <= tokens_met_once(hidden) * len(experts):
+            return {}
+        deltas = {expert: own.table.products[expert] for expert in experts if own.deltas[expert]}
+        return {expert: delta + base for expert, delta in deltas.items() if is_packed(delta)}
 
     def _base(self, base: Table, hidden: Tensor) -> Tensor:
         """The product with a base that meets the input, for all channels: `[tokens, intermediate]` fp32."""
