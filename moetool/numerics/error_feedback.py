@@ -3,75 +3,162 @@
 Nearest codes minimise the error of every element by itself. What counts is the error of the output,
 tr(E G E^T) for E [out, in] and the Gram matrix G of the inputs, in which errors of correlated inputs can cancel. As in
 GPTQ (Frantar et al., arXiv:2210.17323), the error of input j is moved to the inputs that are still open by its least
-squares solution, which the upper Cholesky factor of G^-1 holds row by row.
+squares solution.
+
+GPTQ reads that from the Cholesky factor of G^-1. With G = R R^T for an upper R no inverse is needed: the error of a row
+e is |e R|^2, whose part k holds the errors of inputs 0 to k alone, so the code of input k makes e_k + sum_(i<k) e_i
+R_ik / R_kk as small as it can. That is the same choice (Chen et al., arXiv:2507.18553), and |e R|^2 falls out of it.
 """
+
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from moetool.numerics.quantization import dequantize, levels, nearest, nearest_levels
+from moetool.numerics.quantization import Lookup, dequantize
 
 _DAMPING = 0.01  # of every input's own energy: relative to the mean it would drown ordinary inputs beside outliers
 _SILENT = 1e-6  # share of the mean energy that inputs without any are given
-_BLOCK = 64  # inputs after which the rest of the matrix is brought up to date
+_BLOCK = 32  # inputs between which errors are moved one by one; beyond, by products of matrices
+_SLABS = 4  # in which errors of nearest codes are summed up
 
 
-def feed_back(matrix: Tensor, scales: Tensor, bits: int, gram: Tensor) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class Feedback:
+    """What error feedback reads of a Gram matrix, for all matrices on the same inputs and all numbers of bits.
+
+    Attributes:
+        order: [in], from the input that carries most, while there are many left to make good for it.
+        links: [in, in] fp32 in that order, upper triangular with ones on the diagonal: R_ik / R_kk.
+        pivots: [in] fp32 in that order, R_kk^2, in units of the mean energy.
+        damping: [in] fp32 in that order, what was added to the diagonal of the Gram matrix, in the same units.
+    """
+
+    order: Tensor
+    links: Tensor
+    pivots: Tensor
+    damping: Tensor
+
+    @classmethod
+    def of(cls, gram: Tensor) -> Self | None:
+        """From [in, in], sum of x x^T over the inputs x; positive semi-definite, may be singular.
+
+        Returns:
+            `None` where all inputs are zero: then any error is as good as another.
+
+        Raises:
+            ValueError: it is not square, or not finite.
+        """
+        size = len(gram)
+        if gram.shape != (size, size) or not bool(gram.sum().isfinite()):
+            raise ValueError(f"error feedback needs a finite Gram matrix [{size}, {size}]")
+        energy = gram.diagonal().double()
+        mean = energy.mean()
+        if not bool(mean > 0):
+            return None
+        order = energy.argsort(descending=True, stable=True)
+        share = (energy / mean)[order]
+        damping = _DAMPING * share + _SILENT
+        # With ones on the diagonal no pivot lies below the damping, which fp32 resolves. Backwards: a lower factor of
+        # the inputs in reverse is an upper one of the inputs in order.
+        size_of = (share + damping).sqrt()
+        back, unit = order.flip(0), (1 / size_of).flip(0)
+        correlation = (gram / mean).float()[back][:, back].mul_(unit.float()).mul_(unit.float()[:, None])
+        correlation.diagonal().fill_(1)
+        factor, failed = torch.linalg.cholesky_ex(correlation)
+        if int(failed):
+            factor = torch.linalg.cholesky(correlation.double()).float()
+        links = factor.flip(0, 1).mul_(size_of.float()[:, None])
+        pivots = links.diagonal().clone()
+        return cls(order, links.div_(pivots), pivots.square(), damping.float())
+
+    def check(self, inputs: int) -> None:
+        """Raise `ValueError` unless it is of so many inputs."""
+        if len(self.order) != inputs:
+            raise ValueError(
+                f"error feedback needs a Gram matrix [{inputs}, {inputs}], not of {len(self.order)} inputs"
+            )
+
+
+def feed_back(matrix: Tensor, codes: Tensor, scales: Tensor, bits: int, feedback: Feedback) -> Tensor:
     """Codes with a smaller output error than the nearest ones, for given scales; no row's is larger.
 
     Args:
         matrix: [out, in], floating and finite.
-        scales: [out, groups] as they will be stored, e.g. those of `quantize`.
+        codes: [out, in] uint8, the nearest ones, e.g. those of `quantize`.
+        scales: [out, groups] as they will be stored.
         bits: of the codes.
-        gram: [in, in], sum of x x^T over the inputs x; positive semi-definite, may be singular. All zero, as of a layer
-            whose inputs are, it leaves every code the nearest.
+        feedback: of the inputs.
 
     Returns:
         [out, in] uint8.
 
     Raises:
-        ValueError: the Gram matrix has another shape, or is not finite.
+        ValueError: there are other inputs behind the feedback.
     """
-    rows, columns = matrix.shape
-    wide = gram.to(matrix.device).double()
-    energy = wide.diagonal()
-    if wide.shape != (columns, columns) or not bool(wide.isfinite().all()):
-        raise ValueError(f"error feedback needs a finite Gram matrix [{columns}, {columns}]")
-    group = columns // scales.shape[1]
-    plain = nearest(matrix.detach().float().view(rows, -1, group), scales.float().unsqueeze(2), bits).view(
-        rows, columns
-    )
-    if not bool(energy.sum() > 0):
-        return plain
-    # Inputs that carry most come first, while there are many left to make good for them.
-    order = energy.argsort(descending=True, stable=True)
-    damped = (wide + torch.diag(_DAMPING * energy + _SILENT * energy.mean()))[order][:, order]
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    factor = torch.linalg.cholesky(inverse, upper=True).float()  # [in, in]
-    grid, stored = levels(bits, torch.float32, matrix.device), scales.float()
+    feedback.check(matrix.shape[1])
+    order = feedback.order
     # [in, out] from here on: one input of all outputs lies side by side.
-    each = stored.repeat_interleave(group, dim=1).T[order]
-    open_ = matrix.detach().float().T[order]
-    codes = torch.empty(columns, rows, dtype=torch.uint8, device=matrix.device)
-    diagonal = factor.diagonal().tolist()
-    for first in range(0, columns, _BLOCK):
-        last = min(first + _BLOCK, columns)
-        errors = torch.empty(last - first, rows, device=matrix.device)
-        divisors = torch.where(each[first:last] > 0, each[first:last], 1)
+    errors = matrix.detach().float().T.contiguous()[order]
+    chosen, lost = _chosen(errors, scales.detach().float().T.contiguous(), bits, feedback)
+    lost -= _damped(errors, feedback)
+    nearest = (matrix.detach().float() - dequantize(codes, scales.detach(), bits, torch.float32)).T.contiguous()[order]
+    worse = _is_larger(nearest, lost, feedback)
+    fed = torch.empty_like(chosen).index_copy_(0, order, chosen).T.contiguous()
+    return torch.where(worse[:, None], fed, codes)
+
+
+def _chosen(errors: Tensor, scales: Tensor, bits: int, feedback: Feedback) -> tuple[Tensor, Tensor]:
+    """Codes [in, out], and the damped output error of every row [out].
+
+    `errors` [in, out] holds the elements, of which their codes' values are subtracted; `scales` is [groups, out].
+    """
+    columns, rows = errors.shape
+    codes = torch.empty(columns, rows, dtype=torch.uint8, device=errors.device)
+    moved = torch.zeros_like(errors)
+    lost = errors.new_zeros(rows)
+    lookup, links = Lookup(bits, scales), feedback.links
+    groups = (feedback.order // (columns // len(scales))).tolist()
+    pivots = feedback.pivots.tolist()
+
+    def choose(first: int, last: int) -> None:
+        if last - first > _BLOCK:
+            middle = first + (last - first + 1) // 2
+            choose(first, middle)
+            moved[middle:last].addmm_(links[first:middle, middle:last].T, errors[first:middle])
+            choose(middle, last)
+            return
         for column in range(first, last):
-            values, error = open_[column], errors[column - first]
-            chosen = nearest_levels(values / divisors[column - first], bits)
-            codes[column] = chosen
-            torch.addcmul(values, grid.index_select(0, chosen), each[column], value=-1, out=error)
-            error /= diagonal[column]
-            open_[column + 1 : last].addr_(factor[column, column + 1 : last], error, alpha=-1)
-        open_[last:] -= factor[first:last, last:].T @ errors
-    codes = torch.empty_like(codes).index_copy_(0, order, codes).T.contiguous()
-    better = _output_error(matrix, codes, scales, bits, wide) <= _output_error(matrix, plain, scales, bits, wide)
-    return torch.where(better[:, None], codes, plain)
+            own = moved[column].add_(errors[column])
+            value = lookup.nearest(own, groups[column], codes[column])
+            errors[column] -= value
+            own -= value
+            lost.addcmul_(own, own, value=pivots[column])
+            moved[column + 1 : last].addr_(links[column, column + 1 : last], errors[column])
+
+    choose(0, columns)
+    return codes, lost
 
 
-def _output_error(matrix: Tensor, codes: Tensor, scales: Tensor, bits: int, gram: Tensor) -> Tensor:
-    """e G e^T of every row: [out]."""
-    error = dequantize(codes, scales.detach(), bits, torch.float64) - matrix.double()
-    return ((error @ gram) * error).sum(1)
+def _damped(errors: Tensor, feedback: Feedback) -> Tensor:
+    """What the damping adds to the output error of errors [in, out]: [out]."""
+    return feedback.damping @ errors.square()
+
+
+def _is_larger(errors: Tensor, limits: Tensor, feedback: Feedback) -> Tensor:
+    """Whether the output error of errors [in, out] exceeds the limits [out], row by row.
+
+    It is a sum of squares, of which few columns tell enough in most rows.
+    """
+    columns, rows = errors.shape
+    size, step = feedback.pivots.sqrt(), -(-columns // _SLABS)
+    left = limits + _damped(errors, feedback)
+    open_ = torch.arange(rows, device=errors.device)
+    for start in range(0, columns, step):
+        stop = min(start + step, columns)
+        part = (feedback.links[:stop, start:stop].T @ errors[:stop]).mul_(size[start:stop, None])
+        left[open_] -= part.square().sum(0)
+        undecided = left[open_] >= 0
+        open_, errors = open_[undecided], errors[:, undecided]
+    return left < 0

@@ -1,10 +1,11 @@
 """What was measured of a matrix before it is encoded, and the thin factors that follow from it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from moetool.numerics.error_feedback import Feedback
 from moetool.numerics.factorize import Factorization, factorize, truncate
 
 
@@ -19,6 +20,7 @@ class Measured:
         row_scale: `[out]`, positive, how much each output counts: its error is multiplied with this before it is
             squared.
         basis: `[out, k]`, for quantized factors of a rank up to k: the first columns span what U should span.
+        feedback: of `gram`, where it was made before.
         factorization: of `row_scale[:, None] * matrix`, where the leading directions were found before.
     """
 
@@ -26,6 +28,7 @@ class Measured:
     importance: Tensor | None = None
     row_scale: Tensor | None = None
     basis: Tensor | None = None
+    feedback: Feedback | None = None
     factorization: Factorization | None = None
 
     @property
@@ -34,6 +37,12 @@ class Measured:
         if self.importance is not None or self.gram is None:
             return self.importance
         return self.gram.diagonal()
+
+    def with_feedback(self) -> "Measured":
+        """The same with what error feedback needs of the Gram matrix, for several matrices on the same inputs."""
+        if self.feedback is not None or self.gram is None:
+            return self
+        return replace(self, feedback=Feedback.of(self.gram))
 
 
 NOTHING = Measured()

@@ -74,8 +74,8 @@ class Quantized(Representation):
         output, see `numerics.error_feedback`."""
         group = group_size(self.group, matrix.shape[1])
         codes, scales = quantize(matrix, self.bits, group, dtype, importance=measured.energy)
-        if measured.gram is not None:
-            codes = feed_back(matrix, scales, self.bits, measured.gram)
+        if (feedback := measured.with_feedback().feedback) is not None:
+            codes = feed_back(matrix, codes, scales, self.bits, feedback)
         return {"codes": pack(codes.view(-1), self.bits), "scales": scales}
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:

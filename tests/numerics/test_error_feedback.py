@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moetool.numerics.error_feedback import feed_back
+from moetool.numerics.error_feedback import Feedback, feed_back
 from moetool.numerics.quantization import BITS, dequantize, quantize
 from moetool.representations import Measured
 from moetool.representations.quantized import Quantized
@@ -12,6 +12,14 @@ from moetool.representations.quantized import Quantized
 
 def normal(rows: int = 48, columns: int = 128) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+
+
+def fed(matrix: Tensor, bits: int, gram: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Nearest codes in groups of 64, those with feedback, and their scales."""
+    feedback = Feedback.of(gram)
+    assert feedback is not None
+    codes, scales = quantize(matrix, bits, 64, torch.bfloat16, importance=importance)
+    return codes, feed_back(matrix, codes, scales, bits, feedback), scales
 
 
 def output_errors(matrix: Tensor, codes: Tensor, scales: Tensor, bits: int, gram: Tensor) -> Tensor:
@@ -23,9 +31,9 @@ def output_errors(matrix: Tensor, codes: Tensor, scales: Tensor, bits: int, gram
 @pytest.mark.parametrize("condition", [1e4, 1e8])
 def test_smaller_output_error_in_every_row(bits: int, condition: float, make_gram) -> None:
     matrix, gram = normal(), make_gram(128, condition)
-    codes, scales = quantize(matrix, bits, 64, torch.bfloat16, importance=gram.diagonal())
-    before = output_errors(matrix, codes, scales, bits, gram)
-    after = output_errors(matrix, feed_back(matrix, scales, bits, gram), scales, bits, gram)
+    nearest, codes, scales = fed(matrix, bits, gram, gram.diagonal())
+    before = output_errors(matrix, nearest, scales, bits, gram)
+    after = output_errors(matrix, codes, scales, bits, gram)
     assert (after <= before * (1 + 1e-6)).all()
     assert after.sum() < 0.8 * before.sum()
 
@@ -33,16 +41,15 @@ def test_smaller_output_error_in_every_row(bits: int, condition: float, make_gra
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_independent_inputs_leave_the_nearest_codes(bits: int) -> None:
     matrix, gram = normal(), torch.diag(torch.rand(128, generator=torch.Generator().manual_seed(1)) + 0.1).double()
-    codes, scales = quantize(matrix, bits, 64, torch.bfloat16)
-    assert feed_back(matrix, scales, bits, gram).equal(codes)
+    nearest, codes, _ = fed(matrix, bits, gram)
+    assert codes.equal(nearest)
 
 
 def test_block_size_hardly_matters(make_gram, monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, gram = normal(), make_gram(128, 1e4)
-    _, scales = quantize(matrix, 3, 64, torch.bfloat16)
-    usual = feed_back(matrix, scales, 3, gram)
+    _, usual, scales = fed(matrix, 3, gram)
     monkeypatch.setattr("moetool.numerics.error_feedback._BLOCK", 7)
-    other = feed_back(matrix, scales, 3, gram)
+    _, other, _ = fed(matrix, 3, gram)
     totals = [float(output_errors(matrix, codes, scales, 3, gram).sum()) for codes in (usual, other)]
     assert totals[0] == pytest.approx(totals[1], rel=0.05)
 
@@ -52,17 +59,27 @@ def test_few_tokens_and_silent_inputs() -> None:
     tokens = torch.randn(20, 128, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     tokens[:, 50:60] = 0
     gram, matrix = tokens.T @ tokens, normal()
-    codes, scales = quantize(matrix, 2, 64, torch.bfloat16)
-    after = output_errors(matrix, feed_back(matrix, scales, 2, gram), scales, 2, gram)
-    assert after.sum() < 0.5 * output_errors(matrix, codes, scales, 2, gram).sum()
+    nearest, codes, scales = fed(matrix, 2, gram)
+    after = output_errors(matrix, codes, scales, 2, gram)
+    assert after.sum() < 0.5 * output_errors(matrix, nearest, scales, 2, gram).sum()
 
 
 def test_inputs_that_are_all_zero_leave_the_nearest_codes() -> None:
     matrix = normal()
-    codes, scales = quantize(matrix, 2, 64, torch.bfloat16)
-    nearest = (dequantize(codes, scales, 2, torch.float64) - matrix).abs()
-    silent = feed_back(matrix, scales, 2, torch.zeros(128, 128))
-    assert (dequantize(silent, scales, 2, torch.float64) - matrix).abs().sum() <= nearest.sum()
+    assert Feedback.of(torch.zeros(128, 128)) is None
+    silent = Quantized(2, 64).encode(matrix, torch.bfloat16, Measured(torch.zeros(128, 128)))
+    assert silent["codes"].equal(Quantized(2, 64).encode(matrix, torch.bfloat16)["codes"])
+
+
+def test_the_factor_is_that_of_the_damped_gram_matrix(make_gram) -> None:
+    gram = make_gram(128, 1e4)
+    feedback = Feedback.of(gram)
+    assert feedback is not None
+    root = feedback.links.double() * feedback.pivots.double().sqrt()
+    mean = gram.diagonal().mean()
+    damped = gram[feedback.order][:, feedback.order] / mean + feedback.damping.double().diag()
+    torch.testing.assert_close(root @ root.T, damped, rtol=1e-5, atol=1e-5)
+    assert feedback.damping[0] > feedback.damping[-1]
 
 
 def test_through_the_representation(make_gram) -> None:
@@ -77,9 +94,20 @@ def test_through_the_representation(make_gram) -> None:
     assert error(gram=gram) < 0.8 * error(importance=gram.diagonal()) < error()
 
 
-def test_nonsense() -> None:
-    matrix = normal()
-    _, scales = quantize(matrix, 2, 64, torch.bfloat16)
-    for gram in (torch.eye(3), torch.full((128, 128), float("nan"))):
-        with pytest.raises(ValueError, match=r"Gram matrix \[128, 128\]"):
-            feed_back(matrix, scales, 2, gram)
+def test_measured_once_for_several_matrices(make_gram) -> None:
+    measured = Measured(make_gram(128, 1e4))
+    once = measured.with_feedback()
+    assert once.feedback is not None
+    assert once.with_feedback() is once
+    for bits in (2, 3):
+        form = Quantized(bits, 64)
+        first, second = (form.encode(normal(), torch.bfloat16, each) for each in (measured, once))
+        assert first["codes"].equal(second["codes"])
+
+
+def test_nonsense(make_gram) -> None:
+    for gram in (torch.ones(3, 4), torch.full((128, 128), float("nan"))):
+        with pytest.raises(ValueError, match="finite Gram matrix"):
+            Feedback.of(gram)
+    with pytest.raises(ValueError, match=r"Gram matrix \[128, 128\], not of 64"):
+        fed(normal(), 2, make_gram(64, 10.0))

@@ -117,7 +117,7 @@ def test_importance_lowers_the_weighted_error(bits: int) -> None:
 @pytest.mark.parametrize("size", [1e-30, 1e-6, 1.0, 1e30])
 def test_size_does_not_matter(bits: int, size: float) -> None:
     matrix = normal(4, 64)
-    assert error(matrix * size, bits, 32, torch.float32) == pytest.approx(error(matrix, bits, 32, torch.float32), 1e-3)
+    assert error(matrix * size, bits, 32, torch.float32) == pytest.approx(error(matrix, bits, 32, torch.float32), 3e-3)
 
 
 @pytest.mark.parametrize("bits", BITS)
