@@ -1,6 +1,7 @@
 """The statistics that D²-MoE needs of one layer: usage, Fisher information, and Gram matrices of what is lost."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +11,10 @@ from torch import Tensor, nn
 
 from moetool.architectures import ROLES, MoEShape, Role
 from moetool.numerics.gram import Gram
+from moetool.numerics.precision import bf16_products, has_fast_bf16
 from moetool.runtime.modules.fused import entering
+
+_CHUNK = 1 << 18  # elements of a gradient formed at a time
 
 
 @dataclass
@@ -115,15 +119,21 @@ class FisherCollector:
     @torch.no_grad()
     def _add(self, role: Role, expert: int, gradients: Tensor, inputs: Tensor, counts: list[int]) -> None:
         weight = self._weight(role, expert)
-        squared = torch.zeros_like(self.total[role])
-        for gradient, rows in zip(gradients.split(counts), inputs.split(counts), strict=True):
-            product = (gradient.float() / self._loss_scale).T @ rows.float()
-            squared.addcmul_(product, product)
-        self.rows[role][expert] += squared.sum(1, dtype=torch.float64)
-        if self._scale[expert] != 1.0:
-            squared *= self._scale[expert]
-        self.total[role] += squared
-        self.weighted[role].addcmul_(squared, weight)
+        scale = self._scale[expert]
+        exact = gradients.dtype == inputs.dtype == torch.bfloat16 and inputs.device.type == "cpu" and has_fast_bf16()
+        pairs = list(zip(gradients.float().split(counts), inputs.float().split(counts), strict=True))
+        # Some outputs after the other, so that their sums are in the cache when the next window comes.
+        step = max(1, _CHUNK // weight.shape[1])
+        for start in range(0, len(weight), step):
+            part = slice(start, start + step)
+            squared = torch.zeros_like(weight[part])
+            with bf16_products() if exact else nullcontext():
+                for gradient, rows in pairs:
+                    product = gradient[:, part].T @ rows
+                    squared.addcmul_(product, product, value=self._loss_scale**-2)
+            self.rows[role][expert, part] += squared.sum(1, dtype=torch.float64)
+            self.total[role][part].add_(squared, alpha=scale)
+            self.weighted[role][part].addcmul_(squared, weight[part], value=scale)
 
     def _weight(self, role: Role, expert: int) -> Tensor:
         group = self._shape.group(role)

@@ -33,12 +33,14 @@ class Feedback:
         links: [in, in] fp32 in that order, upper triangular with ones on the diagonal: R_ik / R_kk.
         pivots: [in] fp32 in that order, R_kk^2, in units of the mean energy.
         damping: [in] fp32 in that order, what was added to the diagonal of the Gram matrix, in the same units.
+        energy: of an input, in the mean.
     """
 
     order: Tensor
     links: Tensor
     pivots: Tensor
     damping: Tensor
+    energy: float
 
     @classmethod
     def of(cls, gram: Tensor) -> Self | None:
@@ -71,7 +73,21 @@ class Feedback:
             factor = torch.linalg.cholesky(correlation.double()).float()
         links = factor.flip(0, 1).mul_(size_of.float()[:, None])
         pivots = links.diagonal().clone()
-        return cls(order, links.div_(pivots), pivots.square(), damping.float())
+        return cls(order, links.div_(pivots), pivots.square(), damping.float(), mean.item())
+
+    def output_errors(self, errors: Tensor) -> Tensor:
+        """e G e^T of every row e of `errors` [rows, in], fp32: [rows], not below zero."""
+        self.check(errors.shape[1])
+        ordered = errors.float()[:, self.order]
+        parts = (ordered @ self.links).mul_(self.pivots.sqrt())
+        damped = ordered.square_() @ self.damping
+        return (parts.square_().sum(1) - damped).clamp_min_(0) * self.energy
+
+    def sizes(self, rows: Tensor) -> Tensor:
+        """What the output errors of codes for `rows` [rows, in] are about in proportion to: [rows]. Each input is left
+        with an error as large as its element, counted by what the inputs before it do not tell of it."""
+        alone = torch.empty_like(self.pivots).index_copy_(0, self.order, self.pivots)
+        return rows.float().square() @ alone * self.energy
 
     def check(self, inputs: int) -> None:
         """Raise `ValueError` unless it is of so many inputs."""

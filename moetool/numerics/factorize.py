@@ -118,21 +118,35 @@ def truncate(
     Raises:
         ValueError: the rank is out of range.
     """
+    u = leading(delta, factorization, rank, dtype, row_scale=row_scale)
+    u = u.to(dtype).to(u.dtype)
+    delta, scale = delta.detach().float().to(u.dtype), _largest_is_one(u, row_scale)
+    v = refit(scale * delta, scale * u)
+    powers = balancing_powers(u, v)
+    return (u * powers).to(dtype), (v / powers[:, None]).to(dtype)
+
+
+def leading(
+    delta: Tensor, factorization: Factorization, rank: int, dtype: torch.dtype, *, row_scale: Tensor | None = None
+) -> Tensor:
+    """The U of optimal rank-`rank` factors before it is rounded to `dtype`: [out, rank], fp64, or fp32 where that is
+    enough; its columns have root mean squares near 1. The arguments are those of `truncate`, and so are the errors."""
     available = factorization.basis.shape[1]
     if not 0 <= rank <= available:
         raise ValueError(f"rank {rank} was asked of a factorization with {available} directions")
-    delta = delta.detach().float()
     wide = dtype == torch.float64 or delta.device.type != "cpu" or not fp32_products_are_exact()
     work = torch.float64 if wide else torch.float32
     basis = factorization.basis[:, :rank].to(work)
-    scale = torch.ones(len(delta), 1, dtype=work, device=delta.device)
-    if row_scale is not None and bool(row_scale.any()):
-        scale = (row_scale / row_scale.amax())[:, None].to(work)
-    u = basis / scale if factorization.side == "left" else delta.to(work) @ basis
-    u = unit_columns(u).to(dtype).to(work)
-    v = refit(scale * delta.to(work), scale * u)
-    powers = balancing_powers(u, v)
-    return (u * powers).to(dtype), (v / powers[:, None]).to(dtype)
+    if factorization.side == "left":
+        return unit_columns(basis / _largest_is_one(basis, row_scale))
+    return unit_columns(delta.detach().float().to(work) @ basis)
+
+
+def _largest_is_one(u: Tensor, row_scale: Tensor | None) -> Tensor:
+    """Row scales for u [out, rank], in its dtype: [out, 1]."""
+    if row_scale is None or not bool(row_scale.any()):
+        return u.new_ones(len(u), 1)
+    return (row_scale / row_scale.amax())[:, None].to(u.dtype)
 
 
 def unit_columns(u: Tensor) -> Tensor:

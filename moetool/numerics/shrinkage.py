@@ -34,4 +34,4 @@ def shrink(gram: Tensor, count: int, mean_gram: Tensor, pseudo_count: float | No
     if count == 0:
         return mean_gram.clone()
     rho = prior / (count + prior)
-    return (1 - rho) * gram + (rho * count) * mean_gram
+    return (mean_gram * (rho * count)).add_(gram, alpha=1 - rho)

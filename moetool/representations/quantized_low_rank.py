@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moetool.numerics.factorize import balancing_powers, refit, unit_columns
+from moetool.numerics.precision import fp32_products_are_exact
 from moetool.representations.base import Representation, Stored, Weight
 from moetool.representations.measured import NOTHING, Measured, cut
 from moetool.representations.operand import Products
@@ -119,15 +120,21 @@ class QuantizedLowRank(Representation):
         rows = len(matrix)
         if basis.shape[0] != rows or basis.shape[1] < self.rank:
             raise ValueError(f"the basis must be [{rows}, {self.rank}] or wider, got {list(basis.shape)}")
-        u = self.u.encode(unit_columns(basis[:, : self.rank]).T.contiguous(), dtype)
-        exact = self.u.decode(u, (self.rank, rows), dtype).T.double()
-        scale = 1.0 if measured.row_scale is None else measured.row_scale.to(matrix.device).double()[:, None]
-        v = refit(scale * matrix.detach().double(), scale * exact)
-        powers = balancing_powers(exact, v)[:, None]
+        u = self.encode_u(basis, dtype)
+        work = torch.float32 if fp32_products_are_exact() else torch.float64
+        exact = self.u.decode(u, (self.rank, rows), dtype).T.to(work)
+        scale = 1.0 if measured.row_scale is None else measured.row_scale.to(matrix.device, work)[:, None]
+        v = refit(scale * matrix.detach().to(work), scale * exact)
+        powers = balancing_powers(exact.double(), v)[:, None]
         u["scales"] = (u["scales"].double() * powers).to(dtype)
         v /= powers
         tensors = {"u": u, "v": self.v.encode(v, dtype, measured)}
         return {f"{factor}.{name}": tensor for factor, part in tensors.items() for name, tensor in part.items()}
+
+    def encode_u(self, basis: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """U^T for a basis [out, k] of at least `rank` columns, of root mean squares near 1; every direction by itself,
+        so that smaller ranks have the same ones."""
+        return self.u.encode(unit_columns(basis[:, : self.rank]).T.contiguous(), dtype)
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         return QuantizedLowRankWeight(self, shape, dtype, device)

@@ -26,7 +26,8 @@ from moetool.compress.delta import Deltas
 from moetool.compress.encoded import Encoding, encoded_bytes
 from moetool.compress.encoding import BaseBits, base_representations, in_groups
 from moetool.compress.factors.ranking import check_ratio
-from moetool.compress.factors.sensitivity import LayerSensitivity, MatrixSensitivity
+from moetool.compress.factors.sensitivity import LayerSensitivity
+from moetool.compress.menu import losses, prepared
 from moetool.compress.told import MixedLayer, MixedTold
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout, delta_name
@@ -39,14 +40,15 @@ from moetool.job.writing import OutputPlan, entry_for, original_bytes, write_mod
 from moetool.representations import Measured, Representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank, break_even_rank
-from moetool.representations.measured import cut
 from moetool.representations.quantized import Quantized
 from moetool.representations.quantized_low_rank import QuantizedLowRank
 
 # Forms are offered from a third to three times the bits that every number of a delta can have on average.
 _REACH = 3.0
 _LOW_RANK_BITS = 3  # of factors; 3 bits of twice the rank beat 4 and 8 bits on trained experts
-_LOW_RANK_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # of the rank at which full-precision factors break even
+# Of the rank at which full-precision factors break even. With all of it, factors would take as much as codes of the
+# whole matrix in so many bits, which lose less.
+_LOW_RANK_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 
 
 class HybridOptions(RunOptions, CalibrationOptions):
@@ -227,6 +229,8 @@ def losses_path(work: Path, layer: int) -> Path:
 def forms_for(shape: MoEShape, bits: float, group: int) -> dict[Role, list[Representation]]:
     """The forms that every delta of a role is offered in, if each of its numbers can have `bits` on average."""
     near = [b for b in (1, 2, 3, 4, 8) if bits / _REACH <= b <= bits * _REACH] or [1 if bits < 1 else 8]
+    if bits <= _LOW_RANK_BITS:
+        near = sorted({*near, _LOW_RANK_BITS})
     forms: dict[Role, list[Representation]] = {}
     for role in shape.roles:
         matrix = shape.matrix(role)
@@ -259,27 +263,20 @@ def cook(
     choice: Sensitivity,
     path: Path,
 ) -> None:
-    """Make every form of every delta of a layer, and leave what it loses in the work directory."""
+    """Leave in the work directory what every form of every delta of a layer would lose."""
+    shape = reader.shape
     sensitivity = LayerSensitivity(choice, deltas.base.statistics, grams.energy(), grams.tokens())
-    made: dict[str, Tensor] = {}
-    for role in reader.shape.roles:
-        matrix = reader.shape.matrix(role)
-        for expert in range(reader.shape.experts):
-            delta, gram = deltas.of(role, expert), grams.gram(expert, role)
-            counts = sensitivity.of(role, expert, matrix[1], whitened=True)
-            measured = Measured(gram, row_scale=counts.row_scale)
-            if rank := max(form.directions for form in forms[role]):
-                measured = replace(measured, basis=cut(delta, rank, torch.float32, measured)[0])
-            losses = []
-            for form in forms[role]:
-                if form.is_whole:
-                    losses.append(0.0)
-                    continue
-                encoded = form.encode(delta, reader.dtype, measured)
-                decoded = form.decode(encoded, matrix, reader.dtype).to(delta)
-                losses.append(_loss(delta - decoded, gram, counts))
-            made[f"{role}.{expert}"] = torch.tensor(losses, dtype=torch.float64)
-    save_tensors(path, made)
+    lost: dict[str, Tensor] = {}
+    for expert in range(shape.experts):
+        for group in (shape.entering, ("down",)):
+            inputs = Measured(grams.gram(expert, group[0])).with_feedback()
+            for role in group:
+                delta = deltas.of(role, expert)
+                counts = sensitivity.of(role, expert, shape.matrix(role)[1], whitened=True)
+                measured = prepared(delta, forms[role], replace(inputs, row_scale=counts.row_scale))
+                own = losses(delta, forms[role], reader.dtype, measured, counts)
+                lost[f"{role}.{expert}"] = torch.tensor(own, dtype=torch.float64)
+    save_tensors(path, lost)
 
 
 def encoded(
@@ -287,21 +284,17 @@ def encoded(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of every delta of a layer in the form it got, by name relative to the experts."""
     sensitivity = LayerSensitivity(choice, deltas.base.statistics, grams.energy(), grams.tokens())
+    inputs: dict[tuple[int, bool], Measured] = {}
     for expert, role, form in layout.deltas():
         matrix = reader.shape.matrix(role)
         if form.is_whole:
             tensors = form.encode(deltas.weight(role, expert), reader.dtype)
         else:
             counts = sensitivity.of(role, expert, matrix[1], whitened=True)
-            measured = Measured(grams.gram(expert, role), row_scale=counts.row_scale)
-            tensors = form.encode(deltas.of(role, expert), reader.dtype, measured)
+            if (expert, role == "down") not in inputs:  # gate and up are given the same
+                inputs = {(expert, role == "down"): Measured(grams.gram(expert, role)).with_feedback()}
+            delta, known = deltas.of(role, expert), inputs[expert, role == "down"]
+            measured = prepared(delta, [form], replace(known, row_scale=counts.row_scale))
+            tensors = form.encode(delta, reader.dtype, measured)
         for name, tensor in tensors.items():
             yield delta_name(expert, role, name), to_cpu(tensor)
-
-
-def _loss(error: Tensor, gram: Tensor, counts: MatrixSensitivity) -> float:
-    """What an error `[out, in]` costs on the inputs behind `gram`, row by row as much as its channel counts."""
-    rows = ((error.double() @ gram) * error.double()).sum(1)
-    if counts.row_scale is not None:
-        rows = rows * counts.row_scale.to(rows.device).double().square()
-    return counts.weight * float(rows.sum())

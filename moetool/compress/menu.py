@@ -1,0 +1,121 @@
+"""What each of the forms that a delta is offered in would lose, without making them.
+
+The rows of a matrix are quantized independently of each other, so a few of them tell what all lose, by the ratio of
+their loss to the size of their elements. Low-rank forms need all rows for the
+directions, but with U once quantized, C = U^T D² Δ, and L L^T = U^T D² U, the parts W = L^-1 C of V's least-squares
+solution add up: without errors of V rank r loses ‖D Δ‖_G² - sum_(i<r) w_i G w_i^T. What errors of V add is told by a
+few rows of W.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from moetool.compress.factors.sensitivity import MatrixSensitivity
+from moetool.numerics.error_feedback import Feedback
+from moetool.numerics.factorize import factorize, leading
+from moetool.representations import Measured, Representation
+from moetool.representations.quantized_low_rank import QuantizedLowRank
+
+_ROWS = 192  # of a matrix that are quantized on trial: the mean of so many was right within a few percent
+_BRACKET_ROWS = 32  # of W between one rank on offer and the next
+
+
+def prepared(delta: Tensor, forms: Sequence[Representation], measured: Measured) -> Measured:
+    """`measured` with the leading directions of the delta `[out, in]` that the forms need, found once for all."""
+    rank = max(form.directions for form in forms)
+    if not rank:
+        return measured
+    scale = measured.row_scale
+    found = factorize(
+        delta if scale is None else scale.to(delta.device)[:, None] * delta, gram=measured.gram, rank=rank
+    )
+    basis = leading(delta, found, rank, torch.float32, row_scale=scale)
+    return replace(measured, factorization=found, basis=basis)
+
+
+def losses(
+    delta: Tensor, forms: Sequence[Representation], dtype: torch.dtype, measured: Measured, counts: MatrixSensitivity
+) -> list[float]:
+    """What each form of a delta `[out, in]` loses on the inputs behind the Gram matrix, each output as it counts.
+
+    Exact for matrices of few rows, about right for others.
+
+    Args:
+        delta: floating and finite.
+        forms: of deltas, or the matrix itself, which loses nothing.
+        dtype: of the model.
+        measured: as `prepared` leaves it, with a Gram matrix and feedback.
+        counts: how outputs count.
+    """
+    feedback = measured.feedback
+    if feedback is None:  # the inputs are all zero
+        return [0.0] * len(forms)
+    trial = _Trial(dtype, replace(measured, row_scale=None, basis=None, factorization=None), feedback)
+    scale = torch.ones(len(delta), device=delta.device)
+    if counts.row_scale is not None:
+        scale = counts.row_scale.to(delta.device).square()
+    by_rank = _by_rank(delta, forms, measured, trial) if len(delta) > _ROWS else {}
+    few = slice(None, None, max(1, len(delta) // _ROWS))
+    size = feedback.sizes(delta) * scale
+
+    def lost(form: Representation) -> float:
+        if form.is_whole:
+            return 0.0
+        if form.directions in by_rank:
+            return by_rank[form.directions]
+        if form.directions:
+            encoded = form.encode(delta, dtype, measured)
+            decoded = form.decode(encoded, (delta.shape[0], delta.shape[1]), dtype).to(delta)
+            return float(feedback.output_errors(delta - decoded) @ scale)
+        return _extended(trial.errors(delta[few], form) * scale[few], size[few], size)
+
+    return [counts.weight * lost(form) for form in forms]
+
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """Rows that are quantized to see what they lose: in a model of `dtype`, on measured inputs."""
+
+    dtype: torch.dtype
+    measured: Measured
+    feedback: Feedback
+
+    def errors(self, rows: Tensor, form: Representation) -> Tensor:
+        """Output error of every row [rows, in] in a form that takes rows one by one: [rows]."""
+        encoded = form.encode(rows, self.dtype, self.measured)
+        decoded = form.decode(encoded, (rows.shape[0], rows.shape[1]), self.dtype).to(rows)
+        return self.feedback.output_errors(rows - decoded)
+
+
+def _extended(errors: Tensor, sizes: Tensor, all_sizes: Tensor) -> float:
+    """The sum of all errors, from some of them and the sizes that they are in proportion to."""
+    tried = float(sizes.sum())
+    return float(errors.sum()) * (float(all_sizes.sum()) / tried if tried > 0 else 1.0)
+
+
+def _by_rank(delta: Tensor, forms: Sequence[Representation], measured: Measured, trial: _Trial) -> dict[int, float]:
+    """What is lost at each rank on offer; nothing where U does not have full rank."""
+    offered = {form.rank: form for form in forms if isinstance(form, QuantizedLowRank) and form.rank}
+    if not offered or measured.factorization is None or measured.basis is None:
+        return {}
+    form = offered[max(offered)]
+    scale = torch.ones(1, 1) if measured.row_scale is None else measured.row_scale[:, None]
+    scale = scale.to(delta)
+    u = form.u.decode(form.encode_u(measured.basis, trial.dtype), (form.rank, len(delta)), trial.dtype).T.to(delta)
+    u = scale * u
+    factor, failed = torch.linalg.cholesky_ex(u.T.double() @ u.double())
+    if int(failed):
+        return {}
+    parts = torch.linalg.solve_triangular(factor.float(), u.T @ (scale * delta), upper=False)  # W [rank, in]
+    explained = trial.feedback.output_errors(parts).double().cumsum(0)
+    sizes = trial.feedback.sizes(parts)
+    lost, added = {}, 0.0
+    for first, last in pairwise([0, *sorted(offered)]):
+        few = slice(first, last, max(1, (last - first) // _BRACKET_ROWS))
+        added += _extended(trial.errors(parts[few].contiguous(), form.v), sizes[few], sizes[first:last])
+        lost[last] = max(0.0, measured.factorization.energy - float(explained[last - 1])) + added
+    return lost
