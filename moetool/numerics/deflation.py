@@ -18,16 +18,17 @@ LEAK_LIMIT = 1e-6
 _STEPS = 4
 
 
-def deflated_top_eigh(matrix: Tensor, k: int) -> tuple[Tensor, Tensor] | None:
+def deflated_top_eigh(matrix: Tensor, k: int, resolution: float = FP32_RESOLUTION) -> tuple[Tensor, Tensor] | None:
     """The k leading eigenpairs of a positive semi-definite fp64 matrix, or None where fp32 cannot resolve them.
 
     Args:
         matrix: [n, n] fp64, symmetric, positive semi-definite up to rounding.
         k: how many pairs, 0 < k <= n.
+        resolution: the share of the largest eigenvalue down to which fp32 is trusted.
 
     Returns:
         values [k] fp64, descending, and vectors [n, k] fp64, whose span loses at most a 1e-5 share of the truncation
-        error in ordinary cases; None when `values[-1]` lies below `FP32_RESOLUTION` of the deflated matrix' norm.
+        error in ordinary cases; None when `values[-1]` lies below `resolution` of the deflated matrix' norm.
     """
     outer_values, outer, leak = _outer_directions(matrix, k)
     inner_matrix = matrix
@@ -41,7 +42,7 @@ def deflated_top_eigh(matrix: Tensor, k: int) -> tuple[Tensor, Tensor] | None:
     if not bool(scale > 0):
         return None
     values, vectors = top_eigh((inner_matrix / scale).float(), k - len(outer_values))
-    if not bool((values[-1] > 0) & (values[-1] >= FP32_RESOLUTION * values[0])):
+    if not bool((values[-1] > 0) & (values[-1] >= resolution * values[0])):
         return None
     inner = vectors.double()
     inner -= outer @ (outer.T @ inner)  # fp32 rounding leaves a trace of the outer directions in the inner ones

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from moetool.numerics.deflation import FP32_RESOLUTION
 from moetool.numerics.precision import fp32_products_are_exact
 from moetool.numerics.whitened import directions_of, left_directions, right_directions
 
@@ -40,11 +41,16 @@ class Factorization:
 
 
 def factorize(
-    delta: Tensor, *, gram: Tensor | None = None, output_gram: Tensor | None = None, rank: int | None = None
+    delta: Tensor,
+    *,
+    gram: Tensor | None = None,
+    output_gram: Tensor | None = None,
+    rank: int | None = None,
+    resolution: float = FP32_RESOLUTION,
 ) -> Factorization:
     """Decompose `delta` so that any rank up to `rank` can be cut from the result by `truncate`.
 
-    With a rank, fp32 does the heavy work where its resolution suffices (the smallest kept eigenvalue at least 1e-5 of
+    With a rank, fp32 does the heavy work where its resolution suffices (the smallest kept eigenvalue at least that of
     the largest once outlier channels and dominating directions were taken out in fp64); otherwise fp64 does it all.
 
     Args:
@@ -54,6 +60,7 @@ def factorize(
         output_gram: [out, out] fp64, sum of (delta x)(delta x)^T, where the input Gram would be too large.
             Neither means plain SVD (Eckart-Young).
         rank: at most this many directions; None for all min(out, in) of them, in fp64 throughout.
+        resolution: of fp32. Where directions are only a start, less than its usual 1e-5 will do.
 
     Returns:
         the factorization, on the device of `delta`; equal input gives equal bytes.
@@ -74,14 +81,14 @@ def factorize(
     if rank is not None and not 0 <= rank <= full:
         raise ValueError(f"rank {rank} is out of range for a delta [{rows}, {columns}]")
     kept = full if rank is None else rank
-    try_fp32 = rank is not None and delta.device.type == "cpu" and fp32_products_are_exact()
+    fp32 = resolution if rank is not None and delta.device.type == "cpu" and fp32_products_are_exact() else None
 
     if output_gram is not None:
-        found = directions_of(output_gram.double(), kept, try_fp32)
+        found = directions_of(output_gram.double(), kept, fp32)
     elif rows <= columns:
-        found = left_directions(delta, gram, kept, try_fp32)
+        found = left_directions(delta, gram, kept, fp32)
     else:
-        found = right_directions(delta, gram, kept, try_fp32)
+        found = right_directions(delta, gram, kept, fp32)
     side: Side = "left" if output_gram is not None or rows <= columns else "right"
     return Factorization(found.values, found.energy, _fix_signs(found.basis).float(), side)
 

@@ -1,7 +1,8 @@
 """The leading singular directions of a whitened delta, from the smaller of its two squares.
 
 Left: P are eigenvectors of delta G delta^T. Right: with L L^T = G, L^T (delta^T delta) L = V S^2 V^T and Y = L V / S,
-for which delta Y = P. Each is tried in fp32 where that is allowed and resolves the rank that is asked for.
+for which delta Y = P. Each is tried in fp32 where eigenvalues as
+small as those asked for, by their share `fp32` of the largest, are to be had from it; not at all for None.
 """
 
 import math
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moetool.numerics.congruence import congruence, inner_products, outlier_channels, split_congruence
-from moetool.numerics.deflation import FP32_RESOLUTION, deflated_top_eigh
+from moetool.numerics.deflation import deflated_top_eigh
 from moetool.numerics.eigen import top_eigh
 from moetool.numerics.root import square_root
 
@@ -28,28 +29,28 @@ class Directions(NamedTuple):
     energy: float
 
 
-def left_directions(delta: Tensor, gram: Tensor | None, k: int, try_fp32: bool) -> Directions:
+def left_directions(delta: Tensor, gram: Tensor | None, k: int, fp32: float | None) -> Directions:
     """The first k P of delta [out, in] fp32 whitened by gram [in, in] or not at all; basis [out, k]."""
-    if try_fp32:
+    if fp32 is not None:
         product, scale = _small_product(delta, gram)
-        found = _try_fp32(product, k, scale)
+        found = _try_fp32(product, k, scale, fp32)
         if found is not None:
             return _directions(product, *found)
     wide = delta.double()
-    return directions_of(inner_products(wide, wide) if gram is None else congruence(wide, gram), k, False)
+    return directions_of(inner_products(wide, wide) if gram is None else congruence(wide, gram), k, None)
 
 
-def directions_of(product: Tensor, k: int, try_fp32: bool) -> Directions:
+def directions_of(product: Tensor, k: int, fp32: float | None) -> Directions:
     """The first k P from delta G delta^T [out, out] itself, fp64."""
-    found = _try_fp32(product, k, 0.0) if try_fp32 else None
+    found = None if fp32 is None else _try_fp32(product, k, 0.0, fp32)
     return _directions(product, *(top_eigh(product, k) if found is None else found))
 
 
-def right_directions(delta: Tensor, gram: Tensor | None, k: int, try_fp32: bool) -> Directions:
+def right_directions(delta: Tensor, gram: Tensor | None, k: int, fp32: float | None) -> Directions:
     """The first k Y of delta [out, in] fp32 whitened by gram [in, in] or not at all; basis [in, k]."""
     root = None if gram is None else square_root(gram.double())  # [in, in]
     found = None
-    if try_fp32:
+    if fp32 is not None:
         inner = inner_products(delta.T, delta.T)  # [in, in] fp32
         if root is None or gram is None:
             product = inner.double()
@@ -57,7 +58,7 @@ def right_directions(delta: Tensor, gram: Tensor | None, k: int, try_fp32: bool)
         else:
             # fp32 is enough for delta^T delta: its error is relative to the delta's own conditioning, whatever L is.
             product, scale = split_congruence(root.T, inner, _outliers(delta, gram))
-        found = _try_fp32(product, k, scale)
+        found = _try_fp32(product, k, scale, fp32)
     if found is None:
         wide = delta.T.double()
         inner = inner_products(wide, wide)
@@ -90,12 +91,12 @@ def _outliers(delta: Tensor, gram: Tensor) -> Tensor:
     return outlier_channels(delta.square().sum(0).double() * gram.diagonal())
 
 
-def _try_fp32(product: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor] | None:
+def _try_fp32(product: Tensor, k: int, scale: float, resolution: float) -> tuple[Tensor, Tensor] | None:
     """Leading eigenpairs if fp32 resolves them, `scale` being the norm of what already went through fp32."""
     if k == 0 or not math.isfinite(scale):
         return None
-    found = deflated_top_eigh(product, k)
-    if found is None or not bool(found[0].min() >= FP32_RESOLUTION * scale):
+    found = deflated_top_eigh(product, k, resolution)
+    if found is None or not bool(found[0].min() >= resolution * scale):
         return None
     return found
 

@@ -217,8 +217,8 @@ def test_whatever_fp32_accepts_is_accurate(
     outcomes: list[bool] = []
     original = whitened._try_fp32
 
-    def watched(product: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor] | None:
-        found = original(product, k, scale)
+    def watched(product: Tensor, k: int, scale: float, resolution: float) -> tuple[Tensor, Tensor] | None:
+        found = original(product, k, scale, resolution)
         outcomes.append(found is not None)
         return found
 
