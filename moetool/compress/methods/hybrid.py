@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import ClassVar
 
@@ -285,13 +286,13 @@ def encoded(
     """The tensors of every delta of a layer in the form it got, by name relative to the experts."""
     sensitivity = LayerSensitivity(choice, deltas.base.statistics, grams.energy(), grams.tokens())
     inputs: dict[tuple[int, bool], Measured] = {}
-    for expert, role, form in layout.deltas():
+    for expert, role, form in sorted(layout.deltas(), key=itemgetter(0)):
         matrix = reader.shape.matrix(role)
         if form.is_whole:
             tensors = form.encode(deltas.weight(role, expert), reader.dtype)
         else:
             counts = sensitivity.of(role, expert, matrix[1], whitened=True)
-            if (expert, role == "down") not in inputs:  # gate and up are given the same
+            if (expert, role == "down") not in inputs:  # gate and up of an expert are given the same
                 inputs = {(expert, role == "down"): Measured(grams.gram(expert, role)).with_feedback()}
             delta, known = deltas.of(role, expert), inputs[expert, role == "down"]
             measured = prepared(delta, [form], replace(known, row_scale=counts.row_scale))
