@@ -1,0 +1,70 @@
+"""How often numbers are passed over and how many operations a layer is: what was fitted to measured runs.
+
+To fit them again: `scripts/benchmarks/estimates.py` on a quiet machine shows by phase how far off the estimate is, and
+which kind of work it thinks takes the time. All numbers that are not maths stand here.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """What was fitted to measured runs.
+
+    Attributes:
+        open_calls: operations to build a model without its weights.
+        load_calls: operations to put a layer's weights in place, and one expert's.
+        layer_calls, expert_calls: operations of one batch's forward through a layer, and through an expert of it.
+        backward: a backward pass in forwards, the one that is done again not counted.
+        layer_passes, expert_passes: how often a token's hidden state, and its activations in an expert, are read or
+            written in a forward.
+        load_bytes: bytes moved per number of a layer that is loaded, widened and checked.
+        fisher_bytes: bytes moved per number of an expert that gradients of one window reach.
+        merge_bytes: bytes moved per number of all experts that are merged.
+        sensitivity_calls: operations around the factorization of one matrix.
+        cut_calls: the same around cutting it to a rank.
+        scale_bytes: bytes moved per number and scale that is tried for it, in a cache.
+        scales: how many are tried by bits; else, the last.
+        nearest_bytes: bytes moved per number to find its code and to pack it.
+        feedback_calls: operations per column in error feedback.
+        feedback_bytes: bytes moved per number in error feedback.
+        scatter_bytes: bytes moved per number of a sparse matrix, stored or not.
+        sample_bytes: bytes moved per number that is chosen at random.
+        sort_bytes: bytes moved per number that is sorted.
+        error_bytes: bytes moved per number to take a delta and to measure its error.
+        write_bytes: bytes moved per byte of the result.
+        write_calls: operations per tensor of the result.
+        kmeans_steps: assignments of balanced k-means.
+        assignment: multiply-adds in fp64 that one step's assignment is as much as, per row and cluster.
+        judged_calls: operations per batch of a selector's training.
+    """
+
+    open_calls: float = 60_000
+    load_calls: tuple[float, float] = (1500, 60)
+    layer_calls: float = 150
+    expert_calls: float = 40
+    backward: float = 2.0
+    layer_passes: float = 60
+    expert_passes: float = 12
+    load_bytes: float = 30
+    fisher_bytes: float = 24
+    merge_bytes: float = 30
+    sensitivity_calls: float = 400
+    cut_calls: float = 300
+    scale_bytes: float = 210
+    scales: tuple[tuple[int, int], ...] = ((1, 1), (8, 7), (4, 16))
+    nearest_bytes: float = 550
+    feedback_calls: float = 14
+    feedback_bytes: float = 120
+    scatter_bytes: float = 750
+    sample_bytes: float = 400
+    sort_bytes: float = 4000
+    error_bytes: float = 60
+    write_bytes: float = 8
+    write_calls: float = 60
+    kmeans_steps: float = 12
+    assignment: float = 200
+    judged_calls: float = 60
+
+
+COEFFICIENTS = Coefficients()
