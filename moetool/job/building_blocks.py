@@ -30,7 +30,7 @@ class ModelSize:
 
     Attributes:
         layers: decoder layers, of which `moe_layers` have experts of `shape`.
-        hidden, vocabulary: widths.
+        hidden, vocabulary, heads: widths.
         numbers: in the layers' weights, once they are loaded.
         active: of these, what one token is multiplied by.
         nbytes: of the weight files.
@@ -44,6 +44,7 @@ class ModelSize:
     active: int
     nbytes: int
     tensors: int
+    heads: int
     moe_layers: int = 0
     shape: MoEShape | None = None
 
@@ -69,6 +70,7 @@ def moe_size(reader: ExpertReader) -> ModelSize:
         rest + experts * shape.top_k,
         checkpoint.weight_bytes,
         len(checkpoint.tensors),
+        _heads(checkpoint, shape.hidden),
         count,
         shape,
     )
@@ -80,8 +82,19 @@ def dense_size(dense: DenseModel) -> ModelSize:
     numbers, checkpoint = _numbers(dense.checkpoint, prefixes), dense.checkpoint
     vocabulary = whole_number(checkpoint.config, "vocab_size") or 0
     return ModelSize(
-        dense.layers, dense.hidden, vocabulary, numbers, numbers, checkpoint.weight_bytes, len(checkpoint.tensors)
+        dense.layers,
+        dense.hidden,
+        vocabulary,
+        numbers,
+        numbers,
+        checkpoint.weight_bytes,
+        len(checkpoint.tensors),
+        _heads(checkpoint, dense.hidden),
     )
+
+
+def _heads(checkpoint: Checkpoint, hidden: int) -> int:
+    return whole_number(checkpoint.config, "num_attention_heads", "n_head") or -(-hidden // 64)
 
 
 def _numbers(checkpoint: Checkpoint, prefixes: tuple[str, ...], among: Collection[str] | None = None) -> int:
@@ -118,9 +131,10 @@ def _pass(cost: CalibrationCost, size: ModelSize) -> Work:
     products = tokens * (size.active + size.layers * cost.length * size.hidden)
     wide = 0 if size.shape is None else size.moe_layers * size.shape.top_k * size.shape.intermediate
     passes = size.layers * made.layer_passes * size.hidden + made.expert_passes * wide
+    scores = made.score_bytes * size.layers * size.heads * cost.length
     return Work(
-        products={_precision(cost): products},
-        moved=tokens * passes * cost.itemsize,
+        products={_precision(cost): made.narrow * products},
+        moved=tokens * (4 * passes + scores),
         calls=batches * (size.layers * made.layer_calls + size.experts * made.expert_calls),
     )
 
@@ -161,7 +175,7 @@ def fisher(cost: CalibrationCost, size: ModelSize) -> Work:
     tokens = cost.samples * cost.length * shape.top_k * size.moe_layers
     reached = min(shape.experts, cost.length * shape.top_k) * cost.samples * size.moe_layers
     return merging(size) + Work(
-        products={"float32": tokens * shape.expert_parameters},
+        products={"float32": COEFFICIENTS.narrow * tokens * shape.expert_parameters},
         moved=COEFFICIENTS.fisher_bytes * reached * shape.expert_parameters,
         calls=reached * len(shape.roles) * 6,
     )
@@ -178,9 +192,9 @@ def factor_grams(cost: CalibrationCost, size: ModelSize) -> Work:
     narrow = min(shape.hidden, shape.intermediate)
     lost = shape.hidden * shape.intermediate if shape.intermediate > shape.hidden else 0
     symmetric = (shape.hidden**2 + narrow**2) / 2
-    return Work(products={"float32": routed * lost}) + Work(
-        products={_gram_precision(cost): routed * symmetric},
-        moved=routed * 8 * 8 * (shape.hidden + shape.intermediate),
+    return Work(products={"float32": COEFFICIENTS.narrow * routed * lost}) + Work(
+        products={_gram_precision(cost): COEFFICIENTS.narrow * routed * symmetric},
+        moved=COEFFICIENTS.factor_gram_bytes * routed * (shape.hidden + shape.intermediate),
         calls=_batches(cost) * size.experts * 60,
     )
 
@@ -194,8 +208,8 @@ def input_grams(cost: CalibrationCost, size: ModelSize) -> Work:
     """Second moments of what every matrix of every expert is given."""
     shape, routed = _of(size), _routed(cost, size)
     return Work(
-        products={_gram_precision(cost): routed * (shape.hidden**2 + shape.intermediate**2) / 2},
-        moved=routed * 4 * 8 * (shape.hidden + shape.intermediate),
+        products={_gram_precision(cost): COEFFICIENTS.narrow * routed * (shape.hidden**2 + shape.intermediate**2) / 2},
+        moved=COEFFICIENTS.input_gram_bytes * routed * (shape.hidden + shape.intermediate),
         calls=_batches(cost) * size.experts * 30,
     )
 
@@ -233,18 +247,19 @@ def factorize(matrix: tuple[int, int], *, on_outputs: bool = False, whitened: bo
     rows, columns = matrix
     narrow = min(matrix)
     inner = rows * columns * narrow * 0.625  # lower slabs of a symmetric product
-    products = 0.0 if on_outputs else inner
     cholesky: dict[int, float] = {}
+    products, given = inner, Work(moved=COEFFICIENTS.factor_bytes * rows * columns)
+    if on_outputs:  # what the layer's mean input makes of it, from a sample of twice as many tokens as outputs
+        products, given = 2 * rows**3, Work(products={"float32": 2 * rows**2 * columns}, moved=100 * rows * columns)
     if whitened and not on_outputs and rows <= columns:
         products += rows * columns**2
     elif whitened and not on_outputs:
         products += 2.6 * columns**3
         cholesky = {columns: 1.0}
-    return Work(
-        products={"float64": products},
+    return given + Work(
+        products={"float64": COEFFICIENTS.narrow * products},
         eigen={narrow: 1.0},
         cholesky=cholesky,
-        moved=12 * 8 * rows * columns,
         calls=COEFFICIENTS.sensitivity_calls,
         written=4 * narrow * rows * columns / (rows + columns),
     )
@@ -291,7 +306,7 @@ def feed_back(matrix: tuple[int, int]) -> Work:
     rows, columns = matrix
     numbers = rows * columns
     return Work(
-        products={"float32": numbers * columns / 2, "float64": 2 * numbers * columns},
+        products={"float32": numbers * columns / 2, "float64": 2 * COEFFICIENTS.narrow * numbers * columns},
         cholesky={columns: 3.0},
         moved=COEFFICIENTS.feedback_bytes * numbers,
         calls=COEFFICIENTS.feedback_calls * columns,
@@ -359,7 +374,7 @@ def train_selector(tokens: int, hidden: int, neurons: int, experts: int, epochs:
     return Work(
         products={"float32": network + 2 * 3 * tokens * hidden * neurons},
         moved=2 * 60 * tokens * neurons
-        + epochs * tokens * (12 * hidden + 100 * experts)
+        + epochs * tokens * (100 * hidden + 1000 * experts)
         + batches * 48 * experts * hidden,
         calls=COEFFICIENTS.judged_calls * (batches + epochs),
     )

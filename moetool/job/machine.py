@@ -23,7 +23,7 @@ Speeds = Mapping[str, float]
 
 _PRODUCT = {"cpu": 1024, "cuda": 4096}  # size of the matrices that are multiplied
 _SOLVED = {"cpu": (96, 384), "cuda": (256, 1024)}
-_MOVED = {"cpu": 1 << 24, "cuda": 1 << 28}  # bytes of an operand that is passed over
+_MOVED = {"cpu": 1 << 20, "cuda": 1 << 28}  # bytes of an operand that is passed over: in a cache, on a card in memory
 _HASHED = 1 << 22
 _DISK = 1 << 25  # bytes that are written and read at most
 _SECONDS = 0.1  # that each kind of work may take, once it has been done twice

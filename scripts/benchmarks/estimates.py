@@ -109,7 +109,8 @@ def main() -> None:
             clock.start("", 0)
             made[job] = work / job
             if job in options.jobs:
-                lines += _compared(job, plan, clock.seconds, machine)
+                lines += (rows := _compared(job, plan, clock.seconds, machine))
+                print(*rows, sep="\n", flush=True)
             if job not in {entry[1] for entry in JOBS.values()}:
                 shutil.rmtree(work / job)
     publish(

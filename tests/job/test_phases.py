@@ -21,6 +21,7 @@ from moetool.job.building_blocks import (
     merging,
     writing,
 )
+from moetool.job.coefficients import COEFFICIENTS
 from moetool.job.machine import Machine
 from moetool.job.phases import encoding_phases, factor_phases, gradient_phases, menu_phases
 from moetool.job.plan import CalibrationCost
@@ -36,7 +37,7 @@ OUTSIDE = 4 * 64 * 64
 def model(layers: int) -> ModelSize:
     own, active = SHAPE.experts * SHAPE.expert_parameters, SHAPE.top_k * SHAPE.expert_parameters
     numbers = layers * (OUTSIDE + own)
-    return ModelSize(layers, 64, 1000, numbers, layers * (OUTSIDE + active), 2 * numbers, 30 * layers, layers, SHAPE)
+    return ModelSize(layers, 64, 1000, numbers, layers * (OUTSIDE + active), 2 * numbers, 30 * layers, 4, layers, SHAPE)
 
 
 def text(samples: int, gradients: int = 0, itemsize: int = 4) -> CalibrationCost:
@@ -77,7 +78,7 @@ def test_a_forward_multiplies_every_token_by_what_is_active() -> None:
     size, cost = model(4), text(16)
     products = calibration_forward(cost, size).products
     attention = 4 * 1024 * 64
-    assert products == {"float32": 16 * 1024 * (size.active + attention)}
+    assert products == {"float32": pytest.approx(COEFFICIENTS.narrow * 16 * 1024 * (size.active + attention))}
     assert set(calibration_forward(text(16, itemsize=2), size).products) == {"bfloat16"}
     assert loading(size).read == size.nbytes
 
