@@ -28,6 +28,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.format.entry import format_entry
 from moetool.format.families import architecture_of
 from moetool.format.layout import BASE_CHANNELS, LayerLayout
+from moetool.job.machine import Machine
 from moetool.representations.dense import Dense
 from moetool.runtime.quiet import quiet
 
@@ -310,6 +311,25 @@ def synthesize() -> Callable[[Path], dict[str, torch.Tensor]]:
         return {name: tensor.float().contiguous() for name, tensor in stored.items()}
 
     return read
+
+
+@pytest.fixture(scope="session", autouse=True)
+def measured_machine() -> Iterator[Machine]:
+    """A machine that nobody has to measure; processes that tests start do without one."""
+    machine = Machine(
+        products={"bfloat16": 4e11, "float32": 4e10, "float64": 2e10},
+        eigen={100: 0.001, 400: 0.02},
+        cholesky={100: 0.0001, 400: 0.002},
+        moved=2e10,
+        hashed=1e9,
+        read=1e9,
+        written=5e8,
+        call=2e-6,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOETOOL_MEASURE", "off")
+        patch.setattr("moetool.job.estimate.this_machine", lambda device, output: machine)
+        yield machine
 
 
 @pytest.fixture(scope="session")

@@ -112,8 +112,10 @@ def test_options_that_do_not_exist_are_refused(name: str, options: RunOptions) -
 @pytest.mark.parametrize("name", STAGES)
 def test_a_plan_is_of_headers_and_options(name: str, options: RunOptions, inputs: Inputs) -> None:
     source = inputs(INPUTS.get(name, "moe"))
-    plan = plan_stage(stages()[name], source, options).to_json()
+    costs = plan_stage(stages()[name], source, options)
+    plan = costs.to_json()
     assert plan["stage"] == name
+    assert costs.phases, "it says nothing of its work"
     assert plan["input_bytes"] >= sum(file.stat().st_size for file in source.glob("*.safetensors"))
     assert min(plan["output_bytes"], plan["disk_bytes"], plan["peak_memory_bytes"]) > 0
     again = stages()[name].options_type.model_validate_json(options.model_dump_json())

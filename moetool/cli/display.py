@@ -6,17 +6,41 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
+from rich.text import Text
 
+from moetool.job.forecast import Forecast, PhaseTime, format_seconds
 from moetool.job.result import Json
 
 HEARTBEAT_SECONDS = 30.0
 SCHEMA_VERSION = 1  # of what `--json` prints: one more when a field goes or changes its meaning, not when one is added
 
 
+class _JobRemaining(ProgressColumn):
+    """How long the whole job has still to go."""
+
+    def __init__(self, forecast: Forecast) -> None:
+        super().__init__()
+        self._forecast = forecast
+
+    def render(self, task: Task) -> Text:
+        left = self._forecast.seconds_left
+        return Text("" if left is None else f"{format_seconds(left)} left in all", style="progress.remaining")
+
+
 class Display:
-    """Progress of a job: a bar on a terminal, otherwise a line per phase and a heartbeat."""
+    """Progress of a job: a bar on a terminal, otherwise a line per phase and a heartbeat. Both tell the time that the
+    job has left, or if nothing was predicted for it the phase."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -24,26 +48,37 @@ class Display:
         self._task: TaskID | None = None
         self._phase, self._total, self._done = "", 0, 0
         self._began = self._spoke = 0.0
+        self._forecast: Forecast | None = None
+
+    def expect(self, phases: Sequence[PhaseTime]) -> None:
+        """How long a job will take, which begins now."""
+        self._forecast = Forecast(phases) if phases else None
 
     def start(self, phase: str, total: int) -> None:
         """A phase begins."""
         self._phase, self._total, self._done = phase, total, 0
         self._began = self._spoke = time.monotonic()
+        if self._forecast is not None:
+            self._forecast.start(phase, total)
         if self._console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description:>14}"),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TimeRemainingColumn(elapsed_when_finished=True),
+                _JobRemaining(self._forecast) if self._forecast else TimeRemainingColumn(elapsed_when_finished=True),
                 console=self._console,
             )
             self._bar.start()
             self._task = self._bar.add_task(phase, total=total)
+        elif self._forecast is not None and (left := self._forecast.seconds_left or 0) >= HEARTBEAT_SECONDS:
+            self._console.print(f"{phase}: begins, about {format_seconds(left)} left in all")
 
     def advance(self) -> None:
         """One step further."""
         self._done += 1
         now = time.monotonic()
+        if self._forecast is not None:
+            self._forecast.advance()
         if self._bar is not None and self._task is not None:
             self._bar.advance(self._task)
         elif now - self._spoke >= HEARTBEAT_SECONDS:
@@ -51,10 +86,20 @@ class Display:
             left = (now - self._began) / self._done * max(self._total - self._done, 0)
             self._console.print(f"{self._phase}: {self._done}/{self._total}, about {left:.0f} s left")
 
+    def skip(self, steps: int) -> None:
+        """Steps that had been done before."""
+        self._total -= steps
+        if self._forecast is not None:
+            self._forecast.skip(steps)
+        if self._bar is not None and self._task is not None:
+            self._bar.advance(self._task, steps)
+
     def finish(self) -> None:
         """The phase is over."""
+        if self._forecast is not None:
+            self._forecast.finish()
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=self._total)
+            self._bar.update(self._task, completed=self._bar.tasks[0].total)
             self._bar.stop()
             self._bar = self._task = None
         else:

@@ -92,7 +92,7 @@ class Encoding:
             return
         if self._pass is not None:
             self._pass.through(layer)
-        elif self._job.unit(f"encode/{layer}"):
+        elif self._job.unit(f"encode/{layer}", steps=1):
             self._visit(layer, nn.Module())
             self._job.finish(f"encode/{layer}")
             self._job.progress.advance()

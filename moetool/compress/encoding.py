@@ -24,9 +24,11 @@ from moetool.compress.encoded import Encoding, encoded_bytes
 from moetool.compress.told import EncodedLayer, LayersTold
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.layout import LayerLayout, delta_name
+from moetool.job.building_blocks import moe_size
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, Source, pick_compute_dtype, pick_device, to_cpu
 from moetool.job.options import Options, RunOptions, TextOptions
+from moetool.job.phases import encoding_phases
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.result import Json
 from moetool.job.writing import OutputPlan, entry_for, write_model
@@ -203,6 +205,7 @@ def encoding_plan(
         output_bytes=output,
         scratch_bytes=bases + encoded + cost.forward_bytes(reader.shape.hidden),
         memory_bytes=memory,
+        phases=encoding_phases(cost if text else None, moe_size(reader), layouts, output),
         details={"layers": len(layouts), "experts": reader.shape.experts, **details},
     )
 

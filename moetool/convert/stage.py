@@ -18,9 +18,12 @@ from moetool.convert.sample import sample_tokens
 from moetool.convert.told import Activations, ConversionTold, Parameters, Proof
 from moetool.errors import InvalidInputError, VerificationError
 from moetool.format.families import architecture_of, is_opaque
+from moetool.format.kinds.base import Counts
+from moetool.job.building_blocks import dense_size
 from moetool.job.calibrated import calibration_windows
 from moetool.job.job import DenseSource, Input, Job, Source
 from moetool.job.options import RunOptions, TextOptions
+from moetool.job.phases import Phases, proof_phase, rewriting_phases, router_phase
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.progress import phase
 from moetool.job.result import CalibrationFacts, Json, Sizes
@@ -133,13 +136,14 @@ class Conversion(Stage[ConversionT, DenseSource]):
 
     def plan(self) -> Plan:
         planned = self.planned()
-        parameters = planned.parameters()
+        parameters, output = planned.parameters(), self._shards(planned).nbytes
         return Plan(
             stage=self.name,
             input_bytes=self.source.checkpoint.weight_bytes,
-            output_bytes=self._shards(planned).nbytes,
+            output_bytes=output,
             scratch_bytes=self._scratch_bytes(),
             memory_bytes=self._memory_bytes(),
+            phases=self._phases(parameters, output),
             details={
                 **self.details(),
                 "parameters": parameters.total,
@@ -147,6 +151,22 @@ class Conversion(Stage[ConversionT, DenseSource]):
                 "added_parameters": parameters.added,
             },
         )
+
+    def _phases(self, parameters: Counts, output: int) -> Phases:
+        writing = rewriting_phases(dense_size(self.dense), output)
+        proof = (
+            (proof_phase(CalibrationCost(PROOF_WINDOWS, PROOF_LENGTH, 4), self.dense, parameters, output),)
+            if self.options.proof
+            else ()
+        )
+        return (*self.measuring(), *writing, *proof)
+
+    def measuring(self) -> Phases:
+        """What is done on the calibration text before anything is written."""
+        if not self.measures:
+            return ()
+        cost = CalibrationCost(self.options.samples, self.options.sequence_length, 4)
+        return (router_phase(cost, self.dense),)
 
     def _scratch_bytes(self) -> int:
         cost = CalibrationCost.of(self.options, torch.float32, self.dense.dtype)

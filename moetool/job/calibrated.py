@@ -152,7 +152,7 @@ class CalibratedJob:
         lowest, between = min(visited), stretch(self._layers)
         last = (self._layers - 1) // between * between  # from here on all are still there when the way back begins
         with phase(job.progress, "Forward", (self._layers + 1) * sweep.batch_count):
-            if job.unit("gradients/embed"):
+            if job.unit("gradients/embed", sweep.batch_count):
                 sweep.embed()
                 self._finish("gradients/embed", sweep)
             for index in range(self._layers):
@@ -160,10 +160,10 @@ class CalibratedJob:
                 self._run_forward(f"gradients/forward/{index}", index, *spent)
         again = sum(1 for index in range(lowest - lowest % between, last) if index % between)
         with phase(job.progress, "Backward", (1 + again + passes * (self._layers - lowest)) * sweep.batch_count):
-            if job.unit("head"):
+            if job.unit("head", sweep.batch_count):
                 self._finish("head", sweep, sweep.hidden(self._layers), loss=sweep.head())
             for index in range(self._layers - 1, lowest - 1, -1):
-                if not job.unit(f"reverse/{index}"):
+                if not job.unit(f"reverse/{index}", passes * sweep.batch_count):
                     continue
                 for below in range(index - index % between, index if index < last else 0):
                     self._run_forward(f"gradients/again/{below}", below)
@@ -176,7 +176,7 @@ class CalibratedJob:
 
     def _run_forward(self, unit: str, index: int, *spent: ActivationFile) -> None:
         """Run one layer on the text that gradients are taken on, if that is not done."""
-        if self.job.unit(unit):
+        if self.job.unit(unit, self.gradient_sweep.batch_count):
             with self.model.layer(index) as layer:
                 self.gradient_sweep.forward(index, layer)
             self._finish(unit, self.gradient_sweep, *spent)
@@ -230,7 +230,7 @@ class ForwardPass:
     def _step(self, index: int) -> None:
         job, sweep, finish = self._calibrated.job, self._calibrated.sweep, self._calibrated._finish
         unit = f"{self._name}embed" if index < 0 else f"{self._name}forward/{index}"
-        if not job.unit(unit):
+        if not job.unit(unit, sweep.batch_count):
             return
         if index < 0:
             sweep.embed()

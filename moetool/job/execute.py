@@ -11,6 +11,7 @@ from moetool.checkpoint.source import local_path
 from moetool.errors import InvalidInputError, MoetoolError, UsageError
 from moetool.job.blueprint import open_for_planning
 from moetool.job.calibrated import calibration_windows
+from moetool.job.estimate import estimate
 from moetool.job.interrupt import listening
 from moetool.job.job import Job
 from moetool.job.memory import PeakMemory, anonymous_bytes
@@ -99,6 +100,8 @@ def run_stage(
         return_freed_memory()
         with PeakMemory() as peak, listening() as interrupt:
             job = Job(opened, workspace, options, recipe, progress, interrupt)
+            if not isinstance(progress, Silent):
+                progress.expect(estimate(plan, options, directory).phases)
             if workspace.is_resumed:
                 progress.log(f"Going on with the run in {directory}.")
             told = stage.run(job)

@@ -115,9 +115,11 @@ class Job(Generic[SourceT]):
         """Where unfinished files live."""
         return self.workspace.work
 
-    def unit(self, name: str) -> bool:
-        """Whether a unit is still to be done; between units, a requested stop is obeyed."""
+    def unit(self, name: str, steps: int = 0) -> bool:
+        """Whether a unit is still to be done; between units, a requested stop is obeyed. The `steps` of the phase that
+        one has which is done already are left out of it."""
         if self.workspace.is_done(name):
+            self.progress.skip(steps)
             return False
         self.interrupt.check()
         return True

@@ -20,6 +20,7 @@ from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import ResourceError
 from moetool.job.options import CalibrationOptions, TextOptions
 from moetool.job.result import Json
+from moetool.job.work import Phase
 from moetool.runtime.dense import DenseModel
 from moetool.runtime.memory import free_bytes
 from moetool.version import __version__
@@ -40,6 +41,7 @@ class Plan:
         output_bytes: weight files to write, exactly where `exact`, else at most.
         scratch_bytes: room for unfinished work beside the output, removed at the end.
         memory_bytes: estimated peak of anonymous memory.
+        phases: what will be done, under the names that progress shows; none if it cannot be told.
         details: more that a reader wants to know, in order.
     """
 
@@ -48,6 +50,7 @@ class Plan:
     output_bytes: int
     scratch_bytes: int
     memory_bytes: int
+    phases: tuple[Phase, ...] = ()
     details: Mapping[str, Json] = field(default_factory=dict)
 
     @property

@@ -1,18 +1,26 @@
 """How a job tells where it is. The pipeline reports, the command line draws."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
+
+from moetool.job.forecast import PhaseTime
 
 
 class Progress(Protocol):
     """Receives what a job is doing."""
+
+    def expect(self, phases: Sequence[PhaseTime]) -> None:
+        """These phases will come, and take about so long."""
 
     def start(self, phase: str, total: int) -> None:
         """A phase of `total` steps begins."""
 
     def advance(self) -> None:
         """One step is done."""
+
+    def skip(self, steps: int) -> None:
+        """So many steps had been done by an earlier run."""
 
     def finish(self) -> None:
         """The phase is over."""
@@ -24,9 +32,13 @@ class Progress(Protocol):
 class Silent:
     """Draws nothing."""
 
+    def expect(self, phases: Sequence[PhaseTime]) -> None: ...
+
     def start(self, phase: str, total: int) -> None: ...
 
     def advance(self) -> None: ...
+
+    def skip(self, steps: int) -> None: ...
 
     def finish(self) -> None: ...
 

@@ -23,6 +23,7 @@ from moetool.format.kinds import custom_module
 from moetool.format.kinds.moe import routed_scale
 from moetool.format.layout import LayerLayout
 from moetool.job.job import Input, Job, Source, SourceT
+from moetool.job.phases import ENCODE, WRITE
 from moetool.job.progress import phase
 from moetool.job.result import CalibrationFacts, Printed
 from moetool.runtime.memory import return_heap
@@ -223,11 +224,9 @@ def write_checkpoint(
     writer = plan.writer(job.output)
     checkpoint = job.source.checkpoint
     steps = sum(len(shard) for shard in plan.shards) + (0 if making is None else making.steps)
-    with phase(job.progress, "Write" if making is None else "Encode and write", steps):
+    with phase(job.progress, WRITE if making is None else ENCODE, steps):
         for shard in range(len(plan.shards)):
-            if not job.unit(f"write/{shard}"):
-                for _ in plan.layers(shard):
-                    job.progress.advance()
+            if not job.unit(f"write/{shard}", len(plan.layers(shard))):
                 continue
             if making is not None:
                 for layer in plan.layers(shard):

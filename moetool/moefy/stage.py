@@ -25,6 +25,7 @@ from moetool.format.kinds.moefied import MoefiedSpec, SelectorKind
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import RunOptions
+from moetool.job.phases import Phases, neuron_phases
 from moetool.job.plan import CalibrationCost
 from moetool.job.result import CalibrationFacts, Json
 from moetool.moefy.clusters import (
@@ -148,6 +149,15 @@ class Moefy(Conversion[MoefyOptions]):
             "flops": f"{share:.1%} of dense, reading {COUNTED_LENGTH} tokens",
             "added_as_published": f"{added / dense.parameters:.4f} of dense",
         }
+
+    def measuring(self) -> Phases:
+        options, dense = self.options, self.dense
+        cost = CalibrationCost(options.samples, options.sequence_length, 4)
+        tokens = min(options.selector_tokens, options.samples * options.sequence_length)
+        epochs = options.epochs if self._selector == "mlp" else 0
+        return neuron_phases(
+            cost, dense, len(self._layers), tokens, options.experts, epochs, gradients=options.baseline == "snip"
+        )
 
     def _scratch_bytes(self) -> int:
         if self.options.baseline == "snip":

@@ -23,8 +23,10 @@ from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.format.entry import check_unquantized, custom_entry, moetool_entry
 from moetool.format.kinds import custom_module, kinds
 from moetool.job.blueprint import layer_of
+from moetool.job.building_blocks import training
 from moetool.job.job import Input, Job
 from moetool.job.options import RunOptions
+from moetool.job.phases import training_phases
 from moetool.job.plan import Plan
 from moetool.job.processes import is_first_process, sharding
 from moetool.job.result import Sizes, Told
@@ -102,13 +104,19 @@ class Tune(Stage[TuneOptions, AnySource]):
         kept = 2 * layers + 60 if options.gradient_checkpointing else 40 * layers
         texts = [file for path in self.reads() for file in data_files(path)]
         examples = 2 * sum(file.stat().st_size for file in texts)  # 8 bytes per token, of some 4 bytes of text
+        per_step = tokens * options.accumulation
+        steps = options.steps or math.ceil(options.epochs * examples / 8 / per_step)
+        work = training(
+            checkpoint, steps * per_step, steps, trained, bf16=options.bf16, again=options.gradient_checkpointing
+        )
         return Plan(
             stage=self.name,
             input_bytes=checkpoint.weight_bytes,
             output_bytes=checkpoint.weight_bytes,
             scratch_bytes=2 * (8 * trained + 4 * (numbers if sharding() else trained)),  # a checkpoint, and the next
             memory_bytes=600_000_000 + 4 * numbers + 12 * trained + logits + 4 * tokens * width * kept + examples,
-            details={"parameters": numbers, "tokens_per_step": tokens * options.accumulation},
+            phases=training_phases(work, checkpoint.weight_bytes, len(checkpoint.tensors)),
+            details={"parameters": numbers, "tokens_per_step": per_step},
         )
 
     def _check_sharding(self, tool: str) -> None:

@@ -78,6 +78,26 @@ def test_dry_run_of_the_real_size_reads_headers_only(run_cli, tmp_path):
     assert re.search(r"at most 0\.8\d", impossible.stderr)
 
 
+def test_dry_run_tells_the_time(run_cli, tiny_mixtral_bf16, calibration, tmp_path):
+    arguments = ("compress", tiny_mixtral_bf16, tmp_path / "out", *calibration, "--ratio", 0.3, "--dry-run")
+    told = run_cli(*arguments, "--json").json
+    assert [phase["name"] for phase in told["phases"]] == ["Forward", "Backward", "Encode and write"]
+    assert sum(phase["seconds"] for phase in told["phases"]) == pytest.approx(told["seconds"])
+    assert told["seconds"] > 0
+    assert re.search(r"^time +about \d+ s \(Forward \d+ s, Backward ", run_cli(*arguments).stdout, re.M)
+
+
+def test_dry_run_where_nothing_can_be_measured(run_cli, tiny_mixtral_bf16, tmp_path, monkeypatch):
+    def refuse(device, output):
+        raise OSError("Permission denied")
+
+    monkeypatch.setattr("moetool.job.estimate.this_machine", refuse)
+    arguments = ("decompose", tiny_mixtral_bf16, tmp_path / "out", "--dry-run")
+    assert run_cli(*arguments, "--json").json["seconds"] is None
+    for_people = run_cli(*arguments).stdout
+    assert re.search(r"^time +unknown: this machine cannot be measured \(Permission denied\)", for_people, re.M)
+
+
 @pytest.mark.parametrize("command", ["fisher-merge", "decompose", "svd-compress", "prune-base", "export", "compress"])
 def test_dry_run_says_what_the_run_then_takes(
     run_cli, tiny_mixtral_bf16, calibration, base, tiny_mixtral, decomposed, small, tmp_path, command

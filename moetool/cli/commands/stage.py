@@ -4,7 +4,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,8 +16,12 @@ from moetool.cli.presets import preset_method, preset_options
 from moetool.compress.told import RankedTold
 from moetool.convert.told import Activations, ConversionTold, Proof
 from moetool.errors import MoetoolError, UsageError, did_you_mean
+from moetool.job.forecast import format_seconds
 from moetool.job.processes import is_first_process
 from moetool.job.result import Json, Result, Sizes
+
+if TYPE_CHECKING:
+    from moetool.job.estimate import Estimate
 
 # Commands that are several stages, the option that chooses one, and the one that it is without it.
 CHOICES = {
@@ -60,6 +64,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
         **typed: object,
     ) -> None:
+        from moetool.job.estimate import estimate
         from moetool.job.execute import plan_stage, run_stage
 
         if methods:
@@ -67,11 +72,12 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         given = preset_options(preset, name, chosen if methods else None)
         options = build_options(stage.options_type, typed, given)
         if dry_run:
-            plan = plan_stage(stage, input, options).to_json()
+            plan = plan_stage(stage, input, options)
+            told = estimate(plan, options, output)
             if json:
-                print_json(plan)
+                print_json({**plan.to_json(), **told.to_json()})
             else:
-                _print_plan(plan)
+                _print_plan(plan.to_json(), told)
             return
         progress = Display() if is_first_process() else None
         result = run_stage(stage, input, output, options, resume=resume, overwrite=overwrite, progress=progress)
@@ -115,13 +121,19 @@ def _value(arguments: list[str], *names: str) -> str | None:
     return said
 
 
-def _print_plan(plan: Mapping[str, Json]) -> None:
+def _print_plan(plan: Mapping[str, Json], told: "Estimate") -> None:
     def show(name: str, value: Json) -> str:
         if not isinstance(value, int):
             return str(value)
         return format_bytes(value) if name.endswith("bytes") else f"{value:,}"
 
-    print_fields((name.removesuffix("_bytes").replace("_", " "), show(name, value)) for name, value in plan.items())
+    fields = [(name.removesuffix("_bytes").replace("_", " "), show(name, value)) for name, value in plan.items()]
+    if told.seconds is None:
+        fields.append(("time", f"unknown: {told.unknown}"))
+    else:
+        parts = ", ".join(f"{phase.name} {format_seconds(phase.seconds)}" for phase in told.phases)
+        fields.append(("time", f"about {format_seconds(told.seconds)} ({parts})"))
+    print_fields(fields)
     print("Nothing was written (--dry-run).")
 
 

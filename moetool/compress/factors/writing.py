@@ -27,9 +27,11 @@ from moetool.compress.factors.ranking import (
 from moetool.compress.told import RankedLayer, RankedTold
 from moetool.errors import UsageError
 from moetool.format.layout import DENSE_BASE, LayerLayout
+from moetool.job.building_blocks import moe_size
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, Source, pick_compute_dtype, pick_device
 from moetool.job.options import RunOptions, TextOptions
+from moetool.job.phases import factor_phases
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.result import CalibrationFacts
 from moetool.job.writing import OutputPlan, entry_for, original_bytes, write_model
@@ -257,6 +259,9 @@ def factor_plan(
         output_bytes=output,
         scratch_bytes=max(backward, forward) + len(reader.moe_layers) * for_each,
         memory_bytes=cost.memory_bytes(reader, gradients=gradients, factors=True),
+        phases=factor_phases(
+            cost if options.calibration or gradients else None, moe_size(reader), output, gradients=gradients
+        ),
         details={
             "original_bytes": original,
             "smallest_possible_bytes": size(0),

@@ -32,9 +32,11 @@ from moetool.compress.menu import losses, prepared
 from moetool.compress.told import MixedLayer, MixedTold
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout, delta_name
+from moetool.job.building_blocks import moe_size
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, pick_compute_dtype, pick_device, to_cpu
 from moetool.job.options import CalibrationOptions, RunOptions
+from moetool.job.phases import menu_phases
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.stage import Stage
 from moetool.job.writing import OutputPlan, entry_for, original_bytes, write_model
@@ -103,6 +105,7 @@ class Hybrid(Stage[HybridOptions]):
             output_bytes=output,
             scratch_bytes=scratch,
             memory_bytes=cost.memory_bytes(reader, gradients=True, factors=False) + grams,
+            phases=menu_phases(cost, moe_size(reader), round(original * (1 - options.ratio)), forms, self._base),
             details={
                 "original_bytes": original,
                 "smallest_possible_bytes": smallest,

@@ -11,8 +11,10 @@ from moetool.compress.base.given import GivenBase, in_few_bits, kinship_warning,
 from moetool.compress.base.layer_base import base_tensors
 from moetool.compress.encoding import ExtendedOptions, base_representations
 from moetool.format.layout import LayerLayout, delta_name
+from moetool.job.building_blocks import moe_size
 from moetool.job.job import Job
 from moetool.job.options import RunOptions
+from moetool.job.phases import decomposing_phases
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.result import Told
 from moetool.job.stage import Stage, found_here
@@ -63,16 +65,17 @@ class Decompose(Stage[DecomposeOptions]):
         return found_here([self.options.base])
 
     def plan(self) -> Plan:
-        reader = self.source.experts
+        reader, output = self.source.experts, self._output_plan()
         self._base()
         return Plan(
             stage=self.name,
             input_bytes=self.source.checkpoint.weight_bytes,
-            output_bytes=self._output_plan().nbytes,
+            output_bytes=output.nbytes,
             scratch_bytes=0,
             memory_bytes=CalibrationCost(0, 1, reader.dtype.itemsize).memory_bytes(
                 reader, gradients=False, factors=False
             ),
+            phases=decomposing_phases(moe_size(reader), output.layouts, output.nbytes),
             details={"moe_layers": len(reader.moe_layers), "experts": reader.shape.experts},
         )
 

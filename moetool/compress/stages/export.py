@@ -8,8 +8,10 @@ from torch import Tensor
 from moetool.architectures import Role
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout, native_layout
+from moetool.job.building_blocks import decoding, moe_size
 from moetool.job.job import Job
 from moetool.job.options import RunOptions
+from moetool.job.phases import rewriting_phases
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.result import Told
 from moetool.job.stage import Stage
@@ -34,14 +36,15 @@ class Export(Stage[RunOptions]):
         return OutputPlan(self.source, layouts, self.options.shard_size)
 
     def plan(self) -> Plan:
-        reader = self.source.experts
+        reader, output = self.source.experts, self._output_plan().nbytes
         dynamic = sum(1 for layout in reader.layouts.values() if layout.dynamic_channels)
         return Plan(
             stage=self.name,
             input_bytes=self.source.checkpoint.weight_bytes,
-            output_bytes=self._output_plan().nbytes,
+            output_bytes=output,
             scratch_bytes=0,
             memory_bytes=CalibrationCost(0, 1, 4).memory_bytes(reader, gradients=False, factors=False),
+            phases=rewriting_phases(moe_size(reader), output, decoding(moe_size(reader))),
             details={"layers_without_dynamic_pruning": dynamic} if dynamic else {},
         )
 

@@ -10,9 +10,11 @@ from moetool.compress.base.layer_base import base_path, measured_base, unweighte
 from moetool.compress.choices import UNMEASURED_MERGES, Merge
 from moetool.compress.told import LayersTold, MergedLayer
 from moetool.errors import UsageError
+from moetool.job.building_blocks import moe_size
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, pick_compute_dtype, pick_device
 from moetool.job.options import CalibrationOptions, RunOptions
+from moetool.job.phases import base_phases
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.stage import Stage
 from moetool.job.writing import record_origin
@@ -46,12 +48,14 @@ class FisherMerge(Stage[FisherMergeOptions]):
         channels = 8 * shape.intermediate + 1024  # which are kept, and the header
         rows = sum(shape.matrix(role)[0] for role in shape.roles)
         statistics = shape.experts * (4 * rows + 8) + 8 * shape.intermediate if measured else 0
+        output = len(reader.moe_layers) * (base + channels + statistics)
         return Plan(
             stage=self.name,
             input_bytes=self.source.checkpoint.weight_bytes,
-            output_bytes=len(reader.moe_layers) * (base + channels + statistics),
+            output_bytes=output,
             scratch_bytes=cost.gradient_bytes(reader.shape.hidden, layers) if measured else 0,
             memory_bytes=cost.memory_bytes(reader, gradients=measured, factors=False),
+            phases=base_phases(cost if measured else None, moe_size(reader), output),
             details={"layers": layers, "moe_layers": len(reader.moe_layers), "experts": reader.shape.experts},
         )
 

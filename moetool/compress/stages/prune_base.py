@@ -16,9 +16,11 @@ from moetool.compress.choices import Pruning
 from moetool.compress.told import PrunedTold
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.layout import BASE_CHANNELS, LayerLayout
+from moetool.job.building_blocks import moe_size
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, pick_compute_dtype, pick_device, refuse_shared_expert
 from moetool.job.options import RunOptions, TextOptions
+from moetool.job.phases import pruning_phases
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.result import CalibrationFacts
 from moetool.job.stage import Stage
@@ -90,6 +92,7 @@ class PruneBase(Stage[PruneBaseOptions]):
             output_bytes=output.nbytes,
             scratch_bytes=cost.forward_bytes(reader.shape.hidden),
             memory_bytes=cost.memory_bytes(reader, gradients=False, factors=False),
+            phases=pruning_phases(None if measured else cost, moe_size(reader), output.nbytes),
             details={"static_channels": pruning.static, "dynamic_channels": pruning.dynamic},
         )
 

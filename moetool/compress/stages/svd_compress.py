@@ -15,7 +15,9 @@ from moetool.errors import InvalidInputError, UsageError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, refuse_shared_expert
 from moetool.job.options import RunOptions
+from moetool.job.phases import FACTORIZE
 from moetool.job.plan import Plan
+from moetool.job.progress import phase
 from moetool.job.stage import Stage
 from moetool.job.writing import read_statistics
 
@@ -65,12 +67,14 @@ class SvdCompress(Stage[FactorOptions]):
             measure(index, calibrated.weights(index, layer), base, grams)
 
         if options.calibration is None:
-            for layer in reader.moe_layers:
-                if job.unit(f"measure/{layer}"):
-                    base = stored_base(reader, layer, statistics.get(layer))
-                    base.save(base_path(job.work, layer))
-                    measure(layer, reader.weights(layer), base, None)
-                    job.finish(f"measure/{layer}")
+            with phase(job.progress, FACTORIZE, len(reader.moe_layers)):
+                for layer in reader.moe_layers:
+                    if job.unit(f"measure/{layer}", steps=1):
+                        base = stored_base(reader, layer, statistics.get(layer))
+                        base.save(base_path(job.work, layer))
+                        measure(layer, reader.weights(layer), base, None)
+                        job.finish(f"measure/{layer}")
+                        job.progress.advance()
         else:
             calibrated = CalibratedJob(job, options)
             calibrated.forward_visiting(visit)

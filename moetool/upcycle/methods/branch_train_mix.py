@@ -20,7 +20,8 @@ from moetool.errors import InvalidInputError, UsageError
 from moetool.job.blueprint import open_for_planning
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import Options, RunOptions
-from moetool.job.plan import Plan
+from moetool.job.phases import ROUTERS, Phases, router_phase
+from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.progress import phase
 from moetool.job.stage import found_here
 from moetool.runtime.dense import DenseModel
@@ -190,6 +191,13 @@ class BranchTrainMix(Upcycle[BranchTrainMixOptions]):
         plan = super().plan()
         more = [model.checkpoint.weight_bytes for model in self.sources_opened]
         return replace(plan, input_bytes=plan.input_bytes + sum(more))
+
+    def measuring(self) -> Phases:
+        options, texts = self.options, len(self.specs)
+        if options.gate_mode == "random":
+            return super().measuring()
+        cost = CalibrationCost(texts * options.samples, options.sequence_length, 4)
+        return (router_phase(cost, self.dense, ROUTERS),)
 
     def _scratch_bytes(self) -> int:
         return super()._scratch_bytes() + len(self._adapters) * self.source.checkpoint.weight_bytes

@@ -16,8 +16,10 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.families import architecture_of
 from moetool.job.blueprint import imagine
+from moetool.job.building_blocks import moe_size
 from moetool.job.job import Input, Job
 from moetool.job.options import RunOptions
+from moetool.job.phases import rewriting_phases
 from moetool.job.plan import Plan
 from moetool.job.result import Sizes, Told
 from moetool.job.stage import Stage
@@ -121,13 +123,14 @@ class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
         return [self._dense.architecture.layer_prefix(layer) for layer in range(self._dense.layers)]
 
     def plan(self) -> Plan:
-        matrix = self._dense.hidden * self._dense.intermediate
+        matrix, output = self._dense.hidden * self._dense.intermediate, self._shards().nbytes
         return Plan(
             stage=self.name,
             input_bytes=self.source.checkpoint.weight_bytes,
-            output_bytes=self._shards().nbytes,
+            output_bytes=output,
             scratch_bytes=0,
             memory_bytes=600_000_000 + 8 * 4 * matrix,
+            phases=rewriting_phases(moe_size(self.source.experts), output),
             details={"model_type": str(self._config["model_type"]), "expert": self.options.expert},
         )
 

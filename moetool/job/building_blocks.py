@@ -1,0 +1,380 @@
+"""What the parts that jobs are made of take, from shapes alone: calibration, statistics, factors, codes, writing.
+
+Products and decompositions follow from the maths; what cannot be derived stands in `COEFFICIENTS`.
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from moetool.architectures import MoEShape
+from moetool.architectures.base import EXPERT_KEYS, whole_number
+from moetool.calibration.batching import batch_size
+from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.reader import Checkpoint
+from moetool.job.coefficients import COEFFICIENTS
+from moetool.job.plan import CalibrationCost
+from moetool.job.work import Precision, Work, altogether
+from moetool.representations import Representation
+from moetool.representations.dense import Dense
+from moetool.representations.low_rank_sparse import LowRankSparse
+from moetool.representations.quantized import Quantized
+from moetool.representations.quantized_low_rank import QuantizedLowRank
+from moetool.representations.sparse import MagnitudeSparse, Sparse
+from moetool.runtime.dense import DenseModel
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A model as it runs, all layers together.
+
+    Attributes:
+        layers: decoder layers, of which `moe_layers` have experts of `shape`.
+        hidden, vocabulary, heads: widths.
+        numbers: in the layers' weights, once they are loaded.
+        active: of these, what one token is multiplied by.
+        nbytes: of the weight files.
+        tensors: in the weight files.
+    """
+
+    layers: int
+    hidden: int
+    vocabulary: int
+    numbers: int
+    active: int
+    nbytes: int
+    tensors: int
+    heads: int
+    moe_layers: int = 0
+    shape: MoEShape | None = None
+
+    @property
+    def experts(self) -> int:
+        """Experts in all layers."""
+        return 0 if self.shape is None else self.shape.experts * self.moe_layers
+
+
+def moe_size(reader: ExpertReader) -> ModelSize:
+    """Of an MoE model."""
+    checkpoint, shape, count = reader.checkpoint, reader.shape, len(reader.moe_layers)
+    layers = reader.architecture.layers(checkpoint.config)
+    prefixes = tuple(reader.architecture.layer_prefix(layer) for layer in range(layers))
+    rest = _numbers(checkpoint, prefixes) - _numbers(checkpoint, prefixes, among=reader.names)
+    experts = count * shape.expert_parameters
+    vocabulary = whole_number(checkpoint.config, "vocab_size") or 0
+    return ModelSize(
+        layers,
+        shape.hidden,
+        vocabulary,
+        rest + experts * shape.experts,
+        rest + experts * shape.top_k,
+        checkpoint.weight_bytes,
+        len(checkpoint.tensors),
+        _heads(checkpoint, shape.hidden),
+        count,
+        shape,
+    )
+
+
+def dense_size(dense: DenseModel) -> ModelSize:
+    """Of a dense model."""
+    prefixes = tuple(dense.architecture.layer_prefix(layer) for layer in range(dense.layers))
+    numbers, checkpoint = _numbers(dense.checkpoint, prefixes), dense.checkpoint
+    vocabulary = whole_number(checkpoint.config, "vocab_size") or 0
+    return ModelSize(
+        dense.layers,
+        dense.hidden,
+        vocabulary,
+        numbers,
+        numbers,
+        checkpoint.weight_bytes,
+        len(checkpoint.tensors),
+        _heads(checkpoint, dense.hidden),
+    )
+
+
+def _heads(checkpoint: Checkpoint, hidden: int) -> int:
+    return whole_number(checkpoint.config, "num_attention_heads", "n_head") or -(-hidden // 64)
+
+
+def _numbers(checkpoint: Checkpoint, prefixes: tuple[str, ...], among: Collection[str] | None = None) -> int:
+    return sum(
+        math.prod(info.shape)
+        for name, info in checkpoint.tensors.items()
+        if name.startswith(prefixes) and (among is None or name in among)
+    )
+
+
+# Running the model.
+
+
+def _precision(cost: CalibrationCost) -> Precision:
+    return "bfloat16" if cost.itemsize == 2 else "float32"
+
+
+def _gram_precision(cost: CalibrationCost) -> Precision:
+    """In which Gram matrices of such rows are multiplied."""
+    return "float32" if cost.itemsize == 2 else "float64"
+
+
+def loading(size: ModelSize) -> Work:
+    """Every layer's weights, from disk into place, once the model is built."""
+    each, expert = COEFFICIENTS.load_calls
+    calls = COEFFICIENTS.open_calls + size.layers * each + size.experts * expert
+    return Work(moved=COEFFICIENTS.load_bytes * size.numbers, calls=calls, read=size.nbytes)
+
+
+def _pass(cost: CalibrationCost, size: ModelSize) -> Work:
+    """All windows through all layers that are there."""
+    tokens, made = cost.samples * cost.length, COEFFICIENTS
+    batches = -(-cost.samples // batch_size(max(1, cost.samples), cost.length))
+    products = tokens * (size.active + size.layers * cost.length * size.hidden)
+    wide = 0 if size.shape is None else size.moe_layers * size.shape.top_k * size.shape.intermediate
+    passes = size.layers * made.layer_passes * size.hidden + made.expert_passes * wide
+    scores = made.score_bytes * size.layers * size.heads * cost.length
+    return Work(
+        products={_precision(cost): made.narrow * products},
+        moved=tokens * (4 * passes + scores),
+        calls=batches * (size.layers * made.layer_calls + size.experts * made.expert_calls),
+    )
+
+
+def calibration_forward(cost: CalibrationCost, size: ModelSize, kept: int = 1) -> Work:
+    """One sweep over the text, `kept` of whose layer boundaries go to the disk; each is read again."""
+    boundaries = kept * cost.boundary_bytes(size.hidden)
+    return loading(size) + _pass(cost, size) + Work(read=boundaries, written=boundaries)
+
+
+def head_gradients(cost: CalibrationCost, size: ModelSize) -> Work:
+    """Losses, and their gradients at the last boundary."""
+    tokens = cost.samples * cost.length
+    logits = tokens * size.vocabulary
+    return Work(
+        products={_precision(cost): 3 * logits * size.hidden},
+        moved=12 * 4 * logits,
+        calls=cost.samples * 3 * COEFFICIENTS.layer_calls,
+    )
+
+
+def calibration_backward(cost: CalibrationCost, size: ModelSize) -> Work:
+    """From the loss back to the first layer: every layer forwards again, and backwards."""
+    both = _pass(cost, size) * (1 + COEFFICIENTS.backward)
+    boundaries = size.layers * cost.boundary_bytes(size.hidden)
+    return head_gradients(cost, size) + loading(size) + both + Work(read=2 * boundaries, written=boundaries)
+
+
+# What is measured on the way.
+
+
+def fisher(cost: CalibrationCost, size: ModelSize) -> Work:
+    """Squared gradients of every expert's matrices, window by window (in fp32 whatever the model runs in), and the
+    merge of all experts by them."""
+    if size.shape is None:
+        return Work()
+    shape = size.shape
+    tokens = cost.samples * cost.length * shape.top_k * size.moe_layers
+    reached = min(shape.experts, cost.length * shape.top_k) * cost.samples * size.moe_layers
+    return merging(size) + Work(
+        products={"float32": COEFFICIENTS.narrow * tokens * shape.expert_parameters},
+        moved=COEFFICIENTS.fisher_bytes * reached * shape.expert_parameters,
+        calls=reached * len(shape.roles) * 6,
+    )
+
+
+def merging(size: ModelSize) -> Work:
+    """A base for every layer out of its experts."""
+    return Work(moved=COEFFICIENTS.merge_bytes * size.experts * _of(size).expert_parameters)
+
+
+def factor_grams(cost: CalibrationCost, size: ModelSize) -> Work:
+    """Second moments of every expert's inputs, and of what its down delta makes of them where that is narrower."""
+    shape, routed = _of(size), _routed(cost, size)
+    narrow = min(shape.hidden, shape.intermediate)
+    lost = shape.hidden * shape.intermediate if shape.intermediate > shape.hidden else 0
+    symmetric = (shape.hidden**2 + narrow**2) / 2
+    return Work(products={"float32": COEFFICIENTS.narrow * routed * lost}) + Work(
+        products={_gram_precision(cost): COEFFICIENTS.narrow * routed * symmetric},
+        moved=COEFFICIENTS.factor_gram_bytes * routed * (shape.hidden + shape.intermediate),
+        calls=_batches(cost) * size.experts * 60,
+    )
+
+
+def decoding(size: ModelSize) -> Work:
+    """Every expert as a dense matrix."""
+    return Work(moved=COEFFICIENTS.load_bytes * size.experts * _of(size).expert_parameters)
+
+
+def input_grams(cost: CalibrationCost, size: ModelSize) -> Work:
+    """Second moments of what every matrix of every expert is given."""
+    shape, routed = _of(size), _routed(cost, size)
+    return Work(
+        products={_gram_precision(cost): COEFFICIENTS.narrow * routed * (shape.hidden**2 + shape.intermediate**2) / 2},
+        moved=COEFFICIENTS.input_gram_bytes * routed * (shape.hidden + shape.intermediate),
+        calls=_batches(cost) * size.experts * 30,
+    )
+
+
+def router_moments(cost: CalibrationCost, size: ModelSize) -> Work:
+    """Second moments of what every layer's network is given."""
+    tokens = cost.samples * cost.length * size.layers
+    return Work(products={_gram_precision(cost): tokens * size.hidden**2 / 2}, eigen={size.hidden: size.layers})
+
+
+def usage(cost: CalibrationCost, size: ModelSize) -> Work:
+    """How much energy intermediate channels carry."""
+    return Work(moved=_routed(cost, size) * 24 * _of(size).intermediate)
+
+
+def _of(size: ModelSize) -> MoEShape:
+    assert size.shape is not None, "a model with experts"
+    return size.shape
+
+
+def _routed(cost: CalibrationCost, size: ModelSize) -> int:
+    """Tokens that experts are given, in all layers."""
+    return cost.samples * cost.length * _of(size).top_k * size.moe_layers
+
+
+def _batches(cost: CalibrationCost) -> int:
+    return -(-cost.samples // batch_size(max(1, cost.samples), cost.length))
+
+
+# Matrices.
+
+
+def factorize(matrix: tuple[int, int], *, on_outputs: bool = False, whitened: bool = True) -> Work:
+    """All directions of one delta `[out, in]`, by the norm of its inputs, of its outputs, or none."""
+    rows, columns = matrix
+    narrow = min(matrix)
+    inner = rows * columns * narrow * 0.625  # lower slabs of a symmetric product
+    cholesky: dict[int, float] = {}
+    products, given = inner, Work(moved=COEFFICIENTS.factor_bytes * rows * columns)
+    if on_outputs:  # what the layer's mean input makes of it, from a sample of twice as many tokens as outputs
+        products, given = 2 * rows**3, Work(products={"float32": 2 * rows**2 * columns}, moved=100 * rows * columns)
+    if whitened and not on_outputs and rows <= columns:
+        products += rows * columns**2
+    elif whitened and not on_outputs:
+        products += 2.6 * columns**3
+        cholesky = {columns: 1.0}
+    return given + Work(
+        products={"float64": COEFFICIENTS.narrow * products},
+        eigen={narrow: 1.0},
+        cholesky=cholesky,
+        calls=COEFFICIENTS.sensitivity_calls,
+        written=4 * narrow * rows * columns / (rows + columns),
+    )
+
+
+def cut(matrix: tuple[int, int], rank: float) -> Work:
+    """Factors of one rank, of a delta that was factorized."""
+    rows, columns = matrix
+    products = 2 * rows * columns * rank + rank**2 * (rows + columns)
+    return Work(
+        products={"float32": products},
+        cholesky={max(1, round(rank)): 1.0},
+        moved=(COEFFICIENTS.error_bytes + 24) * rows * columns,
+        calls=COEFFICIENTS.cut_calls,
+        read=4 * min(matrix) * rows * columns / (rows + columns),
+    )
+
+
+def encode(form: Representation, matrix: tuple[int, int], *, fed_back: bool = False) -> Work:
+    """One delta `[out, in]` in some form; codes `fed_back` make good for each other's errors."""
+    made, numbers = COEFFICIENTS, matrix[0] * matrix[1]
+    taken = Work(moved=made.error_bytes * numbers, calls=100)
+    if isinstance(form, Quantized):
+        tried = dict(made.scales).get(form.bits, made.scales[-1][1])
+        taken += Work(moved=(made.scale_bytes * tried + made.nearest_bytes) * numbers)
+        return taken + (feed_back(matrix) if fed_back else Work())
+    if isinstance(form, QuantizedLowRank):
+        rank = form.directions
+        factors = [encode(part, shape) for part, shape in ((form.u, (matrix[0], rank)), (form.v, (rank, matrix[1])))]
+        return taken + altogether(factors) + Work(products={"float32": 2 * numbers * rank})
+    if isinstance(form, LowRankSparse):
+        narrow = min(matrix)
+        few = Work(products={"float32": 0.625 * numbers * narrow + numbers * form.directions}, eigen={narrow: 1.0})
+        return taken + few + encode(form.residual, matrix)
+    if isinstance(form, Sparse):
+        return taken + Work(moved=made.sample_bytes * form.count(matrix) + made.scatter_bytes * numbers)
+    if isinstance(form, MagnitudeSparse):
+        return taken + Work(moved=made.sort_bytes * numbers)
+    return taken + (Work() if isinstance(form, Dense) else cut(matrix, form.directions))
+
+
+def feed_back(matrix: tuple[int, int]) -> Work:
+    """Codes chosen one input after the other, and what both they and the nearest ones lose."""
+    rows, columns = matrix
+    numbers = rows * columns
+    return Work(
+        products={"float32": numbers * columns / 2, "float64": 2 * COEFFICIENTS.narrow * numbers * columns},
+        cholesky={columns: 3.0},
+        moved=COEFFICIENTS.feedback_bytes * numbers,
+        calls=COEFFICIENTS.feedback_calls * columns,
+    )
+
+
+def measure(matrix: tuple[int, int]) -> Work:
+    """What one form of a delta loses on the inputs behind its Gram matrix."""
+    numbers = matrix[0] * matrix[1]
+    return Work(products={"float64": numbers * matrix[1]}, moved=COEFFICIENTS.error_bytes * numbers)
+
+
+# Results.
+
+
+def writing(read: int, written: int, tensors: int) -> Work:
+    """Weight files: what is read for them, and what is written, hashed as it is and once more for the manifest."""
+    return Work(
+        moved=COEFFICIENTS.write_bytes * written,
+        calls=COEFFICIENTS.write_calls * tensors,
+        hashed=written,
+        read=read,
+        written=written,
+    )
+
+
+# Training.
+
+
+def training(checkpoint: Checkpoint, tokens: int, steps: int, trained: int, *, bf16: bool, again: bool) -> Work:
+    """Forwards, backwards and optimizer steps on so many tokens; `again` if forwards are made twice for less memory."""
+    config, tensors = checkpoint.config, checkpoint.tensors
+    numbers = {name: math.prod(info.shape) for name, info in tensors.items()}
+    routed = sum(count for name, count in numbers.items() if ".experts." in name)
+    share = (whole_number(config, "num_experts_per_tok") or 1) / (whole_number(config, *EXPERT_KEYS) or 1)
+    active = sum(numbers.values()) - routed * (1 - min(1.0, share))
+    layers = whole_number(config, "num_hidden_layers") or 1
+    made, width = COEFFICIENTS, whole_number(config, "hidden_size") or 0
+    times = 1 + made.backward + again
+    return Work(
+        products={"bfloat16" if bf16 else "float32": times * tokens * active},
+        moved=times * tokens * layers * made.layer_passes * width * 4 + steps * 40 * trained,
+        calls=steps * (times * layers * made.layer_calls + 10 * len(tensors)),
+        read=checkpoint.weight_bytes,
+    )
+
+
+# Networks that skip neurons.
+
+
+def cluster(neurons: int, width: int, clusters: int) -> Work:
+    """Balanced k-means of the neurons of one network by their weights `[neurons, width]`."""
+    steps = COEFFICIENTS.kmeans_steps
+    assigned = steps * COEFFICIENTS.assignment * neurons * clusters
+    return Work(
+        products={"float32": steps * neurons * width * clusters, "float64": assigned},
+        moved=steps * 24 * neurons * width,
+    )
+
+
+def train_selector(tokens: int, hidden: int, neurons: int, experts: int, epochs: int) -> Work:
+    """What every expert contributes to the tokens, twice (see `moefy.statistics`), and a network that predicts it."""
+    batches = epochs * -(-tokens // 512)
+    network = 3 * epochs * tokens * experts * (hidden + experts)
+    return Work(
+        products={"float32": network + 2 * 3 * tokens * hidden * neurons},
+        moved=2 * 60 * tokens * neurons
+        + epochs * tokens * (100 * hidden + 1000 * experts)
+        + batches * 48 * experts * hidden,
+        calls=COEFFICIENTS.judged_calls * (batches + epochs),
+    )

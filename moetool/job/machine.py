@@ -1,0 +1,225 @@
+"""How fast this machine is: measured in two or three seconds, and kept in the user's cache."""
+
+import hashlib
+import json
+import math
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from moetool.job.work import PRECISIONS, Precision, Work
+from moetool.kernels.compiler import cache_directories
+
+Speeds = Mapping[str, float]
+
+_PRODUCT = {"cpu": 1024, "cuda": 4096}  # size of the matrices that are multiplied
+_SOLVED = {"cpu": (96, 384), "cuda": (256, 1024)}
+_MOVED = {"cpu": 1 << 20, "cuda": 1 << 28}  # bytes of an operand that is passed over: in a cache, on a card in memory
+_HASHED = 1 << 22
+_DISK = 1 << 25  # bytes that are written and read at most
+_SECONDS = 0.1  # that each kind of work may take, once it has been done twice
+_FASTEST = 1e12  # bytes per second: what a clock that saw no time pass is taken to have seen
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a device, the memory and the disk beside an output do in a second.
+
+    Attributes:
+        products: multiply-adds per second, by precision.
+        eigen: by n, seconds of one eigen-decomposition of an n × n matrix in fp64.
+        cholesky: the same for Cholesky factors.
+        moved, hashed, read, written: bytes per second.
+        call: seconds that it takes to start one small operation.
+    """
+
+    products: Mapping[Precision, float]
+    eigen: Mapping[int, float]
+    cholesky: Mapping[int, float]
+    moved: float
+    hashed: float
+    read: float
+    written: float
+    call: float
+
+    def seconds(self, work: Work) -> float:
+        """How long it will take, each of its kinds after the other."""
+        return math.fsum(self.seconds_by_kind(work).values())
+
+    def seconds_by_kind(self, work: Work) -> dict[str, float]:
+        """The same, by field of `Work`."""
+        return {
+            "products": sum(count / self.products[precision] for precision, count in work.products.items()),
+            "eigen": sum(count * _between(self.eigen, n) for n, count in work.eigen.items()),
+            "cholesky": sum(count * _between(self.cholesky, n) for n, count in work.cholesky.items()),
+            "moved": work.moved / self.moved,
+            "calls": work.calls * self.call,
+            "hashed": work.hashed / self.hashed,
+            "read": work.read / self.read,
+            "written": work.written / self.written,
+        }
+
+
+def this_machine(device: torch.device, output: Path) -> Machine:
+    """This machine with what it computes on and the disk that `output` will be on, measured once and then remembered.
+
+    `MOETOOL_MEASURE=again` measures again, `MOETOOL_MEASURE=off` refuses to.
+
+    Raises:
+        OSError: nothing can be written beside the output, so that the disk cannot be measured, or measuring is off.
+    """
+    wish = os.environ.get("MOETOOL_MEASURE", "").lower()
+    if wish in {"0", "off", "no"}:
+        raise OSError("MOETOOL_MEASURE=off is set")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    here = [platform.node(), platform.machine(), os.cpu_count(), torch.__version__, torch.get_num_threads()]
+    there = next(parent for parent in (output.absolute(), *output.absolute().parents) if parent.is_dir())
+    again = wish == "again"
+    found = _kept([*here, device.type, name], lambda: measured_speeds(device), again=again)
+    disk = _kept([platform.node(), "disk", there.stat().st_dev], lambda: measured_disk(there), again=again)
+    return _machine({**found, **disk})
+
+
+def _machine(speeds: Speeds) -> Machine:
+    def sizes(kind: str) -> dict[int, float]:
+        return {int(name.rpartition("/")[2]): own for name, own in speeds.items() if name.startswith(f"{kind}/")}
+
+    return Machine(
+        products={precision: speeds[f"products/{precision}"] for precision in PRECISIONS},
+        eigen=sizes("eigen"),
+        cholesky=sizes("cholesky"),
+        **{kind: speeds[kind] for kind in ("moved", "hashed", "read", "written", "call")},
+    )
+
+
+def _between(seconds: Mapping[int, float], n: int) -> float:
+    """Seconds of size n, on the line through the logarithms of those that were measured; beyond, by its cube."""
+    sizes = sorted(seconds)
+    if n >= sizes[-1]:
+        return seconds[sizes[-1]] * (n / sizes[-1]) ** 3
+    low, high = next((pair for pair in pairwise(sizes) if n < pair[1]), (sizes[0], sizes[0]))
+    if low == high:
+        return seconds[low] * (n / low) ** 3
+    power = math.log(seconds[high] / seconds[low]) / math.log(high / low)
+    return seconds[low] * (max(n, 1) / low) ** power
+
+
+# Measuring.
+
+
+def measured_speeds(device: torch.device) -> dict[str, float]:
+    """All but the disk, by name."""
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    found: dict[str, float] = {}
+    n = _PRODUCT[kind]
+    for precision in PRECISIONS:
+        square = torch.ones(n, n, dtype=getattr(torch, precision), device=device)
+        found[f"products/{precision}"] = n**3 / _least_seconds(partial(torch.mm, square, square), device)
+    for n in _SOLVED[kind]:
+        matrix = torch.randn(n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device)
+        gram = matrix @ matrix.T + torch.eye(n, dtype=torch.float64, device=device)
+        found[f"eigen/{n}"] = _least_seconds(partial(torch.linalg.eigh, gram), device)
+        found[f"cholesky/{n}"] = _least_seconds(partial(torch.linalg.cholesky, gram), device)
+    wide = torch.ones(_MOVED[kind] // 4, device=device)
+    into = torch.empty_like(wide)
+    found["moved"] = 3 * _MOVED[kind] / _least_seconds(partial(torch.add, wide, wide, out=into), device)
+    small = torch.ones(8, device=device)
+    found["call"] = _least_seconds(partial(_often, small), device) / 1000
+    data = bytes(_HASHED)
+    found["hashed"] = _HASHED / _least_seconds(lambda: hashlib.sha256(data).digest(), device)
+    return found
+
+
+def _often(small: torch.Tensor) -> None:
+    for _ in range(500):
+        small.mul(2.0).add(1.0)
+
+
+def _least_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The least of some attempts, of which the first does not count: as if nothing else were running. A single thread
+    has a clock of its own, which stands while others run."""
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if alone else time.perf_counter
+    seconds: list[float] = []
+    began = time.perf_counter()
+    while len(seconds) < 3 or time.perf_counter() - began < _SECONDS:
+        start = clock()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(clock() - start)
+    return max(min(seconds[1:]), 1e-9)
+
+
+def measured_disk(directory: Path) -> dict[str, float]:
+    """What a small file takes to be written until it is on the disk, and to be read from there, in bytes per second.
+
+    Raises:
+        OSError: none can be written there.
+    """
+    part = os.urandom(1 << 20)
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        began = time.perf_counter()
+        written = file.write(part)
+        while written < _DISK and time.perf_counter() - began < 3 * _SECONDS:
+            written += file.write(part)
+        os.fsync(file.fileno())
+        seconds = time.perf_counter() - began
+        with suppress(AttributeError, OSError):  # else it is read from memory
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        began = time.perf_counter()
+        while file.read(len(part)):
+            pass
+        reading = time.perf_counter() - began
+    return {"written": min(written / max(seconds, 1e-9), _FASTEST), "read": min(written / max(reading, 1e-9), _FASTEST)}
+
+
+# Remembering.
+
+
+def _kept(key: Sequence[object], measure: Callable[[], dict[str, float]], *, again: bool) -> dict[str, float]:
+    """What was measured under that key, or is now."""
+    name = f"machine-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:20]}.json"
+    if not again:
+        for speeds in filter(None, (_read(folder / name) for folder in cache_directories())):
+            return speeds
+    speeds = measure()
+    for folder in cache_directories():
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(dir=folder)
+            os.close(descriptor)
+            Path(temporary).write_text(json.dumps(speeds))
+            Path(temporary).replace(folder / name)  # whole or not at all
+            break
+    return speeds
+
+
+def _read(file: Path) -> dict[str, float] | None:
+    """What a file of the cache holds, if that can be believed: names of speeds that are positive and finite."""
+    try:
+        found = json.loads(file.read_text())
+        speeds = {str(name): float(speed) for name, speed in found.items()}
+        required = {"read", "written"} if "read" in speeds else set(_names(speeds))
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None
+    believable = all(math.isfinite(speed) and speed > 0 for speed in speeds.values())
+    return speeds if believable and required <= speeds.keys() else None
+
+
+def _names(speeds: Speeds) -> Iterator[str]:
+    """Names of all speeds that a device has, whatever the sizes of what was solved."""
+    yield from (f"products/{precision}" for precision in PRECISIONS)
+    yield from ("moved", "hashed", "call")
+    for kind in ("eigen", "cholesky"):
+        yield next((name for name in speeds if name.startswith(f"{kind}/")), kind)

@@ -1,0 +1,227 @@
+"""The phases of whole jobs, under the names that progress shows them by, made of `building_blocks`."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from moetool.architectures import MoEShape, Role
+from moetool.format.kinds.base import Counts
+from moetool.format.layout import LayerLayout
+from moetool.job.building_blocks import (
+    ModelSize,
+    calibration_backward,
+    calibration_forward,
+    cluster,
+    cut,
+    dense_size,
+    encode,
+    factor_grams,
+    factorize,
+    fisher,
+    head_gradients,
+    input_grams,
+    measure,
+    merging,
+    router_moments,
+    train_selector,
+    usage,
+    writing,
+)
+from moetool.job.plan import CalibrationCost
+from moetool.job.work import Phase, Work, altogether
+from moetool.representations import Representation
+from moetool.representations.dense import Dense
+from moetool.representations.low_rank import break_even_rank
+from moetool.runtime.dense import DenseModel
+
+FORWARD, BACKWARD, FACTORIZE = "Forward", "Backward", "Factorize"
+ENCODE, WRITE, ROUTERS, TRAIN = "Encode and write", "Write", "Routers", "Train"
+PROOF = "Compare with the dense model"
+
+Phases = tuple[Phase, ...]
+
+
+def gradient_phases(cost: CalibrationCost, size: ModelSize) -> Phases:
+    """There and back again over the windows that gradients come from: every √L-th boundary is kept, and what lies
+    between is run again on the way back, where bases are made."""
+    kept = math.isqrt(max(1, size.layers))
+    forward = calibration_forward(cost, size, kept)
+    return Phase(FORWARD, forward), Phase(BACKWARD, forward + calibration_backward(cost, size) + fisher(cost, size))
+
+
+def gradient_cost(cost: CalibrationCost) -> CalibrationCost:
+    """The same for the windows that gradients are taken on."""
+    return replace(cost, samples=cost.gradient_samples)
+
+
+def _back_with(few: CalibrationCost, size: ModelSize, measured: Work) -> Phases:
+    """Gradients, and on the way back another forward through each layer, in which deltas to its base are measured."""
+    forward, backward = gradient_phases(few, size)
+    return forward, Phase(BACKWARD, backward.work + calibration_forward(few, size) + measured)
+
+
+def base_phases(cost: CalibrationCost | None, size: ModelSize, written: int) -> Phases:
+    """A base for every layer, weighed by gradients on a text if there is one."""
+    if cost is None:
+        return (Phase(WRITE, merging(size) + writing(size.nbytes, written, 0)),)
+    return gradient_phases(gradient_cost(cost), size)
+
+
+def factor_phases(cost: CalibrationCost | None, size: ModelSize, written: int, *, gradients: bool) -> Phases:
+    """Low-rank deltas: what each loses is measured on the way back if there are gradients, else on the whole text if
+    there is one; factors are then made on the whole text."""
+    shape, deltas = _shape(size), _shape(size).experts * size.moe_layers
+    rank = _rank_for(size, written)
+    factors, cuts = Work(), Work()
+    for role in shape.roles:
+        matrix = shape.matrix(role)
+        on_outputs = cost is not None and role == "down" and matrix[0] < matrix[1]
+        factors += factorize(matrix, on_outputs=on_outputs, whitened=cost is not None) * deltas
+        cuts += cut(matrix, rank(matrix)) * deltas
+    write = writing(size.nbytes, written, size.tensors)
+    if cost is None:
+        return Phase(FACTORIZE, Work(read=size.nbytes) + factors), Phase(ENCODE, factors + cuts + write)
+    running = calibration_forward(cost, size) + factor_grams(cost, size)
+    last = Phase(ENCODE, running + factors + cuts + write)
+    if not gradients:
+        return Phase(FORWARD, running + factors), last
+    few = gradient_cost(cost)
+    return *_back_with(few, size, factor_grams(few, size) + factors), last
+
+
+def menu_phases(
+    cost: CalibrationCost,
+    size: ModelSize,
+    written: int,
+    forms: Mapping[Role, Iterable[Representation]],
+    base: Mapping[Role, Representation],
+) -> Phases:
+    """Every form of every delta measured on the way back, and in a pass over the whole text those encoded that were
+    chosen.
+
+    Args:
+        cost: of the text.
+        size: of the model.
+        written: bytes of the result.
+        forms: that the deltas of a role are offered in.
+        base: how bases are stored.
+    """
+    shape, deltas = _shape(size), _shape(size).experts * size.moe_layers
+    tried, chosen = _bases(shape, base) * size.moe_layers, Work()
+    for role, offered in forms.items():
+        matrix = shape.matrix(role)
+        works = [encode(form, matrix, fed_back=True) for form in offered if not form.is_whole]
+        tried += (altogether(works) + measure(matrix) * len(works) + factorize(matrix)) * deltas
+        chosen += altogether(works) * (deltas / max(1, len(works)))
+    running = calibration_forward(cost, size) + input_grams(cost, size)
+    write = writing(size.nbytes, written, size.tensors + 2 * len(shape.roles) * deltas)
+    few = gradient_cost(cost)
+    return *_back_with(few, size, input_grams(few, size) + tried), Phase(ENCODE, running + chosen + write)
+
+
+def encoding_phases(
+    cost: CalibrationCost | None, size: ModelSize, layouts: Mapping[int, LayerLayout], written: int
+) -> Phases:
+    """Deltas in known forms, on a text if there is one."""
+    shape = _shape(size)
+    stored = {(role, form.label): form for layout in layouts.values() for _, role, form in layout.deltas()}
+    forms = Counter((role, form.label) for layout in layouts.values() for _, role, form in layout.deltas())
+    fed_back = cost is not None
+    works = [encode(stored[key], shape.matrix(key[0]), fed_back=fed_back) * count for key, count in forms.items()]
+    bases = altogether(_bases(shape, layout.base) for layout in layouts.values())
+    encoded = altogether(works) + merging(size) + bases
+    if cost is not None:
+        encoded += calibration_forward(cost, size) + input_grams(cost, size)
+    tensors = size.tensors + 2 * sum(forms.values())
+    return (Phase(ENCODE, encoded + writing(size.nbytes, written, tensors)),)
+
+
+def decomposing_phases(size: ModelSize, layouts: Mapping[int, LayerLayout], written: int) -> Phases:
+    """A base beside experts that stay as they are."""
+    bases = altogether(_bases(_shape(size), layout.base) for layout in layouts.values())
+    return rewriting_phases(size, written, merging(size) + bases)
+
+
+def rewriting_phases(size: ModelSize, written: int, made: Work | None = None) -> Phases:
+    """Weights that are read, made into others, and written."""
+    return (Phase(WRITE, writing(size.nbytes, written, size.tensors) + (made or Work())),)
+
+
+def pruning_phases(cost: CalibrationCost | None, size: ModelSize, written: int) -> Phases:
+    """Bases without some of their channels, whose energies are measured on a text if there is one."""
+    writes = rewriting_phases(size, written)
+    return writes if cost is None else (Phase(FORWARD, calibration_forward(cost, size) + usage(cost, size)), *writes)
+
+
+# Conversions of dense models.
+
+
+def router_phase(cost: CalibrationCost, dense: DenseModel, name: str = FORWARD) -> Phase:
+    """A text through a dense model, to fit routers to what its networks are given."""
+    size = dense_size(dense)
+    return Phase(name, calibration_forward(cost, size) + router_moments(cost, size))
+
+
+def neuron_phases(
+    cost: CalibrationCost, dense: DenseModel, layers: int, tokens: int, experts: int, epochs: int, *, gradients: bool
+) -> Phases:
+    """A text through a dense model, to put neurons into experts and to train what chooses them.
+
+    Args:
+        cost: of the text.
+        dense: the model.
+        layers: how many are split.
+        tokens: that selectors are trained on.
+        experts: per layer.
+        epochs: of a selector's training; 0 where there is none.
+        gradients: whether neurons are ranked by these, and put in no clusters.
+    """
+    size = dense_size(dense)
+    width = dense.hidden * (len(dense.architecture.roles) - 1)
+    learnt = train_selector(tokens, dense.hidden, dense.intermediate, experts, epochs) * layers
+    if not gradients:
+        clustered = cluster(dense.intermediate, width, experts) * layers
+        return (Phase(FORWARD, calibration_forward(cost, size) + clustered + learnt),)
+    forward = calibration_forward(cost, size, size.layers)
+    return Phase(FORWARD, forward), Phase(BACKWARD, calibration_backward(cost, size) + learnt)
+
+
+def proof_phase(cost: CalibrationCost, dense: DenseModel, parameters: Counts, written: int) -> Phase:
+    """Both models on a few tokens, layer by layer in fp32."""
+    size = dense_size(dense)
+    made = replace(
+        size,
+        numbers=size.numbers + parameters.added,
+        active=size.active + parameters.active - (parameters.total - parameters.added),
+        nbytes=written,
+    )
+    heads = head_gradients(cost, size) * (2 / 3)  # without gradients
+    return Phase(PROOF, calibration_forward(cost, size) + calibration_forward(cost, made) + heads)
+
+
+def training_phases(work: Work, size: int, tensors: int) -> Phases:
+    """Steps of an optimizer, and the result of so many bytes and tensors."""
+    return Phase(TRAIN, work), Phase(WRITE, writing(0, size, tensors))
+
+
+# Shared.
+
+
+def _shape(size: ModelSize) -> MoEShape:
+    assert size.shape is not None, "a model with experts"
+    return size.shape
+
+
+def _bases(shape: MoEShape, base: Mapping[Role, Representation]) -> Work:
+    """Bases of one layer that are not stored as they are."""
+    return altogether(encode(form, shape.matrix(role)) for role, form in base.items() if not isinstance(form, Dense))
+
+
+def _rank_for(size: ModelSize, written: int) -> Callable[[tuple[int, int]], float]:
+    """Ranks that deltas have about, by matrix, where experts' bytes are shared out evenly."""
+    shape = _shape(size)
+    numbers = shape.expert_parameters * shape.experts * size.moe_layers
+    before = size.nbytes * numbers / max(1, size.numbers)
+    share = min(1.0, max(0.0, 1 - 1 / shape.experts - (size.nbytes - written) / max(1.0, before)))
+    return lambda matrix: share * break_even_rank(matrix)
