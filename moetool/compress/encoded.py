@@ -80,6 +80,10 @@ class Encoding:
         self._pass = calibrated.forward_pass(self._visit, layouts, name="encode") if calibrated else None
         self.steps = len(layouts) if self._pass is None else self._pass.steps
 
+    @property
+    def is_chain(self) -> bool:
+        return self._pass is not None
+
     def _file(self, layer: int) -> EncodedFile:
         return EncodedFile(self._job.work, self._job.source.experts, layer, self._layouts[layer])
 
@@ -94,8 +98,13 @@ class Encoding:
             self._pass.through(layer)
         elif self._job.unit(f"encode/{layer}", steps=1):
             self._visit(layer, nn.Module())
-            self._job.finish(f"encode/{layer}")
+            self._job.finish(f"encode/{layer}", made=self._made(layer))
             self._job.progress.advance()
+
+    def _made(self, layer: int) -> list[Path]:
+        """All that lies in the work directory with the layer's number in its name."""
+        tops = self._job.work.glob(f"*-{layer:05d}*")
+        return [path for top in tops for path in [top, *top.rglob("*")] if path.is_file()]
 
     def spent(self, layer: int) -> list[Path]:
         """What the file that the layer is written to makes superfluous."""

@@ -19,9 +19,10 @@ from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import Plan, fingerprint
 from moetool.job.processes import is_first_process, processes
 from moetool.job.progress import Progress, Silent
+from moetool.job.ranks import JoinedRanks, Ranks
 from moetool.job.result import Result, Told
 from moetool.job.stage import AnyStage
-from moetool.job.workspace import FollowingWorkspace, Workspace, check_finished, is_finished
+from moetool.job.workspace import FollowingWorkspace, RankWorkspace, Workspace, check_finished, is_finished
 from moetool.job.writing import check_records
 from moetool.runtime.memory import return_freed_memory
 
@@ -60,10 +61,28 @@ def run_stage(
     Raises:
         MoetoolError: anything a user can do something about.
     """
-    began = time.monotonic()
     progress = progress or Silent()
     if processes() > 1 and not kind.is_parallel:
         raise UsageError(f"{kind.name} runs in one process; this is one of {processes()}. Start it without a launcher.")
+    with JoinedRanks() if processes() > 1 and not kind.has_trainer else Ranks() as ranks:
+        if ranks.is_first:
+            return _lead(kind, source, output, options, ranks, resume=resume, overwrite=overwrite, progress=progress)
+        return _follow(kind, source, output, options, ranks)
+
+
+def _lead(
+    kind: type[AnyStage],
+    source: str | Path,
+    output: str | Path,
+    options: RunOptions,
+    ranks: Ranks,
+    *,
+    resume: bool,
+    overwrite: bool,
+    progress: Progress,
+) -> Result:
+    """What the first process does, or the only one, or each of those that a Trainer brings together."""
+    began = time.monotonic()
     opened = kind.source_type.of(Checkpoint.open(source))
     check_records(opened)
     stage = kind(opened, options)
@@ -77,6 +96,7 @@ def run_stage(
     if resume and not overwrite and is_finished(directory):
         if is_first_process():
             check_finished(directory, identity)
+        ranks.broadcast(False)
         return Result(
             stage=kind.name,
             input=str(source),
@@ -87,7 +107,8 @@ def run_stage(
             peak_memory_bytes=anonymous_bytes(),
             told=Told(),
         )
-    plan.check(directory, memory=options.memory, disk=options.disk)
+    needs = replace(plan, memory_bytes=ranks.here * plan.memory_bytes)
+    needs.check(directory, memory=options.memory, disk=options.disk)
     if overwrite and isinstance(stage.options, TextOptions) and stage.options.calibration:
         # No earlier result is thrown away for a text that cannot be used.
         calibration_windows(opened, stage.options)
@@ -98,8 +119,9 @@ def run_stage(
     )
     try:
         return_freed_memory()
+        ranks.broadcast(True)
         with PeakMemory() as peak, listening() as interrupt:
-            job = Job(opened, workspace, options, recipe, progress, interrupt)
+            job = Job(opened, workspace, options, recipe, progress, interrupt, ranks)
             if not isinstance(progress, Silent):
                 progress.expect(estimate(plan, options, directory).phases)
             if workspace.is_resumed:
@@ -107,10 +129,12 @@ def run_stage(
             told = stage.run(job)
             sizes = stage.verify(directory) if stage.writes_model and is_first_process() else None
             workspace.close()
-    except MoetoolError:
+    except MoetoolError as error:
+        ranks.fail(error)
         workspace.abandon()
         raise
     except BaseException as error:
+        ranks.fail(error)
         workspace.abandon()
         if (problem := storage_problem(error, directory, plan.disk_bytes)) is None:
             raise
@@ -122,6 +146,33 @@ def run_stage(
         sizes=sizes,
         seconds=round(time.monotonic() - began, 2),
         peak_memory_bytes=peak.bytes,
+        told=told,
+    )
+
+
+def _follow(kind: type[AnyStage], source: str | Path, output: str | Path, options: RunOptions, ranks: Ranks) -> Result:
+    """What a process beside the first does, once that has found that the job can begin."""
+    began, is_to_do = time.monotonic(), ranks.broadcast(True)
+    directory, told = output_directory(output), Told()
+    if is_to_do:
+        stage = kind(kind.source_type.of(Checkpoint.open(source)), options)
+        workspace = RankWorkspace(directory, ranks)
+        try:
+            with listening() as interrupt:
+                job = Job(stage.source, workspace, options, stage.recipe(), interrupt=interrupt, ranks=ranks)
+                told = stage.run(job)
+        except MoetoolError:
+            raise
+        except Exception as error:
+            if (problem := storage_problem(error, directory)) is None:
+                raise
+            raise problem from error
+    return Result(
+        stage=kind.name,
+        input=str(source),
+        output=str(directory),
+        seconds=round(time.monotonic() - began, 2),
+        peak_memory_bytes=anonymous_bytes(),
         told=told,
     )
 

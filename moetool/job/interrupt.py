@@ -4,6 +4,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 from moetool.errors import InterruptedRunError
 
@@ -17,7 +18,11 @@ class Interrupt:
     def check(self) -> None:
         """Between two units: raise `InterruptedRunError` if a stop was asked for."""
         if self.requested:
-            raise InterruptedRunError("Stopped as asked, after finishing the unit in hand. Go on with --resume.")
+            self.stop()
+
+    def stop(self) -> NoReturn:
+        """Raise `InterruptedRunError`."""
+        raise InterruptedRunError("Stopped as asked, after finishing the unit in hand. Go on with --resume.")
 
 
 @contextmanager

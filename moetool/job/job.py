@@ -1,8 +1,9 @@
 """One job: an input that was checked, an output that is being made, and what is needed on the way."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Generic, Protocol, Self
 
 import torch
@@ -19,7 +20,8 @@ from moetool.job.blueprint import check_against_config, open_for_planning
 from moetool.job.interrupt import Interrupt
 from moetool.job.options import RunOptions
 from moetool.job.progress import Progress, Silent
-from moetool.job.workspace import Workspace
+from moetool.job.ranks import Ranks, owners
+from moetool.job.workspace import Outcome, Workspace
 from moetool.runtime.dense import DenseModel
 from moetool.runtime.memory import return_heap
 
@@ -104,6 +106,8 @@ class Job(Generic[SourceT]):
     recipe: Mapping[str, object]  # the options that decide the result, for the manifest
     progress: Progress = field(default_factory=Silent)
     interrupt: Interrupt = field(default_factory=Interrupt)
+    ranks: Ranks = field(default_factory=Ranks)
+    _is_sharing: bool = False
 
     @property
     def output(self) -> Path:
@@ -116,13 +120,67 @@ class Job(Generic[SourceT]):
         return self.workspace.work
 
     def unit(self, name: str, steps: int = 0) -> bool:
-        """Whether a unit is still to be done; between units, a requested stop is obeyed. The `steps` of the phase that
-        one has which is done already are left out of it."""
+        """Whether a unit is still to be done, by this process: of several by the first, unless they `share` it. Between
+        units, a requested stop is obeyed. The `steps` of the phase that one has which is done already are left out of
+        it."""
         if self.workspace.is_done(name):
             self.progress.skip(steps)
             return False
+        if self._is_sharing:
+            return True
         self.interrupt.check()
-        return True
+        return self.ranks.is_first
+
+    def share(
+        self,
+        kind: str,
+        costs: Mapping[int, float],
+        steps: Mapping[int, int] = MappingProxyType({}),
+        *,
+        alone: bool = False,
+    ) -> Iterator[int]:
+        """Those of the units `KIND/ITEM` that this process is to do, one after the other.
+
+        Each process writes the files of its own, and says so by `finish(…, made=…)` with all their paths, of a unit or
+        of others on the way to it; the first journals them as they come. After the last, all units are done and known
+        to all processes. Every process has to come here, and to go through to the end. When one is asked to stop, all
+        finish the unit in hand.
+
+        Args:
+            kind: the first part of the units' names.
+            costs: by item, what it takes, in any measure: a unit is given to whom has least to do.
+            alone: let the first do all of them, and units on the way to them; the others wait.
+            steps: by item, those of the phase that are left out of it where another process or an earlier run did it.
+        """
+        self.meet()
+        items = {f"{kind}/{item}": item for item in costs}
+        due = {unit: item for unit, item in items.items() if not self.workspace.is_done(unit)}
+        for unit in items.keys() - due.keys():
+            self.progress.skip(steps.get(items[unit], 0))
+
+        def note() -> None:
+            for posted in self.ranks.posted():
+                made = Outcome(*posted)
+                self.workspace.note(made)
+                if made.unit in items:
+                    self.progress.skip(steps.get(items[made.unit], 0))
+
+        self._is_sharing = self.ranks.size > 1 and not alone
+        shares = owners([costs[item] for item in due.values()], 1 if alone else self.ranks.size)
+        for owner, item in zip(shares, due.values(), strict=True):
+            if owner == self.ranks.rank and not self.ranks.is_stopping(self.interrupt.requested):
+                yield item
+                note()
+        self.ranks.barrier(note)
+        note()
+        self._is_sharing = False
+        self.meet()
+        if self.ranks.is_stopping(self.interrupt.requested):
+            self.interrupt.stop()
+
+    def meet(self) -> None:
+        """Wait for all processes of this job; what has been done by then, all know."""
+        self.workspace.catch_up(self.ranks)
 
     def finish(
         self,
@@ -134,7 +192,7 @@ class Job(Generic[SourceT]):
         told: Mapping[str, object] | None = None,
     ) -> None:
         """A unit's files are in place; see `Workspace.done`."""
-        self.workspace.done(name, made=made, digests=digests, spent=spent, told=told)
+        self.workspace.done(name, made=made, digests=digests, spent=spent, told=told, alone=not self._is_sharing)
         return_heap()
 
     @property

@@ -41,9 +41,24 @@ def _zero_stage() -> str:
     return str(HfDeepSpeedConfig(file).get_value("zero_optimization.stage", 0))
 
 
+def rank() -> int:
+    """The number of this one, from 0."""
+    return _told("RANK", *(f"{kind}RANK" for kind in _MPI), otherwise=0)
+
+
 def is_first_process() -> bool:
     """Whether this is the one that reads options, writes results and talks."""
-    return _told("RANK", *(f"{kind}RANK" for kind in _MPI), otherwise=0) == 0
+    return rank() == 0
+
+
+def local_processes() -> int:
+    """How many of them are on this machine; all, if nobody says."""
+    return _told("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", *(f"{kind}LOCAL_SIZE" for kind in _MPI), otherwise=processes())
+
+
+def local_rank() -> int:
+    """The number of this one among those on its machine."""
+    return _told("LOCAL_RANK", "MPI_LOCALRANKID", *(f"{kind}LOCAL_RANK" for kind in _MPI), otherwise=rank())
 
 
 def _told(*names: str, otherwise: int) -> int:

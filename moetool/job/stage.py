@@ -28,7 +28,8 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         options_type: its options.
         source_type: what it works on: an MoE model, unless it says otherwise.
         writes_model: whether its output is a model.
-        is_parallel: whether several processes, as `accelerate launch` starts them, share the work.
+        is_parallel: whether several processes, as `torchrun` or `accelerate launch` start them, share the work.
+        has_trainer: whether they do so by transformers' Trainer, which brings them together itself.
         method_of: the command that offers it as one of its methods, if it is not a command of its own.
     """
 
@@ -39,6 +40,7 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
     source_type: ClassVar[type[Input]] = Source
     method_of: ClassVar[str | None] = None
     is_parallel: ClassVar[bool] = False
+    has_trainer: ClassVar[bool] = False
 
     def __init__(self, source: SourceT, options: StageOptionsT) -> None:
         self.source, self.options = source, fit_context(options, source.checkpoint.config)

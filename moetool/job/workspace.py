@@ -9,6 +9,7 @@ of the plan must match to go on. One process works in it at a time.
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from moetool.checkpoint.files import fast_digest, is_intact, storage_errors
 from moetool.checkpoint.manifest import read_manifest
@@ -17,12 +18,29 @@ from moetool.errors import UsageError
 from moetool.job.journal import Journal
 from moetool.job.lock import Lock
 from moetool.job.progress import Progress, Silent, phase
+from moetool.job.ranks import Ranks
 
 WORK_DIRECTORY = ".moetool"
 FINISHED = "finished"  # the journal's last unit
 TRAINER = "trainer"  # checkpoints of a training, which have digests of their own
 _LOCK, _JOURNAL = "lock", "journal.jsonl"
 _UNJOURNALED = {_LOCK, _JOURNAL, TRAINER}
+
+
+class Outcome(NamedTuple):
+    """What a unit leaves: `FastDigest`s of its files by name, names of those that it used up, and what it notes."""
+
+    unit: str
+    files: dict[str, str]
+    spent: list[str]
+    told: dict[str, object]
+
+
+class Notes(NamedTuple):
+    """What the processes beside the first know of the journal: which units are done, and what each has noted."""
+
+    done: set[str]
+    told: dict[str, dict[str, object]]
 
 
 class Workspace:
@@ -167,6 +185,7 @@ class Workspace:
         digests: Mapping[Path, str] | None = None,
         spent: Iterable[Path] = (),
         told: Mapping[str, object] | None = None,
+        alone: bool = True,
     ) -> None:
         """Note that a unit's files are in place.
 
@@ -176,18 +195,38 @@ class Workspace:
             digests: `FastDigest`s that are known already.
             spent: files that only this unit needed; they are deleted.
             told: what it has to note, in words of JSON.
+            alone: whether nothing else is being made meanwhile; if not, `made` is all.
         """
-        signatures = {path: _signature(path) for path in self._working_files()}
-        fresh = [path for path, signature in signatures.items() if self._seen.get(path) != signature]
+        fresh = [path for path in self._working_files() if self._seen.get(path) != _signature(path)] if alone else []
+        self.note(self._made(unit, [*fresh, *made], digests, spent, told))
+
+    def _made(
+        self,
+        unit: str,
+        files: Iterable[Path],
+        digests: Mapping[Path, str] | None,
+        spent: Iterable[Path],
+        told: Mapping[str, object] | None,
+    ) -> Outcome:
         known, used = digests or {}, list(spent)
-        found = {
-            path.relative_to(self.output).as_posix(): known.get(path) or fast_digest(path)
-            for path in [*fresh, *made]
-            if path not in used
-        }
-        self._journal.done(unit, found, [path.relative_to(self.output).as_posix() for path in used], told or {})
-        self._seen = {path: signature for path, signature in signatures.items() if path not in used}
-        _delete(used)
+        found = {self._name(path): known.get(path) or fast_digest(path) for path in files if path not in used}
+        return Outcome(unit, found, [self._name(path) for path in used], dict(told or {}))
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.output).as_posix()
+
+    def note(self, made: Outcome) -> None:
+        """Note what a unit has made, here or in another process."""
+        self._journal.done(*made)
+        paths = [self.output / name for name in made.files]
+        self._seen |= {path: _signature(path) for path in paths if path.is_relative_to(self.work)}
+        _delete(self.output / name for name in made.spent)
+
+    def catch_up(self, ranks: Ranks) -> None:
+        """Wait for all processes of the job; what the first has noted by then, all know."""
+        units = self._journal.units
+        told = {name: unit.told for name, unit in units.items()}
+        ranks.broadcast(Notes({name for name in units if self.is_done(name)}, told))
 
     def abandon(self) -> None:
         """The job failed. If nothing is there to go on with, leave nothing at all: a mended command can start."""
@@ -237,6 +276,29 @@ class FollowingWorkspace(Workspace):
 
     def close(self) -> None:
         pass
+
+
+class RankWorkspace(FollowingWorkspace):
+    """The same where processes share units: what this one has made goes to the first, whose notes come from there."""
+
+    def __init__(self, output: Path, ranks: Ranks) -> None:
+        super().__init__(output)
+        self._ranks, self._notes = ranks, Notes(set(), {})
+
+    def is_done(self, unit: str) -> bool:
+        return unit in self._notes.done
+
+    def told(self, unit: str) -> Mapping[str, object]:
+        return self._notes.told.get(unit, {})
+
+    def done(self, unit: str, **made: Any) -> None:
+        Workspace.done(self, unit, **made)
+
+    def note(self, made: Outcome) -> None:
+        self._ranks.post(made)
+
+    def catch_up(self, ranks: Ranks) -> None:
+        self._notes = ranks.broadcast(self._notes)
 
 
 def is_finished(output: Path) -> bool:

@@ -29,6 +29,7 @@ from moetool.job.result import CalibrationFacts, Printed
 from moetool.runtime.memory import return_heap
 
 STATISTICS = Path("moetool") / "statistics.safetensors"
+SHA256 = "sha256"  # of a weight file, in what its unit tells
 
 LayerTensors = Callable[[int, LayerLayout], Iterator[tuple[str, Tensor]]]
 
@@ -39,6 +40,10 @@ class Making(Protocol):
     @property
     def steps(self) -> int:
         """How often the progress bar advances meanwhile, over all layers."""
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether a layer is made after all before it; else each may be made by another process."""
 
     def make(self, layer: int) -> None:
         """Make what a layer needs, if that is not done; layers are asked for in their order, -1 first."""
@@ -223,11 +228,16 @@ def write_checkpoint(
     """
     writer = plan.writer(job.output)
     checkpoint = job.source.checkpoint
+    sizes = {shard: float(sum(spec.nbytes for spec in plan.specs(shard))) for shard in range(len(plan.shards))}
+    if len(sizes) < job.ranks.size:
+        job.progress.log(
+            f"{job.ranks.size} processes write {len(sizes)} weight files: a smaller --shard-size gives work to all."
+        )
+
+    passed = {shard: len(plan.layers(shard)) for shard in sizes}
     steps = sum(len(shard) for shard in plan.shards) + (0 if making is None else making.steps)
     with phase(job.progress, WRITE if making is None else ENCODE, steps):
-        for shard in range(len(plan.shards)):
-            if not job.unit(f"write/{shard}", len(plan.layers(shard))):
-                continue
+        for shard in job.share("write", sizes, passed, alone=making is not None and making.is_chain):
             if making is not None:
                 for layer in plan.layers(shard):
                     making.make(layer)
@@ -238,10 +248,13 @@ def write_checkpoint(
                     return_heap()
                     job.progress.advance()
 
-            made = [writer.write_shard(shard, tensors())]
+            file = writer.write_shard(shard, tensors())
             spent = [path for layer in plan.layers(shard) for path in making.spent(layer)] if making is not None else []
-            job.finish(f"write/{shard}", made=made, spent=spent)
-    files = [writer.file(shard) for shard in range(len(plan.shards))]
+            job.finish(f"write/{shard}", made=[file], spent=spent, told={SHA256: file_sha256(file)})
+    if not job.ranks.is_first:
+        return
+    files = [writer.file(shard) for shard in sizes]
+    known = {writer.file(shard): str(job.workspace.told(f"write/{shard}")[SHA256]) for shard in sizes}
     if check is not None:
         job.interrupt.check()
         check(Checkpoint.unfinished(job.output, dict(config), files))
@@ -255,6 +268,7 @@ def write_checkpoint(
         calibration=calibration,
         layers=layers(),
         coming={name: json_bytes(content) for name, content in coming.items() if content is not None},
+        known=known,
     )
     write_json(job.output / CONFIG, config)
     writer.finish()
@@ -269,10 +283,13 @@ def record_origin(
     calibration: CalibrationFacts | None = None,
     layers: Mapping[int, Printed] = MappingProxyType({}),
     coming: Mapping[str, bytes] = MappingProxyType({}),
+    known: Mapping[Path, str] = MappingProxyType({}),
 ) -> None:
-    """Write the manifest of a job's result: of `files` that are there, and of contents that are `coming`."""
+    """Write the manifest of a job's result: of `files` that are there, some with digests that are `known`, and of
+    contents that are `coming`."""
     checkpoint = job.source.checkpoint
-    digests = {file.relative_to(job.output).as_posix(): file_sha256(file) for file in files}
+    names = {file.relative_to(job.output).as_posix(): file for file in files}
+    digests = {name: known.get(file) or file_sha256(file) for name, file in names.items()}
     digests |= {name: hashlib.sha256(content).hexdigest() for name, content in coming.items()}
     write_manifest(
         job.output,

@@ -78,6 +78,7 @@ class Tune(Stage[TuneOptions, AnySource]):
     options_type: ClassVar[type[RunOptions]] = TuneOptions
     source_type: ClassVar[type[Input]] = AnySource
     is_parallel: ClassVar[bool] = True
+    has_trainer: ClassVar[bool] = True
 
     def plan(self) -> Plan:
         _check_trackers(self.options.report_to)

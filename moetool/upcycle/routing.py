@@ -72,17 +72,26 @@ def starting_rows(job: Job[DenseSource], options: RoutedOptions, layers: Sequenc
         return StartingRows(fresh)
     from moetool.convert.inputs import InputMoments, watched_inputs
 
-    calibrated, dense = CalibratedJob(job, options), job.source.dense
+    dense = job.source.dense
 
     def file(layer: int) -> Path:
         return job.work / f"router-{layer:05d}.safetensors"
+
+    def rows(layer: int) -> Tensor:
+        return load_file(file(layer))["rows"]
+
+    if not job.ranks.is_first:
+        job.meet()
+        return StartingRows(rows)
+    calibrated = CalibratedJob(job, options)
 
     def visit(index: int, layer: torch.nn.Module) -> None:
         moments = InputMoments(1, dense.hidden)
         with watched_inputs(layer.get_submodule(dense.architecture.ffn), lambda inputs: moments.add(0, inputs)):
             calibrated.sweep.forward(index, layer)
-        rows = decorrelated(centred(fresh(index), moments.mean), moments.covariance)
-        save_tensors(file(index), {"rows": rows})
+        fitted = decorrelated(centred(fresh(index), moments.mean), moments.covariance)
+        save_tensors(file(index), {"rows": fitted})
 
     calibrated.forward_visiting(visit, layers)
-    return StartingRows(lambda layer: load_file(file(layer))["rows"], calibrated.facts)
+    job.meet()
+    return StartingRows(rows, calibrated.facts)

@@ -69,6 +69,7 @@ class Upcycle(Conversion[UpcycleT]):
 
     options_type: ClassVar[type[RunOptions]] = UpcycleOptions
     method_of: ClassVar[str | None] = "upcycle"
+    is_parallel: ClassVar[bool] = True
 
     @cached_property
     @abstractmethod

@@ -46,7 +46,7 @@ NOT_RUN = {
     ".venv/bin/python": "runs other tests",
     "python": "a benchmark: hours on a model of one's own; its options are checked by test_scripts_exist",
     "sbatch": "needs Slurm",
-    "torchrun": "starts processes; tests/integration/test_cli_tune.py does",
+    "torchrun": "starts processes; test_cli_ranks.py and test_cli_tune.py of tests/integration do",
     "accelerate": "needs a card for every process",
 }
 SHELL = ("console", "bash")

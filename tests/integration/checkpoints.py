@@ -139,12 +139,19 @@ class CrashDriver:
         )
 
     def __call__(
-        self, output: Path, arguments: Sequence[object], at: int | None = None, sent: str = "SIGKILL"
+        self,
+        output: Path,
+        arguments: Sequence[object],
+        at: int | None = None,
+        sent: str = "SIGKILL",
+        ranks: int = 1,
+        rank: int = 0,
     ) -> dict[str, Any]:
-        """Run `(command, source, *options)` to `output`, and send the signal before the `at`-th change to it."""
+        """Run `(command, source, *options)` to `output` in `ranks` processes, and send the signal to the one numbered
+        `rank` before its `at`-th change to it."""
         command, source, *options = map(str, arguments)
         line = [command, source, str(output), *options]
-        job = {"arguments": line, "watched": str(output), "at": at, "signal": sent}
+        job = {"arguments": line, "watched": str(output), "at": at, "signal": sent, "ranks": ranks, "rank": rank}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")

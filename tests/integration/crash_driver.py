@@ -3,8 +3,9 @@
 stdin: one job per line, `{"arguments": [...], "watched": DIRECTORY, "at": N, "signal": "SIGKILL"}`. The signal is sent
 just before the N-th change that the command makes to the files of the watched directory (opening one for writing,
 renaming, deleting), so that a series of jobs covers every state in which a crash can leave it. A job without `at` runs
-undisturbed. stdout: one line for each, with its exit `code` (negative for a signal, as `subprocess` has it), the number
-of `changes`, and what it wrote to `stderr`.
+undisturbed, one with `"ranks": N` in so many processes, of which `"rank"` is the one that gets the signal. stdout: one
+line for each, with its exit `code` (negative for a signal, as `subprocess` has it) and `codes` of all processes, the
+number of `changes`, and what it wrote to `stderr`.
 """
 
 import contextlib
@@ -12,11 +13,12 @@ import importlib
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -66,40 +68,51 @@ def import_all(names: Sequence[str]) -> None:
                 importlib.import_module(name)
 
 
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def start(job: dict[str, Any], rank: int, launched: dict[str, str], files: Sequence[IO[bytes]]) -> int:
+    """Run a process of a job in a child of its own; returns its number."""
+    if child := os.fork():
+        return child
+    stderr, report, modules = files
+    code = 1
+    try:
+        os.environ.update(launched)
+        os.dup2(stderr.fileno(), 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        torch.set_num_threads(1)
+        at = job.get("at") if rank == job.get("rank", 0) else None
+        send_at(job["watched"], at, signal.Signals[job.get("signal", "SIGKILL")], report.fileno())
+        code = call(job["arguments"])
+        modules.write("\n".join(sys.modules).encode())
+        modules.flush()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Run a job in a child of its own."""
+    """Run a job in a child of its own, or in several that share it."""
     # A shell starts background jobs with Ctrl-C ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with (
-        tempfile.TemporaryFile() as stderr,
-        tempfile.TemporaryFile() as report,
-        tempfile.TemporaryFile() as modules,
-    ):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                os.dup2(stderr.fileno(), 2)
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-                number = signal.Signals[job.get("signal", "SIGKILL")]
-                torch.set_num_threads(1)
-                send_at(job["watched"], job.get("at"), number, report.fileno())
-                code = call(job["arguments"])
-                modules.write("\n".join(sys.modules).encode())
-                modules.flush()
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
-        stderr.seek(0)
-        report.seek(0)
-        modules.seek(0)
-        import_all(modules.read().decode().split())
-        return {
-            "code": os.waitstatus_to_exitcode(status),
-            "changes": int(report.read() or b"0"),
-            "stderr": stderr.read().decode(),
-        }
+    count, told = job.get("ranks", 1), {}
+    where = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with contextlib.ExitStack() as stack:
+        files = [[stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)] for _ in range(count)]
+        launched = [{**where, "RANK": str(rank)} if count > 1 else {} for rank in range(count)]
+        children = [start(job, rank, launched[rank], files[rank]) for rank in range(count)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        for rank, (stderr, report, modules) in enumerate(files):
+            for file in (stderr, report, modules):
+                file.seek(0)
+            import_all(modules.read().decode().split())
+            if rank == job.get("rank", 0):
+                told = {"code": codes[rank], "changes": int(report.read() or b"0"), "stderr": stderr.read().decode()}
+    return {**told, "codes": codes}
 
 
 if __name__ == "__main__":

@@ -1,9 +1,18 @@
 """What launchers say in the environment."""
 
+import os
+
 import pytest
 
 from moetool.errors import UsageError
-from moetool.job.processes import check_processes, is_first_process, processes, sharding
+from moetool.job.processes import (
+    check_processes,
+    is_first_process,
+    local_processes,
+    local_rank,
+    processes,
+    sharding,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +35,24 @@ def test_who_is_who(monkeypatch: pytest.MonkeyPatch, told: dict[str, str], count
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     assert (processes(), is_first_process()) == (count, first)
+
+
+@pytest.mark.parametrize(
+    ("told", "here", "place"),
+    [
+        ({}, 1, 0),
+        ({"WORLD_SIZE": "4", "RANK": "3"}, 4, 3),
+        ({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}, 2, 1),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 2, 1),
+    ],
+)
+def test_who_is_on_this_machine(monkeypatch: pytest.MonkeyPatch, told: dict[str, str], here: int, place: int) -> None:
+    """All, if nobody says."""
+    for name in [name for name in os.environ if name.endswith(("RANK", "SIZE"))]:
+        monkeypatch.delenv(name)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert (local_processes(), local_rank()) == (here, place)
 
 
 def test_processes_that_accelerate_does_not_know_of(monkeypatch: pytest.MonkeyPatch) -> None:

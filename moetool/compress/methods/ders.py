@@ -51,6 +51,7 @@ class _Ders(Stage[DersT]):
     """`decompose` and the stage that encodes deltas, in one pass."""
 
     method_of: ClassVar[str | None] = "compress"
+    is_parallel: ClassVar[bool] = True
 
     @abstractmethod
     def _form(self) -> Form:

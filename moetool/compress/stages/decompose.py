@@ -43,6 +43,7 @@ class Decompose(Stage[DecomposeOptions]):
     name: ClassVar[str] = "decompose"
     summary: ClassVar[str] = "split experts into a shared base and deltas, without loss"
     options_type: ClassVar[type[RunOptions]] = DecomposeOptions
+    is_parallel: ClassVar[bool] = True
 
     def _output_plan(self) -> OutputPlan:
         reader, options = self.source.experts, self.options

@@ -25,6 +25,7 @@ class Export(Stage[RunOptions]):
     summary: ClassVar[str] = "write the experts back in the model's original layout"
     options_type: ClassVar[type[RunOptions]] = RunOptions
     method_of: ClassVar[str | None] = "export"
+    is_parallel: ClassVar[bool] = True
 
     def _output_plan(self) -> OutputPlan:
         reader = self.source.experts

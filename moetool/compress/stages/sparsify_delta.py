@@ -24,6 +24,7 @@ class SparsifyDelta(Stage[SparsifyDeltaOptions]):
     name: ClassVar[str] = "sparsify-delta"
     summary: ClassVar[str] = "store the deltas of a decomposed checkpoint sparse"
     options_type: ClassVar[type[RunOptions]] = SparsifyDeltaOptions
+    is_parallel: ClassVar[bool] = True
 
     def _layouts(self) -> dict[int, LayerLayout]:
         return encoded_layouts(self.source, sparse(self.options))

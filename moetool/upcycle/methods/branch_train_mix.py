@@ -208,14 +208,17 @@ class BranchTrainMix(Upcycle[BranchTrainMixOptions]):
         return super()._memory_bytes() + merging + 4 * tokens * self.dense.hidden
 
     def run(self, job: Job[DenseSource]) -> ConversionTold:
+        for index in job.share("merge", dict.fromkeys(self._adapters, 1.0)):
+            adapter, merged = self._adapters[index], self._merged(job, index)
+            job.progress.log(f"Merging the adapter {adapter} into {self.source.checkpoint.path}.")
+            merge_adapter(adapter, self.source.checkpoint, merged)
+            job.finish(f"merge/{index}", made=[path for path in merged.rglob("*") if path.is_file()])
         for index, adapter in self._adapters.items():
-            merged = job.work / f"merged-{index}"
-            if job.unit(f"merge/{index}"):
-                job.progress.log(f"Merging the adapter {adapter} into {self.source.checkpoint.path}.")
-                merge_adapter(adapter, self.source.checkpoint, merged)
-                job.finish(f"merge/{index}")
-            self.sources_opened[index] = self._fitting(str(adapter), Checkpoint.open(merged))
+            self.sources_opened[index] = self._fitting(str(adapter), Checkpoint.open(self._merged(job, index)))
         return super().run(job)
+
+    def _merged(self, job: Job[DenseSource], index: int) -> Path:
+        return job.work / f"merged-{index}"
 
     # Routers.
 
@@ -227,6 +230,7 @@ class BranchTrainMix(Upcycle[BranchTrainMixOptions]):
                 rows = {str(layer): rows for layer, rows in self._measured_rows(job)}
             save_tensors(job.work / "routers.safetensors", rows)
             job.finish("routers")
+        job.meet()
         saved = load_file(job.work / "routers.safetensors")
         return StartingRows(lambda layer: saved[str(layer)])
 

@@ -62,6 +62,7 @@ class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
     options_type: ClassVar[type[RunOptions]] = ExportDenseOptions
     source_type: ClassVar[type[Input]] = UpcycledSource
     method_of: ClassVar[str | None] = "export"
+    is_parallel: ClassVar[bool] = True
 
     @cached_property
     def _config(self) -> dict[str, object]:

@@ -35,6 +35,7 @@ class Pesc(Conversion[PescOptions]):
     summary: ClassVar[str] = "the dense FFN once, and adapters on its output that training fills"
     options_type: ClassVar[type[RunOptions]] = PescOptions
     method_of: ClassVar[str | None] = "upcycle"
+    is_parallel: ClassVar[bool] = True
 
     @property
     def measures(self) -> bool:

@@ -40,6 +40,7 @@ class Simoe(Conversion[SimoeOptions]):
     summary: ClassVar[str] = "masks on one shared delta per linear layer; training finds which and where"
     options_type: ClassVar[type[RunOptions]] = SimoeOptions
     method_of: ClassVar[str | None] = "upcycle"
+    is_parallel: ClassVar[bool] = True
 
     def planned(self) -> "Interpolated":
         options = self.options
