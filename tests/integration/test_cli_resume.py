@@ -125,7 +125,7 @@ def test_continues_where_it_was(run_cli, stopped, arguments, undisturbed, tmp_pa
     output = copy_of(stopped, tmp_path / "out")
     journal = [json.loads(line)["unit"] for line in (output / ".moetool" / "journal.jsonl").read_text().splitlines()]
     assert journal[:2] == ["text", "gradients/embed"]
-    assert len(journal) == 5
+    assert len(journal) == 6
     result = resume(run_cli, arguments, output, "--json")
     assert result.code == 0
     assert f"Going on with the run in {output}" in result.stderr
