@@ -12,14 +12,14 @@ from moetool.architectures.dense import is_encoder
 from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
-from moetool.job.options import Options
 from moetool.job.progress import Progress, Silent
+from moetool.measure.options import LoadedOptions
 from moetool.measure.told import Generation, SynthesisTold
 from moetool.runtime.modules.moefied import set_keep
 from moetool.runtime.synthesis import Synthesis, apply_synthesis
 
 
-class GenerationOptions(Options):
+class GenerationOptions(LoadedOptions):
     """How to go on after a prompt."""
 
     max_new_tokens: int = Field(
@@ -30,17 +30,10 @@ class GenerationOptions(Options):
     chat: Literal["auto", "never"] = Field(
         "auto", description="Give the prompt as a user's message where the tokenizer has a chat template."
     )
-    device: str = Field("auto", description="cpu, cuda, … or `map` to spread a large model over what there is.")
-    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="For running the model (auto: as it is stored)."
-    )
     synthesize: Synthesis = Field(
         "auto",
         description="Make a compressed model's experts dense when it is loaded (needs the original's memory) or as "
         "they run (auto: as they run, where kernels do that faster than dense ones would).",
-    )
-    keep: float | None = Field(
-        None, gt=0, le=1, description="Of a moefied model, the share of experts to compute [default: as it was made]."
     )
 
 

@@ -21,8 +21,9 @@ from moetool.calibration.opening import BOS_HELP, Bos, opening_text
 from moetool.calibration.windows import check_vocabulary, evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import VerificationError
-from moetool.job.options import Options, fit_context
+from moetool.job.options import fit_context
 from moetool.job.progress import Progress, Silent, phase
+from moetool.measure.options import LoadedOptions
 from moetool.measure.pseudo_perplexity import marks, pseudo_losses
 from moetool.measure.told import Evaluation, SynthesisTold
 from moetool.runtime.modules.batch_dependence import depends_on_batch
@@ -30,7 +31,7 @@ from moetool.runtime.modules.moefied import set_keep
 from moetool.runtime.synthesis import Synthesis, apply_synthesis
 
 
-class EvaluationOptions(Options):
+class EvaluationOptions(LoadedOptions):
     """What to evaluate on, and how."""
 
     data: str = Field(description="Text: a file, folder or hub data set, as for --calibration.")
@@ -38,14 +39,10 @@ class EvaluationOptions(Options):
     windows: int | None = Field(None, ge=1, description="Only the first so many windows.")
     bos: Bos = Field("auto", description=BOS_HELP)
     batch_tokens: int = Field(2048, ge=1, description="Tokens per batch.")
-    device: str = Field("auto", description="cpu, cuda, … or `map` to spread a large model over what there is.")
     synthesize: Synthesis = Field(
         "auto",
         description="Make a compressed model's experts dense when it is loaded (fast, needs the original's memory) or "
         "as they run (auto: when loaded, if deltas are quantized or sparse and the experts fit in memory).",
-    )
-    keep: float | None = Field(
-        None, gt=0, le=1, description="Of a moefied model, the share of experts to compute [default: as it was made]."
     )
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="For running the model (auto: float32 on CPU, else as stored)."

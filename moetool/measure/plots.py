@@ -1,11 +1,15 @@
 """Pictures, by matplotlib (`pip install moetool[plots]`)."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from moetool.checkpoint.source import local_path
 from moetool.errors import UsageError
 from moetool.measure.told import Clustering, RoutingTold
+
+DrawnT = TypeVar("DrawnT")
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -23,6 +27,18 @@ def check_picture(path: Path) -> None:
         raise UsageError(f"--plot {path}: {what}.")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise UsageError(f"--plot {path}: it may not be written.")
+
+
+def pictured(plot: Path | None, make: Callable[[], DrawnT], draw: Callable[[DrawnT, Path], None]) -> DrawnT:
+    """What `make` gives, drawn into the file `plot` if there is one. Raises `UsageError` before it is made if that
+    cannot be."""
+    if plot is None:
+        return make()
+    plot = local_path(plot)
+    check_picture(plot)
+    result = make()
+    draw(result, plot)
+    return result
 
 
 def plot_routing(result: RoutingTold, path: Path) -> None:

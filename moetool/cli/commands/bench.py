@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 
 from moetool.checkpoint.sizes import format_bytes
-from moetool.checkpoint.source import local_path
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json, print_table
 from moetool.cli.generate import build_options, make_command, with_options
@@ -15,7 +14,7 @@ from moetool.measure.bench.benchmark import bench
 from moetool.measure.bench.options import BenchOptions
 from moetool.measure.bench.picture import plot_bench
 from moetool.measure.bench.result import Benched, BenchResult, Case, CaseRatios, Ratios
-from moetool.measure.plots import check_picture
+from moetool.measure.plots import pictured
 
 _PARAMETERS, _LOAD = "numbers in the files", "time to load"
 _SIZES = {
@@ -68,12 +67,8 @@ def build(name: str, arguments: list[str]) -> Any:
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
         **typed: Any,
     ) -> None:
-        if plot is not None:
-            plot = local_path(plot)
-            check_picture(plot)
-        result = bench(model, build_options(BenchOptions, typed), Display())
-        if plot is not None:
-            plot_bench(result, plot)
+        options = build_options(BenchOptions, typed)
+        result = pictured(plot, lambda: bench(model, options, Display()), plot_bench)
         if json:
             print_json(result.to_json())
             return

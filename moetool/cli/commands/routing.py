@@ -5,11 +5,10 @@ from typing import Annotated
 
 import typer
 
-from moetool.checkpoint.source import local_path
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json, print_table
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
-from moetool.measure.plots import check_picture, plot_routing
+from moetool.measure.plots import pictured, plot_routing
 from moetool.measure.routing import RoutingOptions, routing
 from moetool.measure.told import Matrix
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
@@ -26,12 +25,8 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
         **typed: object,
     ) -> None:
-        if plot is not None:
-            plot = local_path(plot)
-            check_picture(plot)
-        result = routing(model, build_options(RoutingOptions, typed), Display())
-        if plot is not None:
-            plot_routing(result, plot)
+        options = build_options(RoutingOptions, typed)
+        result = pictured(plot, lambda: routing(model, options, Display()), plot_routing)
         if json:
             print_json(result.to_json())
             return

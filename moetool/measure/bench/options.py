@@ -1,13 +1,13 @@
 """What to time, and how often."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
-from moetool.job.options import Options
 from moetool.measure.loading import context_length
+from moetool.measure.options import LoadedOptions
 from moetool.runtime.synthesis import Synthesis
 
 
@@ -25,7 +25,7 @@ def _split(value: object) -> object:
 Numbers = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_split), Field(min_length=1)]
 
 
-class BenchOptions(Options):
+class BenchOptions(LoadedOptions):
     """What to time, and how."""
 
     against: str | None = Field(None, description="Another model, timed in turns with this one; ratios are to it.")
@@ -36,17 +36,10 @@ class BenchOptions(Options):
     )
     rounds: int = Field(5, ge=1, description="Times to take, of which the median counts, after one that does not.")
     threads: int | None = Field(None, ge=1, description="Of the processor [default: as torch has it].")
-    device: str = Field("auto", description="cpu, cuda, … or `map` to spread a large model over what there is.")
-    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="For running the model (auto: as it is stored)."
-    )
     synthesize: Synthesis = Field(
         "auto",
         description="Make a compressed model's experts dense when it is loaded or as they run (auto: as `generate` "
         "does, or without new tokens as `eval` does).",
-    )
-    keep: float | None = Field(
-        None, gt=0, le=1, description="Of a moefied model, the share of experts to compute [default: as it was made]."
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Of the random token ids.")
 
