@@ -9,7 +9,7 @@ from torch import Tensor
 from moetool.architectures import Architecture, MoEShape, Role
 from moetool.architectures.base import by_name
 from moetool.checkpoint.reader import Checkpoint
-from moetool.checkpoint.writer import TensorSpec
+from moetool.checkpoint.writer import TensorSpec, is_finite
 from moetool.errors import InvalidInputError
 from moetool.format.entry import check_unquantized, layer_layouts
 from moetool.format.kinds.base import PLACEHOLDER
@@ -273,10 +273,14 @@ class ExpertReader:
         return self._last_base[1]
 
     def dense(self, layer: int, expert: int, role: Role) -> Tensor:
-        """The matrix `[out, in]` an expert's stored form stands for: as stored where it is, else in fp32."""
+        """The matrix `[out, in]` an expert's stored form stands for: as stored where it is, else in fp32.
+
+        Raises:
+            InvalidInputError: it is not finite.
+        """
         own = self.stored(layer, expert, role)
         if own is not None:
-            return own
+            return self._checked(own, layer, expert, role)
         weights = self.layout(layer).weights[role]
         assert weights is not None
         representation = weights[expert]
@@ -287,7 +291,16 @@ class ExpertReader:
             lambda tensor: delta_name(expert, role, tensor),
             lambda tensor: shared_name(role, tensor),
         ).float()
-        return self.full_base(layer, role) + matrix if representation.uses_base else matrix
+        whole = self.full_base(layer, role) + matrix if representation.uses_base else matrix
+        return self._checked(whole, layer, expert, role)
+
+    def _checked(self, matrix: Tensor, layer: int, expert: int, role: Role) -> Tensor:
+        if not is_finite(matrix):
+            raise InvalidInputError(
+                f"The {role} matrix of expert {expert} in layer {layer} of {self.checkpoint.path} has NaN or infinite "
+                "values: the checkpoint is damaged."
+            )
+        return matrix
 
     def factors(self, layer: int, expert: int, role: Role) -> tuple[Tensor, Tensor] | None:
         """U `[out, rank]` and V `[rank, in]` of an expert's delta as they are stored, `None` where it has none."""

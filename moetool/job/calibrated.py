@@ -81,7 +81,10 @@ class CalibratedJob:
                 f"The calibration text has only {len(windows)} windows of {options.sequence_length} tokens, "
                 f"not {options.samples}: using them all."
             )
-        self._check_text(windows)
+        digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
+        if job.workspace.told(_TEXT).get("windows", digest) != digest:
+            # A resumed run must go on with the very text it began with, whatever the file of that name holds by now.
+            raise UsageError("The calibration text has changed since this run began. Start again with --overwrite.")
         tokenizer = load_tokenizer(job.source.checkpoint.path)
         begin = opening_text(tokenizer, _bos(job.source, options))
         if begin is not None:
@@ -89,6 +92,8 @@ class CalibratedJob:
         dtype = job.gradient_dtype if gradients else job.compute_dtype
         model = StreamedModel(job.source.checkpoint, job.source.architecture, dtype, job.device)
         self.model = model
+        if job.unit(_TEXT):
+            job.finish(_TEXT, told={"windows": digest})
         masked = masked_windows(windows, tokenizer, options.seed) if encoder else None
         kept, tick = kept_dtype(job.source.dtype, dtype), job.progress.advance
         self.sweep = Sweep(model, windows, job.work, tick, masked=masked, kept=kept)
@@ -103,14 +108,6 @@ class CalibratedJob:
         if gradients:
             directory.mkdir(exist_ok=True)
             self.facts = replace(self.facts, gradient_windows=few)
-
-    def _check_text(self, windows: Tensor) -> None:
-        """A resumed run must go on with the very text it began with, whatever the file of that name holds by now."""
-        digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
-        if self.job.workspace.told(_TEXT).get("windows", digest) != digest:
-            raise UsageError("The calibration text has changed since this run began. Start again with --overwrite.")
-        if self.job.unit(_TEXT):
-            self.job.finish(_TEXT, told={"windows": digest})
 
     @property
     def source(self) -> Source:

@@ -183,11 +183,15 @@ def test_weights_that_are_no_numbers(run_cli, tiny_mixtral, calibration, tmp_pat
         assert run_cli("inspect", tmp_path / command).code == 3
 
 
-def test_nan_is_found_by_decompose(refused, tiny_mixtral, tmp_path):
+@pytest.mark.parametrize("command", [("decompose",), ("compress", "--method", "ders-quantize")])
+def test_nan_is_found_without_a_text(run_cli, tiny_mixtral, tmp_path, command):
     source = copy_of(tiny_mixtral, tmp_path / "bad")
     change_tensors(source, lambda tensors: tensors[EXPERT].view(-1)[:3].fill_(torch.nan))
-    message = refused(5, "decompose", source, tmp_path / "out")
-    assert "NaN" in message
+    result = run_cli(command[0], source, tmp_path / "out", *command[1:])
+    assert result.code == 3
+    assert "expert" in result.stderr
+    assert "NaN" in result.stderr.splitlines()[-1]
+    assert not list(tmp_path.glob("out/*.safetensors"))
 
 
 # -- tokenizer and text

@@ -31,6 +31,7 @@ CHOICES = {
     "export": ("format", "dense-experts"),
 }
 PRESET = ("--preset", "--recipe")  # the second is its older name
+_WORTH = 0.75  # of the time: a faster way that is said to be there
 _PRESET_HELP = "Options of a preset: one that comes along (d2moe-40 …), FILE.yaml or FILE.yaml:VARIANT."
 
 
@@ -76,8 +77,12 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             told = estimate(plan, options, output)
             if json:
                 print_json({**plan.to_json(), **told.to_json()})
-            else:
-                _print_plan(plan.to_json(), told)
+                return
+            quicker = None
+            if options.compute_dtype == "auto":
+                other = options.model_copy(update={"compute_dtype": "bfloat16"})
+                quicker = estimate(plan_stage(stage, input, other), other, output)
+            _print_plan(plan.to_json(), told, quicker)
             return
         progress = Display() if is_first_process() else None
         result = run_stage(stage, input, output, options, resume=resume, overwrite=overwrite, progress=progress)
@@ -121,7 +126,7 @@ def _value(arguments: list[str], *names: str) -> str | None:
     return said
 
 
-def _print_plan(plan: Mapping[str, Json], told: "Estimate") -> None:
+def _print_plan(plan: Mapping[str, Json], told: "Estimate", in_bf16: "Estimate | None") -> None:
     def show(name: str, value: Json) -> str:
         if not isinstance(value, int):
             return str(value)
@@ -133,6 +138,8 @@ def _print_plan(plan: Mapping[str, Json], told: "Estimate") -> None:
     else:
         parts = ", ".join(f"{phase.name} {format_seconds(phase.seconds)}" for phase in told.phases)
         fields.append(("time", f"about {format_seconds(told.seconds)} ({parts})"))
+        if in_bf16 is not None and in_bf16.seconds is not None and in_bf16.seconds < _WORTH * told.seconds:
+            fields.append(("in bfloat16", f"about {format_seconds(in_bf16.seconds)} with --compute-dtype bfloat16"))
     print_fields(fields)
     print("Nothing was written (--dry-run).")
 
