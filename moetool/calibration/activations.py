@@ -4,13 +4,16 @@ One file holds the inputs of one decoder layer (or the gradients with respect to
 memory needed independent of the model's depth, and let an interrupted run go on from the layer it had reached.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from moetool.checkpoint.files import FastDigest, atomically, storage_errors
+from moetool.calibration.peers import Peers
+from moetool.checkpoint.files import TEMPORARY, FastDigest, atomically, storage_errors
 from moetool.checkpoint.reader import byte_view
 from moetool.errors import ResourceError
 
@@ -48,10 +51,35 @@ class ActivationFile:
             with storage_errors(self.path, self.nbytes):
                 file = temporary.open("wb", buffering=0)
             with file:
-                for rows in batches:
-                    data = byte_view(rows.detach().to("cpu", self.dtype).contiguous())
-                    digest.update(data)
-                    with storage_errors(self.path, self.nbytes):
-                        while data:
-                            data = data[file.write(data) :]
+                self._write(file, batches, digest)
         return str(digest)
+
+    def replace_together(self, batches: Iterator[Tensor], start: int, peers: Peers) -> None:
+        """The same by several processes, each of which gives the windows from `start` on that are its own."""
+        if not peers.is_first:
+            peers.barrier()
+            return self._write_part(self.path.with_name(self.path.name + TEMPORARY), batches, start, peers)
+        with atomically(self.path, self.nbytes) as temporary:
+            with storage_errors(self.path, self.nbytes), temporary.open("wb") as file:
+                file.truncate(self.nbytes)
+            peers.barrier()
+            self._write_part(temporary, batches, start, peers)
+
+    def _write_part(self, path: Path, batches: Iterator[Tensor], start: int, peers: Peers) -> None:
+        with storage_errors(self.path):
+            file = path.open("r+b", buffering=0)
+        with file:
+            file.seek(start * self._row_bytes)
+            self._write(file, batches)
+            with storage_errors(self.path):
+                os.fsync(file.fileno())
+        peers.barrier()
+
+    def _write(self, file: BinaryIO, batches: Iterator[Tensor], digest: FastDigest | None = None) -> None:
+        for rows in batches:
+            data = byte_view(rows.detach().to("cpu", self.dtype).contiguous())
+            if digest is not None:
+                digest.update(data)
+            with storage_errors(self.path, self.nbytes):
+                while data:
+                    data = data[file.write(data) :]

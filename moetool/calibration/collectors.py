@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moetool.architectures import ROLES, MoEShape, Role
+from moetool.calibration.peers import Owned, Peers, reduce_grams, summed_grams
 from moetool.numerics.gram import Gram
 from moetool.numerics.precision import bf16_products, has_fast_bf16
 from moetool.runtime.modules.fused import entering
@@ -71,6 +72,10 @@ class UsageCollector:
     def observe_sum(self, activations: Tensor) -> None:
         self.channel_energy += activations.detach().double().square().sum(0).cpu()
 
+    def reduce(self, peers: Peers) -> None:
+        peers.all_reduce(self.tokens)
+        peers.all_reduce(self.channel_energy)
+
 
 class FisherCollector:
     """Fisher-weighted sums of the experts' weights (D²-MoE, Eq. 4 and 5).
@@ -115,6 +120,11 @@ class FisherCollector:
 
     def observe_sum(self, activations: Tensor) -> None:
         pass
+
+    def reduce(self, peers: Peers) -> None:
+        for sums in (self.weighted, self.total, self.rows):
+            for role in self._shape.roles:
+                peers.all_reduce(sums[role])
 
     @torch.no_grad()
     def _add(self, role: Role, expert: int, gradients: Tensor, inputs: Tensor, counts: list[int]) -> None:
@@ -173,6 +183,13 @@ class RegressionCollector:
     def observe_sum(self, activations: Tensor) -> None:
         pass
 
+    def reduce(self, peers: Peers) -> None:
+        for role in self._shape.roles:
+            peers.all_reduce(self._products[role])
+            peers.all_reduce(self._diagonals[role])
+        for gram in (self._inputs, self._activations):
+            peers.all_reduce(gram.matrix())
+
     def sums(self) -> dict[Role, tuple[Tensor, Tensor, Tensor]]:
         """By role: `Σ_j W_j G_j` `[out, in]`, `Σ_j G_j` `[in, in]`, and the diagonals of the G_j `[experts, in]`."""
         return {
@@ -207,6 +224,10 @@ class BaseGramCollector:
         activations = activations.float()
         self.down.add(activations @ self._down.T if self.wide_down else activations)
 
+    def reduce(self, peers: Peers) -> None:
+        for gram in (self.inputs, self.down):
+            peers.all_reduce(gram.matrix())
+
 
 class GramCollector:
     """Second moments of what each expert's matrices are given, in the cheapest form that determines the factors.
@@ -217,8 +238,19 @@ class GramCollector:
     mean, towards which the matrices of rarely used experts are shrunk.
     """
 
-    def __init__(self, shape: MoEShape, down_delta: Callable[[int], Tensor], tokens: int, device: torch.device) -> None:
-        """`down_delta(expert)` gives Δ of the down matrix in fp32; `tokens` is how many will be routed in all."""
+    def __init__(
+        self,
+        shape: MoEShape,
+        down_delta: Callable[[int], Tensor],
+        tokens: int,
+        device: torch.device,
+        owned: Owned | None = None,
+        before: int = 0,
+    ) -> None:
+        """`down_delta(expert)` gives Δ of the down matrix in fp32; `tokens` is how many will be routed in all, by all
+        processes, `before` of them by those before this one. What an expert was given is gathered for who has it."""
+        self._owned = owned or Owned(shape, Peers())
+        self._totals: dict[str, Tensor] = {}
         self.inputs = [Gram(shape.hidden, device) for _ in range(shape.experts)]
         self.wide_down = shape.intermediate > shape.hidden
         size = shape.hidden if self.wide_down else shape.intermediate
@@ -230,7 +262,7 @@ class GramCollector:
         }
         self._down_delta = down_delta
         self._stride = max(1, tokens // (2 * size)) if self.wide_down else 0
-        self._seen = 0
+        self._seen = before
         self._sample: list[Tensor] = []
 
     def observe(
@@ -253,6 +285,22 @@ class GramCollector:
 
     def observe_sum(self, activations: Tensor) -> None:
         pass
+
+    def reduce(self, peers: Peers) -> None:
+        if peers.size == 1:
+            return
+        self._totals = {
+            "up": reduce_grams(self.inputs, partial(self._owned.owner, "up"), peers),
+            "down": reduce_grams(self.down, partial(self._owned.owner, "down"), peers),
+        }
+        for sums in (self.energy, *self.magnitude.values()):
+            peers.all_reduce(sums)
+        self._sample = [rows for others in peers.gather(self._sample) for rows in others]
+
+    def total(self, role: Role) -> Tensor:
+        """`[size, size]` fp64: the sum of the Gram matrices of all experts, also of those that others have."""
+        kind = "down" if role == "down" else "up"
+        return self._totals[kind] if self._totals else summed_grams(self.down if role == "down" else self.inputs)
 
     def tokens(self) -> Tensor:
         """`[experts]` int64: how many tokens each expert was given."""

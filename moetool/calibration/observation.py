@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moetool.calibration.peers import Peers
 from moetool.runtime.modules import fused
 
 
@@ -36,6 +37,9 @@ class Collector(Protocol):
 
     def observe_sum(self, activations: Tensor) -> None:
         """The experts' activations, weighted and summed, as a shared down base sees them: `[tokens, intermediate]`."""
+
+    def reduce(self, peers: Peers) -> None:
+        """After a pass: add up what each process has seen of the windows that are its own."""
 
 
 @contextmanager

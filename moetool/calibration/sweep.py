@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from moetool.calibration.activations import ActivationFile
 from moetool.calibration.batching import batch_size
 from moetool.calibration.observation import Collector, observed
+from moetool.calibration.peers import Peers
 from moetool.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ class Sweep:
 
     Hidden states live in `directory`, one file per layer boundary: boundary i is the input of layer i, boundary
     `layer_count` the output of the last one.
+
+    Attributes:
+        own: the windows that this process runs, in whole batches, so that hidden states are the same whoever runs them.
     """
 
     def __init__(
@@ -43,10 +47,12 @@ class Sweep:
         label_seed: int | None = None,
         masked: Tensor | None = None,
         kept: torch.dtype | None = None,
+        peers: Peers | None = None,
     ) -> None:
         """`windows` are token ids `[windows, length]`; `tick` is called once per batch; with a `label_seed` labels are
         drawn from the model's predictions. An encoder reads `masked` windows, and is to find what they hide. Files are
-        in the dtype `kept`, by default the model's."""
+        in the dtype `kept`, by default the model's. Of several `peers`, who all go through the same, each runs windows
+        of its own."""
         self.masked = masked
         self._kept = kept or model.dtype
         self.label_seed = label_seed
@@ -54,6 +60,9 @@ class Sweep:
         self.count, self.length = windows.shape
         self.digests: dict[Path, str] = {}  # of the files that it has written
         self.batch_size = batch_size(self.count, self.length)
+        self.peers = peers or Peers()
+        batches = self.peers.part(-(-self.count // self.batch_size))
+        self.own = range(self.batch_size * batches.start, min(self.batch_size * batches.stop, self.count))
 
     @property
     def loss_scale(self) -> float:
@@ -66,14 +75,14 @@ class Sweep:
         return self.windows if self.masked is None else self.masked
 
     def _batches(self) -> Iterator[tuple[int, int]]:
-        for start in range(0, self.count, self.batch_size):
+        for start in self.own[:: self.batch_size]:
             yield start, min(start + self.batch_size, self.count)
             self.tick()
 
     @property
     def batch_count(self) -> int:
-        """Batches per pass over one layer."""
-        return -(-self.count // self.batch_size)
+        """Batches of this process per pass over one layer."""
+        return -(-len(self.own) // self.batch_size)
 
     def _file(self, name: str, boundary: int) -> ActivationFile:
         shape = (self.count, self.length, self.model.hidden_size)
@@ -88,7 +97,10 @@ class Sweep:
         return self._file("gradient", boundary)
 
     def _write(self, file: ActivationFile, batches: Iterator[Tensor]) -> None:
-        self.digests[file.path] = file.replace(batches)
+        if self.peers.size > 1:
+            file.replace_together(batches, self.own.start, self.peers)
+        else:
+            self.digests[file.path] = file.replace(batches)
 
     def _read(self, file: ActivationFile, start: int, stop: int) -> Tensor:
         return file.read(start, stop).to(self.model.device, self.model.dtype)
@@ -119,6 +131,11 @@ class Sweep:
             else:
                 for _ in outputs():
                     pass
+        self._reduce(collectors)
+
+    def _reduce(self, collectors: Sequence[Collector]) -> None:
+        for collector in collectors:
+            collector.reduce(self.peers)
 
     def _labels(self, window: int, true: Tensor, logits: Tensor) -> Tensor:
         """The next tokens `[length - 1]`, or for the Fisher information proper some that the model might have said."""
@@ -138,11 +155,10 @@ class Sweep:
 
     def head(self) -> float:
         """Losses from the last boundary, and there their gradients, scaled. Returns the loss per predicted token."""
-        total = 0.0
+        losses: list[float] = []
         last = self.model.layer_count
 
         def gradients() -> Iterator[Tensor]:
-            nonlocal total
             source = self.hidden(last)
             for start, stop in self._batches():
                 rows = []
@@ -151,13 +167,13 @@ class Sweep:
                     with torch.enable_grad():
                         loss = self._loss(window, hidden)
                     (loss * self.loss_scale).backward()
-                    total += loss.item()
+                    losses.append(loss.item())
                     assert hidden.grad is not None
                     rows.append(hidden.grad)
                 yield torch.cat(rows)
 
         self._write(self.gradient(last), _finite(gradients(), last - 1))
-        return total / self.count
+        return sum(loss for others in self.peers.gather(losses) for loss in others) / self.count
 
     def backward(self, index: int, layer: nn.Module, collectors: Sequence[Collector] = ()) -> None:
         """Recompute one loaded layer with gradients and write those at its input boundary."""
@@ -174,6 +190,7 @@ class Sweep:
 
         with _watched(self._experts(index, layer), self.length, collectors):
             self._write(self.gradient(index), _finite(gradients(), index))
+        self._reduce(collectors)
 
 
 def _watched(experts: nn.Module | None, length: int, collectors: Sequence[Collector]) -> AbstractContextManager[None]:

@@ -10,32 +10,31 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from moetool.calibration.peers import Owned, Peers
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.writer import CheckpointWriter, TensorSpec
 from moetool.compress.base.layer_base import LayerBase, base_path, base_tensors
+from moetool.compress.owning import encoded_names, encoding_owners
 from moetool.format.layout import LayerLayout
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
 
 Named = Iterator[tuple[str, Tensor]]
-Encode = Callable[[int, nn.Module, LayerLayout], Named]  # layer, the same loaded; names relative to the experts
+# Of a layer, the same loaded, those deltas that this process has; names relative to the experts.
+Encode = Callable[[int, nn.Module, LayerLayout, Owned], Named]
 
 
 class EncodedFile:
-    """The encoded deltas of one layer."""
+    """The encoded deltas of one layer, those that one process has."""
 
-    def __init__(self, work: Path, reader: ExpertReader, layer: int, layout: LayerLayout) -> None:
-        self._prefix = reader.architecture.experts_prefix(layer)
+    def __init__(self, work: Path, reader: ExpertReader, layer: int, layout: LayerLayout, owned: Owned) -> None:
+        self._prefix, own = reader.architecture.experts_prefix(layer), encoded_names(layout, owned)
         specs = [
             TensorSpec(self._prefix + name, stored.dtype or reader.dtype, stored.shape)
             for name, stored in layout.delta_tensors()
+            if name in own
         ]
-        self._writer = CheckpointWriter(work / f"encoded-{layer:05d}", [specs]) if specs else None
-
-    @property
-    def paths(self) -> list[Path]:
-        """The file, if there is anything to hold."""
-        return [] if self._writer is None else [self._writer.file(0)]
+        self._writer = CheckpointWriter(work / f"encoded-{layer:05d}-{owned.peers.rank}", [specs]) if specs else None
 
     @property
     def nbytes(self) -> int:
@@ -50,12 +49,10 @@ class EncodedFile:
         else:
             self._writer.write_shard(0, tensors)
 
-    def tensors(self) -> Named:
-        """All, by full name."""
-        for path in self.paths:
-            with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118  # not a mapping
-                    yield name, file.get_tensor(name).clone()
+
+def encoded_files(work: Path, layer: int) -> list[Path]:
+    """The files of a layer's encoded deltas, by however many processes they were written."""
+    return sorted(work.glob(f"encoded-{layer:05d}-*/*.safetensors"))
 
 
 def encoded_bytes(reader: ExpertReader, output: int, shard_size: int) -> int:
@@ -75,7 +72,7 @@ class Encoding:
         calibrated: CalibratedJob | None = None,
     ) -> None:
         """`encode` runs a layer that is loaded for it (`sweep.forward`); without a text none is, and it is given
-        an empty module."""
+        an empty module. With a text all processes encode each layer together, else each those of its shards."""
         self._job, self._layouts, self._encode = job, layouts, encode
         self._pass = calibrated.forward_pass(self._visit, layouts, name="encode") if calibrated else None
         self.steps = len(layouts) if self._pass is None else self._pass.steps
@@ -84,11 +81,11 @@ class Encoding:
     def is_chain(self) -> bool:
         return self._pass is not None
 
-    def _file(self, layer: int) -> EncodedFile:
-        return EncodedFile(self._job.work, self._job.source.experts, layer, self._layouts[layer])
-
     def _visit(self, layer: int, module: nn.Module) -> None:
-        self._file(layer).write(self._encode(layer, module, self._layouts[layer]))
+        job, layout = self._job, self._layouts[layer]
+        owned = Owned(layout.shape, Peers()) if self._pass is None else encoding_owners(layout, job.ranks)
+        file = EncodedFile(job.work, job.source.experts, layer, layout, owned)
+        file.write(self._encode(layer, module, layout, owned))
 
     def make(self, layer: int) -> None:
         """Encode a layer, and all before it, if that is not done."""
@@ -108,10 +105,13 @@ class Encoding:
 
     def spent(self, layer: int) -> list[Path]:
         """What the file that the layer is written to makes superfluous."""
-        return self._file(layer).paths if layer in self._layouts else []
+        return encoded_files(self._job.work, layer)
 
     def tensors(self, layer: int, layout: LayerLayout) -> Named:
         """All tensors of a layer's experts, by full name on disk."""
         job = self._job
         yield from base_tensors(job.source.experts, layer, layout, LayerBase.load(base_path(job.work, layer)))
-        yield from self._file(layer).tensors()
+        for path in encoded_files(job.work, layer):
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118  # not a mapping
+                    yield name, file.get_tensor(name).clone()

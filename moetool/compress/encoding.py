@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from moetool.architectures import ROLES, MoEShape, Role
 from moetool.calibration.collectors import LayerStatistics
 from moetool.calibration.input_grams import InputGramCollector
+from moetool.calibration.peers import Owned
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.files import save_tensors
 from moetool.compress.base.given import base_form
-from moetool.compress.base.layer_base import LayerBase, base_path
+from moetool.compress.base.layer_base import LayerBase, agreed, base_path
 from moetool.compress.delta import Deltas
 from moetool.compress.encoded import Encoding, encoded_bytes
 from moetool.compress.told import EncodedLayer, LayersTold
@@ -224,15 +225,14 @@ def run_encoding(
     reader = job.source.experts
     calibrated = None if text is None else CalibratedJob(job, text)
 
-    def encode(layer: int, module: nn.Module, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
+    def encode(layer: int, module: nn.Module, layout: LayerLayout, owned: Owned) -> Iterator[tuple[str, Tensor]]:
         weights, grams = reader.weights(layer), None
         if calibrated is not None:
-            grams = InputGramCollector(reader.shape, job.device)
+            grams = InputGramCollector(reader.shape, job.device, owned)
             calibrated.sweep.forward(layer, module, [grams])
             weights = calibrated.weights(layer, module)
-        base = load_base(layer, weights)
-        base.save(base_path(job.work, layer))
-        return _encoded(job, layer, layout, Deltas(weights, base, job.device), grams)
+        base = agreed(owned.peers, base_path(job.work, layer), load_base(layer, weights))
+        return _encoded(job, layer, layout, Deltas(weights, base, job.device), grams, owned)
 
     encoding = Encoding(job, layouts, encode, calibrated)
     facts = None if calibrated is None else calibrated.facts
@@ -259,9 +259,10 @@ def _errors_path(work: Path, layer: int) -> Path:
 
 
 def _encoded(
-    job: Job, layer: int, layout: LayerLayout, deltas: Deltas, grams: InputGramCollector | None
+    job: Job, layer: int, layout: LayerLayout, deltas: Deltas, grams: InputGramCollector | None, owned: Owned
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of every delta, by name relative to the experts; their errors go into a file."""
+    """The tensors of every delta that this process has, by name relative to the experts; the errors of all go into a
+    file."""
     reader = job.source.experts
     found: dict[str, Tensor] = {}
     for role in reader.shape.roles:
@@ -269,6 +270,8 @@ def _encoded(
             continue
         errors = torch.zeros(layout.stored_experts, 2, dtype=torch.float64)
         for expert, representation in enumerate(layout.weights[role] or ()):
+            if not owned.has(role, expert):
+                continue
             delta = deltas.of(role, expert)
             # What the shared expert is given is not collected: its codes are the nearest ones.
             gram = grams.gram(expert, role) if grams is not None and expert < reader.shape.experts else None
@@ -281,8 +284,10 @@ def _encoded(
             ).cpu()
             for name, tensor in encoded.items():
                 yield delta_name(expert, role, name), to_cpu(tensor)
+        owned.peers.all_reduce(errors)
         found[role] = errors
-    save_tensors(_errors_path(job.work, layer), found)
+    if owned.peers.is_first:
+        save_tensors(_errors_path(job.work, layer), found)
 
 
 def _errors(work: Path, layer: int) -> dict[Role, list[float]]:

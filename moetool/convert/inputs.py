@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from moetool.calibration.peers import Peers
 from moetool.calibration.streaming import StreamedModel
 from moetool.numerics.gram import Gram
 
@@ -29,6 +30,11 @@ class InputMoments:
         self.count[group] += len(rows)
         self.total[group] += rows.sum(0, dtype=torch.float64)
         self._gram.add(rows)
+
+    def reduce(self, peers: Peers) -> None:
+        """Add up what each process has seen."""
+        for sums in (self.count, self.total, self._gram.matrix()):
+            peers.all_reduce(sums)
 
     @property
     def means(self) -> Tensor:

@@ -17,7 +17,7 @@ from moetool.calibration.opening import Bos, opening_text
 from moetool.calibration.sweep import Sweep
 from moetool.calibration.windows import check_vocabulary, load_tokenizer, sample_windows
 from moetool.checkpoint.experts import Weights
-from moetool.errors import UsageError
+from moetool.errors import InvalidInputError, UsageError
 from moetool.job.job import DenseSource, Input, Job, Source
 from moetool.job.options import CalibrationOptions, TextOptions
 from moetool.job.progress import phase
@@ -82,6 +82,8 @@ class CalibratedJob:
                 f"not {options.samples}: using them all."
             )
         digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
+        if job.ranks.broadcast(digest) != digest:
+            raise InvalidInputError("The calibration text is not the same in all processes: put it where all find it.")
         if job.workspace.told(_TEXT).get("windows", digest) != digest:
             # A resumed run must go on with the very text it began with, whatever the file of that name holds by now.
             raise UsageError("The calibration text has changed since this run began. Start again with --overwrite.")
@@ -96,14 +98,14 @@ class CalibratedJob:
             job.finish(_TEXT, told={"windows": digest})
         masked = masked_windows(windows, tokenizer, options.seed) if encoder else None
         kept, tick = kept_dtype(job.source.dtype, dtype), job.progress.advance
-        self.sweep = Sweep(model, windows, job.work, tick, masked=masked, kept=kept)
+        self.sweep = Sweep(model, windows, job.work, tick, masked=masked, kept=kept, peers=job.ranks)
         few, seed = len(windows), None
         if isinstance(options, CalibrationOptions):
             few = min(few, options.gradient_samples)
             seed = options.seed if options.labels == "sampled" else None
         masked = None if masked is None else masked[:few]
         directory = job.work / "gradients"
-        self.gradient_sweep = Sweep(model, windows[:few], directory, tick, seed, masked, kept)
+        self.gradient_sweep = Sweep(model, windows[:few], directory, tick, seed, masked, kept, job.ranks)
         self.facts = CalibrationFacts(len(windows), windows.numel(), begin)
         if gradients:
             directory.mkdir(exist_ok=True)
@@ -149,7 +151,7 @@ class CalibratedJob:
         lowest, between = min(visited), stretch(self._layers)
         last = (self._layers - 1) // between * between  # from here on all are still there when the way back begins
         with phase(job.progress, "Forward", (self._layers + 1) * sweep.batch_count):
-            if job.unit("gradients/embed", sweep.batch_count):
+            if job.together("gradients/embed", sweep.batch_count):
                 sweep.embed()
                 self._finish("gradients/embed", sweep)
             for index in range(self._layers):
@@ -157,10 +159,10 @@ class CalibratedJob:
                 self._run_forward(f"gradients/forward/{index}", index, *spent)
         again = sum(1 for index in range(lowest - lowest % between, last) if index % between)
         with phase(job.progress, "Backward", (1 + again + passes * (self._layers - lowest)) * sweep.batch_count):
-            if job.unit("head", sweep.batch_count):
+            if job.together("head", sweep.batch_count):
                 self._finish("head", sweep, sweep.hidden(self._layers), loss=sweep.head())
             for index in range(self._layers - 1, lowest - 1, -1):
-                if not job.unit(f"reverse/{index}", passes * sweep.batch_count):
+                if not job.together(f"reverse/{index}", passes * sweep.batch_count):
                     continue
                 for below in range(index - index % between, index if index < last else 0):
                     self._run_forward(f"gradients/again/{below}", below)
@@ -170,10 +172,11 @@ class CalibratedJob:
                     else:
                         sweep.backward(index, layer)
                 self._finish(f"reverse/{index}", sweep, sweep.gradient(index + 1), sweep.hidden(index))
+        job.meet()
 
     def _run_forward(self, unit: str, index: int, *spent: ActivationFile) -> None:
         """Run one layer on the text that gradients are taken on, if that is not done."""
-        if self.job.unit(unit, self.gradient_sweep.batch_count):
+        if self.job.together(unit, self.gradient_sweep.batch_count):
             with self.model.layer(index) as layer:
                 self.gradient_sweep.forward(index, layer)
             self._finish(unit, self.gradient_sweep, *spent)
@@ -227,7 +230,7 @@ class ForwardPass:
     def _step(self, index: int) -> None:
         job, sweep, finish = self._calibrated.job, self._calibrated.sweep, self._calibrated._finish
         unit = f"{self._name}embed" if index < 0 else f"{self._name}forward/{index}"
-        if not job.unit(unit, sweep.batch_count):
+        if not job.together(unit, sweep.batch_count):
             return
         if index < 0:
             sweep.embed()

@@ -12,6 +12,7 @@ from typing_extensions import TypeVar
 
 from moetool.architectures import Architecture
 from moetool.architectures.dense import DenseArchitecture
+from moetool.calibration.peers import owners
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
@@ -20,7 +21,7 @@ from moetool.job.blueprint import check_against_config, open_for_planning
 from moetool.job.interrupt import Interrupt
 from moetool.job.options import RunOptions
 from moetool.job.progress import Progress, Silent
-from moetool.job.ranks import Ranks, owners
+from moetool.job.ranks import Ranks
 from moetool.job.workspace import Outcome, Workspace
 from moetool.runtime.dense import DenseModel
 from moetool.runtime.memory import return_heap
@@ -108,6 +109,7 @@ class Job(Generic[SourceT]):
     interrupt: Interrupt = field(default_factory=Interrupt)
     ranks: Ranks = field(default_factory=Ranks)
     _is_sharing: bool = False
+    _together: str | None = None  # the unit that all processes are at
 
     @property
     def output(self) -> Path:
@@ -120,9 +122,9 @@ class Job(Generic[SourceT]):
         return self.workspace.work
 
     def unit(self, name: str, steps: int = 0) -> bool:
-        """Whether a unit is still to be done, by this process: of several by the first, unless they `share` it. Between
-        units, a requested stop is obeyed. The `steps` of the phase that one has which is done already are left out of
-        it."""
+        """Whether a unit is still to be done, by this process: of several by the first, unless they `share` it or do it
+        `together`. Between units, a requested stop is obeyed. The `steps` of the phase that one has which is done
+        already are left out of it."""
         if self.workspace.is_done(name):
             self.progress.skip(steps)
             return False
@@ -131,13 +133,25 @@ class Job(Generic[SourceT]):
         self.interrupt.check()
         return self.ranks.is_first
 
+    def together(self, name: str, steps: int = 0) -> bool:
+        """The same for a unit that every process does a part of. All come here, and where it is due to `finish`."""
+        stops = self.ranks.is_stopping(self.interrupt.requested)
+        is_done, stops = self.ranks.broadcast((self.workspace.is_done(name), stops))
+        if is_done:
+            self.progress.skip(steps)
+            return False
+        if stops:
+            self.interrupt.stop()
+        self._together = name
+        return True
+
     def share(
         self,
         kind: str,
         costs: Mapping[int, float],
         steps: Mapping[int, int] = MappingProxyType({}),
         *,
-        alone: bool = False,
+        together: bool = False,
     ) -> Iterator[int]:
         """Those of the units `KIND/ITEM` that this process is to do, one after the other.
 
@@ -149,7 +163,7 @@ class Job(Generic[SourceT]):
         Args:
             kind: the first part of the units' names.
             costs: by item, what it takes, in any measure: a unit is given to whom has least to do.
-            alone: let the first do all of them, and units on the way to them; the others wait.
+            together: give all units to all processes, who do others `together` on the way; the first finishes them.
             steps: by item, those of the phase that are left out of it where another process or an earlier run did it.
         """
         self.meet()
@@ -165,10 +179,13 @@ class Job(Generic[SourceT]):
                 if made.unit in items:
                     self.progress.skip(steps.get(items[made.unit], 0))
 
-        self._is_sharing = self.ranks.size > 1 and not alone
-        shares = owners([costs[item] for item in due.values()], 1 if alone else self.ranks.size)
+        self._is_sharing = self.ranks.size > 1 and not together
+        shares = owners([costs[item] for item in due.values()], self.ranks.size)
         for owner, item in zip(shares, due.values(), strict=True):
-            if owner == self.ranks.rank and not self.ranks.is_stopping(self.interrupt.requested):
+            if together:
+                if not self.ranks.broadcast(self.ranks.is_stopping(self.interrupt.requested)):
+                    yield item
+            elif owner == self.ranks.rank and not self.ranks.is_stopping(self.interrupt.requested):
                 yield item
                 note()
         self.ranks.barrier(note)
@@ -191,7 +208,12 @@ class Job(Generic[SourceT]):
         spent: Iterable[Path] = (),
         told: Mapping[str, object] | None = None,
     ) -> None:
-        """A unit's files are in place; see `Workspace.done`."""
+        """A unit's files are in place; see `Workspace.done`. Of a unit that was done `together` all say so."""
+        if name == self._together:
+            self._together = None
+            self.ranks.barrier()
+            if not self.ranks.is_first:
+                return return_heap()
         self.workspace.done(name, made=made, digests=digests, spent=spent, told=told, alone=not self._is_sharing)
         return_heap()
 

@@ -14,10 +14,10 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import FrameType, TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from moetool.calibration.peers import Peers, SaidT
 from moetool.errors import (
     InterruptedRunError,
     InvalidInputError,
@@ -46,53 +47,12 @@ _ERRORS = {
     for kind in (UsageError, InvalidInputError, ResourceError, VerificationError, InterruptedRunError)
 }
 
-T = TypeVar("T")
 
-
-def owners(costs: Sequence[float], count: int) -> list[int]:
-    """Which of `count` processes does each of some pieces of work: the costliest first, to whom has least to do."""
-    loads, chosen = [0.0] * count, [0] * len(costs)
-    for piece in sorted(range(len(costs)), key=lambda piece: (-costs[piece], piece)):
-        chosen[piece] = min(range(count), key=lambda owner: (loads[owner], owner))
-        loads[chosen[piece]] += costs[piece]
-    return chosen
-
-
-class Ranks:
-    """A process alone: all is its own, and there is nobody to wait for.
-
-    Attributes:
-        rank: the number of this process, from 0.
-        size: how many there are.
-        here: how many of them share this machine and its memory.
-    """
-
-    rank, size, here = 0, 1, 1
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the process that keeps the books and talks."""
-        return self.rank == 0
+class Ranks(Peers):
+    """A process alone that has a job."""
 
     def check(self) -> None:
         """Raise what has become of another process, if one has failed."""
-
-    def barrier(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Wait for all processes, and call `meanwhile` now and then."""
-
-    def broadcast(self, said: T, owner: int = 0) -> T:
-        """What `owner` says, to all of them. Any object that can be pickled; what the others say is not looked at."""
-        return said
-
-    def gather(self, said: T) -> list[T]:
-        """What each of them says, by rank, to all."""
-        return [said]
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Replace a contiguous tensor by its sum over all processes. The order of the sum depends on their number."""
-
-    def reduce(self, tensor: Tensor, owner: int) -> None:
-        """The same for `owner` alone; what is left to the others means nothing."""
 
     def post(self, said: object) -> None:
         """Leave a note, some kB in words of JSON, for the first process, and go on."""
@@ -140,7 +100,7 @@ class JoinedRanks(Ranks):
 
     def __init__(self) -> None:
         self.rank, self.size, self.here = rank(), processes(), local_processes()
-        has_card = torch.cuda.is_available() and self.here <= torch.cuda.device_count()
+        self._has_card = torch.cuda.is_available() and self.here <= torch.cuda.device_count()
         if torch.cuda.is_available():
             torch.cuda.set_device(local_rank() % torch.cuda.device_count())
         host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
@@ -149,7 +109,7 @@ class JoinedRanks(Ranks):
             store, _, _ = next(rendezvous(place, timeout=START))
             self._store = PrefixStore("moetool", store)
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if has_card else "gloo",
+                "cpu:gloo,cuda:nccl" if self._has_card else "gloo",
                 store=PrefixStore("group", self._store),
                 rank=self.rank,
                 world_size=self.size,
@@ -219,24 +179,35 @@ class JoinedRanks(Ranks):
     def barrier(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         self._wait(lambda: dist.all_reduce(torch.zeros(1), async_op=True), meanwhile)
 
-    def broadcast(self, said: T, owner: int = 0) -> T:
+    def broadcast(self, said: SaidT, owner: int = 0) -> SaidT:
         content = _to_bytes(said) if self.rank == owner else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([len(content)])
         self._wait(lambda: dist.broadcast(size, owner, async_op=True))
         if self.rank != owner:
             content = torch.empty(int(size), dtype=torch.uint8)
         self._wait(lambda: dist.broadcast(content, owner, async_op=True))
-        found: T = said if self.rank == owner else pickle.loads(content.numpy().tobytes())
+        found: SaidT = said if self.rank == owner else pickle.loads(content.numpy().tobytes())
         return found
 
-    def gather(self, said: T) -> list[T]:
+    def gather(self, said: SaidT) -> list[SaidT]:
         return [self.broadcast(said, owner) for owner in range(self.size)]
 
     def all_reduce(self, tensor: Tensor) -> None:
-        self._wait(lambda: dist.all_reduce(tensor, async_op=True))
+        with self._within_reach(tensor) as near:
+            self._wait(lambda: dist.all_reduce(near, async_op=True))
 
     def reduce(self, tensor: Tensor, owner: int) -> None:
-        self._wait(lambda: dist.reduce(tensor, owner, async_op=True))
+        with self._within_reach(tensor) as near:
+            self._wait(lambda: dist.reduce(near, owner, async_op=True))
+
+    @contextlib.contextmanager
+    def _within_reach(self, tensor: Tensor) -> Iterator[Tensor]:
+        """A tensor where the group can read and write it: not on a card that several processes share."""
+        if self._has_card or tensor.device.type == "cpu":
+            yield tensor
+            return
+        yield (near := tensor.cpu())
+        tensor.copy_(near)
 
     def post(self, said: object) -> None:
         with self._store_errors():

@@ -43,7 +43,7 @@ class Making(Protocol):
 
     @property
     def is_chain(self) -> bool:
-        """Whether a layer is made after all before it; else each may be made by another process."""
+        """Whether a layer is made after all before it, by all processes together; else each may be made by another."""
 
     def make(self, layer: int) -> None:
         """Make what a layer needs, if that is not done; layers are asked for in their order, -1 first."""
@@ -220,8 +220,6 @@ def write_checkpoint(
         calibration: on which text, for the manifest.
         layers: what the manifest says of each layer, asked for when all are written.
         provenance: what the manifest says the model was made of.
-        calibration: on which text, for the manifest.
-        layers: what the manifest says of each layer.
         seed: of the job.
         check: is shown the result while nothing can load it yet; what it raises stops the job there.
         making: what `unit_tensors` needs to be made before.
@@ -234,13 +232,16 @@ def write_checkpoint(
             f"{job.ranks.size} processes write {len(sizes)} weight files: a smaller --shard-size gives work to all."
         )
 
+    together = making is not None and making.is_chain
     passed = {shard: len(plan.layers(shard)) for shard in sizes}
     steps = sum(len(shard) for shard in plan.shards) + (0 if making is None else making.steps)
     with phase(job.progress, WRITE if making is None else ENCODE, steps):
-        for shard in job.share("write", sizes, passed, alone=making is not None and making.is_chain):
+        for shard in job.share("write", sizes, passed, together=together):
             if making is not None:
                 for layer in plan.layers(shard):
                     making.make(layer)
+            if together and not job.ranks.is_first:
+                continue
 
             def tensors(shard: int = shard) -> Iterator[tuple[str, Tensor | InParts]]:
                 for layer in plan.layers(shard):

@@ -80,17 +80,16 @@ def starting_rows(job: Job[DenseSource], options: RoutedOptions, layers: Sequenc
     def rows(layer: int) -> Tensor:
         return load_file(file(layer))["rows"]
 
-    if not job.ranks.is_first:
-        job.meet()
-        return StartingRows(rows)
     calibrated = CalibratedJob(job, options)
 
     def visit(index: int, layer: torch.nn.Module) -> None:
         moments = InputMoments(1, dense.hidden)
         with watched_inputs(layer.get_submodule(dense.architecture.ffn), lambda inputs: moments.add(0, inputs)):
             calibrated.sweep.forward(index, layer)
+        moments.reduce(job.ranks)
         fitted = decorrelated(centred(fresh(index), moments.mean), moments.covariance)
-        save_tensors(file(index), {"rows": fitted})
+        if job.ranks.is_first:
+            save_tensors(file(index), {"rows": fitted})
 
     calibrated.forward_visiting(visit, layers)
     job.meet()

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moetool.job.ranks import Ranks, owners
+from moetool.calibration.peers import owners
+from moetool.job.ranks import Ranks
 
 TWO = """
 import json, os, sys

@@ -16,6 +16,7 @@ from moetool.calibration.collectors import (
     RegressionCollector,
     UsageCollector,
 )
+from moetool.calibration.peers import Peers
 from moetool.checkpoint.experts import ExpertReader, Weights
 from moetool.checkpoint.files import save_tensors
 from moetool.compress.base.merging import Regression, merge
@@ -116,6 +117,14 @@ BASE_FILES = "base-*.safetensors"
 def base_path(work: Path, layer: int) -> Path:
     """Where a layer's base waits for the end of the job."""
     return work / f"base-{layer:05d}.safetensors"
+
+
+def agreed(peers: Peers, path: Path, base: LayerBase) -> LayerBase:
+    """The base that all processes have made, as the first of them has, which leaves it at `path`."""
+    if peers.is_first:
+        base.save(path)
+    peers.barrier()
+    return base if peers.is_first else LayerBase.load(path)
 
 
 def unweighted_base(

@@ -5,6 +5,8 @@ again when the ranks are known.
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from moetool.architectures import ROLES, MoEShape, Role
 from moetool.calibration.collectors import GramCollector
+from moetool.calibration.peers import Owned, Peers
 from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.files import save_tensors
 from moetool.compress.base.layer_base import LayerBase
@@ -100,23 +103,49 @@ class SpectrumFile:
 
 
 def measured_grams(
-    calibrated: CalibratedJob, sweep: Sweep, index: int, layer: nn.Module, base: LayerBase, *, keep: bool
+    calibrated: CalibratedJob,
+    sweep: Sweep,
+    index: int,
+    layer: nn.Module,
+    base: LayerBase,
+    owned: Owned,
+    *,
+    keep: bool,
 ) -> GramCollector:
-    """Run a loaded layer forwards and collect the second moments its factors need; `keep` writes its output."""
+    """Run a loaded layer forwards and collect the second moments its factors need; `keep` writes its output. What a
+    delta's factors need is gathered for the process that has it."""
     shape, device = calibrated.source.experts.shape, calibrated.job.device
     weights: Tensor = calibrated.experts(layer).down_proj  # type: ignore[assignment]
     down = base.full("down").to(device)
-    tokens = sweep.windows.numel() * shape.top_k
-    grams = GramCollector(shape, lambda expert: delta(weights[expert], down), tokens, device)
+    each = sweep.length * shape.top_k  # of a window
+    down_delta = partial(_down_delta, weights, down)
+    grams = GramCollector(shape, down_delta, sweep.count * each, device, owned, sweep.own.start * each)
     sweep.forward(index, layer, [grams], keep=keep)
     return grams
+
+
+def _down_delta(weights: Tensor, base: Tensor, expert: int) -> Tensor:
+    return delta(weights[expert], base)
+
+
+def measuring_owners(shape: MoEShape, share: SharedFactor, peers: Peers) -> Owned:
+    """Who factorises which delta of a layer; the first all of them where they are factorised at once."""
+    return Owned(shape, peers) if share == "none" else Owned.by_first(shape, peers)
 
 
 class LayerFactors:
     """The deltas of one layer, to be measured, or encoded as factors."""
 
-    def __init__(self, shape: MoEShape, deltas: Deltas, options: FactorChoices, grams: GramCollector | None) -> None:
-        """`grams` as collected on this layer, if there is a text."""
+    def __init__(
+        self,
+        shape: MoEShape,
+        deltas: Deltas,
+        options: FactorChoices,
+        grams: GramCollector | None,
+        owned: Owned | None = None,
+    ) -> None:
+        """`grams` as collected on this layer, if there is a text, by the processes that have `owned` the deltas."""
+        self._owned = owned or Owned(shape, Peers())
         self._shape, self._deltas, self._share = shape, deltas, options.share
         count = shape.experts
         self._energy = torch.zeros(len(ROLES), count, dtype=torch.float64) if grams is None else grams.energy
@@ -125,24 +154,30 @@ class LayerFactors:
         self._sensitivity = LayerSensitivity(options.sensitivity, deltas.base.statistics, self._energy, self._tokens)
 
     def measure(self, file: SpectrumFile) -> None:
-        """Leave the spectra in a file."""
-        count = self._shape.experts
+        """Leave the spectra in a file, those of all processes."""
+        peers = self._owned.peers
+        spectra = chain.from_iterable(peers.gather(list(self._spectra())))
+        if peers.is_first:
+            file.write(spectra, self._energy, self._tokens)
 
-        def spectra() -> Iterator[tuple[Role, int, Tensor, float]]:
-            for role in self._shape.roles:
-                for expert in range(count if self._share == "none" else 1):
+    def _spectra(self) -> Iterator[tuple[Role, int, Tensor, float]]:
+        for role in self._shape.roles:
+            for expert in range(self._shape.experts if self._share == "none" else 1):
+                if self._owned.has(role, expert):
                     found, sensitivity = self._factorized(role, expert, None)[:2]
-                    yield role, expert, found.spectrum * sensitivity.weight, found.energy * sensitivity.weight
-
-        file.write(spectra(), self._energy, self._tokens)
+                    spectrum = to_cpu(found.spectrum * sensitivity.weight)
+                    yield role, expert, spectrum, found.energy * sensitivity.weight
 
     def encode(self, layout: LayerLayout, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of every delta, by name relative to the experts."""
+        """The tensors of every delta that this process has, by name relative to the experts."""
         for role in self._shape.roles:
             if layout.shared_tensors(role):
-                yield from self._encoded_jointly(role, layout, dtype)
+                if self._owned.has(role, 0):
+                    yield from self._encoded_jointly(role, layout, dtype)
                 continue
             for expert, form in enumerate(layout.weights[role] or ()):
+                if not self._owned.has(role, expert):
+                    continue
                 if form.is_whole:
                     encoded = form.encode(self._deltas.weight(role, expert), dtype)
                 elif form.directions:

@@ -30,8 +30,9 @@ class LayerSvd:
         self._method, self._grams = method, grams
         self._mean_input = self._mean_down = self._sample = None
         if method == "truncation-aware" and grams is not None:
-            self._mean_input = _mean_gram(grams.inputs)
-            self._mean_down = None if grams.wide_down else _mean_gram(grams.down)
+            tokens = grams.tokens().sum()
+            self._mean_input = grams.total("up") / tokens
+            self._mean_down = None if grams.wide_down else grams.total("down") / tokens
             self._sample = grams.sample() if grams.wide_down else None
 
     @property
@@ -102,8 +103,7 @@ class LayerSvd:
                 sample = self._sample.double()
                 each = sum(gram.count for gram in grams.down) / len(sample)  # of the tokens that it stands for
                 return factorize(stacked, gram=sample.T @ sample * each, rank=rank)
-            own = grams.down if role == "down" else grams.inputs
-            return factorize(stacked, gram=torch.stack([gram.matrix() for gram in own]).sum(0), rank=rank)
+            return factorize(stacked, gram=grams.total(role), rank=rank)
         if grams is None or self._method == "vanilla":
             beside = torch.cat(scaled, dim=1)
             return as_left(beside, factorize(beside, rank=rank))
@@ -115,14 +115,6 @@ class LayerSvd:
                 own_gram = (grams.down if role == "down" else grams.inputs)[expert].matrix()
                 lost += congruence(delta.double(), own_gram)
         return factorize(torch.cat(scaled, dim=1), output_gram=lost, rank=rank)
-
-
-def _mean_gram(grams: list) -> Tensor:  # type: ignore[type-arg]
-    total = sum(gram.count for gram in grams)
-    mean = torch.zeros_like(grams[0].matrix())
-    for gram in grams:
-        mean += gram.matrix()
-    return mean / total
 
 
 def _shrunk(gram: Tensor, count: int, mean: Tensor, inputs: int) -> Tensor:

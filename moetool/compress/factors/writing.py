@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moetool.architectures import ROLES, Role
+from moetool.calibration.peers import Owned
 from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.base.layer_base import LayerBase, base_path
 from moetool.compress.choices import Allocation, Sensitivity, SharedFactor, Svd
@@ -172,17 +173,17 @@ def finish(
             f"No calibration token reached {len(missed)} experts ({', '.join(missed[:4])}"
             f"{', …' if len(missed) > 4 else ''}): they count as one average token. More --samples may reach them."
         )
-    layouts = factored.layouts(options)
+    layouts = job.ranks.broadcast(factored.layouts(options))
     reader = job.source.experts
 
-    def encode(layer: int, module: nn.Module, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
+    def encode(layer: int, module: nn.Module, layout: LayerLayout, owned: Owned) -> Iterator[tuple[str, Tensor]]:
         base, grams = LayerBase.load(base_path(job.work, layer)), None
         weights = reader.weights(layer)
         if calibrated is not None:
-            grams = measured_grams(calibrated, calibrated.sweep, layer, module, base, keep=True)
+            grams = measured_grams(calibrated, calibrated.sweep, layer, module, base, owned, keep=True)
             weights = calibrated.weights(layer, module)
         deltas = Deltas(weights, base, job.device)
-        yield from LayerFactors(reader.shape, deltas, options, grams).encode(layout, reader.dtype)
+        yield from LayerFactors(reader.shape, deltas, options, grams, owned).encode(layout, reader.dtype)
 
     told = RankedTold(
         calibration=facts,

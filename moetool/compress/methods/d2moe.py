@@ -8,11 +8,11 @@ from torch import nn
 
 from moetool.architectures import Role
 from moetool.checkpoint.counting import parameter_counts
-from moetool.compress.base.layer_base import base_path, base_rank, factored_base, measured_base
+from moetool.compress.base.layer_base import agreed, base_path, base_rank, factored_base, measured_base
 from moetool.compress.base.pruning import plan_pruning
 from moetool.compress.choices import BaseCompression, Merge
 from moetool.compress.delta import Deltas
-from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams
+from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams, measuring_owners
 from moetool.compress.factors.writing import FactoredLayers, FactorOptions, factor_plan, finish
 from moetool.compress.paper_counting import PaperRank, paper_rank
 from moetool.compress.told import RankedTold
@@ -59,6 +59,7 @@ class D2MoE(Stage[D2MoEOptions]):
     summary: ClassVar[str] = "one shared base per layer plus low-rank deltas"
     options_type: ClassVar[type[RunOptions]] = D2MoEOptions
     method_of: ClassVar[str | None] = "compress"
+    is_parallel: ClassVar[bool] = True
 
     def plan(self) -> Plan:
         source, options = self.source, self.options
@@ -109,11 +110,12 @@ class D2MoE(Stage[D2MoEOptions]):
             base = measured_base(calibrated, index, layer, options.merge).pruned(pruning)
             if self._factored_base:
                 base = factored_base(calibrated, index, layer, base, options.prune_base)
-            base.save(base_path(job.work, index))
-            grams = measured_grams(calibrated, calibrated.gradient_sweep, index, layer, base, keep=False)
+            base = agreed(job.ranks, base_path(job.work, index), base)
+            owned = measuring_owners(reader.shape, options.share, job.ranks)
+            grams = measured_grams(calibrated, calibrated.gradient_sweep, index, layer, base, owned, keep=False)
             deltas = Deltas(calibrated.weights(index, layer), base, job.device)
             file = SpectrumFile(job.work, index, reader.shape, options.share)
-            LayerFactors(reader.shape, deltas, options, grams).measure(file)
+            LayerFactors(reader.shape, deltas, options, grams, owned).measure(file)
 
         calibrated.reverse(visit, passes=2)
         factored = FactoredLayers(job, pruning.dynamic, options)

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from moetool.architectures import MoEShape, Role
 from moetool.calibration.input_grams import InputGramCollector
+from moetool.calibration.peers import Owned
 from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.writer import TensorSpec, entry_nbytes
 from moetool.compress.base.given import in_few_bits
-from moetool.compress.base.layer_base import LayerBase, base_path, measured_base
+from moetool.compress.base.layer_base import LayerBase, agreed, base_path, measured_base
 from moetool.compress.budget.items import Forms, Group, Key, offered
 from moetool.compress.budget.spending import fit
 from moetool.compress.choices import Merge, Sensitivity
@@ -79,6 +80,7 @@ class Hybrid(Stage[HybridOptions]):
     summary: ClassVar[str] = "a quantized base, and per delta the bits or ranks that lose least"
     options_type: ClassVar[type[RunOptions]] = HybridOptions
     method_of: ClassVar[str | None] = "compress"
+    is_parallel: ClassVar[bool] = True
 
     def plan(self) -> Plan:
         source, options, reader = self.source, self.options, self.source.experts
@@ -141,26 +143,27 @@ class Hybrid(Stage[HybridOptions]):
         calibrated = CalibratedJob(job, options, gradients=True)
         forms = forms_for(reader.shape, self._average_bits(), options.group_size)
 
-        def grams_of(sweep: Sweep, layer: int, module: nn.Module, *, keep: bool) -> InputGramCollector:
-            grams = InputGramCollector(reader.shape, job.device)
+        def grams_of(sweep: Sweep, layer: int, module: nn.Module, owned: Owned, *, keep: bool) -> InputGramCollector:
+            grams = InputGramCollector(reader.shape, job.device, owned)
             sweep.forward(layer, module, [grams], keep=keep)
             return grams
 
         def visit(index: int, layer: nn.Module) -> None:
             base = measured_base(calibrated, index, layer, options.merge)
             base = in_few_bits(base, options.base_bits, options.group_size)
-            base.save(base_path(job.work, index))
-            grams = grams_of(calibrated.gradient_sweep, index, layer, keep=False)
+            base = agreed(job.ranks, base_path(job.work, index), base)
+            owned = Owned(reader.shape, job.ranks)
+            grams = grams_of(calibrated.gradient_sweep, index, layer, owned, keep=False)
             deltas = Deltas(calibrated.weights(index, layer), base, job.device)
-            cook(reader, deltas, forms, grams, options.sensitivity, losses_path(job.work, index))
+            cook(reader, deltas, forms, grams, options.sensitivity, losses_path(job.work, index), owned)
 
-        def encode(index: int, layer: nn.Module, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
-            grams = grams_of(calibrated.sweep, index, layer, keep=True)
+        def encode(index: int, layer: nn.Module, layout: LayerLayout, owned: Owned) -> Iterator[tuple[str, Tensor]]:
+            grams = grams_of(calibrated.sweep, index, layer, owned, keep=True)
             deltas = Deltas(calibrated.weights(index, layer), LayerBase.load(base_path(job.work, index)), job.device)
-            return encoded(reader, deltas, layout, grams, options.sensitivity)
+            return encoded(reader, deltas, layout, grams, options.sensitivity, owned)
 
         calibrated.reverse(visit, passes=2)
-        layouts, lost = self._choose(job, forms)
+        layouts, lost = job.ranks.broadcast(self._choose(job, forms))
         encoding = Encoding(job, layouts, encode, calibrated)
         statistics = {
             layer: own
@@ -266,13 +269,16 @@ def cook(
     grams: InputGramCollector,
     choice: Sensitivity,
     path: Path,
+    owned: Owned,
 ) -> None:
-    """Leave in the work directory what every form of every delta of a layer would lose."""
+    """Leave in the work directory what every form of every delta of a layer would lose, by all processes together."""
     shape = reader.shape
     sensitivity = LayerSensitivity(choice, deltas.base.statistics, grams.energy(), grams.tokens())
     lost: dict[str, Tensor] = {}
     for expert in range(shape.experts):
-        for group in (shape.entering, ("down",)):
+        for group in shape.groups:
+            if not owned.has(group[0], expert):
+                continue
             inputs = Measured(grams.gram(expert, group[0])).with_feedback()
             for role in group:
                 delta = deltas.of(role, expert)
@@ -280,16 +286,26 @@ def cook(
                 measured = prepared(delta, forms[role], replace(inputs, row_scale=counts.row_scale))
                 own = losses(delta, forms[role], reader.dtype, measured, counts)
                 lost[f"{role}.{expert}"] = torch.tensor(own, dtype=torch.float64)
-    save_tensors(path, lost)
+    found = {name: own for others in owned.peers.gather(lost) for name, own in others.items()}
+    if owned.peers.is_first:
+        save_tensors(path, found)
 
 
 def encoded(
-    reader: ExpertReader, deltas: Deltas, layout: LayerLayout, grams: InputGramCollector, choice: Sensitivity
+    reader: ExpertReader,
+    deltas: Deltas,
+    layout: LayerLayout,
+    grams: InputGramCollector,
+    choice: Sensitivity,
+    owned: Owned,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of every delta of a layer in the form it got, by name relative to the experts."""
+    """The tensors of every delta of a layer that this process has in the form it got, by name relative to the
+    experts."""
     sensitivity = LayerSensitivity(choice, deltas.base.statistics, grams.energy(), grams.tokens())
     inputs: dict[tuple[int, bool], Measured] = {}
     for expert, role, form in sorted(layout.deltas(), key=itemgetter(0)):
+        if not owned.has(role, expert):
+            continue
         matrix = reader.shape.matrix(role)
         if form.is_whole:
             tensors = form.encode(deltas.weight(role, expert), reader.dtype)

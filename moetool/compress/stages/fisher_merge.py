@@ -6,7 +6,7 @@ from pydantic import Field
 from torch import nn
 
 from moetool.checkpoint.files import place
-from moetool.compress.base.layer_base import base_path, measured_base, unweighted_base
+from moetool.compress.base.layer_base import agreed, base_path, measured_base, unweighted_base
 from moetool.compress.choices import UNMEASURED_MERGES, Merge
 from moetool.compress.told import LayersTold, MergedLayer
 from moetool.errors import UsageError
@@ -33,6 +33,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
     summary: ClassVar[str] = "merge the experts of each layer into one shared base"
     options_type: ClassVar[type[RunOptions]] = FisherMergeOptions
     writes_model: ClassVar[bool] = False
+    is_parallel: ClassVar[bool] = True
 
     def plan(self) -> Plan:
         reader, options = self.source.experts, self.options
@@ -63,18 +64,23 @@ class FisherMerge(Stage[FisherMergeOptions]):
         reader, options = self.source.experts, self.options
         facts = None
         if options.calibration is None:
-            for layer in reader.moe_layers:
+            for layer in job.share("merge", dict.fromkeys(reader.moe_layers, 1.0)):
                 base = unweighted_base(reader.weights(layer), reader.shape, reader.dtype, options.merge)
                 base.save(base_path(job.work, layer))
+                job.finish(f"merge/{layer}", made=[base_path(job.work, layer)])
         else:
             calibrated = CalibratedJob(job, options, gradients=True)
 
             def visit(index: int, layer: nn.Module) -> None:
-                measured_base(calibrated, index, layer, options.merge).save(base_path(job.work, index))
+                base = measured_base(calibrated, index, layer, options.merge)
+                agreed(job.ranks, base_path(job.work, index), base)
 
             calibrated.reverse(visit, passes=1)
             facts = calibrated.facts_with_loss
+        told = LayersTold(calibration=facts, layers=dict.fromkeys(reader.moe_layers, MergedLayer()))
+        if not job.ranks.is_first:
+            return told
         paths = [base_path(job.work, layer) for layer in reader.moe_layers]
         placed = [place(path, job.output / path.name) for path in paths]
         record_origin(job, seed=options.seed, files=placed, calibration=facts)
-        return LayersTold(calibration=facts, layers=dict.fromkeys(reader.moe_layers, MergedLayer()))
+        return told

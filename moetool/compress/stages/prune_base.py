@@ -49,6 +49,7 @@ class PruneBase(Stage[PruneBaseOptions]):
     name: ClassVar[str] = "prune-base"
     summary: ClassVar[str] = "prune intermediate channels of the shared base"
     options_type: ClassVar[type[RunOptions]] = PruneBaseOptions
+    is_parallel: ClassVar[bool] = True
 
     def _pruning(self) -> PruningPlan:
         return plan_pruning(self.source.experts.shape.intermediate, self.options.ratio, self.options.pruning)
@@ -142,9 +143,11 @@ class PruneBase(Stage[PruneBaseOptions]):
             usage = UsageCollector(shape)
             calibrated.sweep.forward(index, layer, [usage])
             measured = LayerStatistics.from_usage(usage, shape)
-            save_tensors(job.work / f"usage-{index:05d}.safetensors", measured.tensors())
+            if job.ranks.is_first:
+                save_tensors(job.work / f"usage-{index:05d}.safetensors", measured.tensors())
 
         calibrated.forward_visiting(visit)
+        job.meet()
         files = {layer: job.work / f"usage-{layer:05d}.safetensors" for layer in self.source.experts.moe_layers}
         measured = {layer: LayerStatistics.from_tensors(load_file(file)) for layer, file in files.items()}
         return measured, calibrated.facts

@@ -4,11 +4,9 @@ from typing import ClassVar
 
 from torch import nn
 
-from moetool.calibration.collectors import GramCollector
-from moetool.checkpoint.experts import Weights
-from moetool.compress.base.layer_base import LayerBase, base_path, stored_base
+from moetool.compress.base.layer_base import agreed, base_path, stored_base
 from moetool.compress.delta import Deltas
-from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams
+from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams, measuring_owners
 from moetool.compress.factors.writing import FactoredLayers, FactorOptions, factor_plan, finish
 from moetool.compress.told import RankedTold
 from moetool.errors import InvalidInputError, UsageError
@@ -28,6 +26,7 @@ class SvdCompress(Stage[FactorOptions]):
     name: ClassVar[str] = "svd-compress"
     summary: ClassVar[str] = "make the deltas of a decomposed checkpoint low-rank"
     options_type: ClassVar[type[RunOptions]] = FactorOptions
+    is_parallel: ClassVar[bool] = True
 
     def plan(self) -> Plan:
         reader, options = self.source.experts, self.options
@@ -56,28 +55,31 @@ class SvdCompress(Stage[FactorOptions]):
                 "all errors count the same."
             )
 
-        def measure(layer: int, weights: Weights, base: LayerBase, grams: GramCollector | None) -> None:
-            file = SpectrumFile(job.work, layer, reader.shape, options.share)
-            LayerFactors(reader.shape, Deltas(weights, base, job.device), options, grams).measure(file)
+        def spectra(layer: int) -> SpectrumFile:
+            return SpectrumFile(job.work, layer, reader.shape, options.share)
 
         def visit(index: int, layer: nn.Module) -> None:
-            base = stored_base(reader, index, statistics.get(index))
-            base.save(base_path(job.work, index))
-            grams = measured_grams(calibrated, calibrated.sweep, index, layer, base, keep=True)
-            measure(index, calibrated.weights(index, layer), base, grams)
+            stored = stored_base(reader, index, statistics.get(index))
+            base = agreed(job.ranks, base_path(job.work, index), stored)
+            owned = measuring_owners(reader.shape, options.share, job.ranks)
+            grams = measured_grams(calibrated, calibrated.sweep, index, layer, base, owned, keep=True)
+            deltas = Deltas(calibrated.weights(index, layer), base, job.device)
+            LayerFactors(reader.shape, deltas, options, grams, owned).measure(spectra(index))
 
         if options.calibration is None:
-            with phase(job.progress, FACTORIZE, len(reader.moe_layers)):
-                for layer in reader.moe_layers:
-                    if job.unit(f"measure/{layer}", steps=1):
-                        base = stored_base(reader, layer, statistics.get(layer))
-                        base.save(base_path(job.work, layer))
-                        measure(layer, reader.weights(layer), base, None)
-                        job.finish(f"measure/{layer}")
-                        job.progress.advance()
+            once = dict.fromkeys(reader.moe_layers, 1)
+            with phase(job.progress, FACTORIZE, len(once)):
+                for layer in job.share("measure", once, once):
+                    base = stored_base(reader, layer, statistics.get(layer))
+                    base.save(path := base_path(job.work, layer))
+                    deltas = Deltas(reader.weights(layer), base, job.device)
+                    LayerFactors(reader.shape, deltas, options, None).measure(file := spectra(layer))
+                    job.finish(f"measure/{layer}", made=[path, file.path])
+                    job.progress.advance()
         else:
             calibrated = CalibratedJob(job, options)
             calibrated.forward_visiting(visit)
+            job.meet()
         text = None if options.calibration is None else calibrated
         dynamic = {layer: reader.layout(layer).dynamic_channels for layer in reader.moe_layers}
         factored = FactoredLayers(job, dynamic, options)

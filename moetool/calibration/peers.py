@@ -1,0 +1,124 @@
+"""The processes among which the windows of a calibration text, and the experts of a layer, are shared out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from moetool.architectures import MoEShape, Role
+from moetool.numerics.gram import Gram
+
+SaidT = TypeVar("SaidT")
+
+
+def owners(costs: Sequence[float], count: int) -> list[int]:
+    """Which of `count` processes does each of some pieces of work: the costliest first, to whom has least to do."""
+    loads, chosen = [0.0] * count, [0] * len(costs)
+    for piece in sorted(range(len(costs)), key=lambda piece: (-costs[piece], piece)):
+        chosen[piece] = min(range(count), key=lambda owner: (loads[owner], owner))
+        loads[chosen[piece]] += costs[piece]
+    return chosen
+
+
+class Peers:
+    """A process alone: all is its own, and there is nobody to wait for.
+
+    Where there are several, all call the same in the same order.
+
+    Attributes:
+        rank: the number of this process, from 0.
+        size: how many there are.
+        here: how many of them share this machine and its memory.
+    """
+
+    rank, size, here = 0, 1, 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that keeps the books and talks."""
+        return self.rank == 0
+
+    def barrier(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Wait for all processes, and call `meanwhile` now and then."""
+
+    def broadcast(self, said: SaidT, owner: int = 0) -> SaidT:
+        """What `owner` says, to all of them. Any object that can be pickled; what the others say is not looked at."""
+        return said
+
+    def gather(self, said: SaidT) -> list[SaidT]:
+        """What each of them says, by rank, to all."""
+        return [said]
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace a contiguous tensor by its sum over all processes. The order of the sum depends on their number."""
+
+    def reduce(self, tensor: Tensor, owner: int) -> None:
+        """The same for `owner` alone; what is left to the others means nothing."""
+
+    def part(self, count: int) -> range:
+        """Those of `count` things in a row that are this process's."""
+        return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
+
+class Owned:
+    """Which process has which matrices of a layer's experts: those of an expert that are given the same together.
+
+    Attributes:
+        peers: the processes.
+    """
+
+    def __init__(self, shape: MoEShape, peers: Peers, costs: Mapping[tuple[Role, int], float] | None = None) -> None:
+        """By what each matrix, of a role and an expert, costs; in proportion to their sizes if nothing is said."""
+        self.peers, self._groups = peers, shape.groups
+        pieces = [(group, expert) for expert in range(shape.experts) for group in range(len(shape.groups))]
+
+        def cost(group: int, expert: int) -> float:
+            roles = shape.groups[group]
+            return float(len(roles)) if costs is None else sum(costs.get((role, expert), 0.0) for role in roles)
+
+        self._owners = dict(zip(pieces, owners([cost(*piece) for piece in pieces], peers.size), strict=True))
+
+    @classmethod
+    def by_first(cls, shape: MoEShape, peers: Peers) -> "Owned":
+        """All in one hand."""
+        alone = cls(shape, Peers())
+        alone.peers = peers
+        return alone
+
+    def owner(self, role: Role, expert: int) -> int:
+        """The rank of the process that has a matrix; the first's where it is not one of the routed experts'."""
+        group = next(index for index, roles in enumerate(self._groups) if role in roles)
+        return self._owners.get((group, expert), 0)
+
+    def has(self, role: Role, expert: int) -> bool:
+        """Whether a matrix is this process's."""
+        return self.owner(role, expert) == self.peers.rank
+
+
+def summed_grams(grams: Sequence[Gram]) -> Tensor:
+    """`[size, size]` fp64: the sum of Gram matrices."""
+    total = torch.zeros_like(grams[0].matrix())
+    for gram in grams:
+        total += gram.matrix()
+    return total
+
+
+def reduce_grams(grams: Sequence[Gram], owner: Callable[[int], int], peers: Peers) -> Tensor:
+    """Sum Gram matrices over all processes.
+
+    Args:
+        grams: of every expert; `count` becomes that of all processes, a matrix that of all for its owner.
+        owner: of each.
+        peers: the processes.
+
+    Returns:
+        `[size, size]` fp64: the sum of all of them over all processes, for all.
+    """
+    total, counts = summed_grams(grams), torch.tensor([gram.count for gram in grams])
+    peers.all_reduce(total)
+    peers.all_reduce(counts)
+    for expert, (gram, count) in enumerate(zip(grams, counts.tolist(), strict=True)):
+        peers.reduce(gram.matrix(), owner(expert))
+        gram.count = count
+    return total
