@@ -109,7 +109,7 @@ class Job(Generic[SourceT]):
     interrupt: Interrupt = field(default_factory=Interrupt)
     ranks: Ranks = field(default_factory=Ranks)
     _is_sharing: bool = False
-    _together: str | None = None  # the unit that all processes are at
+    _together: set[str] = field(default_factory=set)  # units that all processes are at
 
     @property
     def output(self) -> Path:
@@ -142,7 +142,7 @@ class Job(Generic[SourceT]):
             return False
         if stops:
             self.interrupt.stop()
-        self._together = name
+        self._together.add(name)
         return True
 
     def share(
@@ -209,8 +209,8 @@ class Job(Generic[SourceT]):
         told: Mapping[str, object] | None = None,
     ) -> None:
         """A unit's files are in place; see `Workspace.done`. Of a unit that was done `together` all say so."""
-        if name == self._together:
-            self._together = None
+        if name in self._together:
+            self._together.remove(name)
             self.ranks.barrier()
             if not self.ranks.is_first:
                 return return_heap()

@@ -15,7 +15,7 @@ SHARDS = ("--shard-size", "20kB")
 
 @pytest.fixture(scope="module")
 def jobs(decomposed, dense, calibration) -> dict[str, tuple[object, ...]]:
-    """One that encodes layers, one that only writes, two whose first process alone reads a text."""
+    """One that encodes layers, one that only writes, two that read a text."""
     return {
         "quantize-delta": ("quantize-delta", decomposed, *SHARDS, "--group-size", 16),
         "with a text": ("quantize-delta", decomposed, *SHARDS, "--group-size", 16, *calibration),
@@ -45,7 +45,7 @@ def test_as_one_would(crash, alone, jobs, tmp_path, name):
     told = crash(tmp_path / "out", jobs[name], ranks=2, rank=1)
     assert told["codes"] == [0, 0], told["stderr"]
     assert contents(tmp_path / "out") == expected
-    assert told["changes"] > 3 or name == "with a text", "the second did nothing"
+    assert told["changes"] > 3, "the second did nothing"
     assert not told["stderr"]
 
 

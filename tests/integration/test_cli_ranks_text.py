@@ -1,0 +1,77 @@
+"""Several processes run a calibration text together, each windows of its own, and share out experts."""
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from checkpoints import contents
+
+from moetool.job.job import Source
+from moetool.job.journal import Journal
+
+
+@pytest.fixture(scope="module")
+def jobs(tiny_mixtral, decomposed, tiny_text) -> dict[str, tuple[object, ...]]:
+    """On four batches, of which gradients are taken on three."""
+    shards = "--shard-size", "20kB"
+    text = "--calibration", tiny_text, "--samples", 64, "--sequence-length", 64
+    compress = "compress", tiny_mixtral, *shards, *text, "--gradient-samples", 48
+    return {
+        "d2moe": (*compress, "--ratio", 0.35),
+        "hybrid": (*compress, "--method", "hybrid", "--ratio", 0.55, "--group-size", 16),
+        "at once": (*compress, "--rank", 6, "--share", "v", "--merge", "regmean", "--prune-base", 0.2),
+        "svd-compress": ("svd-compress", decomposed, *shards, "--rank", 6, "--svd", "vanilla"),
+    }
+
+
+@pytest.fixture(scope="module")
+def made(crash, jobs, tmp_path_factory) -> Callable[[str, int], Path]:
+    """`made(name, 2)`: what two processes write."""
+    outputs: dict[tuple[str, int], Path] = {}
+
+    def make(name: str, ranks: int) -> Path:
+        if (name, ranks) not in outputs:
+            outputs[name, ranks] = tmp_path_factory.mktemp("made") / "model"
+            told = crash(outputs[name, ranks], jobs[name], ranks=ranks, rank=ranks - 1)
+            assert told["codes"] == [0] * ranks, told["stderr"]
+            assert ranks == 1 or not told["stderr"], "the second talked"
+        return outputs[name, ranks]
+
+    return make
+
+
+def worst(one: Path, other: Path) -> float:
+    """The largest deviation of any weight of an expert, relative to the largest in its matrix; layouts are the same."""
+    assert contents(one).keys() == contents(other).keys()
+    assert (one / "config.json").read_bytes() == (other / "config.json").read_bytes()
+    ours, theirs = (Source.open(path).experts for path in (one, other))
+    found = 0.0
+    for layer in ours.moe_layers:
+        for role in ours.shape.roles:
+            for expert in range(ours.shape.experts):
+                matrix, expected = (reader.dense(layer, expert, role).double() for reader in (ours, theirs))
+                found = max(found, ((matrix - expected).abs() / expected.abs().max()).max().item())
+    return found
+
+
+@pytest.mark.parametrize("name", ["d2moe", "hybrid", "at once", "svd-compress"])
+def test_as_one_would(made, name):
+    assert worst(made(name, 2), made(name, 1)) < 1e-5
+
+
+@pytest.mark.parametrize(("name", "killed", "at", "again"), [("d2moe", 1, 9, 2), ("hybrid", 0, 60, 3)])
+def test_one_is_killed(crash, made, jobs, tmp_path, name, killed, at, again):
+    """The other ends by itself, resumably; any number of processes goes on."""
+    output, job, began = tmp_path / "out", jobs[name], time.monotonic()
+    codes = crash(output, job, at=at, ranks=2, rank=killed)["codes"]
+    assert codes[killed] == -signal.SIGKILL
+    assert codes[1 - killed] == 75
+    assert time.monotonic() - began < 20
+    assert any(unit.startswith("reverse/") for unit in Journal(output / ".moetool" / "journal.jsonl", "").units)
+    assert crash(output, (*job, "--resume"), ranks=again)["codes"] == [0] * again
+    if again == 2:
+        assert contents(output) == contents(made(name, 2))
+    else:
+        assert worst(output, made(name, 1)) < 1e-5
