@@ -227,12 +227,12 @@ def write_checkpoint(
     writer = plan.writer(job.output)
     checkpoint = job.source.checkpoint
     sizes = {shard: float(sum(spec.nbytes for spec in plan.specs(shard))) for shard in range(len(plan.shards))}
-    if len(sizes) < job.ranks.size:
+    together = making is not None and making.is_chain
+    if len(sizes) < job.ranks.size and not together:
         job.progress.log(
             f"{job.ranks.size} processes write {len(sizes)} weight files: a smaller --shard-size gives work to all."
         )
 
-    together = making is not None and making.is_chain
     passed = {shard: len(plan.layers(shard)) for shard in sizes}
     steps = sum(len(shard) for shard in plan.shards) + (0 if making is None else making.steps)
     with phase(job.progress, WRITE if making is None else ENCODE, steps):
