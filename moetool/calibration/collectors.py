@@ -295,7 +295,9 @@ class GramCollector:
         }
         for sums in (self.energy, *self.magnitude.values()):
             peers.all_reduce(sums)
-        self._sample = [rows for others in peers.gather(self._sample) for rows in others]
+        device = self._totals["up"].device
+        sampled = peers.gather([rows.cpu() for rows in self._sample])
+        self._sample = [rows.to(device) for others in sampled for rows in others]
 
     def total(self, role: Role) -> Tensor:
         """`[size, size]` fp64: the sum of the Gram matrices of all experts, also of those that others have."""
