@@ -23,8 +23,6 @@ from moetool.representations.quantized_low_rank import QuantizedLowRank
 _ROWS = 192  # of a matrix that are quantized on trial: the mean of so many was right within a few percent
 _BRACKET_ROWS = 32  # of W between one rank on offer and the next
 
-_RESOLUTION = 1e-7  # of directions that are quantized anyway, and V fitted to them
-
 
 def prepared(delta: Tensor, forms: Sequence[Representation], measured: Measured) -> Measured:
     """`measured` with the leading directions of the delta `[out, in]` that the forms need, found once for all."""
@@ -36,7 +34,7 @@ def prepared(delta: Tensor, forms: Sequence[Representation], measured: Measured)
         delta if scale is None else scale.to(delta.device)[:, None] * delta,
         gram=measured.gram,
         rank=rank,
-        resolution=_RESOLUTION,
+        coarse=True,
     )
     basis = leading(delta, found, rank, torch.float32, row_scale=scale)
     return replace(measured, factorization=found, basis=basis)
