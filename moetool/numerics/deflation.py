@@ -65,10 +65,10 @@ def _deflated(matrix: Tensor, outer: Tensor) -> tuple[Tensor, float]:
         # (I - QQ') M (I - QQ') = M - QW' - WQ' with W = MQ - Q(Q'MQ)/2, one rank-2o update.
         product = matrix @ outer
         half = torch.addmm(product, outer, outer.T @ product, alpha=-0.5)
-        update = outer @ half.T
-        inner_matrix = matrix - update - update.T
+        inner_matrix = torch.addmm(matrix, torch.cat([outer, half], 1), torch.cat([half, outer], 1).T, alpha=-1)
     scale = float(inner_matrix.diagonal().max())
-    return (inner_matrix / scale if scale > 0 else inner_matrix).float(), scale
+    narrow = torch.empty_like(inner_matrix, dtype=torch.float32)
+    return torch.mul(inner_matrix, 1 / scale if scale > 0 else 1.0, out=narrow), scale
 
 
 def _outer_directions(matrix: Tensor, k: int) -> tuple[Tensor, Tensor, float]:

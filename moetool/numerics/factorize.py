@@ -5,7 +5,6 @@ P P^T delta, with P the leading left singular vectors of delta L, for any L with
 needed, so nothing blows up when the activations do not span the input space.
 """
 
-import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -23,6 +22,7 @@ Side = Literal["left", "right"]
 _CONDITION_LIMIT = 1e6
 _COARSE_CONDITION_LIMIT = 100.0  # and fp32 most of its
 _TINY = torch.finfo(torch.float64).tiny
+_SMALLEST = 1e-24  # mean of squares that fp32 holds to all of its digits
 
 
 @dataclass(frozen=True)
@@ -198,8 +198,10 @@ def balancing_powers(u: Tensor, v: Tensor) -> Tensor:
 
 def _root_mean_square(matrix: Tensor, dim: int) -> Tensor:
     """Along one dimension, fp64: squares of small factors are beyond fp32."""
-    norm: Tensor = torch.linalg.vector_norm(matrix, dim=dim, dtype=torch.float64)
-    return norm / math.sqrt(matrix.shape[dim])
+    squares = matrix.square().mean(dim).double()
+    if matrix.dtype != torch.float64 and not bool(((squares > _SMALLEST) & squares.isfinite()).all()):
+        squares = matrix.double().square().mean(dim)
+    return squares.sqrt()
 
 
 def _nearest_power(size: Tensor) -> Tensor:
@@ -264,5 +266,4 @@ def _fix_signs(vectors: Tensor) -> Tensor:
     """Make the largest component of every column positive: solvers leave the sign open."""
     if not vectors.numel():
         return vectors
-    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
-    return vectors * torch.where(largest < 0, -1.0, 1.0)
+    return vectors * torch.where(-vectors.amin(0) > vectors.amax(0), -1.0, 1.0)

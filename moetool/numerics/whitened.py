@@ -6,13 +6,19 @@ it. From the right, rounding A is a small error of the delta; rounding its squar
 """
 
 import math
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moetool.numerics.congruence import congruence, inner_products, outlier_channels, split_congruence
+from moetool.numerics.congruence import (
+    congruence,
+    inner_products,
+    outlier_channels,
+    split_congruence,
+    symmetric_blocks,
+)
 from moetool.numerics.deflation import FP32_RESOLUTION, deflated_eigenvalues, deflated_top_eigh
 from moetool.numerics.eigen import top_eigh
 from moetool.numerics.precision import bf16_products, has_fast_bf16
@@ -53,18 +59,22 @@ class Image:
         if root is not None:
             outliers = outlier_channels(delta.square().sum(0).double() * root.square().sum(1))
             self._few, self._few_root = delta[:, outliers], root[outliers]
-            narrow = root.float()
+            narrow, lower = root.float(), not bool(root.triu(1).any())
             narrow[outliers] = 0
-            self._ordinary = self._product(delta, narrow)
+            self._ordinary = torch.empty_like(delta)
+            with self._products():
+                for start, stop in symmetric_blocks(len(root)):
+                    seen = slice(start if lower else 0, None)
+                    torch.mm(delta[:, seen], narrow[seen, start:stop], out=self._ordinary[:, start:stop])
         if self._coarse:  # what is multiplied from now on is multiplied exactly
             self._ordinary = self._ordinary.bfloat16().float()
 
     def square(self) -> tuple[Tensor, float, float]:
         """A^T A [in, in] fp64; the norm of its part from fp32 products; the energy of the errors of rounding A."""
         transposed = self._ordinary.T
-        with bf16_products() if self._coarse else nullcontext():
+        with self._products():
             low = inner_products(transposed, transposed)
-        scale = float(torch.linalg.vector_norm(low, dtype=torch.float64))
+        scale = float(torch.linalg.vector_norm(low))
         out = low.double()
         rounding = _BF16_ROUNDING * float(out.diagonal().sum()) if self._coarse else 0.0
         if self._few.shape[1]:
@@ -77,14 +87,14 @@ class Image:
 
     def of(self, vectors: Tensor) -> Tensor:
         """A V [out, k] fp32 for V [in, k] fp64."""
-        image = self._product(self._ordinary, vectors.float())
+        with self._products():
+            image = self._ordinary @ vectors.float()
         if self._few.shape[1]:
             image += self._few @ (self._few_root @ vectors).float()
         return image
 
-    def _product(self, left: Tensor, right: Tensor) -> Tensor:
-        with bf16_products() if self._coarse else nullcontext():
-            return left @ right
+    def _products(self) -> AbstractContextManager[None]:
+        return bf16_products() if self._coarse else nullcontext()
 
 
 def left_directions(delta: Tensor, gram: Tensor | None, k: int, *, fp32: bool, coarse: bool) -> Directions:
