@@ -16,20 +16,22 @@ def delta(weight: Tensor, base: Tensor) -> Tensor:
 class Deltas:
     """The deltas of one layer's experts to its `base`, made one at a time on `device`.
 
-    Taken role by role, each role's base is made once.
+    Taken group by group of roles, each role's base is made once.
     """
 
     def __init__(self, weights: Weights, base: LayerBase, device: torch.device) -> None:
         """`weights` gives every expert's matrix, as it is stored or wider, wherever it is."""
         self.base, self.device = base, device
         self._weights = weights
-        self._full: tuple[Role, Tensor] | None = None
+        self._full: dict[Role, Tensor] = {}
 
     def of(self, role: Role, expert: int) -> Tensor:
         """`[out, in]` fp32 on the device."""
-        if self._full is None or self._full[0] != role:
-            self._full = role, self.base.full(role).to(self.device)
-        return delta(self.weight(role, expert), self._full[1])
+        if role not in self._full:
+            if role == "down" or "down" in self._full:  # gate and up are kept beside each other
+                self._full.clear()
+            self._full[role] = self.base.full(role).to(self.device)
+        return delta(self.weight(role, expert), self._full[role])
 
     def weight(self, role: Role, expert: int) -> Tensor:
         """The expert's own matrix `[out, in]` on the device, as it is stored or wider."""

@@ -18,12 +18,11 @@ from moetool.compress.factors.sensitivity import MatrixSensitivity
 from moetool.numerics.error_feedback import Feedback
 from moetool.numerics.factorize import factorize, leading
 from moetool.representations import Measured, Representation
+from moetool.representations.quantized import Quantized, encode_together
 from moetool.representations.quantized_low_rank import QuantizedLowRank
 
 _ROWS = 192  # of a matrix that are quantized on trial: the mean of so many was right within a few percent
 _BRACKET_ROWS = 32  # of W between one rank on offer and the next
-
-_RESOLUTION = 1e-7  # of directions that are quantized anyway, and V fitted to them
 
 
 def prepared(delta: Tensor, forms: Sequence[Representation], measured: Measured) -> Measured:
@@ -36,7 +35,7 @@ def prepared(delta: Tensor, forms: Sequence[Representation], measured: Measured)
         delta if scale is None else scale.to(delta.device)[:, None] * delta,
         gram=measured.gram,
         rank=rank,
-        resolution=_RESOLUTION,
+        coarse=True,
     )
     basis = leading(delta, found, rank, torch.float32, row_scale=scale)
     return replace(measured, factorization=found, basis=basis)
@@ -63,20 +62,31 @@ def losses(
     scale = torch.ones(len(delta), device=delta.device)
     if counts.row_scale is not None:
         scale = counts.row_scale.to(delta.device).square()
-    by_rank = _by_rank(delta, forms, measured, trial) if len(delta) > _ROWS else {}
+    brackets = _brackets(delta, forms, measured, trial) if len(delta) > _ROWS else []
     few = slice(None, None, max(1, len(delta) // _ROWS))
     size = feedback.sizes(delta) * scale
+    by_row = [form for form in forms if isinstance(form, Quantized)]
+    # All of these rows in one go: few rows of one form take as long.
+    errors = trial.errors([(delta[few], form) for form in by_row] + [(each.rows, each.form) for each in brackets])
+    by_rank, added = {}, 0.0
+    for bracket, own in zip(brackets, errors[len(by_row) :], strict=True):
+        added += _extended(own, bracket.few_sizes, bracket.sizes)
+        by_rank[bracket.rank] = bracket.left + added
 
     def lost(form: Representation) -> float:
         if form.is_whole:
             return 0.0
         if form.directions in by_rank:
             return by_rank[form.directions]
-        if form.directions:
-            encoded = form.encode(delta, dtype, measured)
-            decoded = form.decode(encoded, (delta.shape[0], delta.shape[1]), dtype).to(delta)
-            return float(feedback.output_errors(delta - decoded) @ scale)
-        return _extended(trial.errors(delta[few], form) * scale[few], size[few], size)
+        if isinstance(form, Quantized):
+            return _extended(errors[by_row.index(form)] * scale[few], size[few], size)
+        if not form.directions:
+            return _extended(made(form, delta[few]) * scale[few], size[few], size)
+        return float(made(form, delta) @ scale)
+
+    def made(form: Representation, rows: Tensor) -> Tensor:
+        encoded = form.encode(rows, dtype, measured)
+        return feedback.output_errors(rows - form.decode(encoded, (rows.shape[0], rows.shape[1]), dtype).to(rows))
 
     return [counts.weight * lost(form) for form in forms]
 
@@ -89,11 +99,14 @@ class _Trial:
     measured: Measured
     feedback: Feedback
 
-    def errors(self, rows: Tensor, form: Representation) -> Tensor:
-        """Output error of every row [rows, in] in a form that takes rows one by one: [rows]."""
-        encoded = form.encode(rows, self.dtype, self.measured)
-        decoded = form.decode(encoded, (rows.shape[0], rows.shape[1]), self.dtype).to(rows)
-        return self.feedback.output_errors(rows - decoded)
+    def errors(self, parts: Sequence[tuple[Tensor, Quantized]]) -> list[Tensor]:
+        """Output errors of the rows of matrices [rows, in], each in its form: [rows] of every one."""
+        encoded = encode_together(parts, self.dtype, self.measured)
+        lost = [
+            rows - form.decode(tensors, (rows.shape[0], rows.shape[1]), self.dtype).to(rows)
+            for (rows, form), tensors in zip(parts, encoded, strict=True)
+        ]
+        return list(self.feedback.output_errors(torch.cat(lost)).split([len(own) for own in lost])) if lost else []
 
 
 def _extended(errors: Tensor, sizes: Tensor, all_sizes: Tensor) -> float:
@@ -102,11 +115,26 @@ def _extended(errors: Tensor, sizes: Tensor, all_sizes: Tensor) -> float:
     return float(errors.sum()) * (float(all_sizes.sum()) / tried if tried > 0 else 1.0)
 
 
-def _by_rank(delta: Tensor, forms: Sequence[Representation], measured: Measured, trial: _Trial) -> dict[int, float]:
-    """What is lost at each rank on offer; nothing where U does not have full rank."""
+@dataclass(frozen=True, eq=False)
+class _Bracket:
+    """The rows of W from one rank on offer to the next: some of them, and how large those and all are.
+
+    `left` is what is lost at `rank` without errors of V.
+    """
+
+    rank: int
+    left: float
+    rows: Tensor
+    form: Quantized
+    few_sizes: Tensor
+    sizes: Tensor
+
+
+def _brackets(delta: Tensor, forms: Sequence[Representation], measured: Measured, trial: _Trial) -> list[_Bracket]:
+    """By rank on offer, ascending; none where U does not have full rank."""
     offered = {form.rank: form for form in forms if isinstance(form, QuantizedLowRank) and form.rank}
     if not offered or measured.factorization is None or measured.basis is None:
-        return {}
+        return []
     form = offered[max(offered)]
     scale = torch.ones(1, 1) if measured.row_scale is None else measured.row_scale[:, None]
     scale = scale.to(delta)
@@ -114,13 +142,13 @@ def _by_rank(delta: Tensor, forms: Sequence[Representation], measured: Measured,
     u = scale * u
     factor, failed = torch.linalg.cholesky_ex(u.T.double() @ u.double())
     if int(failed):
-        return {}
+        return []
     parts = torch.linalg.solve_triangular(factor.float(), u.T @ (scale * delta), upper=False)  # W [rank, in]
     explained = trial.feedback.output_errors(parts).double().cumsum(0)
     sizes = trial.feedback.sizes(parts)
-    lost, added = {}, 0.0
+    found = []
     for first, last in pairwise([0, *sorted(offered)]):
         few = slice(first, last, max(1, (last - first) // _BRACKET_ROWS))
-        added += _extended(trial.errors(parts[few].contiguous(), form.v), sizes[few], sizes[first:last])
-        lost[last] = max(0.0, measured.factorization.energy - float(explained[last - 1])) + added
-    return lost
+        left = max(0.0, measured.factorization.energy - float(explained[last - 1]))
+        found.append(_Bracket(last, left, parts[few].contiguous(), form.v, sizes[few], sizes[first:last]))
+    return found

@@ -31,17 +31,10 @@ def deflated_top_eigh(matrix: Tensor, k: int, resolution: float = FP32_RESOLUTIO
         error in ordinary cases; None when `values[-1]` lies below `resolution` of the deflated matrix' norm.
     """
     outer_values, outer, leak = _outer_directions(matrix, k)
-    inner_matrix = matrix
-    if len(outer_values):
-        # (I - QQ') M (I - QQ') = M - QW' - WQ' with W = MQ - Q(Q'MQ)/2, one rank-2o update.
-        product = matrix @ outer
-        half = torch.addmm(product, outer, outer.T @ product, alpha=-0.5)
-        update = outer @ half.T
-        inner_matrix = matrix - update - update.T
-    scale = inner_matrix.diagonal().max()  # fp32 has a short range of exponents, too
-    if not bool(scale > 0):
+    inner_matrix, scale = _deflated(matrix, outer)
+    if not scale > 0:
         return None
-    values, vectors = top_eigh((inner_matrix / scale).float(), k - len(outer_values))
+    values, vectors = top_eigh(inner_matrix, k - len(outer_values))
     if not bool((values[-1] > 0) & (values[-1] >= resolution * values[0])):
         return None
     inner = vectors.double()
@@ -51,6 +44,31 @@ def deflated_top_eigh(matrix: Tensor, k: int, resolution: float = FP32_RESOLUTIO
     if k < len(matrix) and leak > LEAK_LIMIT * tail:
         return None
     return all_values, torch.cat([outer, inner], dim=1)
+
+
+def deflated_eigenvalues(matrix: Tensor) -> Tensor:
+    """All eigenvalues [n] fp64, descending, of a positive semi-definite fp64 matrix [n, n].
+
+    Their errors are about 1e-6 of the largest beside the dominating ones. One that is small beside that may be
+    negative.
+    """
+    outer_values, outer, _ = _outer_directions(matrix, len(matrix))
+    inner_matrix, scale = _deflated(matrix, outer)
+    values = torch.linalg.eigvalsh(inner_matrix)[len(outer_values) :].double() * max(scale, 0.0)
+    return torch.cat([outer_values, values]).sort(descending=True).values
+
+
+def _deflated(matrix: Tensor, outer: Tensor) -> tuple[Tensor, float]:
+    """What `outer` [n, o] leaves of a matrix, fp32 and divided by its scale: fp32 has a short range of exponents."""
+    inner_matrix = matrix
+    if outer.shape[1]:
+        # (I - QQ') M (I - QQ') = M - QW' - WQ' with W = MQ - Q(Q'MQ)/2, one rank-2o update.
+        product = matrix @ outer
+        half = torch.addmm(product, outer, outer.T @ product, alpha=-0.5)
+        inner_matrix = torch.addmm(matrix, torch.cat([outer, half], 1), torch.cat([half, outer], 1).T, alpha=-1)
+    scale = float(inner_matrix.diagonal().max())
+    narrow = torch.empty_like(inner_matrix, dtype=torch.float32)
+    return torch.mul(inner_matrix, 1 / scale if scale > 0 else 1.0, out=narrow), scale
 
 
 def _outer_directions(matrix: Tensor, k: int) -> tuple[Tensor, Tensor, float]:

@@ -5,21 +5,24 @@ P P^T delta, with P the leading left singular vectors of delta L, for any L with
 needed, so nothing blows up when the activations do not span the input space.
 """
 
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from moetool.numerics.deflation import FP32_RESOLUTION
-from moetool.numerics.precision import fp32_products_are_exact
-from moetool.numerics.whitened import directions_of, left_directions, right_directions
+from moetool.numerics.congruence import inner_products
+from moetool.numerics.precision import bf16_products, fp32_products_are_exact, has_fast_bf16
+from moetool.numerics.whitened import directions_of, left_directions, right_directions, small_square, spectrum_of
 
 Side = Literal["left", "right"]
 
 # Beyond this ratio of pivots the normal equations lose most of fp64's digits.
 _CONDITION_LIMIT = 1e6
+_COARSE_CONDITION_LIMIT = 100.0  # and fp32 most of its
 _TINY = torch.finfo(torch.float64).tiny
+_SMALLEST = 1e-24  # mean of squares that fp32 holds to all of its digits
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Factorization:
         energy: ||delta L||_F^2; the squared error of rank k is `energy - spectrum[:k].sum()`.
         basis: fp32. Side "left": P [out, r], left singular vectors of delta L. Side "right": Y [in, r] with
             delta @ Y orthonormal (equal to P); columns are zero where the delta itself has run out of rank.
-        side: which of the two `basis` holds; the smaller one, unless only an output Gram was there.
+        side: which of the two `basis` holds; the right one only of a delta with more outputs than inputs.
     """
 
     spectrum: Tensor
@@ -46,7 +49,8 @@ def factorize(
     gram: Tensor | None = None,
     output_gram: Tensor | None = None,
     rank: int | None = None,
-    resolution: float = FP32_RESOLUTION,
+    root: Tensor | None = None,
+    coarse: bool = False,
 ) -> Factorization:
     """Decompose `delta` so that any rank up to `rank` can be cut from the result by `truncate`.
 
@@ -60,7 +64,8 @@ def factorize(
         output_gram: [out, out] fp64, sum of (delta x)(delta x)^T, where the input Gram would be too large.
             Neither means plain SVD (Eckart-Young).
         rank: at most this many directions; None for all min(out, in) of them, in fp64 throughout.
-        resolution: of fp32. Where directions are only a start, less than its usual 1e-5 will do.
+        root: `square_root` of the Gram matrix, where it was made before.
+        coarse: the factors will be rounded to 8 bits or fewer. Then directions may lose as much as that does.
 
     Returns:
         the factorization, on the device of `delta`; equal input gives equal bytes.
@@ -68,9 +73,45 @@ def factorize(
     Raises:
         ValueError: both Grams given, shapes that do not fit, or a rank out of range.
     """
-    delta = delta.detach().float()
+    delta = _checked(delta, gram, output_gram)
     rows, columns = delta.shape
     full = min(rows, columns)
+    if rank is not None and not 0 <= rank <= full:
+        raise ValueError(f"rank {rank} is out of range for a delta [{rows}, {columns}]")
+    kept = full if rank is None else rank
+    fp32 = rank is not None and _fp32_is_exact(delta)
+    if output_gram is not None:
+        found = directions_of(output_gram.double(), kept, fp32=fp32, coarse=coarse)
+    elif rows <= columns:
+        found = left_directions(delta, gram, kept, fp32=fp32, coarse=coarse)
+    else:
+        found = right_directions(delta, gram, root, kept, fp32=fp32, coarse=coarse)
+    side: Side = "left" if found.is_left else "right"
+    return Factorization(found.values, found.energy, _fix_signs(found.basis).float(), side)
+
+
+def spectrum(
+    delta: Tensor, *, gram: Tensor | None = None, output_gram: Tensor | None = None, root: Tensor | None = None
+) -> tuple[Tensor, float]:
+    """What `factorize` says of every rank, without directions, to a few digits: `spectrum` and `energy` of the result.
+
+    The arguments are those of `factorize`. On a CPU, products are taken in the precision that is fastest; errors are
+    about 1e-6 of the mean eigenvalue that outlier channels leave.
+    """
+    delta = _checked(delta, gram, output_gram)
+    fp32 = _fp32_is_exact(delta)
+    square = small_square(delta, gram, root, fp32=fp32) if output_gram is None else output_gram.double()
+    return spectrum_of(square, fp32=fp32), float(square.diagonal().sum().clamp_min(0))
+
+
+def _fp32_is_exact(delta: Tensor) -> bool:
+    return delta.device.type == "cpu" and fp32_products_are_exact()
+
+
+def _checked(delta: Tensor, gram: Tensor | None, output_gram: Tensor | None) -> Tensor:
+    """The delta in fp32. Raises `ValueError` unless there is one Gram matrix at most, and it fits."""
+    delta = delta.detach().float()
+    rows, columns = delta.shape
     if gram is not None and output_gram is not None:
         raise ValueError("give the input Gram or the output Gram, not both")
     for name, matrix, size in (("gram", gram, columns), ("output_gram", output_gram, rows)):
@@ -78,27 +119,7 @@ def factorize(
             raise ValueError(
                 f"{name} must be [{size}, {size}] for a delta [{rows}, {columns}], got {list(matrix.shape)}"
             )
-    if rank is not None and not 0 <= rank <= full:
-        raise ValueError(f"rank {rank} is out of range for a delta [{rows}, {columns}]")
-    kept = full if rank is None else rank
-    fp32 = resolution if rank is not None and delta.device.type == "cpu" and fp32_products_are_exact() else None
-
-    if output_gram is not None:
-        found = directions_of(output_gram.double(), kept, fp32)
-    elif rows <= columns:
-        found = left_directions(delta, gram, kept, fp32)
-    else:
-        found = right_directions(delta, gram, kept, fp32)
-    side: Side = "left" if output_gram is not None or rows <= columns else "right"
-    return Factorization(found.values, found.energy, _fix_signs(found.basis).float(), side)
-
-
-def as_left(delta: Tensor, factorization: Factorization) -> Factorization:
-    """The same directions by their images: side "left" whatever the shape of `delta` [out, in]."""
-    if factorization.side == "left":
-        return factorization
-    image = (delta.double() @ factorization.basis.double()).float()
-    return replace(factorization, basis=image, side="left")
+    return delta
 
 
 def truncate(
@@ -128,7 +149,7 @@ def truncate(
     u = leading(delta, factorization, rank, dtype, row_scale=row_scale)
     u = u.to(dtype).to(u.dtype)
     delta, scale = delta.detach().float().to(u.dtype), _largest_is_one(u, row_scale)
-    v = refit(scale * delta, scale * u)
+    v = refit(delta if row_scale is None else scale * delta, scale * u, coarse=dtype == torch.bfloat16)
     powers = balancing_powers(u, v)
     return (u * powers).to(dtype), (v / powers[:, None]).to(dtype)
 
@@ -177,7 +198,10 @@ def balancing_powers(u: Tensor, v: Tensor) -> Tensor:
 
 def _root_mean_square(matrix: Tensor, dim: int) -> Tensor:
     """Along one dimension, fp64: squares of small factors are beyond fp32."""
-    return matrix.double().square().mean(dim).sqrt()
+    squares = matrix.square().mean(dim).double()
+    if matrix.dtype != torch.float64 and not bool(((squares > _SMALLEST) & squares.isfinite()).all()):
+        squares = matrix.double().square().mean(dim)
+    return squares.sqrt()
 
 
 def _nearest_power(size: Tensor) -> Tensor:
@@ -204,15 +228,25 @@ def whitened_error(delta: Tensor, u: Tensor, v: Tensor, *, gram: Tensor | None =
     return total
 
 
-def refit(delta: Tensor, u: Tensor) -> Tensor:
-    """The V [k, in] fp64 minimising ||delta - u V||_F, for delta [out, in] and u [out, k] of one dtype."""
-    wide = u.double()
-    normal = wide.T @ wide  # [k, k]
-    factor, info = torch.linalg.cholesky_ex(normal)
-    pivots = factor.diagonal()
-    if not len(normal):
+def refit(delta: Tensor, u: Tensor, *, coarse: bool = False) -> Tensor:
+    """The V [k, in] minimising ||delta - u V||_F, for delta [out, in] and u [out, k] of one dtype.
+
+    fp64; or fp32, if it is `coarse`, as it may be where V is rounded to bf16, and the columns of u are nearly
+    orthogonal. Then both are rounded to bf16 first, where the processor is faster at that: it costs less than what the
+    rounding of V does.
+    """
+    if not u.shape[1]:
         return delta.new_zeros(0, delta.shape[1], dtype=torch.float64)
-    if int(info) == 0 and bool(pivots.max() < _CONDITION_LIMIT * pivots.min()):
+    if coarse and u.dtype == torch.float32 and u.device.type == "cpu":
+        with bf16_products() if has_fast_bf16() else nullcontext():
+            normal = inner_products(u.T, u.T)
+            right = u.T @ delta
+        factor = _well_conditioned(normal, _COARSE_CONDITION_LIMIT)
+        if factor is not None:
+            return torch.cholesky_solve(right, factor)
+    wide = u.double()
+    factor = _well_conditioned(wide.T @ wide, _CONDITION_LIMIT)
+    if factor is not None:
         return torch.cholesky_solve((u.T @ delta).double(), factor)
     left, values, right = torch.linalg.svd(wide, full_matrices=False)
     usable = values > values[:1] * (torch.finfo(torch.float64).eps * max(wide.shape))
@@ -221,9 +255,15 @@ def refit(delta: Tensor, u: Tensor) -> Tensor:
     return solution
 
 
+def _well_conditioned(normal: Tensor, limit: float) -> Tensor | None:
+    """The Cholesky factor of a matrix [k, k], k > 0, if its largest pivot is less than `limit` times the least."""
+    factor, failed = torch.linalg.cholesky_ex(normal)
+    pivots = factor.diagonal()
+    return factor if int(failed) == 0 and bool(pivots.max() < limit * pivots.min()) else None
+
+
 def _fix_signs(vectors: Tensor) -> Tensor:
     """Make the largest component of every column positive: solvers leave the sign open."""
     if not vectors.numel():
         return vectors
-    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
-    return vectors * torch.where(largest < 0, -1.0, 1.0)
+    return vectors * torch.where(-vectors.amin(0) > vectors.amax(0), -1.0, 1.0)

@@ -16,6 +16,7 @@ scale is rounded to its storage dtype first and the codes are chosen for the rou
 scales a second-order effect.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -136,26 +137,44 @@ def nearest(values: Tensor, scales: Tensor, bits: int) -> Tensor:
 class Lookup:
     """Levels nearest to numbers that share one row of scales, or next to these within a thousandth of a boundary."""
 
-    def __init__(self, bits: int, scales: Tensor) -> None:
-        """`scales` [groups, n] fp32; nothing is allocated for a number later on."""
-        self._bits, self._scales = bits, scales
+    def __init__(self, bits: Sequence[tuple[int, int]], scales: Tensor) -> None:
+        """`scales` [groups, n] fp32, of so many numbers of so many bits, one after the other; nothing is allocated for
+        a number later on.
+
+        Raises:
+            ValueError: 8 bits and others.
+        """
+        self._whole, self._scales = bits[0][0] == 8, scales
+        if len(bits) > 1 and any(own == 8 for own, _ in bits):
+            raise ValueError("numbers of 8 bits are looked up by themselves")
         inverse = 1 / torch.where(scales > 0, scales, 1)
-        self._inverse = inverse if bits == 8 else inverse * _CELLS
+        self._inverse = inverse if self._whole else inverse * _CELLS
         self._value = torch.empty_like(scales[0])
         self._index = torch.empty_like(self._value, dtype=torch.int32)
-        self._zero = torch.full_like(self._value, 0.0 if bits == 8 else _RANGE * _CELLS)
+        self._zero = torch.full_like(self._value, 0.0 if self._whole else _RANGE * _CELLS)
+        self._starts: Tensor | None = None
+        if self._whole:
+            return
+        tables = [_table(own, scales.device) for own, _ in bits]
+        self._nearest, self._levels = tables[0].nearest, tables[0].levels
+        if len(bits) > 1:
+            self._nearest = torch.cat([table.nearest for table in tables])
+            self._levels = torch.cat([table.levels for table in tables])
+            starts = [start for place, (_, count) in enumerate(bits) for start in [place * 2 * _RANGE * _CELLS] * count]
+            self._starts = torch.tensor(starts, dtype=torch.int32, device=scales.device)
 
     def nearest(self, values: Tensor, group: int, codes: Tensor) -> Tensor:
         """What the levels nearest to `values` [n] stand for, until the next call; writes `codes` [n] uint8."""
         place = torch.addcmul(self._zero, values, self._inverse[group], out=self._value)
-        if self._bits == 8:
+        if self._whole:
             place.round_().clamp_(-127, 127)
             codes.copy_(self._index.copy_(place).add_(127))
         else:
             index = self._index.copy_(place.clamp_(0, 2 * _RANGE * _CELLS - 1))
-            table = _table(self._bits, values.device)
-            torch.index_select(table.nearest, 0, index, out=codes)
-            torch.index_select(table.levels, 0, index, out=place)
+            if self._starts is not None:
+                index += self._starts
+            torch.index_select(self._nearest, 0, index, out=codes)
+            torch.index_select(self._levels, 0, index, out=place)
         return place.mul_(self._scales[group])
 
 

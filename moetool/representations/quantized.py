@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moetool.numerics.coded_product import can_multiply, coded_product
-from moetool.numerics.error_feedback import feed_back
+from moetool.numerics.error_feedback import Coded, feed_back_together
 from moetool.numerics.packing import pack, packed_size, unpack
 from moetool.numerics.quantization import BITS, dequantize, quantize
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
@@ -72,14 +72,33 @@ class Quantized(Representation):
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         """`matrix` is floating and finite, scales are in `dtype`. With a Gram matrix errors are chosen to cancel in the
         output, see `numerics.error_feedback`."""
-        group = group_size(self.group, matrix.shape[1])
-        codes, scales = quantize(matrix, self.bits, group, dtype, importance=measured.energy)
-        if (feedback := measured.with_feedback().feedback) is not None:
-            codes = feed_back(matrix, codes, scales, self.bits, feedback)
-        return {"codes": pack(codes.view(-1), self.bits), "scales": scales}
+        return encode_together([(matrix, self)], dtype, measured)[0]
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         return QuantizedWeight(self, shape, dtype, device)
+
+
+def encode_together(
+    parts: Sequence[tuple[Tensor, Quantized]], dtype: torch.dtype, measured: Measured
+) -> list[dict[str, Tensor]]:
+    """What `encode` of each form says of its matrix, all on the same measured inputs; sooner, if there are few rows."""
+    coded = []
+    for matrix, form in parts:
+        group = group_size(form.group, matrix.shape[1])
+        coded.append(Coded(matrix, *quantize(matrix, form.bits, group, dtype, importance=measured.energy), form.bits))
+    codes = [part.codes for part in coded]
+    if (feedback := measured.with_feedback().feedback) is not None:
+        alike: dict[tuple[int, int], list[int]] = {}
+        for place, part in enumerate(coded):
+            own_kind = place if part.bits == 8 else -1  # of 8 bits each by itself
+            alike.setdefault((part.scales.shape[1], own_kind), []).append(place)
+        for places in alike.values():
+            for place, own in zip(places, feed_back_together([coded[p] for p in places], feedback), strict=True):
+                codes[place] = own
+    return [
+        {"codes": pack(own.reshape(-1), part.bits), "scales": part.scales}
+        for own, part in zip(codes, coded, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moetool.numerics.error_feedback import Feedback, feed_back
+from moetool.numerics.error_feedback import Coded, Feedback, feed_back, feed_back_together
 from moetool.numerics.quantization import BITS, dequantize, quantize
 from moetool.representations import Measured
 from moetool.representations.quantized import Quantized
@@ -111,3 +111,20 @@ def test_nonsense(make_gram) -> None:
             Feedback.of(gram)
     with pytest.raises(ValueError, match=r"Gram matrix \[128, 128\], not of 64"):
         fed(normal(), 2, make_gram(64, 10.0))
+
+
+def test_matrices_together_get_the_codes_that_each_gets_alone() -> None:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(200, 64, generator=generator)
+    feedback = Feedback.of((inputs.T @ inputs).double())
+    assert feedback is not None
+    parts = []
+    for rows, bits in ((5, 1), (9, 4), (3, 2), (9, 4)):
+        matrix = torch.randn(rows, 64, generator=generator)
+        parts.append(Coded(matrix, *quantize(matrix, bits, 16, torch.float32), bits))
+    alone = [feed_back(*part, feedback) for part in parts]
+    for found, expected in zip(feed_back_together(parts, feedback), alone, strict=True):
+        assert found.equal(expected)
+    wide = Coded(parts[0].matrix, *quantize(parts[0].matrix, 8, 16, torch.float32), 8)
+    with pytest.raises(ValueError, match="8 bits"):
+        feed_back_together([*parts, wide], feedback)

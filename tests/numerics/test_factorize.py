@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from moetool.numerics import whitened
-from moetool.numerics.factorize import Factorization, balancing_powers, factorize, truncate, whitened_error
+from moetool.numerics.factorize import Factorization, balancing_powers, factorize, spectrum, truncate, whitened_error
 from moetool.representations import Measured
 from moetool.representations.quantized_low_rank import QuantizedLowRank
 
@@ -135,11 +135,12 @@ def test_bf16_refit_beats_rounding_both_factors(
         exact_u, exact_v = truncate(delta, found, k, torch.float64)
         u, v = truncate(delta, found, k, torch.bfloat16)
         assert u.dtype == v.dtype == torch.bfloat16
-        assert torch.allclose(u.double(), exact_u, rtol=2**-8 * 1.01, atol=1e-6)
+        powers = (u.double().norm(dim=0) / exact_u.norm(dim=0)).log2().round().exp2()  # where balance is a close call
+        assert torch.allclose(u.double(), exact_u * powers, rtol=2**-8 * 1.01, atol=1e-6)
         # V is rounded either way; the refit is judged before that, in the norm that it minimises.
         assert error(delta, u, _refit(delta, u)) <= error(delta, u, exact_v)
         assert error(delta, u, v) <= error(delta, u, exact_v.bfloat16()) * (1 + 1e-6)
-        assert torch.allclose(v.double(), _refit(delta, u), rtol=2**-7, atol=1e-6)
+        assert error(delta, u, v) <= error(delta, u, _refit(delta, u).bfloat16()) * (1 + 1e-3)
 
 
 def _refit(delta: Tensor, u: Tensor) -> Tensor:
@@ -215,14 +216,14 @@ def test_whatever_fp32_accepts_is_accurate(
     make_delta: Build, make_gram: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcomes: list[bool] = []
-    original = whitened._try_fp32
+    original = whitened.resolved
 
     def watched(product: Tensor, k: int, scale: float, resolution: float) -> tuple[Tensor, Tensor] | None:
         found = original(product, k, scale, resolution)
         outcomes.append(found is not None)
         return found
 
-    monkeypatch.setattr(whitened, "_try_fp32", watched)
+    monkeypatch.setattr(whitened, "resolved", watched)
     for rows, columns in SHAPES[:2]:
         for beta in (0.05, 0.8):
             delta = make_delta(rows, columns, beta)
@@ -398,3 +399,39 @@ def test_scales_of_quantized_factors_are_of_one_size(make_delta: Build, dtype: t
         ratio = root_mean_square(made["u.scales"], 1) / root_mean_square(made["v.scales"], 1)
         assert bool(((ratio > 0.4) & (ratio < 2.5)).all())
         assert (form.decode(made, (96, 160), dtype).float() - delta).norm() < 1.02 * lost
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(300, 96), (96, 300)])
+@pytest.mark.parametrize("condition", [1e2, 1e6])
+@pytest.mark.parametrize("form", ["plain", "gram", "output"])
+def test_spectrum_is_that_of_the_factorization(
+    make_delta: Build, make_gram: Build, rows: int, columns: int, condition: float, form: str
+) -> None:
+    delta, gram = make_delta(rows, columns), make_gram(columns, condition)
+    wide = delta.double()
+    given = {"plain": {}, "gram": {"gram": gram}, "output": {"output_gram": wide @ gram @ wide.T}}[form]
+    whole, (values, energy) = factorize(delta, **given), spectrum(delta, **given)
+    errors = whole.energy - whole.spectrum.cumsum(0)
+    kept = slice(0, 60)  # of 96
+    assert values.dtype == torch.float64
+    assert energy == pytest.approx(whole.energy, rel=1e-3)
+    torch.testing.assert_close((energy - values.cumsum(0))[kept], errors[kept], rtol=1e-2, atol=1e-6 * energy)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(300, 96), (96, 300)])
+@pytest.mark.parametrize("condition", [1e2, 1e4, 1e8])
+@pytest.mark.parametrize("rank", [19, 38])
+def test_coarse_directions_lose_next_to_nothing(
+    make_delta: Build, make_gram: Build, rows: int, columns: int, condition: float, rank: int
+) -> None:
+    delta, gram = make_delta(rows, columns), make_gram(columns, condition)
+    exact, coarse = (
+        factorize(delta, gram=gram, rank=None if wide else rank, coarse=not wide) for wide in (True, False)
+    )
+    errors = [
+        whitened_error(delta, *truncate(delta, found, rank, torch.float32), gram=gram) for found in (exact, coarse)
+    ]
+    assert errors[1] <= errors[0] * (1 + 1e-3)
+    root = torch.linalg.cholesky(gram)
+    shared = factorize(delta, gram=gram, rank=rank, root=root, coarse=True)
+    assert shared.basis.equal(coarse.basis)

@@ -23,11 +23,10 @@ from moetool.compress.base.layer_base import LayerBase
 from moetool.compress.choices import Sensitivity, SharedFactor, Svd
 from moetool.compress.delta import Deltas, delta
 from moetool.compress.factors.sensitivity import LayerSensitivity, MatrixSensitivity
-from moetool.compress.factors.svd import LayerSvd
+from moetool.compress.factors.svd import LayerSvd, Whitened
 from moetool.format.layout import LayerLayout, delta_name, shared_name
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import to_cpu
-from moetool.numerics.factorize import Factorization
 from moetool.representations import Measured
 from moetool.representations.low_rank import break_even_rank
 
@@ -161,38 +160,50 @@ class LayerFactors:
             file.write(spectra, self._energy, self._tokens)
 
     def _spectra(self) -> Iterator[tuple[Role, int, Tensor, float]]:
-        for role in self._shape.roles:
+        for roles in self._shape.groups:
             for expert in range(self._shape.experts if self._share == "none" else 1):
-                if self._owned.has(role, expert):
-                    found, sensitivity = self._factorized(role, expert, None)[:2]
-                    spectrum = to_cpu(found.spectrum * sensitivity.weight)
-                    yield role, expert, spectrum, found.energy * sensitivity.weight
+                for role in roles:  # gate and up of an expert are given the same
+                    if self._owned.has(role, expert):
+                        whitened, sensitivity, _ = self._whitened(role, expert)
+                        spectrum, energy = whitened.spectrum()
+                        yield role, expert, to_cpu(spectrum * sensitivity.weight), energy * sensitivity.weight
 
     def encode(self, layout: LayerLayout, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The tensors of every delta that this process has, by name relative to the experts."""
-        for role in self._shape.roles:
-            if layout.shared_tensors(role):
+        for roles in self._shape.groups:
+            jointly = [role for role in roles if layout.shared_tensors(role)]
+            for role in jointly:
                 if self._owned.has(role, 0):
                     yield from self._encoded_jointly(role, layout, dtype)
-                continue
-            for expert, form in enumerate(layout.weights[role] or ()):
-                if not self._owned.has(role, expert):
-                    continue
-                if form.is_whole:
-                    encoded = form.encode(self._deltas.weight(role, expert), dtype)
-                elif form.directions:
-                    found, sensitivity, [own] = self._factorized(role, expert, form.directions)
-                    measured = Measured(row_scale=sensitivity.row_scale, factorization=found)
-                    encoded = form.encode(own, dtype, measured)
-                else:
-                    continue
-                for name, tensor in encoded.items():
-                    yield delta_name(expert, role, name), to_cpu(tensor)
+            for expert in range(self._shape.experts):
+                for role in roles:
+                    if role not in jointly and self._owned.has(role, expert):
+                        yield from self._encoded(role, expert, layout, dtype)
+
+    def _encoded(
+        self, role: Role, expert: int, layout: LayerLayout, dtype: torch.dtype
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of one delta, if it has any."""
+        forms = layout.weights[role]
+        if forms is None:
+            return
+        form = forms[expert]
+        if form.is_whole:
+            encoded = form.encode(self._deltas.weight(role, expert), dtype)
+        elif form.directions:
+            whitened, sensitivity, [own] = self._whitened(role, expert)
+            found = whitened.factorize(form.directions, coarse=dtype == torch.bfloat16)
+            encoded = form.encode(own, dtype, Measured(row_scale=sensitivity.row_scale, factorization=found))
+        else:
+            return
+        for name, tensor in encoded.items():
+            yield delta_name(expert, role, name), to_cpu(tensor)
 
     def _encoded_jointly(self, role: Role, layout: LayerLayout, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The factor that all experts share, and each one's own."""
         [form] = set(layout.weights[role] or ())
-        found, sensitivity, deltas = self._factorized(role, 0, form.directions)
+        whitened, sensitivity, deltas = self._whitened(role, 0)
+        found = whitened.factorize(form.directions, coarse=dtype == torch.bfloat16)
         measured = Measured(row_scale=sensitivity.row_scale, factorization=found)
         common, own = form.encode_jointly(deltas, dtype, measured)
         for name, tensor in common.items():
@@ -201,19 +212,17 @@ class LayerFactors:
             for name, tensor in encoded.items():
                 yield delta_name(expert, role, name), to_cpu(tensor)
 
-    def _factorized(
-        self, role: Role, expert: int, rank: int | None
-    ) -> tuple[Factorization, MatrixSensitivity, list[Tensor]]:
-        """The leading directions of a delta, or of all experts' together, and the deltas themselves."""
+    def _whitened(self, role: Role, expert: int) -> tuple[Whitened, MatrixSensitivity, list[Tensor]]:
+        """What is factorised for a delta, or for all experts' together, and the deltas themselves."""
         svd, inputs = self._svd, self._shape.matrix(role)[1]
         if self._share == "none":
             own = self._deltas.of(role, expert)
             counts = self._sensitivity.of(role, expert, inputs, whitened=svd.is_whitened)
-            return svd.factorize(role, expert, own, counts.row_scale, rank), counts, [own]
+            return svd.whitened(role, expert, own, counts.row_scale), counts, [own]
         count = self._shape.experts
         all_ = [self._deltas.of(role, expert) for expert in range(count)]
         counts = self._sensitivity.jointly(role, inputs, self._share, whitened=svd.is_whitened)
         scales: list[Tensor | None] = [counts.row_scale] * count
         if counts.row_scale is not None and self._share == "v":
             scales = list(counts.row_scale.chunk(count))
-        return svd.factorize_jointly(role, all_, self._share, scales, rank), counts, all_
+        return svd.whitened_jointly(role, all_, self._share, scales), counts, all_

@@ -1,17 +1,42 @@
 """Which norm a delta is approximated in (D²-MoE §3.3, and the two it is compared with in Table 6)."""
 
+from contextlib import nullcontext
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from moetool.architectures import ROLES, Role
 from moetool.calibration.collectors import GramCollector
 from moetool.compress.choices import SharedFactor, Svd
-from moetool.numerics.congruence import congruence
-from moetool.numerics.factorize import Factorization, as_left, factorize
+from moetool.numerics.congruence import congruence, inner_products
+from moetool.numerics.factorize import Factorization, factorize, spectrum
+from moetool.numerics.precision import bf16_products, has_fast_bf16
+from moetool.numerics.root import square_root
 from moetool.numerics.shrinkage import shrink
 
 # ASVD (arXiv:2312.05821) scales input channel j by (mean |x_j|)^α.
 _ASVD_ALPHA = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class Whitened:
+    """What is factorised: a delta `[out, in]`, its rows scaled, and the Gram matrix of its inputs or of its outputs."""
+
+    delta: Tensor
+    gram: Tensor | None = None
+    output_gram: Tensor | None = None
+    root: Tensor | None = None
+
+    def factorize(self, rank: int | None = None, *, coarse: bool = False) -> Factorization:
+        """See `numerics.factorize.factorize`."""
+        return factorize(
+            self.delta, gram=self.gram, output_gram=self.output_gram, rank=rank, root=self.root, coarse=coarse
+        )
+
+    def spectrum(self) -> tuple[Tensor, float]:
+        """See `numerics.factorize.spectrum`."""
+        return spectrum(self.delta, gram=self.gram, output_gram=self.output_gram, root=self.root)
 
 
 class LayerSvd:
@@ -29,6 +54,7 @@ class LayerSvd:
             raise ValueError(f"{method} SVD needs calibration statistics")
         self._method, self._grams = method, grams
         self._mean_input = self._mean_down = self._sample = None
+        self._last: tuple[tuple[int, bool], Tensor, Tensor | None] | None = None  # Gram matrix and root of these inputs
         if method == "truncation-aware" and grams is not None:
             tokens = grams.tokens().sum()
             self._mean_input = grams.total("up") / tokens
@@ -40,29 +66,51 @@ class LayerSvd:
         """Whether spectra account for inputs."""
         return self._method != "vanilla" and self._grams is not None
 
-    def factorize(
-        self, role: Role, expert: int, delta: Tensor, row_scale: Tensor | None = None, rank: int | None = None
-    ) -> Factorization:
-        """The leading `rank` (default: all) directions of Δ `[out, in]` fp32, by what losing them would cost.
+    def whitened(self, role: Role, expert: int, delta: Tensor, row_scale: Tensor | None = None) -> Whitened:
+        """Δ `[out, in]` fp32 with what says how much losing its directions would cost.
 
-        With `row_scale` `[out]` the factorisation is that of `row_scale[:, None] * delta`.
+        With `row_scale` `[out]` what is factorised is `row_scale[:, None] * delta`.
         """
         grams = self._grams
-        scale = torch.ones(len(delta), device=delta.device) if row_scale is None else row_scale.to(delta.device)
-        scaled = scale[:, None] * delta
+        scaled = delta if row_scale is None else row_scale.to(delta.device)[:, None] * delta
         if grams is None or self._method == "vanilla":
-            return factorize(scaled, rank=rank)
+            return Whitened(scaled)
         if self._method == "activation-aware":
-            return factorize(scaled, gram=torch.diag(self._channel_energy(role, expert)).to(delta.device), rank=rank)
-        own = grams.down[expert] if role == "down" else grams.inputs[expert]
+            return Whitened(scaled, torch.diag(self._channel_energy(role, expert)).to(delta.device))
         if self._sample is None or role != "down":
+            gram, root = self._inputs(role, expert, wide=delta.shape[0] > delta.shape[1])
+            return Whitened(scaled, gram, root=root)
+        gram = self._outputs(expert, delta)
+        if row_scale is not None:
+            both = row_scale.to(gram)
+            gram = both[:, None] * gram * both
+        return Whitened(scaled, output_gram=gram)
+
+    def _inputs(self, role: Role, expert: int, *, wide: bool) -> tuple[Tensor, Tensor | None]:
+        """`[in, in]` fp64, and its square root if there are more outputs; kept for the other matrix on these inputs."""
+        key = expert, role == "down"
+        if self._last is None or self._last[0] != key:
+            assert self._grams is not None
+            own = (self._grams.down if role == "down" else self._grams.inputs)[expert]
             mean = self._mean_down if role == "down" else self._mean_input
             assert mean is not None
-            return factorize(scaled, gram=_shrunk(own.matrix(), own.count, mean, delta.shape[1]), rank=rank)
-        lost = (self._sample @ delta.T).double()
-        gram = _shrunk(own.matrix(), own.count, lost.T @ lost / len(lost), delta.shape[1])
-        both = scale.double()
-        return factorize(scaled, output_gram=both[:, None] * gram * both, rank=rank)
+            gram = shrink(own.matrix(), own.count, mean)
+            self._last = key, gram, square_root(gram) if wide else None
+        return self._last[1:]
+
+    def _outputs(self, expert: int, delta: Tensor) -> Tensor:
+        """`[out, out]` fp64: of what down's delta loses, shrunk towards that on the sample of all activations.
+
+        The sample makes up for what few tokens do not say; what its rounding to bf16 does to that is less than what
+        other samples would.
+        """
+        assert self._grams is not None
+        assert self._sample is not None
+        own = self._grams.down[expert]
+        with bf16_products() if delta.device.type == "cpu" and has_fast_bf16() else nullcontext():
+            lost = self._sample @ delta.T
+            mean = inner_products(lost.T, lost.T).double() / len(lost)
+        return shrink(own.matrix(), own.count, mean, 0.25 * delta.shape[1])
 
     def _channel_energy(self, role: Role, expert: int) -> Tensor:
         """`[in]`: the energy of an expert's inputs, shared out among the channels by ASVD's scales."""
@@ -76,19 +124,14 @@ class LayerSvd:
         squares = magnitude ** (2 * _ASVD_ALPHA)
         return energy * squares / squares.sum().clamp_min(torch.finfo(torch.float64).tiny)
 
-    def factorize_jointly(
-        self,
-        role: Role,
-        deltas: list[Tensor],
-        share: SharedFactor,
-        row_scales: list[Tensor | None],
-        rank: int | None = None,
-    ) -> Factorization:
-        """The leading directions that all deltas of a role have in common (Appendix A.6).
+    def whitened_jointly(
+        self, role: Role, deltas: list[Tensor], share: SharedFactor, row_scales: list[Tensor | None]
+    ) -> Whitened:
+        """What has the directions that all deltas of a role have in common (Appendix A.6).
 
         `v`: of the deltas one below the other `[experts · out, in]`, on the summed Gram of the inputs (for a wide
         down, on the sample of all activations). `u`: of the deltas side by side `[out, experts · in]`, on the sum
-        of what each would lose on its own inputs; from the left, whichever side is longer, as a sum over outputs is.
+        of what each would lose on its own inputs.
         With row scales the factorisation is that of the scaled deltas.
         """
         ones = torch.ones(len(deltas[0]), device=deltas[0].device)
@@ -98,15 +141,14 @@ class LayerSvd:
         if share == "v":
             stacked = torch.cat(scaled)
             if grams is None or self._method == "vanilla":
-                return factorize(stacked, rank=rank)
+                return Whitened(stacked)
             if role == "down" and self._sample is not None:
                 sample = self._sample.double()
                 each = sum(gram.count for gram in grams.down) / len(sample)  # of the tokens that it stands for
-                return factorize(stacked, gram=sample.T @ sample * each, rank=rank)
-            return factorize(stacked, gram=grams.total(role), rank=rank)
+                return Whitened(stacked, sample.T @ sample * each)
+            return Whitened(stacked, grams.total(role))
         if grams is None or self._method == "vanilla":
-            beside = torch.cat(scaled, dim=1)
-            return as_left(beside, factorize(beside, rank=rank))
+            return Whitened(torch.cat(scaled, dim=1))
         lost = torch.zeros(len(ones), len(ones), dtype=torch.float64, device=ones.device)
         for expert, (delta, scale) in enumerate(zip(scaled, scales, strict=True)):
             if role == "down" and self._sample is not None:
@@ -114,8 +156,4 @@ class LayerSvd:
             else:
                 own_gram = (grams.down if role == "down" else grams.inputs)[expert].matrix()
                 lost += congruence(delta.double(), own_gram)
-        return factorize(torch.cat(scaled, dim=1), output_gram=lost, rank=rank)
-
-
-def _shrunk(gram: Tensor, count: int, mean: Tensor, inputs: int) -> Tensor:
-    return shrink(gram, count, mean, 0.25 * inputs)
+        return Whitened(torch.cat(scaled, dim=1), output_gram=lost)

@@ -28,7 +28,7 @@ from moetool.compress.factors.ranking import (
 )
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout, delta_name
-from moetool.numerics.factorize import factorize, truncate
+from moetool.numerics.factorize import factorize, truncate, whitened_error
 from moetool.representations import Representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank, break_even_rank
@@ -228,8 +228,9 @@ def test_spectra_come_back_from_their_file(tmp_path: Path) -> None:
         assert sum(file.get_tensor(name).nbytes for name in file.keys()) == again.nbytes  # noqa: SIM118
     for (role, expert), delta in weights.items():
         whole, (values, total) = factorize(delta), again.spectrum(role, expert)
-        torch.testing.assert_close(values, whole.spectrum[: break_even_rank(shape.matrix(role))].double())
-        assert total == pytest.approx(whole.energy)
+        kept = whole.spectrum[: break_even_rank(shape.matrix(role))]
+        torch.testing.assert_close(values, kept, rtol=1e-2, atol=0)  # products may have been of bf16 numbers
+        assert total == pytest.approx(whole.energy, rel=1e-2)
 
 
 @pytest.mark.parametrize("rank", [1, 7])
@@ -240,6 +241,7 @@ def test_factors_are_the_best_of_the_rank_that_was_chosen(rank: int) -> None:
     found = dict(LayerFactors(shape, deltas, Choices(), None).encode(layout, torch.bfloat16))
     assert set(found) == {name for name, _ in layout.delta_tensors()}
     for (role, expert), delta in weights.items():
-        u, v = truncate(delta, factorize(delta, rank=rank), rank, torch.bfloat16)
-        assert found[delta_name(expert, role, "u")].equal(u)
-        assert found[delta_name(expert, role, "v")].equal(v)
+        best = whitened_error(delta, *truncate(delta, factorize(delta, rank=rank), rank, torch.bfloat16))
+        factors = found[delta_name(expert, role, "u")], found[delta_name(expert, role, "v")]
+        assert [len(factors[0][0]), len(factors[1])] == [rank, rank]
+        assert whitened_error(delta, *factors) <= best * (1 + 1e-3)

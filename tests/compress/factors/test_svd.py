@@ -67,7 +67,7 @@ def approximation(
     svd: LayerSvd, layer: Layer, role: Role, expert: int, rank: int, scale: Tensor | None = None
 ) -> Tensor:
     delta = layer.delta(role, expert)
-    u, v = truncate(delta, svd.factorize(role, expert, delta, scale), rank, torch.float64, row_scale=scale)
+    u, v = truncate(delta, svd.whitened(role, expert, delta, scale).factorize(), rank, torch.float64, row_scale=scale)
     return u @ v
 
 
@@ -83,7 +83,7 @@ def test_vanilla_is_eckart_young(layer: Layer, role: Role, rank: int) -> None:
     best = left[:, :rank] * values[:rank] @ right[:rank]
     found = approximation(LayerSvd("vanilla", None), layer, role, 0, rank)
     torch.testing.assert_close(found, best, rtol=1e-5, atol=1e-5)
-    factorization = LayerSvd("vanilla", None).factorize(role, 0, layer.delta(role, 0))
+    factorization = LayerSvd("vanilla", None).whitened(role, 0, layer.delta(role, 0)).factorize()
     torch.testing.assert_close(factorization.spectrum, values.square(), rtol=1e-10, atol=1e-10)
     assert factorization.energy == pytest.approx(float(delta.square().sum()), rel=1e-12)
 
@@ -91,8 +91,8 @@ def test_vanilla_is_eckart_young(layer: Layer, role: Role, rank: int) -> None:
 @each_role
 def test_vanilla_does_not_look_at_statistics(layer: Layer, role: Role) -> None:
     delta = layer.delta(role, 0)
-    with_grams = LayerSvd("vanilla", layer.grams).factorize(role, 0, delta)
-    assert with_grams.spectrum.equal(LayerSvd("vanilla", None).factorize(role, 0, delta).spectrum)
+    with_grams = LayerSvd("vanilla", layer.grams).whitened(role, 0, delta).factorize()
+    assert with_grams.spectrum.equal(LayerSvd("vanilla", None).whitened(role, 0, delta).factorize().spectrum)
     assert not LayerSvd("vanilla", layer.grams).is_whitened
 
 
@@ -100,7 +100,7 @@ def test_vanilla_does_not_look_at_statistics(layer: Layer, role: Role) -> None:
 @pytest.mark.parametrize("expert", [0, 1])
 def test_spectrum_is_that_of_the_shrunk_norm(layer: Layer, role: Role, expert: int) -> None:
     delta = layer.delta(role, expert)
-    found = LayerSvd("truncation-aware", layer.grams).factorize(role, expert, delta)
+    found = LayerSvd("truncation-aware", layer.grams).whitened(role, expert, delta).factorize()
     lost = delta.double() @ layer.shrunk(role, expert) @ delta.double().T
     expected = torch.linalg.eigvalsh(lost).flip(0)[: min(delta.shape)].clamp_min(0)
     torch.testing.assert_close(found.spectrum, expected, rtol=1e-5, atol=1e-5 * float(expected[0]))
@@ -129,7 +129,7 @@ def test_shrinkage_matters_only_for_the_rarely_used(layer: Layer) -> None:
         difference = (layer.shrunk("gate", expert) - own).norm() / own.norm()
         assert (difference < 0.02) == near
     svd = LayerSvd("truncation-aware", layer.grams)
-    rare = svd.factorize("gate", 1, layer.delta("gate", 1))
+    rare = svd.whitened("gate", 1, layer.delta("gate", 1)).factorize()
     assert (rare.spectrum > 1e-3 * rare.spectrum[0]).sum() > 5 * (layer.shape is NARROW)
 
 
@@ -140,7 +140,7 @@ def test_an_unreached_expert_gets_the_norm_of_one_average_token(layer: Layer, ro
     if role == "down" and layer.grams.wide_down:
         everything = layer.grams.sample().double()
     lost = delta.double() @ (everything.T @ everything / len(everything)) @ delta.double().T
-    found = LayerSvd("truncation-aware", layer.grams).factorize(role, 2, delta)
+    found = LayerSvd("truncation-aware", layer.grams).whitened(role, 2, delta).factorize()
     expected = torch.linalg.eigvalsh(lost).flip(0)[: min(delta.shape)].clamp_min(0)
     torch.testing.assert_close(found.spectrum, expected, rtol=1e-5, atol=1e-5 * float(expected[0]))
 
@@ -158,7 +158,7 @@ def asvd_gram(given: list[Tensor], expert: int) -> Tensor:
 def test_activation_aware_scales_channels_by_the_root_of_their_mean(layer: Layer, role: Role, expert: int) -> None:
     """ASVD: the plain SVD of Δ diag(mean |x|)^½, in units of squared output."""
     delta = layer.delta(role, expert)
-    found = LayerSvd("activation-aware", layer.grams).factorize(role, expert, delta)
+    found = LayerSvd("activation-aware", layer.grams).whitened(role, expert, delta).factorize()
     scale = asvd_gram(layer.given(role), expert).diagonal().sqrt()
     expected = torch.linalg.svdvals(delta.double() * scale).square()
     torch.testing.assert_close(found.spectrum, expected, rtol=1e-6, atol=1e-6 * float(expected[0]))
@@ -169,7 +169,7 @@ def test_activation_aware_scales_channels_by_the_root_of_their_mean(layer: Layer
 def test_the_expert_with_more_tokens_gets_the_higher_rank(layer: Layer, role: Role, method: Svd) -> None:
     """Of two with the same difference; and what a spectrum says is about what is lost on those tokens."""
     delta = layer.delta(role, 0)
-    found = [LayerSvd(method, layer.grams).factorize(role, expert, delta) for expert in (0, 1)]
+    found = [LayerSvd(method, layer.grams).whitened(role, expert, delta).factorize() for expert in (0, 1)]
     for expert, factorization in enumerate(found):
         lost = float((layer.given(role)[expert] @ delta.double().T).square().sum())
         assert 0.3 < factorization.energy / lost < 3
@@ -189,7 +189,7 @@ def test_a_shared_v_counts_all_tokens(layer: Layer, role: Role) -> None:
     """Even where the norm is that of a sample: gate and down compete for the same bytes."""
     deltas = [layer.delta(role, expert) for expert in range(3)]
     svd = LayerSvd("truncation-aware", layer.grams)
-    found = svd.factorize_jointly(role, deltas, "v", [None] * 3)
+    found = svd.whitened_jointly(role, deltas, "v", [None] * 3).factorize()
     everything = torch.cat(layer.given(role))
     lost = float((everything @ torch.cat(deltas).double().T).square().sum())
     assert lost / 3 < found.energy < 3 * lost  # by a sample of 13 of the 405
@@ -202,7 +202,7 @@ def test_a_shared_u_whichever_side_is_longer(method: Svd, experts: int, rows: in
     layer = Layer(MoEShape(experts=3, top_k=1, hidden=6, intermediate=rows))
     deltas = [layer.delta("gate", expert) for expert in range(experts)]
     layer.grams.inputs = layer.grams.inputs[:experts]
-    found = LayerSvd(method, layer.grams).factorize_jointly("gate", deltas, "u", [None] * experts)
+    found = LayerSvd(method, layer.grams).whitened_jointly("gate", deltas, "u", [None] * experts).factorize()
     beside = torch.cat(deltas, dim=1)
     for rank in (1, 3):
         u, v = truncate(beside, found, rank, torch.float64)
@@ -227,7 +227,7 @@ def test_row_scale_whitens_from_the_left(layer: Layer, role: Role, method: Svd) 
     }[method]
     scaled = scale.double()[:, None] * delta
     values = torch.linalg.eigvalsh(scaled @ gram @ scaled.T).flip(0)[: min(delta.shape)]
-    factorization = svd.factorize(role, 0, layer.delta(role, 0), scale)
+    factorization = svd.whitened(role, 0, layer.delta(role, 0), scale).factorize()
     torch.testing.assert_close(factorization.spectrum, values, rtol=1e-5, atol=1e-5 * float(values[0]))
     found = approximation(svd, layer, role, 0, 3, scale)
     error = scale.double()[:, None] * (delta - found)
@@ -238,7 +238,7 @@ def test_row_scale_whitens_from_the_left(layer: Layer, role: Role, method: Svd) 
 def test_a_given_rank_is_a_prefix(layer: Layer, role: Role) -> None:
     delta = layer.delta(role, 0)
     svd = LayerSvd("truncation-aware", layer.grams)
-    some, everything = svd.factorize(role, 0, delta, rank=2), svd.factorize(role, 0, delta)
+    some, everything = svd.whitened(role, 0, delta).factorize(2), svd.whitened(role, 0, delta).factorize()
     torch.testing.assert_close(some.spectrum[:2], everything.spectrum[:2], rtol=1e-4, atol=0)
 
 
