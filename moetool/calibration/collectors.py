@@ -4,16 +4,19 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from operator import itemgetter
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moetool.architectures import ROLES, MoEShape, Role
-from moetool.calibration.peers import Owned, Peers, reduce_grams, summed_grams
+from moetool.calibration.expert_grams import ExpertGrams, GramsInSets
+from moetool.calibration.observation import Collector
+from moetool.calibration.peers import Owned, Peers
+from moetool.checkpoint.experts import Weights
 from moetool.numerics.gram import Gram
 from moetool.numerics.precision import bf16_products, has_fast_bf16
-from moetool.runtime.modules.fused import entering
 
 _CHUNK = 1 << 18  # elements of a gradient formed at a time
 
@@ -57,8 +60,10 @@ class LayerStatistics:
         return any(bool(rows.any()) for rows in self.fisher.values())
 
 
-class UsageCollector:
+class UsageCollector(Collector):
     """How many tokens reach each expert, and how much energy each intermediate channel carries."""
+
+    wants_sums: ClassVar[bool] = True
 
     def __init__(self, shape: MoEShape) -> None:
         self.tokens = torch.zeros(shape.experts, dtype=torch.int64)
@@ -77,7 +82,7 @@ class UsageCollector:
         peers.all_reduce(self.channel_energy)
 
 
-class FisherCollector:
+class FisherCollector(Collector):
     """Fisher-weighted sums of the experts' weights (D²-MoE, Eq. 4 and 5).
 
     The diagonal Fisher information of an expert's matrix is the mean over windows of the squared gradient of the
@@ -88,15 +93,19 @@ class FisherCollector:
     """
 
     def __init__(
-        self, experts: nn.Module, shape: MoEShape, scale: Tensor | None = None, loss_scale: float = 1.0
+        self,
+        weights: Weights,
+        shape: MoEShape,
+        device: torch.device,
+        scale: Tensor | None = None,
+        loss_scale: float = 1.0,
     ) -> None:
-        """`scale` `[experts]` multiplies each expert's part in the two sums (not in `rows`); `loss_scale` is what the
-        gradients that will come are too large by (`Sweep.loss_scale`)."""
+        """`weights` gives the matrices of the experts that are at work; `scale` `[experts]` multiplies each expert's
+        part in the two sums (not in `rows`); `loss_scale` is what the gradients that will come are too large by
+        (`Sweep.loss_scale`)."""
         self._loss_scale = loss_scale
-        module: Any = experts
-        self._gate_up, self._down, self._shape = entering(experts), module.down_proj, shape
+        self._weights, self._shape = weights, shape
         self._scale = [1.0] * shape.experts if scale is None else scale.tolist()
-        device = self._down.device
         self.weighted = {role: torch.zeros(shape.matrix(role), device=device) for role in shape.roles}
         self.total = {role: torch.zeros(shape.matrix(role), device=device) for role in shape.roles}
         self.rows = {
@@ -118,9 +127,6 @@ class FisherCollector:
         gate_up.register_hook(gate_up_gradient)
         output.register_hook(lambda gradient: self._add("down", expert, gradient, activation, counts))
 
-    def observe_sum(self, activations: Tensor) -> None:
-        pass
-
     def reduce(self, peers: Peers) -> None:
         for sums in (self.weighted, self.total, self.rows):
             for role in self._shape.roles:
@@ -128,7 +134,7 @@ class FisherCollector:
 
     @torch.no_grad()
     def _add(self, role: Role, expert: int, gradients: Tensor, inputs: Tensor, counts: list[int]) -> None:
-        weight = self._weight(role, expert)
+        weight = self._weights(expert, role).float()
         scale = self._scale[expert]
         exact = gradients.dtype == inputs.dtype == torch.bfloat16 and inputs.device.type == "cpu" and has_fast_bf16()
         pairs = list(zip(gradients.float().split(counts), inputs.float().split(counts), strict=True))
@@ -145,13 +151,8 @@ class FisherCollector:
             self.total[role][part].add_(squared, alpha=scale)
             self.weighted[role][part].addcmul_(squared, weight[part], value=scale)
 
-    def _weight(self, role: Role, expert: int) -> Tensor:
-        group = self._shape.group(role)
-        fused = self._down if role == "down" else self._gate_up
-        return fused[expert].chunk(len(group))[group.index(role)].float()
 
-
-class RegressionCollector:
+class RegressionCollector(Collector):
     """What RegMean needs: input Gram matrices summed over experts, and their products with the experts' matrices.
 
     `W_j G_j` is the sum over tokens of output times input, so no Gram matrix per expert is kept. That of down is
@@ -180,9 +181,6 @@ class RegressionCollector:
             self._products[role] += (results.float().T @ rows.float()).double()
             self._diagonals[role][expert] += rows.double().square().sum(0)
 
-    def observe_sum(self, activations: Tensor) -> None:
-        pass
-
     def reduce(self, peers: Peers) -> None:
         for role in self._shape.roles:
             peers.all_reduce(self._products[role])
@@ -202,12 +200,14 @@ class RegressionCollector:
         }
 
 
-class BaseGramCollector:
+class BaseGramCollector(Collector):
     """Second moments of what the shared base is given, for its own truncation-aware SVD (Table 6).
 
     Gate and up see every token that any of the experts sees; down sees the routing-weighted sums of activations. As for
     the experts, where down is wide it is the Gram matrix of its output that is kept.
     """
+
+    wants_sums: ClassVar[bool] = True
 
     def __init__(self, shape: MoEShape, down: Tensor) -> None:
         """`down` `[hidden, intermediate]` fp32 is the base's own matrix."""
@@ -229,7 +229,7 @@ class BaseGramCollector:
             peers.all_reduce(gram.matrix())
 
 
-class GramCollector:
+class GramCollector(GramsInSets):
     """Second moments of what each expert's matrices are given, in the cheapest form that determines the factors.
 
     Gate and up share the Gram matrix of their input, `Σ x xᵀ [hidden, hidden]`. For down, whose input is wider than its
@@ -246,15 +246,17 @@ class GramCollector:
         device: torch.device,
         owned: Owned | None = None,
         before: int = 0,
+        at_once: int | None = None,
     ) -> None:
-        """`down_delta(expert)` gives Δ of the down matrix in fp32; `tokens` is how many will be routed in all, by all
-        processes, `before` of them by those before this one. What an expert was given is gathered for who has it."""
-        self._owned = owned or Owned(shape, Peers())
-        self._totals: dict[Role, Tensor] = {}
-        self.inputs = [Gram(shape.hidden, device) for _ in range(shape.experts)]
+        """Of all experts, or of so many `at_once`. `down_delta(expert)` gives Δ of the down matrix in fp32, of those at
+        work; `tokens` is how many will be routed in all, by all processes, `before` of them by those before this one.
+        What an expert was given is gathered for who has it."""
+        super().__init__(shape.experts, at_once)
+        self._owned, self._device = owned or Owned(shape, Peers()), device
+        self.inputs = ExpertGrams(shape.experts, shape.hidden, device, at_once)
         self.wide_down = shape.intermediate > shape.hidden
         size = shape.hidden if self.wide_down else shape.intermediate
-        self.down = [Gram(size, device) for _ in range(shape.experts)]
+        self.down = ExpertGrams(shape.experts, size, device, at_once)
         self.energy = torch.zeros(len(ROLES), shape.experts, dtype=torch.float64)
         self.magnitude = {
             "input": torch.zeros(shape.experts, shape.hidden, dtype=torch.float64),
@@ -262,56 +264,57 @@ class GramCollector:
         }
         self._down_delta = down_delta
         self._stride = max(1, tokens // (2 * size)) if self.wide_down else 0
-        self._seen = before
-        self._sample: list[Tensor] = []
+        self._before = self._next = before
+        self._sample: list[tuple[int, Tensor]] = []
+
+    def at(self, position: int) -> None:
+        self._next = self._before + position
+
+    def observe_inputs(self, inputs: Tensor) -> None:
+        self.inputs.add_to_all(inputs)
 
     def observe(
         self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
     ) -> None:
-        self.inputs[expert].add(inputs)
+        self.inputs.add(expert, inputs)
+        if not self.wide_down:
+            self.down.add(expert, activation)
+        elif self.down.holds(expert):
+            self.down.add(expert, activation.float() @ self._down_delta(expert).T)
+        if self.is_first:
+            self._observe_first(expert, inputs, activation)
+
+    def _observe_first(self, expert: int, inputs: Tensor, activation: Tensor) -> None:
         energy = inputs.double().square().sum().item()
         self.energy[0, expert] += energy
         self.energy[1, expert] += energy
         self.energy[2, expert] += activation.double().square().sum().item()
         self.magnitude["input"][expert] += inputs.double().abs().sum(0).cpu()
         self.magnitude["activation"][expert] += activation.double().abs().sum(0).cpu()
-        if self.wide_down:
-            self.down[expert].add(activation.float() @ self._down_delta(expert).T)
-            first = -self._seen % self._stride
-            self._sample.append(activation[first :: self._stride].float())
-            self._seen += len(activation)
-        else:
-            self.down[expert].add(activation)
+        if not self.wide_down:
+            return self.down.add_to_all(activation)
+        first = -self._next % self._stride
+        self._sample.append((self._next, activation[first :: self._stride].float()))
+        self._next += len(activation)
 
-    def observe_sum(self, activations: Tensor) -> None:
-        pass
+    def hold(self, experts: range) -> None:
+        self.inputs.hold(experts)
+        self.down.hold(experts)
 
     def reduce(self, peers: Peers) -> None:
         if peers.size == 1:
             return
-        self._totals["up"] = summed_grams(self.inputs, peers)
-        if not self.wide_down:
-            self._totals["down"] = summed_grams(self.down, peers)
-        reduce_grams(self.inputs, partial(self._owned.owner, "up"), peers)
-        reduce_grams(self.down, partial(self._owned.owner, "down"), peers)
+        self.inputs.reduce(partial(self._owned.owner, "up"), peers)
+        self.down.reduce(partial(self._owned.owner, "down"), peers, sums=not self.wide_down)
         for sums in (self.energy, *self.magnitude.values()):
             peers.all_reduce(sums)
-        device = self._totals["up"].device
-        sampled = peers.gather([rows.cpu() for rows in self._sample])
-        self._sample = [rows.to(device) for others in sampled for rows in others]
-
-    def total(self, role: Role) -> Tensor:
-        """`[size, size]` fp64: the sum of the Gram matrices of all experts, also of those that others have; of down
-        where it is not wide, or one process has them all."""
-        kind: Role = "down" if role == "down" else "up"
-        if kind in self._totals:
-            return self._totals[kind]
-        return summed_grams(self.down if kind == "down" else self.inputs, Peers())
+        sampled = peers.gather([(position, rows.cpu()) for position, rows in self._sample])
+        self._sample = [(position, rows.to(self._device)) for others in sampled for position, rows in others]
 
     def tokens(self) -> Tensor:
         """`[experts]` int64: how many tokens each expert was given."""
-        return torch.tensor([gram.count for gram in self.inputs])
+        return self.inputs.counts.clone()
 
     def sample(self) -> Tensor:
         """`[rows, intermediate]`: every n-th activation of the layer, whichever expert it went to."""
-        return torch.cat(self._sample)
+        return torch.cat([rows for _, rows in sorted(self._sample, key=itemgetter(0))])

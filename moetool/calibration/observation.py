@@ -1,19 +1,29 @@
 """Watching experts at work: what each of them is given, computes and, backwards, is blamed for."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from moetool.calibration.held_experts import HeldExperts, RoutedBatch
 from moetool.calibration.peers import Peers
-from moetool.runtime.modules import fused
+
+ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden states, indices and weights of the top k
 
 
-class Collector(Protocol):
-    """Gathers statistics of one MoE layer, one expert and batch at a time."""
+class Collector:
+    """Gathers statistics of one MoE layer, one expert and batch at a time.
+
+    Attributes:
+        wants_sums: whether `observe_sum` is to be called.
+        again: lets some experts be observed once more, where they are not all in memory together; set by the pass that
+            they were first observed in.
+    """
+
+    wants_sums: ClassVar[bool] = False
+    again: Callable[[range], None] | None = None
 
     def observe(
         self,
@@ -35,11 +45,46 @@ class Collector(Protocol):
             output: `[routed, hidden]`, its product, before it is weighted by the router.
         """
 
+    def at(self, position: int) -> None:
+        """With which of all rows that experts are given, by batch and then by expert, the next to be observed begin."""
+
+    def observe_inputs(self, inputs: Tensor) -> None:
+        """What all experts are given, each token once: `[tokens, hidden]`."""
+
     def observe_sum(self, activations: Tensor) -> None:
         """The experts' activations, weighted and summed, as a shared down base sees them: `[tokens, intermediate]`."""
 
     def reduce(self, peers: Peers) -> None:
         """After a pass: add up what each process has seen of the windows that are its own."""
+
+
+def observe(
+    collectors: Sequence[Collector],
+    held: HeldExperts,
+    routing: RoutedBatch,
+    length: int,
+    hidden_states: Tensor,
+    result: Tensor | None,
+    summed: Tensor | None,
+    start: int,
+) -> None:
+    """Run the experts that are in memory, in order, on one batch `[tokens, hidden]`; add their weighted outputs to
+    `result` and their weighted activations to `summed`, if these are asked for. `start` is how many rows the experts
+    were given in the batches before."""
+    for expert in held.experts:
+        pairs, rows = routing.of(expert)
+        if not len(pairs):
+            continue
+        inputs = hidden_states[rows].to(held.device)
+        work = held.run(expert, inputs)
+        for collector in collectors:
+            collector.at(start + routing.before(expert))
+            collector.observe(expert, rows // length, inputs, work.gate_up, work.activation, work.product)
+        weights = routing.weights[pairs].to(held.device)
+        if summed is not None:
+            summed.index_add_(0, rows, (work.activation * weights).detach().to(summed))
+        if result is not None:
+            result.index_add_(0, rows, (work.output * weights).to(result))
 
 
 @contextmanager
@@ -49,37 +94,35 @@ def observed(experts: nn.Module, length: int, collectors: Sequence[Collector]) -
     Every pass over the calibration set uses this forward, with or without collectors, so that all of them see the
     same activations to the last bit. `length` is the number of tokens per window.
     """
-    module: Any = experts
-    first = fused.entering(experts)
+    held = HeldExperts.of_layer(experts)
+    wanted = [collector for collector in collectors if collector.wants_sums]
+    rows = 0
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        tokens, top_k = top_k_index.shape
-        routed_to, order = top_k_index.reshape(-1).sort(stable=True)
-        weights = top_k_weights.reshape(-1, 1)
-        ends = torch.bincount(routed_to, minlength=module.num_experts).cumsum(0).tolist()
-        result = torch.zeros_like(hidden_states)
-        summed = hidden_states.new_zeros(tokens, module.intermediate_dim) if collectors else None
-        start = 0
-        for expert, end in enumerate(ends):
-            if start == end:
-                continue
-            pairs, start = order[start:end], end
-            rows = pairs // top_k
-            inputs = hidden_states[rows]
-            gate_up = F.linear(inputs, first[expert])
-            activation = fused.activation(module, expert, gate_up)
-            output = F.linear(activation, module.down_proj[expert])
-            for collector in collectors:
-                collector.observe(expert, rows // length, inputs, gate_up, activation, output)
-            if summed is not None:
-                summed.index_add_(0, rows, (activation * weights[pairs]).detach().to(summed.dtype))
-            output = fused.add_bias(module, "down_proj", expert, output)
-            result.index_add_(0, rows, (output * weights[pairs]).to(result.dtype))
+        nonlocal rows
+        module: Any = experts
         for collector in collectors:
+            collector.observe_inputs(hidden_states)
+        # A node of its own, at which the experts' gradients meet before those of router and shared expert join them.
+        given = hidden_states.view_as(hidden_states)
+        result = torch.zeros_like(hidden_states)
+        summed = hidden_states.new_zeros(len(hidden_states), module.intermediate_dim) if wanted else None
+        routing = RoutedBatch(top_k_index, top_k_weights, module.num_experts)
+        observe(collectors, held, routing, length, given, result, summed, rows)
+        rows += top_k_index.numel()
+        for collector in wanted:
             assert summed is not None
             collector.observe_sum(summed)
         return result
 
+    with replaced(experts, forward):
+        yield
+
+
+@contextmanager
+def replaced(experts: nn.Module, forward: ExpertsForward) -> Iterator[None]:
+    """Let another function stand in for the forward of the fused `experts`."""
+    module: Any = experts
     module.forward = forward
     try:
         yield

@@ -24,15 +24,17 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
-from moetool.architectures import Architecture
+from moetool.architectures import Architecture, Role
 from moetool.architectures.base import by_name
 from moetool.architectures.dense import DenseArchitecture, is_encoder
 from moetool.calibration.disk_experts import DiskExperts
+from moetool.calibration.held_experts import HeldExperts, working_sets
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
 from moetool.runtime.building import described_in, model_config
 from moetool.runtime.loading import model_class, run_experts_of_any_width, surplus
+from moetool.runtime.memory import return_heap
 from moetool.runtime.modules.fused import fused_tensors
 from moetool.runtime.modules.insertion import insert_modules
 from moetool.runtime.modules.simoe_mixing import weigh_equally
@@ -51,6 +53,7 @@ class StreamedModel:
         layer_count: number of decoder layers.
         hidden_size: width of the hidden states.
         experts: reads the experts; `None` for a dense model, and for one with custom MoE layers.
+        working_sets: which experts of a layer are in memory together; one set if a loaded layer holds all of them.
     """
 
     def __init__(
@@ -61,11 +64,16 @@ class StreamedModel:
         device: torch.device,
         *,
         experts_on_disk: bool = False,
+        experts_at_once: int | None = None,
     ) -> None:
-        """With `experts_on_disk` not even one layer's experts are in memory together: each is read when it runs."""
+        """With `experts_on_disk` not even one layer's experts are in memory together: each is read when it runs. So
+        with fewer `experts_at_once` than there are, for passes of many batches (`Sweep`)."""
         self.checkpoint, self.architecture, self.dtype, self.device = checkpoint, architecture, dtype, device
         self.experts = ExpertReader(checkpoint, architecture) if isinstance(architecture, Architecture) else None
         self._experts_on_disk = experts_on_disk
+        count = 1 if self.experts is None else self.experts.shape.experts
+        self.working_sets = working_sets(count, experts_at_once or count)
+        self._held: HeldExperts | None = None
         self.config = model_config(checkpoint.config, checkpoint.path)
         self.config._name_or_path = ""
         with described_in(checkpoint.path), torch.device("meta"):
@@ -209,8 +217,11 @@ class StreamedModel:
                 if self._experts_on_disk:
                     experts.forward = DiskExperts(experts, reader, index, self.dtype, self.device)
                     absent.update(experts.modules())
+                elif len(self.working_sets) > 1:
+                    absent.update(experts.modules())
                 else:
                     self._fill_experts(reader, index, experts)
+                    self._held = HeldExperts.of_layer(experts)
                 if reader.layout(index).is_extended:
                     shared = layer.get_submodule(reader.architecture.shared_expert_module)
                     self._fill_shared_expert(reader, index, shared)
@@ -219,7 +230,25 @@ class StreamedModel:
         finally:
             if experts is not None:
                 experts.__dict__.pop("forward", None)
+            self._held = None
             layer.to("meta")
+
+    @contextmanager
+    def holding(self, index: int, native: nn.Module, experts: range) -> Iterator[HeldExperts]:
+        """Some experts of a layer that holds none, for the time of the `with` block; `native` are its fused experts."""
+        assert self.experts is not None
+        try:
+            self._held = HeldExperts.read(native, self.experts, index, experts, self.dtype, self.device)
+            yield self._held
+        finally:
+            self._held = None
+            return_heap()
+
+    def matrix(self, expert: int, role: Role) -> Tensor:
+        """The matrix `[out, in]` of an expert that is in memory, in the dtype that is computed in."""
+        assert self._held is not None
+        assert self.experts is not None
+        return self._held.matrix(self.experts.shape, expert, role)
 
     def _fill_experts(self, reader: ExpertReader, index: int, experts: nn.Module) -> None:
         """Read every expert's matrix into transformers' fused tensors."""

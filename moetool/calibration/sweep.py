@@ -7,8 +7,9 @@ fall below what fp16 can hold.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,12 +21,11 @@ from moetool.calibration.activations import ActivationFile
 from moetool.calibration.batching import batch_size
 from moetool.calibration.observation import Collector, observed
 from moetool.calibration.peers import Peers
+from moetool.calibration.recorded import Recorded, Tick, spread
 from moetool.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from moetool.calibration.streaming import StreamedModel
-
-Tick = Callable[[], None]
 
 
 class Sweep:
@@ -75,8 +75,8 @@ class Sweep:
         return self.windows if self.masked is None else self.masked
 
     def _batches(self) -> Iterator[tuple[int, int]]:
-        for start in self.own[:: self.batch_size]:
-            yield start, min(start + self.batch_size, self.count)
+        for bounds in self._bounds:
+            yield bounds
             self.tick()
 
     @property
@@ -119,23 +119,60 @@ class Sweep:
 
     def forward(self, index: int, layer: nn.Module, collectors: Sequence[Collector] = (), *, keep: bool = True) -> None:
         """Run one loaded layer on its boundary; write the next boundary if `keep`."""
-
-        def outputs() -> Iterator[Tensor]:
-            source = self.hidden(index)
-            for start, stop in self._batches():
-                yield self.model.run_layer(index, layer, self._read(source, start, stop))
-
-        with torch.no_grad(), _watched(self._experts(index, layer), self.length, collectors):
+        native = self._experts(index, layer)
+        if native is not None and len(self.model.working_sets) > 1:
+            return self._forward_in_sets(index, layer, native, collectors, keep=keep)
+        with torch.no_grad(), _watched(native, self.length, collectors):
+            outputs = (self._run(index, layer, start, stop) for start, stop in self._batches())
             if keep:
-                self._write(self.hidden(index + 1), _finite(outputs(), index))
+                self._write(self.hidden(index + 1), _finite(outputs, index))
             else:
-                for _ in outputs():
+                for _ in outputs:
                     pass
         self._reduce(collectors)
 
     def _reduce(self, collectors: Sequence[Collector]) -> None:
         for collector in collectors:
             collector.reduce(self.peers)
+
+    def _run(self, index: int, layer: nn.Module, start: int, stop: int) -> Tensor:
+        """The outputs of one loaded layer for some windows."""
+        return self.model.run_layer(index, layer, self._read(self.hidden(index), start, stop))
+
+    @property
+    def _bounds(self) -> list[tuple[int, int]]:
+        """The windows of each batch."""
+        return [(start, min(start + self.batch_size, self.count)) for start in self.own[:: self.batch_size]]
+
+    def _recorded(
+        self, index: int, layer: nn.Module, native: nn.Module, collectors: Sequence[Collector], tick: Tick
+    ) -> Recorded:
+        """What the experts of a layer that holds none are given."""
+        recorded = Recorded(self.model, index, native, self.directory, len(self.own) * self.length, self.length)
+        with torch.no_grad(), recorded.recording(collectors):
+            for start, stop in self._bounds:
+                self._run(index, layer, start, stop)
+                tick()
+        return recorded
+
+    def _forward_in_sets(
+        self, index: int, layer: nn.Module, native: nn.Module, collectors: Sequence[Collector], *, keep: bool
+    ) -> None:
+        tick = spread(self.tick, self.batch_count, (1 + len(self.model.working_sets) + keep) * self.batch_count)
+        recorded = self._recorded(index, layer, native, collectors, tick)
+        outputs = recorded.scratch() if keep else None
+        recorded.run(collectors, outputs, tick, sums_only=False)
+        for collector in collectors:
+            collector.again = partial(_observe_again, recorded, collector)
+
+        def played(outputs: Tensor) -> Iterator[Tensor]:
+            for (start, stop), part in zip(self._bounds, recorded.parts, strict=True):
+                with torch.no_grad(), recorded.answering(part, outputs):
+                    yield self._run(index, layer, start, stop)
+                tick()
+
+        if outputs is not None:
+            self._write(self.hidden(index + 1), _finite(played(outputs), index))
 
     def _labels(self, window: int, true: Tensor, logits: Tensor) -> Tensor:
         """The next tokens `[length - 1]`, or for the Fisher information proper some that the model might have said."""
@@ -177,20 +214,49 @@ class Sweep:
 
     def backward(self, index: int, layer: nn.Module, collectors: Sequence[Collector] = ()) -> None:
         """Recompute one loaded layer with gradients and write those at its input boundary."""
-
-        def gradients() -> Iterator[Tensor]:
-            source, above = self.hidden(index), self.gradient(index + 1)
-            for start, stop in self._batches():
-                hidden = self._read(source, start, stop).requires_grad_(True)
-                with torch.enable_grad():
-                    output = self.model.run_layer(index, layer, hidden)
-                torch.autograd.backward(output, self._read(above, start, stop))
-                assert hidden.grad is not None
-                yield hidden.grad
-
-        with _watched(self._experts(index, layer), self.length, collectors):
-            self._write(self.gradient(index), _finite(gradients(), index))
+        native = self._experts(index, layer)
+        if native is not None and len(self.model.working_sets) > 1:
+            gradients = self._gradients_in_sets(index, layer, native, collectors)
+            return self._write(self.gradient(index), _finite(gradients, index))
+        with _watched(native, self.length, collectors):
+            batches = (self._gradient(index, layer, start, stop) for start, stop in self._batches())
+            self._write(self.gradient(index), _finite(batches, index))
         self._reduce(collectors)
+
+    def _gradient(self, index: int, layer: nn.Module, start: int, stop: int) -> Tensor:
+        """The gradients at one loaded layer's input for some windows."""
+        hidden = self._read(self.hidden(index), start, stop).requires_grad_(True)
+        with torch.enable_grad():
+            output = self.model.run_layer(index, layer, hidden)
+        torch.autograd.backward(output, self._read(self.gradient(index + 1), start, stop))
+        assert hidden.grad is not None
+        return hidden.grad
+
+    def _gradients_in_sets(
+        self, index: int, layer: nn.Module, native: nn.Module, collectors: Sequence[Collector]
+    ) -> Iterator[Tensor]:
+        sets = len(self.model.working_sets)
+        tick = spread(self.tick, self.batch_count, (3 + 2 * sets) * self.batch_count)
+        recorded = self._recorded(index, layer, native, collectors, tick)
+        outputs, blamed = recorded.scratch(), recorded.scratch()
+        recorded.run(collectors, outputs, tick, sums_only=True)
+        batches = list(zip(self._bounds, recorded.parts, strict=True))
+        for (start, stop), part in batches:
+            leaf = outputs[part].to(self.model.device, copy=True).requires_grad_(True)
+            with torch.enable_grad(), recorded.tracked(leaf):
+                output = self._run(index, layer, start, stop)
+            [own] = torch.autograd.grad(output, leaf, self._read(self.gradient(index + 1), start, stop))
+            blamed[part] = own.cpu()
+            tick()
+        given, weighing = recorded.blame(blamed, collectors, tick)
+        for (start, stop), part in batches:
+            with recorded.answering_backwards(part, outputs, given, weighing):
+                yield self._gradient(index, layer, start, stop)
+            tick()
+
+
+def _observe_again(recorded: Recorded, collector: Collector, experts: range) -> None:
+    recorded.observe(experts, [collector])
 
 
 def _watched(experts: nn.Module | None, length: int, collectors: Sequence[Collector]) -> AbstractContextManager[None]:

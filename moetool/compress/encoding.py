@@ -4,6 +4,7 @@ Every layer is encoded once, into a file of the work directory, and copied from 
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,6 +29,7 @@ from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.building_blocks import moe_size
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, Source, pick_compute_dtype, pick_device, to_cpu
+from moetool.job.layer_memory import LayerMemory, Measuring
 from moetool.job.options import Options, RunOptions, TextOptions
 from moetool.job.phases import encoding_phases
 from moetool.job.plan import CalibrationCost, Plan
@@ -177,35 +179,52 @@ def sparse(options: SparsityOptions) -> Form:
     return form
 
 
+def encoding_cost(source: Source, options: RunOptions, text: TextOptions | None) -> CalibrationCost:
+    """Costs of encoding on a text, if there is one."""
+    stored = source.experts.dtype
+    return CalibrationCost.of(
+        text, pick_compute_dtype(options.compute_dtype, pick_device(options.device), stored), stored
+    )
+
+
+def encoding_memory(source: Source, options: RunOptions, text: TextOptions | None) -> LayerMemory:
+    """What that needs."""
+    reader = source.experts
+    measuring = [] if text is None else [Measuring.codes(reader.shape)]
+    return encoding_cost(source, options, text).layer_memory(reader, *measuring, gradients=False)
+
+
 def encoding_plan(
     stage: str,
     source: Source,
     options: RunOptions,
     layouts: Mapping[int, LayerLayout],
     text: TextOptions | None = None,
+    at_once: int | None = None,
     **details: Json,
 ) -> Plan:
-    """Costs of encoding every delta into known forms, on a text if there is one; sizes are exact."""
+    """Costs of encoding every delta into known forms, on a text if there is one and then with so many experts `at_once`
+    (default: all); sizes are exact."""
     reader = source.experts
     output = OutputPlan(source, layouts, options.shard_size).nbytes
-    dtype = pick_compute_dtype(options.compute_dtype, pick_device(options.device), reader.dtype)
-    cost = CalibrationCost.of(text, dtype, reader.dtype)
+    cost = encoding_cost(source, options, text)
     bases = sum(
         layout.base[role].nbytes(layout.base_shape(role), reader.dtype)
         for layout in layouts.values()
         for role in reader.shape.roles
         if layout.weights[role] is not None
     )
-    encoded = encoded_bytes(reader, output, options.shard_size)
-    memory = cost.memory_bytes(reader, gradients=False, factors=text is not None)
+    scratch = bases + encoded_bytes(reader, output, options.shard_size) + cost.forward_bytes(reader.shape.hidden)
     if text is not None:
-        memory += 8 * reader.shape.intermediate**2 * 4
+        details["experts_at_once"] = at_once = at_once or reader.shape.experts
+        if at_once < reader.shape.experts:
+            scratch += cost.recorded_bytes(reader.shape, gradients=False, sums=False)
     return Plan(
         stage=stage,
         input_bytes=source.checkpoint.weight_bytes,
         output_bytes=output,
-        scratch_bytes=bases + encoded + cost.forward_bytes(reader.shape.hidden),
-        memory_bytes=memory,
+        scratch_bytes=scratch,
+        memory_bytes=encoding_memory(source, options, text).nbytes(at_once),
         phases=encoding_phases(cost if text else None, moe_size(reader), layouts, output),
         details={"layers": len(layouts), "experts": reader.shape.experts, **details},
     )
@@ -219,16 +238,17 @@ def run_encoding(
     statistics: Mapping[int, LayerStatistics],
     seed: int,
     text: TextOptions | None = None,
+    at_once: int | None = None,
 ) -> LayersTold:
-    """Encode every layer, on the text if there is one, and write the result."""
+    """Encode every layer, on the text if there is one with so many experts `at_once`, and write the result."""
 
     reader = job.source.experts
-    calibrated = None if text is None else CalibratedJob(job, text)
+    calibrated = None if text is None else CalibratedJob(job, text, experts_at_once=at_once)
 
     def encode(layer: int, module: nn.Module, layout: LayerLayout, owned: Owned) -> Iterator[tuple[str, Tensor]]:
         weights, grams = reader.weights(layer), None
         if calibrated is not None:
-            grams = InputGramCollector(reader.shape, job.device, owned)
+            grams = InputGramCollector(reader.shape, job.device, owned, calibrated.experts_at_once)
             calibrated.sweep.forward(layer, module, [grams])
             weights = calibrated.weights(layer, module)
         base = agreed(owned.peers, base_path(job.work, layer), load_base(layer, weights))
@@ -264,30 +284,29 @@ def _encoded(
     """The tensors of every delta that this process has, by name relative to the experts; the errors of all go into a
     file."""
     reader = job.source.experts
-    found: dict[str, Tensor] = {}
-    for role in reader.shape.roles:
-        if layout.weights[role] is None:
+    roles = [role for role in reader.shape.roles if layout.weights[role] is not None]
+    found = {role: torch.zeros(layout.stored_experts, 2, dtype=torch.float64) for role in roles}
+    routed, every = reader.shape.experts, range(layout.stored_experts)
+    # What the shared expert is given is not collected: its codes are the nearest ones.
+    sets = [every] if grams is None else chain(grams.sets(), [every[routed:]])
+    for role, expert in ((role, expert) for experts in sets for role in roles for expert in experts):
+        if not owned.has(role, expert):
             continue
-        errors = torch.zeros(layout.stored_experts, 2, dtype=torch.float64)
-        for expert, representation in enumerate(layout.weights[role] or ()):
-            if not owned.has(role, expert):
-                continue
-            delta = deltas.of(role, expert)
-            # What the shared expert is given is not collected: its codes are the nearest ones.
-            gram = grams.gram(expert, role) if grams is not None and expert < reader.shape.experts else None
-            factors = reader.factors(layer, expert, role)
-            basis = None if factors is None else factors[0].float().to(job.device)
-            encoded = representation.encode(delta, reader.dtype, Measured(gram, basis=basis))
-            decoded = representation.decode(encoded, reader.shape.matrix(role), reader.dtype).to(job.device)
-            errors[expert] = torch.stack(
-                [(delta - decoded).double().square().sum(), delta.double().square().sum()]
-            ).cpu()
-            for name, tensor in encoded.items():
-                yield delta_name(expert, role, name), to_cpu(tensor)
+        delta, representation = deltas.of(role, expert), (layout.weights[role] or ())[expert]
+        gram = grams.gram(expert, role) if grams is not None and expert < routed else None
+        factors = reader.factors(layer, expert, role)
+        basis = None if factors is None else factors[0].float().to(job.device)
+        encoded = representation.encode(delta, reader.dtype, Measured(gram, basis=basis))
+        decoded = representation.decode(encoded, reader.shape.matrix(role), reader.dtype).to(job.device)
+        found[role][expert] = torch.stack(
+            [(delta - decoded).double().square().sum(), delta.double().square().sum()]
+        ).cpu()
+        for name, tensor in encoded.items():
+            yield delta_name(expert, role, name), to_cpu(tensor)
+    for errors in found.values():
         owned.peers.all_reduce(errors)
-        found[role] = errors
     if owned.peers.is_first:
-        save_tensors(_errors_path(job.work, layer), found)
+        save_tensors(_errors_path(job.work, layer), {str(role): errors for role, errors in found.items()})
 
 
 def _errors(work: Path, layer: int) -> dict[Role, list[float]]:

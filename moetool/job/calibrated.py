@@ -61,6 +61,7 @@ class CalibratedJob:
     Attributes:
         sweep: the whole text.
         gradient_sweep: the part of it that gradients are taken on.
+        experts_at_once: of a layer, in memory; `None` for all.
     """
 
     def __init__(
@@ -70,8 +71,10 @@ class CalibratedJob:
         *,
         encoder: bool = False,
         gradients: bool = False,
+        experts_at_once: int | None = None,
     ) -> None:
-        """An `encoder` is to find what masks hide; with `gradients` there will be a way back."""
+        """An `encoder` is to find what masks hide; with `gradients` there will be a way back. Of a layer all experts
+        are in memory together, or so many `experts_at_once`."""
         from moetool.calibration.streaming import StreamedModel  # transformers: seconds, and not for --help
 
         self.job = job
@@ -92,8 +95,10 @@ class CalibratedJob:
         if begin is not None:
             job.progress.log(f"Every window begins with {begin}.")
         dtype = job.gradient_dtype if gradients else job.compute_dtype
-        model = StreamedModel(job.source.checkpoint, job.source.architecture, dtype, job.device)
-        self.model = model
+        model = StreamedModel(
+            job.source.checkpoint, job.source.architecture, dtype, job.device, experts_at_once=experts_at_once
+        )
+        self.model, self.experts_at_once = model, experts_at_once
         if job.unit(_TEXT):
             job.finish(_TEXT, told={"windows": digest})
         masked = masked_windows(windows, tokenizer, options.seed) if encoder else None
@@ -194,11 +199,11 @@ class CalibratedJob:
 
     def weights(self, index: int, layer: nn.Module) -> Weights:
         """The matrices of a loaded layer's experts, each as exactly as it is stored: those of the layer itself, unless
-        they were rounded when they were loaded. Then, and of a shared expert, they are read again."""
+        it holds none, or they were rounded when they were loaded. Then, and of a shared expert, they are read again."""
         reader, experts = self.source.experts, self.experts(layer)
         shape, read = reader.shape, partial(reader.dense, index)
         stored = reader.dtype if reader.layout(index).is_native else torch.float32
-        if torch.promote_types(stored, self.model.dtype) != self.model.dtype:
+        if len(self.model.working_sets) > 1 or torch.promote_types(stored, self.model.dtype) != self.model.dtype:
             return read
         return lambda expert, role: (
             fused_matrix(shape, experts, expert, role) if expert < shape.experts else read(expert, role)

@@ -50,7 +50,11 @@ class RunOptions(Options):
         description="For running the model (auto: float32 on CPU, the checkpoint's own on a card; for gradients not "
         "float16).",
     )
-    memory: ByteSize | None = Field(None, description="Refuse to start if the job needs more memory, e.g. 8GiB.")
+    memory: ByteSize | None = Field(
+        None,
+        description="Memory that the job may use, e.g. 8GiB, by default what is free: it works on fewer experts at a "
+        "time if need be, and refuses to start if that is not enough.",
+    )
     disk: ByteSize | None = Field(None, description="Refuse to start if the job needs more disk, e.g. 200GB.")
     shard_size: ByteSize = Field(5_000_000_000, description="Largest weight file to write.")
 

@@ -12,12 +12,14 @@ from typing import Self
 
 import torch
 
+from moetool.architectures import MoEShape
 from moetool.architectures.base import whole_number
 from moetool.calibration.batching import batch_size
 from moetool.calibration.boundaries import boundaries_at_once, kept_dtype
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import ResourceError
+from moetool.job.layer_memory import LayerMemory, Measuring, attention_bytes, layer_numbers
 from moetool.job.options import CalibrationOptions, TextOptions
 from moetool.job.result import Json
 from moetool.job.work import Phase
@@ -161,30 +163,32 @@ class CalibrationCost:
         return _BASELINE + 4 * (rest + layer + 3 * matrix) + read + activations + logits
 
     def memory_bytes(self, experts: ExpertReader, *, gradients: bool, factors: bool) -> int:
-        """Estimated peak of anonymous memory: one layer, one batch, statistics, and what is not a layer."""
-        shape, tensors = experts.shape, experts.checkpoint.tensors
-        prefixes = {layer: experts.architecture.layer_prefix(layer) for layer in experts.moe_layers}
-        layer = max(
-            sum(info.nbytes // info.dtype.itemsize for name, info in tensors.items() if name.startswith(prefix))
-            for prefix in prefixes.values()
-        )
-        matrices = shape.expert_parameters
-        rest = sum(
-            info.nbytes // info.dtype.itemsize
-            for name, info in tensors.items()
-            if not name.startswith(tuple(prefixes.values()))
-        )
-        batch = batch_size(self.samples, self.length) * self.length
-        activations = batch * (16 * shape.hidden + 5 * shape.top_k * shape.intermediate) * 4
-        vocabulary = whole_number(experts.checkpoint.config, "vocab_size") or 0
+        """Estimated peak of anonymous memory: all of one layer, one batch, statistics, and what is not a layer."""
+        shape = experts.shape
+        measuring = [Measuring.fisher(shape)] if gradients else []
+        measuring += [Measuring.factors(shape)] if factors else []
+        return self.layer_memory(experts, *measuring, gradients=gradients).nbytes()
+
+    def layer_memory(self, experts: ExpertReader, *measuring: Measuring, gradients: bool) -> LayerMemory:
+        """The same by parts, of a job that measures this, one after the other."""
+        shape, config = experts.shape, experts.checkpoint.config
+        outside, largest, other = layer_numbers(experts)
+        windows = batch_size(self.samples, self.length)
+        activations = 4 * windows * self.length * (16 * shape.hidden + 5 * shape.top_k * shape.intermediate)
+        vocabulary = whole_number(config, "vocab_size") or 0
         logits = 4 * 4 * self.length * vocabulary if gradients else 0
-        native = max(layer, shape.experts * matrices)
-        statistics = 0
-        if gradients:
-            statistics = 4 * (2 * matrices + 2 * shape.hidden * shape.intermediate)
-        if factors:
-            small = min(shape.hidden, shape.intermediate)
-            grams = 8 * shape.experts * (shape.hidden**2 + small**2) + 8 * small * shape.intermediate
-            work = 8 * 6 * small * max(shape.hidden, shape.intermediate)
-            statistics = max(statistics, grams + work + 4 * matrices)
-        return _BASELINE + (native + rest) * self.itemsize + max(activations, logits) + statistics
+        return LayerMemory(
+            rest=_BASELINE + (outside + other) * self.itemsize,
+            dense=(largest - other) * self.itemsize,
+            passing=max(activations + attention_bytes(config, windows, self.length), logits),
+            expert=shape.expert_parameters * self.itemsize,
+            experts=shape.experts,
+            measuring=measuring or (Measuring(),),
+        )
+
+    def recorded_bytes(self, shape: MoEShape, *, gradients: bool, sums: bool) -> int:
+        """What is on the disk beside the hidden states while a layer's experts run on what they were given: that, and
+        what they give; for `gradients` these of both; for some measurements the `sums` of their activations."""
+        windows = self.gradient_samples if gradients else self.samples
+        width = (5 if gradients else 2) * shape.hidden + (shape.intermediate if sums else 0)
+        return windows * self.length * width * self.itemsize

@@ -53,7 +53,7 @@ class Measured:
         self.loss = sweep.head()
         for index in reversed(range(LAYERS)):
             with model.layer(index) as layer:
-                self.fisher[index] = FisherCollector(layer.get_submodule("mlp.experts"), SHAPE, None, sweep.loss_scale)
+                self.fisher[index] = FisherCollector(model.matrix, SHAPE, CPU, None, sweep.loss_scale)
                 self.backward_usage[index] = UsageCollector(SHAPE)
                 sweep.backward(index, layer, [self.backward_usage[index], self.fisher[index]])
 
@@ -234,12 +234,8 @@ def test_a_narrow_down_keeps_the_gram_of_its_input() -> None:
 def test_fisher_squares_windows_one_by_one() -> None:
     """Two windows whose gradients cancel: the square of their sum would be zero."""
 
-    class Experts(torch.nn.Module):
-        gate_up_proj = torch.zeros(1, 6, 2)
-        down_proj = torch.ones(1, 2, 3)
-
     shape = MoEShape(experts=1, top_k=1, hidden=2, intermediate=3)
-    collector = FisherCollector(Experts(), shape)
+    collector = FisherCollector(lambda expert, role: torch.ones(shape.matrix(role)), shape, CPU)
     activation = torch.ones(4, 3)
     output = torch.zeros(4, 2, requires_grad=True) * 1
     gate_up = torch.zeros(4, 6, requires_grad=True) * 1
@@ -255,11 +251,8 @@ def test_fisher_squares_windows_one_by_one() -> None:
 def test_fisher_of_many_equal_terms_does_not_stall() -> None:
     """bf16 accumulators stop at 256 equal terms."""
 
-    class Experts(torch.nn.Module):
-        gate_up_proj = torch.ones(1, 2, 1, dtype=torch.bfloat16)
-        down_proj = torch.ones(1, 1, 1, dtype=torch.bfloat16)
-
-    collector = FisherCollector(Experts(), MoEShape(experts=1, top_k=1, hidden=1, intermediate=1))
+    shape = MoEShape(experts=1, top_k=1, hidden=1, intermediate=1)
+    collector = FisherCollector(lambda expert, role: torch.ones(1, 1, dtype=torch.bfloat16), shape, CPU)
     for _ in range(3):
         output = torch.zeros(200, 1, dtype=torch.bfloat16, requires_grad=True) * 1
         gate_up = torch.zeros(200, 2, dtype=torch.bfloat16, requires_grad=True) * 1

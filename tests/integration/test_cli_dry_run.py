@@ -56,6 +56,7 @@ def test_dry_run_of_the_real_size_reads_headers_only(run_cli, tmp_path):
     assert 93e9 < size < 94e9
     assert (tmp_path / "mixtral" / "model.safetensors").stat().st_blocks * 512 < 1e6
     arguments = ("compress", tmp_path / "mixtral", tmp_path / "out", "--ratio", 0.4, "--calibration", "wiki.txt")
+    arguments += ("--memory", "64GB")
     result = run_cli(*arguments, "--dry-run", "--json")
     assert result.code == 0, result.stderr
     told = result.json

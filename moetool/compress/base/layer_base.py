@@ -19,7 +19,7 @@ from moetool.calibration.collectors import (
 from moetool.calibration.peers import Peers
 from moetool.checkpoint.experts import ExpertReader, Weights
 from moetool.checkpoint.files import save_tensors
-from moetool.compress.base.merging import Regression, merge
+from moetool.compress.base.merging import Matrices, Regression, merge
 from moetool.compress.base.pruning import PruningPlan, kept_channels, prune_base, spread
 from moetool.compress.choices import Merge
 from moetool.format.layout import BASE_CHANNELS, LayerLayout, base_name
@@ -133,8 +133,7 @@ def unweighted_base(
     """A merge of a layer's experts, with the shared one if it is to be on the base, for which nothing is measured."""
     count = shape.experts + shared_expert
     matrices = {
-        role: merge(method, role, [to_cpu(weights(expert, role)) for expert in range(count)]).to(dtype)
-        for role in shape.roles
+        role: merge(method, role, Matrices(weights, role, count, torch.device("cpu"))).to(dtype) for role in shape.roles
     }
     return LayerBase(matrices, torch.arange(shape.intermediate), shape.intermediate, None)
 
@@ -145,23 +144,24 @@ def measured_base(calibrated: CalibratedJob, index: int, layer: nn.Module, metho
     The base is rounded to the storage dtype here, before any delta is taken against it, so that the deltas
     absorb the rounding.
     """
-    reader, experts, device = calibrated.source.experts, calibrated.experts(layer), calibrated.job.device
+    reader, device = calibrated.source.experts, calibrated.job.device
     usage = UsageCollector(reader.shape)
     frequency = None
     if method == "fisher-frequency":  # the shares have to be known before gradients are summed
         calibrated.gradient_sweep.forward(index, layer, [first := UsageCollector(reader.shape)], keep=False)
         frequency = first.tokens.double() / first.tokens.sum()
-    fisher = FisherCollector(experts, reader.shape, frequency, calibrated.gradient_sweep.loss_scale)
+    scale = calibrated.gradient_sweep.loss_scale
+    fisher = FisherCollector(calibrated.model.matrix, reader.shape, device, frequency, scale)
     regression = RegressionCollector(reader.shape, device) if method == "regmean" else None
     calibrated.gradient_sweep.backward(index, layer, [usage, fisher, *([regression] if regression is not None else [])])
     rows = {role: to_cpu(sums / calibrated.gradient_sweep.count).float() for role, sums in fisher.rows.items()}
     statistics = LayerStatistics(usage.tokens, rows, usage.channel_energy)
-    sums = {} if regression is None else {role: Regression(*own) for role, own in regression.sums().items()}
+    sums = {} if regression is None else {role: Regression(*found) for role, found in regression.sums().items()}
     stored = calibrated.weights(index, layer)
     matrices: dict[Role, Tensor] = {}
     for role in reader.shape.roles:
-        weights = [stored(expert, role).to(device) for expert in range(reader.shape.experts)]
-        base = merge(method, role, weights, usage.tokens, (fisher.weighted, fisher.total), sums)
+        own = Matrices(stored, role, reader.shape.experts, device)
+        base = merge(method, role, own, usage.tokens, (fisher.weighted, fisher.total), sums)
         matrices[role] = to_cpu(base.to(reader.dtype))
     return LayerBase(matrices, torch.arange(reader.shape.intermediate), reader.shape.intermediate, statistics)
 

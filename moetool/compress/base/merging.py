@@ -1,12 +1,13 @@
 """One shared base out of all experts of a layer (D²-MoE §3.2; Table 5 compares the choices)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moetool.architectures import Role
+from moetool.checkpoint.experts import Weights
 from moetool.compress.choices import Merge
 from moetool.errors import UsageError
 
@@ -16,6 +17,21 @@ _UNDERFLOW = 1e-32
 _TIES_DENSITY = 0.2
 # RegMean shrinks what lies off the diagonal of each Gram matrix by this factor (arXiv:2212.09849 §3.3).
 _REGMEAN_ALPHA = 0.9
+
+
+class Matrices(Sequence[Tensor]):
+    """The experts' matrices `[out, in]` of one role, each read when it is asked for and kept by nobody."""
+
+    def __init__(self, weights: Weights, role: Role, count: int, device: torch.device) -> None:
+        self._weights, self._role, self._count, self._device = weights, role, count, device
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, expert: int) -> Tensor:  # type: ignore[override]  # no slices
+        if expert >= self._count:
+            raise IndexError(expert)
+        return self._weights(expert, self._role).to(self._device)
 
 
 @dataclass(frozen=True)
@@ -45,7 +61,7 @@ def fisher_base(weighted: Tensor, total: Tensor, mean: Tensor) -> Tensor:
     return torch.where(informed, weighted / torch.where(informed, total, 1.0), mean)
 
 
-def mean_base(weights: list[Tensor]) -> Tensor:
+def mean_base(weights: Sequence[Tensor]) -> Tensor:
     """The plain mean of `E` matrices `[out, in]`, in fp32."""
     total = torch.zeros_like(weights[0], dtype=torch.float32)
     for weight in weights:
@@ -53,7 +69,7 @@ def mean_base(weights: list[Tensor]) -> Tensor:
     return total / len(weights)
 
 
-def frequency_base(weights: list[Tensor], tokens: Tensor) -> Tensor:
+def frequency_base(weights: Sequence[Tensor], tokens: Tensor) -> Tensor:
     """The mean weighted by how many tokens each expert was given; `tokens` is `[E]`. Plain mean if there were none."""
     if not tokens.any():
         return mean_base(weights)
@@ -63,7 +79,7 @@ def frequency_base(weights: list[Tensor], tokens: Tensor) -> Tensor:
     return base
 
 
-def ties_base(weights: list[Tensor], density: float = _TIES_DENSITY) -> Tensor:
+def ties_base(weights: Sequence[Tensor], density: float = _TIES_DENSITY) -> Tensor:
     """The mean plus the TIES merge of the differences to it (arXiv:2306.01708, Algorithm 1, λ = 1).
 
     Each difference keeps its `density` largest entries; per element the sign with the larger total wins, and the
@@ -91,7 +107,7 @@ def ties_base(weights: list[Tensor], density: float = _TIES_DENSITY) -> Tensor:
     return mean + total / count.clamp_min(1.0)
 
 
-def regmean_base(weights: list[Tensor], regression: Regression, alpha: float = _REGMEAN_ALPHA) -> Tensor:
+def regmean_base(weights: Sequence[Tensor], regression: Regression, alpha: float = _REGMEAN_ALPHA) -> Tensor:
     """The matrix whose outputs are closest to all experts' on their own inputs (RegMean, arXiv:2212.09849, Eq. 2).
 
     `(Σ_j W_j Ĝ_j) (Σ_j Ĝ_j)⁻¹` with the off-diagonal part of each Gram matrix shrunk by `alpha`. Input channels that
@@ -116,7 +132,7 @@ def regmean_base(weights: list[Tensor], regression: Regression, alpha: float = _
 def merge(
     method: Merge,
     role: Role,
-    weights: list[Tensor],
+    weights: Sequence[Tensor],
     tokens: Tensor | None = None,
     fisher: tuple[Mapping[Role, Tensor], Mapping[Role, Tensor]] | None = None,
     regression: Mapping[Role, Regression] | None = None,

@@ -4,8 +4,7 @@ Which rank a matrix gets depends on all others, in all layers. So each layer lea
 again when the ranks are known.
 """
 
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Protocol
@@ -27,7 +26,7 @@ from moetool.compress.factors.svd import LayerSvd, Whitened
 from moetool.format.layout import LayerLayout, delta_name, shared_name
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import to_cpu
-from moetool.representations import Measured
+from moetool.representations import Measured, Representation
 from moetool.representations.low_rank import break_even_rank
 
 
@@ -113,12 +112,15 @@ def measured_grams(
 ) -> GramCollector:
     """Run a loaded layer forwards and collect the second moments its factors need; `keep` writes its output. What a
     delta's factors need is gathered for the process that has it."""
-    shape, device = calibrated.source.experts.shape, calibrated.job.device
-    weights: Tensor = calibrated.experts(layer).down_proj  # type: ignore[assignment]
+    shape, device, matrix = calibrated.source.experts.shape, calibrated.job.device, calibrated.model.matrix
     down = base.full("down").to(device)
     each = sweep.length * shape.top_k  # of a window
-    down_delta = partial(_down_delta, weights, down)
-    grams = GramCollector(shape, down_delta, sweep.count * each, device, owned, sweep.own.start * each)
+
+    def down_delta(expert: int) -> Tensor:
+        return delta(matrix(expert, "down"), down)
+
+    before, at_once = sweep.own.start * each, calibrated.experts_at_once
+    grams = GramCollector(shape, down_delta, sweep.count * each, device, owned, before, at_once)
     sweep.forward(index, layer, [grams], keep=keep)
     return grams
 
@@ -149,7 +151,7 @@ class LayerFactors:
         count = shape.experts
         self._energy = torch.zeros(len(ROLES), count, dtype=torch.float64) if grams is None else grams.energy
         self._tokens = torch.zeros(count, dtype=torch.int64) if grams is None else grams.tokens()
-        self._svd = LayerSvd(options.svd, grams)
+        self._svd, self._grams = LayerSvd(options.svd, grams), grams
         self._sensitivity = LayerSensitivity(options.sensitivity, deltas.base.statistics, self._energy, self._tokens)
 
     def measure(self, file: SpectrumFile) -> None:
@@ -160,44 +162,41 @@ class LayerFactors:
             file.write(spectra, self._energy, self._tokens)
 
     def _spectra(self) -> Iterator[tuple[Role, int, Tensor, float]]:
-        for roles in self._shape.groups:
-            for expert in range(self._shape.experts if self._share == "none" else 1):
-                for role in roles:  # gate and up of an expert are given the same
-                    if self._owned.has(role, expert):
-                        whitened, sensitivity, _ = self._whitened(role, expert)
-                        spectrum, energy = whitened.spectrum()
-                        yield role, expert, to_cpu(spectrum * sensitivity.weight), energy * sensitivity.weight
+        for role, expert in self._each(() if self._share == "none" else self._shape.roles):
+            whitened, sensitivity, _ = self._whitened(role, expert)
+            spectrum, energy = whitened.spectrum()
+            yield role, expert, to_cpu(spectrum * sensitivity.weight), energy * sensitivity.weight
 
     def encode(self, layout: LayerLayout, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The tensors of every delta that this process has, by name relative to the experts."""
-        for roles in self._shape.groups:
-            jointly = [role for role in roles if layout.shared_tensors(role)]
-            for role in jointly:
-                if self._owned.has(role, 0):
-                    yield from self._encoded_jointly(role, layout, dtype)
-            for expert in range(self._shape.experts):
-                for role in roles:
-                    if role not in jointly and self._owned.has(role, expert):
-                        yield from self._encoded(role, expert, layout, dtype)
+        jointly = [role for role in self._shape.roles if layout.shared_tensors(role)]
+        for role, expert in self._each(jointly):
+            if role in jointly:
+                yield from self._encoded_jointly(role, layout, dtype)
+            elif forms := layout.weights[role]:
+                for name, tensor in self._encoded(role, expert, forms[expert], dtype).items():
+                    yield delta_name(expert, role, name), to_cpu(tensor)
 
-    def _encoded(
-        self, role: Role, expert: int, layout: LayerLayout, dtype: torch.dtype
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of one delta, if it has any."""
-        forms = layout.weights[role]
-        if forms is None:
-            return
-        form = forms[expert]
+    def _each(self, jointly: Collection[Role]) -> Iterator[tuple[Role, int]]:
+        """Every delta that this process has, those together whose Gram matrices are in memory together; of the roles
+        that are factorised `jointly` the first."""
+        sets = iter([range(self._shape.experts)]) if self._grams is None else self._grams.sets()
+        for experts in sets:
+            for roles in self._shape.groups:
+                for expert in experts:
+                    for role in roles:  # gate and up of an expert are given the same
+                        if self._owned.has(role, expert) and not (expert and role in jointly):
+                            yield role, expert
+
+    def _encoded(self, role: Role, expert: int, form: Representation, dtype: torch.dtype) -> dict[str, Tensor]:
+        """One delta."""
         if form.is_whole:
-            encoded = form.encode(self._deltas.weight(role, expert), dtype)
-        elif form.directions:
-            whitened, sensitivity, [own] = self._whitened(role, expert)
-            found = whitened.factorize(form.directions, coarse=dtype == torch.bfloat16)
-            encoded = form.encode(own, dtype, Measured(row_scale=sensitivity.row_scale, factorization=found))
-        else:
-            return
-        for name, tensor in encoded.items():
-            yield delta_name(expert, role, name), to_cpu(tensor)
+            return form.encode(self._deltas.weight(role, expert), dtype)
+        if not form.directions:
+            return {}
+        whitened, sensitivity, [own] = self._whitened(role, expert)
+        found = whitened.factorize(form.directions, coarse=dtype == torch.bfloat16)
+        return form.encode(own, dtype, Measured(row_scale=sensitivity.row_scale, factorization=found))
 
     def _encoded_jointly(self, role: Role, layout: LayerLayout, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The factor that all experts share, and each one's own."""

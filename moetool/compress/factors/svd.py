@@ -56,9 +56,8 @@ class LayerSvd:
         self._mean_input = self._mean_down = self._sample = None
         self._last: tuple[tuple[int, bool], Tensor, Tensor | None] | None = None  # Gram matrix and root of these inputs
         if method == "truncation-aware" and grams is not None:
-            tokens = grams.tokens().sum()
-            self._mean_input = grams.total("up") / tokens
-            self._mean_down = None if grams.wide_down else grams.total("down") / tokens
+            self._mean_input = grams.inputs.mean()
+            self._mean_down = None if grams.wide_down else grams.down.mean()
             self._sample = grams.sample() if grams.wide_down else None
 
     @property
@@ -144,9 +143,10 @@ class LayerSvd:
                 return Whitened(stacked)
             if role == "down" and self._sample is not None:
                 sample = self._sample.double()
-                each = sum(gram.count for gram in grams.down) / len(sample)  # of the tokens that it stands for
+                each = int(grams.inputs.counts.sum()) / len(sample)  # of the tokens that it stands for
                 return Whitened(stacked, sample.T @ sample * each)
-            return Whitened(stacked, grams.total(role))
+            own = grams.down if role == "down" else grams.inputs
+            return Whitened(stacked, own.total())
         if grams is None or self._method == "vanilla":
             return Whitened(torch.cat(scaled, dim=1))
         lost = torch.zeros(len(ones), len(ones), dtype=torch.float64, device=ones.device)

@@ -11,7 +11,7 @@ from moetool.architectures import ROLES, Role
 from moetool.calibration.peers import Owned
 from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.base.layer_base import LayerBase, base_path
-from moetool.compress.choices import Allocation, Sensitivity, SharedFactor, Svd
+from moetool.compress.choices import Allocation, Merge, Sensitivity, SharedFactor, Svd
 from moetool.compress.delta import Deltas
 from moetool.compress.encoded import Encoding, encoded_bytes
 from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams
@@ -31,6 +31,7 @@ from moetool.format.layout import DENSE_BASE, LayerLayout
 from moetool.job.building_blocks import moe_size
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, Source, pick_compute_dtype, pick_device
+from moetool.job.layer_memory import LayerMemory, Measuring
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.phases import factor_phases
 from moetool.job.plan import CalibrationCost, Plan
@@ -213,11 +214,34 @@ def unreached(entry: LayerSpectra) -> list[int]:
     return [expert for expert, given in enumerate(energy.tolist()) if given == 0] if bool(energy.any()) else []
 
 
+def factor_cost(source: Source, options: FactorOptions, *, gradients: bool) -> CalibrationCost:
+    """Costs of calibrating for factors."""
+    device, dtype = pick_device(options.device), source.experts.dtype
+    computed = pick_compute_dtype(options.compute_dtype, device, dtype, gradients=gradients)
+    return CalibrationCost.of(options if options.calibration else None, computed, dtype)
+
+
+def factor_memory(source: Source, options: FactorOptions, merge: Merge | None) -> LayerMemory:
+    """What a stage needs that calibrates and factorises, and if it has a `merge` makes the bases so."""
+    reader, gradients = source.experts, merge is not None
+    measuring = [Measuring.factors(reader.shape, jointly=options.share != "none")]
+    if gradients:
+        measuring.append(Measuring.fisher(reader.shape, regression=merge == "regmean"))
+    return factor_cost(source, options, gradients=gradients).layer_memory(reader, *measuring, gradients=gradients)
+
+
+def factors_at_once(memory: LayerMemory, options: FactorOptions) -> int:
+    """How many experts of a layer are in memory together: all, if they are to share a factor."""
+    return memory.experts if options.share != "none" else memory.at_once(options.memory)
+
+
 def factor_plan(
     stage: str,
     source: Source,
     options: FactorOptions,
     base_channels: int,
+    memory: LayerMemory,
+    at_once: int,
     *,
     gradients: bool,
     base: Mapping[Role, Representation] | None = None,
@@ -246,20 +270,21 @@ def factor_plan(
             output, note = min(output, largest), _trim_note(options, largest, original)
     else:
         output = size(min(options.rank or 0, min(reader.shape.hidden, reader.shape.intermediate)))
-    device = pick_device(options.device)
-    dtype = pick_compute_dtype(options.compute_dtype, device, reader.dtype, gradients=gradients)
-    cost = CalibrationCost.of(options if options.calibration else None, dtype, reader.dtype)
+    cost = factor_cost(source, options, gradients=gradients)
     layers, hidden = source.architecture.layers(checkpoint.config), reader.shape.hidden
     base_bytes = len(reader.shape.roles) * base_channels * hidden * reader.dtype.itemsize
     for_each = SpectrumFile(Path(), 0, reader.shape, options.share).nbytes + base_bytes
     backward = cost.gradient_bytes(hidden, layers) if gradients else 0
     forward = cost.forward_bytes(hidden) + encoded_bytes(reader, output, options.shard_size)
+    if at_once < reader.shape.experts:
+        forward += cost.recorded_bytes(reader.shape, gradients=False, sums=False)
+        backward += cost.recorded_bytes(reader.shape, gradients=True, sums=True) if gradients else 0
     return Plan(
         stage=stage,
         input_bytes=checkpoint.weight_bytes,
         output_bytes=output,
         scratch_bytes=max(backward, forward) + len(reader.moe_layers) * for_each,
-        memory_bytes=cost.memory_bytes(reader, gradients=gradients, factors=True),
+        memory_bytes=memory.nbytes(at_once),
         phases=factor_phases(
             cost if options.calibration or gradients else None, moe_size(reader), output, gradients=gradients
         ),
@@ -269,6 +294,7 @@ def factor_plan(
             "layers": layers,
             "moe_layers": len(reader.moe_layers),
             "experts": reader.shape.experts,
+            "experts_at_once": at_once,
             "calibration_tokens": options.samples * options.sequence_length,
             **({} if note is None else {"note": note}),
         },

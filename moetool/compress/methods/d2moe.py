@@ -1,6 +1,7 @@
 """D²-MoE in one streamed pass: base, deltas, factors (arXiv:2502.17298)."""
 
 from dataclasses import replace
+from functools import cached_property
 from typing import ClassVar
 
 from pydantic import Field, model_validator
@@ -13,12 +14,20 @@ from moetool.compress.base.pruning import plan_pruning
 from moetool.compress.choices import BaseCompression, Merge
 from moetool.compress.delta import Deltas
 from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams, measuring_owners
-from moetool.compress.factors.writing import FactoredLayers, FactorOptions, factor_plan, finish
+from moetool.compress.factors.writing import (
+    FactoredLayers,
+    FactorOptions,
+    factor_memory,
+    factor_plan,
+    factors_at_once,
+    finish,
+)
 from moetool.compress.paper_counting import PaperRank, paper_rank
 from moetool.compress.told import RankedTold
 from moetool.errors import UsageError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
+from moetool.job.layer_memory import LayerMemory
 from moetool.job.options import CalibrationOptions, RunOptions
 from moetool.job.plan import Plan
 from moetool.job.stage import Stage
@@ -75,11 +84,28 @@ class D2MoE(Stage[D2MoEOptions]):
             ranks = {role: base_rank(reader.shape.matrix(role), options.prune_base) for role in reader.shape.roles}
             bases = {role: LowRank(rank) for role, rank in ranks.items()}
         channels = reader.shape.intermediate - pruning.static
-        plan = factor_plan(self.name, source, self._counted, channels, gradients=True, base=bases)
+        plan = factor_plan(
+            self.name,
+            source,
+            self._counted,
+            channels,
+            self._memory,
+            self._experts_at_once,
+            gradients=True,
+            base=bases,
+        )
         if not options.paper_counting:
             return plan
         found = self._paper_rank
         return replace(plan, details={**plan.details, "rank": found.rank, "kept_of_differences": round(found.kept, 6)})
+
+    @cached_property
+    def _memory(self) -> LayerMemory:
+        return factor_memory(self.source, self.options, self.options.merge)
+
+    @cached_property
+    def _experts_at_once(self) -> int:
+        return factors_at_once(self._memory, self.options)
 
     @property
     def _factored_base(self) -> bool:
@@ -104,7 +130,7 @@ class D2MoE(Stage[D2MoEOptions]):
         pruning = plan_pruning(reader.shape.intermediate, options.prune_base, options.pruning)
         if pruning.dynamic:
             job.progress.log(BATCH_DEPENDENT)
-        calibrated = CalibratedJob(job, options, gradients=True)
+        calibrated = CalibratedJob(job, options, gradients=True, experts_at_once=self._experts_at_once)
 
         def visit(index: int, layer: nn.Module) -> None:
             base = measured_base(calibrated, index, layer, options.merge).pruned(pruning)

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -20,6 +21,7 @@ from moetool.compress.encoding import (
     SparsityOptions,
     base_representations,
     decomposed_layouts,
+    encoding_memory,
     encoding_plan,
     quantized,
     run_encoding,
@@ -65,6 +67,10 @@ class _Ders(Stage[DersT]):
         """The calibration options, if there is a text."""
         return None
 
+    @cached_property
+    def _experts_at_once(self) -> int:
+        return encoding_memory(self.source, self.options, self._text()).at_once(self.options.memory)
+
     def _base(self) -> GivenBase:
         return open_base(self.options.base, self.source.experts, shared_expert=self.options.shared_expert)
 
@@ -81,7 +87,8 @@ class _Ders(Stage[DersT]):
 
     def plan(self) -> Plan:
         self._base()
-        return encoding_plan(self.name, self.source, self.options, self._layouts(), self._text())
+        text, at_once = self._text(), self._experts_at_once
+        return encoding_plan(self.name, self.source, self.options, self._layouts(), text, at_once)
 
     def run(self, job: Job) -> LayersTold:
         reader, given, options = self.source.experts, self._base(), self.options
@@ -92,7 +99,8 @@ class _Ders(Stage[DersT]):
             return in_few_bits(given.layer(layer, weights), options.base_bits, self._base_group())
 
         measured = {layer: own for layer in reader.moe_layers if (own := given.statistics(layer)) is not None}
-        return run_encoding(job, self.name, self._layouts(), base, measured, options.seed, self._text())
+        text, at_once = self._text(), self._experts_at_once
+        return run_encoding(job, self.name, self._layouts(), base, measured, options.seed, text, at_once)
 
 
 class DersQuantize(_Ders[DersQuantizeOptions]):

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from operator import itemgetter
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -36,6 +36,7 @@ from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.building_blocks import moe_size
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, pick_compute_dtype, pick_device, to_cpu
+from moetool.job.layer_memory import LayerMemory, Measuring
 from moetool.job.options import CalibrationOptions, RunOptions
 from moetool.job.phases import menu_phases
 from moetool.job.plan import CalibrationCost, Plan
@@ -91,32 +92,51 @@ class Hybrid(Stage[HybridOptions]):
         smallest = self._planned({layer: self._layout(LowRank(0)) for layer in reader.moe_layers})
         original = original_bytes(source)
         check_ratio(options.ratio, smallest, original)
-        device = pick_device(options.device)
-        dtype = pick_compute_dtype(options.compute_dtype, device, reader.dtype, gradients=True)
-        cost = CalibrationCost.of(options, dtype, reader.dtype)
+        cost, shape, at_once = self._cost, reader.shape, self._experts_at_once
         layers = source.architecture.layers(source.checkpoint.config)
         forms = forms_for(reader.shape, self._average_bits(), options.group_size)
         bases = sum(form.nbytes(reader.shape.matrix(role), reader.dtype) for role, form in self._base.items())
-        grams = 8 * (reader.shape.experts * reader.shape.hidden**2 + 6 * reader.shape.intermediate**2)
         output = round(original * (1 - options.ratio))
-        forward = cost.forward_bytes(reader.shape.hidden) + encoded_bytes(reader, output, options.shard_size)
-        scratch = max(cost.gradient_bytes(reader.shape.hidden, layers), forward) + len(reader.moe_layers) * bases
+        forward = cost.forward_bytes(shape.hidden) + encoded_bytes(reader, output, options.shard_size)
+        backward = cost.gradient_bytes(shape.hidden, layers)
+        if at_once < shape.experts:
+            forward += cost.recorded_bytes(shape, gradients=False, sums=False)
+            backward += cost.recorded_bytes(shape, gradients=True, sums=True)
         return Plan(
             stage=self.name,
             input_bytes=source.checkpoint.weight_bytes,
             output_bytes=output,
-            scratch_bytes=scratch,
-            memory_bytes=cost.memory_bytes(reader, gradients=True, factors=False) + grams,
-            phases=menu_phases(cost, moe_size(reader), round(original * (1 - options.ratio)), forms, self._base),
+            scratch_bytes=max(backward, forward) + len(reader.moe_layers) * bases,
+            memory_bytes=self._memory.nbytes(at_once),
+            phases=menu_phases(cost, moe_size(reader), output, forms, self._base),
             details={
                 "original_bytes": original,
                 "smallest_possible_bytes": smallest,
                 "moe_layers": len(reader.moe_layers),
-                "experts": reader.shape.experts,
+                "experts": shape.experts,
+                "experts_at_once": at_once,
                 "bits_per_number": round(self._average_bits(), 2),
                 "forms_per_matrix": len(forms["down"]),
             },
         )
+
+    @cached_property
+    def _cost(self) -> CalibrationCost:
+        options, dtype = self.options, self.source.experts.dtype
+        device = pick_device(options.device)
+        return CalibrationCost.of(
+            options, pick_compute_dtype(options.compute_dtype, device, dtype, gradients=True), dtype
+        )
+
+    @cached_property
+    def _memory(self) -> LayerMemory:
+        reader, regression = self.source.experts, self.options.merge == "regmean"
+        base, codes = Measuring.fisher(reader.shape, regression=regression), Measuring.codes(reader.shape)
+        return self._cost.layer_memory(reader, base, codes, gradients=True)
+
+    @cached_property
+    def _experts_at_once(self) -> int:
+        return self._memory.at_once(self.options.memory)
 
     def _layout(self, form: Representation) -> LayerLayout:
         return LayerLayout.uniform(self.source.experts.shape, form, base=self._base)
@@ -140,11 +160,11 @@ class Hybrid(Stage[HybridOptions]):
 
     def run(self, job: Job) -> MixedTold:
         options, reader = self.options, self.source.experts
-        calibrated = CalibratedJob(job, options, gradients=True)
+        calibrated = CalibratedJob(job, options, gradients=True, experts_at_once=self._experts_at_once)
         forms = forms_for(reader.shape, self._average_bits(), options.group_size)
 
         def grams_of(sweep: Sweep, layer: int, module: nn.Module, owned: Owned, *, keep: bool) -> InputGramCollector:
-            grams = InputGramCollector(reader.shape, job.device, owned)
+            grams = InputGramCollector(reader.shape, job.device, owned, calibrated.experts_at_once)
             sweep.forward(layer, module, [grams], keep=keep)
             return grams
 
@@ -275,7 +295,7 @@ def cook(
     shape = reader.shape
     sensitivity = LayerSensitivity(choice, deltas.base.statistics, grams.energy(), grams.tokens())
     lost: dict[str, Tensor] = {}
-    for expert in range(shape.experts):
+    for expert in (expert for experts in grams.sets() for expert in experts):
         for group in shape.groups:
             if not owned.has(group[0], expert):
                 continue
@@ -303,10 +323,11 @@ def encoded(
     experts."""
     sensitivity = LayerSensitivity(choice, deltas.base.statistics, grams.energy(), grams.tokens())
     inputs: dict[tuple[int, bool], Measured] = {}
-    for expert, role, form in sorted(layout.deltas(), key=itemgetter(0)):
+    roles = reader.shape.roles
+    for expert, role in ((expert, role) for experts in grams.sets() for expert in experts for role in roles):
         if not owned.has(role, expert):
             continue
-        matrix = reader.shape.matrix(role)
+        form, matrix = (layout.weights[role] or ())[expert], reader.shape.matrix(role)
         if form.is_whole:
             tensors = form.encode(deltas.weight(role, expert), reader.dtype)
         else:

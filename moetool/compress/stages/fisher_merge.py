@@ -1,5 +1,6 @@
 """The first stage of D²-MoE alone: one shared base per layer (§3.2)."""
 
+from functools import cached_property
 from typing import ClassVar
 
 from pydantic import Field
@@ -13,9 +14,11 @@ from moetool.errors import UsageError
 from moetool.job.building_blocks import moe_size
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, pick_compute_dtype, pick_device
+from moetool.job.layer_memory import LayerMemory, Measuring
 from moetool.job.options import CalibrationOptions, RunOptions
 from moetool.job.phases import base_phases
 from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.result import Json
 from moetool.job.stage import Stage
 from moetool.job.writing import record_origin
 
@@ -39,9 +42,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
         reader, options = self.source.experts, self.options
         if options.calibration is None and options.merge not in UNMEASURED_MERGES:
             raise UsageError(f"--merge {options.merge} needs calibration text: give --calibration.")
-        device = pick_device(options.device)
-        dtype = pick_compute_dtype(options.compute_dtype, device, reader.dtype, gradients=True)
-        cost = CalibrationCost.of(options, dtype, reader.dtype)
+        cost, at_once = self._cost, self._experts_at_once
         layers = self.source.architecture.layers(self.source.checkpoint.config)
         base = reader.shape.expert_parameters * reader.dtype.itemsize
         measured = options.calibration is not None
@@ -50,15 +51,40 @@ class FisherMerge(Stage[FisherMergeOptions]):
         rows = sum(shape.matrix(role)[0] for role in shape.roles)
         statistics = shape.experts * (4 * rows + 8) + 8 * shape.intermediate if measured else 0
         output = len(reader.moe_layers) * (base + channels + statistics)
+        scratch = cost.gradient_bytes(shape.hidden, layers) if measured else 0
+        if at_once < shape.experts:
+            scratch += cost.recorded_bytes(shape, gradients=True, sums=True)
+        details: dict[str, Json] = {"layers": layers, "moe_layers": len(reader.moe_layers), "experts": shape.experts}
         return Plan(
             stage=self.name,
             input_bytes=self.source.checkpoint.weight_bytes,
             output_bytes=output,
-            scratch_bytes=cost.gradient_bytes(reader.shape.hidden, layers) if measured else 0,
-            memory_bytes=cost.memory_bytes(reader, gradients=measured, factors=False),
+            scratch_bytes=scratch,
+            memory_bytes=self._memory.nbytes(at_once),
             phases=base_phases(cost if measured else None, moe_size(reader), output),
-            details={"layers": layers, "moe_layers": len(reader.moe_layers), "experts": reader.shape.experts},
+            details=details | ({"experts_at_once": at_once} if measured else {}),
         )
+
+    @cached_property
+    def _cost(self) -> CalibrationCost:
+        options, dtype = self.options, self.source.experts.dtype
+        device = pick_device(options.device)
+        return CalibrationCost.of(
+            options, pick_compute_dtype(options.compute_dtype, device, dtype, gradients=True), dtype
+        )
+
+    @cached_property
+    def _memory(self) -> LayerMemory:
+        reader, options = self.source.experts, self.options
+        if options.calibration is None:
+            return self._cost.layer_memory(reader, gradients=False)
+        measuring = Measuring.fisher(reader.shape, regression=options.merge == "regmean")
+        return self._cost.layer_memory(reader, measuring, gradients=True)
+
+    @cached_property
+    def _experts_at_once(self) -> int:
+        measured = self.options.calibration is not None
+        return self._memory.at_once(self.options.memory) if measured else self._memory.experts
 
     def run(self, job: Job) -> LayersTold:
         reader, options = self.source.experts, self.options
@@ -69,7 +95,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
                 base.save(base_path(job.work, layer))
                 job.finish(f"merge/{layer}", made=[base_path(job.work, layer)])
         else:
-            calibrated = CalibratedJob(job, options, gradients=True)
+            calibrated = CalibratedJob(job, options, gradients=True, experts_at_once=self._experts_at_once)
 
             def visit(index: int, layer: nn.Module) -> None:
                 base = measured_base(calibrated, index, layer, options.merge)

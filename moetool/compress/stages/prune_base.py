@@ -1,6 +1,7 @@
 """The last stage of D²-MoE alone: intermediate channels of the base are pruned (§3.4)."""
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -19,10 +20,11 @@ from moetool.format.layout import BASE_CHANNELS, LayerLayout
 from moetool.job.building_blocks import moe_size
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, pick_compute_dtype, pick_device, refuse_shared_expert
+from moetool.job.layer_memory import LayerMemory
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.phases import pruning_phases
 from moetool.job.plan import CalibrationCost, Plan
-from moetool.job.result import CalibrationFacts
+from moetool.job.result import CalibrationFacts, Json
 from moetool.job.stage import Stage
 from moetool.job.writing import OutputPlan, entry_for, read_statistics, write_model
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
@@ -84,18 +86,37 @@ class PruneBase(Stage[PruneBaseOptions]):
         measured = bool(read_statistics(self.source))
         if not measured and options.calibration is None:
             raise UsageError("The checkpoint carries no channel energies: give --calibration to measure them.")
-        dtype = pick_compute_dtype(options.compute_dtype, pick_device(options.device), reader.dtype)
-        cost = CalibrationCost.of(None if measured else options, dtype, reader.dtype)
+        cost, memory, at_once = self._cost, self._memory, self._experts_at_once
         pruning = self._pruning()
+        scratch = cost.forward_bytes(reader.shape.hidden)
+        details: dict[str, Json] = {"static_channels": pruning.static, "dynamic_channels": pruning.dynamic}
+        if not measured:
+            details["experts_at_once"] = at_once
+            if at_once < reader.shape.experts:
+                scratch += cost.recorded_bytes(reader.shape, gradients=False, sums=True)
         return Plan(
             stage=self.name,
             input_bytes=self.source.checkpoint.weight_bytes,
             output_bytes=output.nbytes,
-            scratch_bytes=cost.forward_bytes(reader.shape.hidden),
-            memory_bytes=cost.memory_bytes(reader, gradients=False, factors=False),
+            scratch_bytes=scratch,
+            memory_bytes=memory.nbytes(at_once),
             phases=pruning_phases(None if measured else cost, moe_size(reader), output.nbytes),
-            details={"static_channels": pruning.static, "dynamic_channels": pruning.dynamic},
+            details=details,
         )
+
+    @cached_property
+    def _cost(self) -> CalibrationCost:
+        options, dtype = self.options, self.source.experts.dtype
+        computed = pick_compute_dtype(options.compute_dtype, pick_device(options.device), dtype)
+        return CalibrationCost.of(None if read_statistics(self.source) else options, computed, dtype)
+
+    @cached_property
+    def _memory(self) -> LayerMemory:
+        return self._cost.layer_memory(self.source.experts, gradients=False)
+
+    @cached_property
+    def _experts_at_once(self) -> int:
+        return self._memory.at_once(self.options.memory)
 
     def run(self, job: Job) -> PrunedTold:
         reader, pruning = self.source.experts, self._pruning()
@@ -137,7 +158,7 @@ class PruneBase(Stage[PruneBaseOptions]):
 
     def _measure(self, job: Job) -> tuple[dict[int, LayerStatistics], CalibrationFacts]:
         shape = self.source.experts.shape
-        calibrated = CalibratedJob(job, self.options)
+        calibrated = CalibratedJob(job, self.options, experts_at_once=self._experts_at_once)
 
         def visit(index: int, layer: nn.Module) -> None:
             usage = UsageCollector(shape)

@@ -1,5 +1,6 @@
 """Quantized deltas (DeRS compression, arXiv:2503.01359, Eq. 5), alone or on top of low-rank factors."""
 
+from functools import cached_property
 from typing import ClassVar
 
 from moetool.checkpoint.experts import Weights
@@ -7,6 +8,7 @@ from moetool.compress.base.layer_base import LayerBase, stored_base
 from moetool.compress.encoding import (
     CodeOptions,
     encoded_layouts,
+    encoding_memory,
     encoding_plan,
     quantized,
     run_encoding,
@@ -39,8 +41,12 @@ class QuantizeDelta(Stage[QuantizeDeltaOptions]):
 
     def plan(self) -> Plan:
         options = self.options
-        text = with_text(options)
-        return encoding_plan(self.name, self.source, options, self._layouts(), text, bits=options.bits)
+        text, at_once = with_text(options), self._experts_at_once
+        return encoding_plan(self.name, self.source, options, self._layouts(), text, at_once, bits=options.bits)
+
+    @cached_property
+    def _experts_at_once(self) -> int:
+        return encoding_memory(self.source, self.options, with_text(self.options)).at_once(self.options.memory)
 
     def run(self, job: Job) -> LayersTold:
         reader, options = self.source.experts, self.options
@@ -49,4 +55,5 @@ class QuantizeDelta(Stage[QuantizeDeltaOptions]):
         def base(layer: int, weights: Weights) -> LayerBase:
             return stored_base(reader, layer)
 
-        return run_encoding(job, self.name, self._layouts(), base, statistics, options.seed, with_text(options))
+        text, at_once = with_text(options), self._experts_at_once
+        return run_encoding(job, self.name, self._layouts(), base, statistics, options.seed, text, at_once)

@@ -1,5 +1,6 @@
 """The third stage of D²-MoE alone: deltas become low-rank (§3.3)."""
 
+from functools import cached_property
 from typing import ClassVar
 
 from torch import nn
@@ -7,11 +8,19 @@ from torch import nn
 from moetool.compress.base.layer_base import agreed, base_path, stored_base
 from moetool.compress.delta import Deltas
 from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams, measuring_owners
-from moetool.compress.factors.writing import FactoredLayers, FactorOptions, factor_plan, finish
+from moetool.compress.factors.writing import (
+    FactoredLayers,
+    FactorOptions,
+    factor_memory,
+    factor_plan,
+    factors_at_once,
+    finish,
+)
 from moetool.compress.told import RankedTold
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, refuse_shared_expert
+from moetool.job.layer_memory import LayerMemory
 from moetool.job.options import RunOptions
 from moetool.job.phases import FACTORIZE
 from moetool.job.plan import Plan
@@ -44,7 +53,18 @@ class SvdCompress(Stage[FactorOptions]):
         if options.trim and not read_statistics(self.source):
             raise UsageError("--trim needs to know how often experts are used: decompose with a base of fisher-merge.")
         channels = max(layout.base_channels for layout in layouts)
-        return factor_plan(self.name, self.source, options, channels, gradients=False, base=layouts[0].base)
+        memory, at_once = self._memory, self._experts_at_once
+        return factor_plan(
+            self.name, self.source, options, channels, memory, at_once, gradients=False, base=layouts[0].base
+        )
+
+    @cached_property
+    def _memory(self) -> LayerMemory:
+        return factor_memory(self.source, self.options, None)
+
+    @cached_property
+    def _experts_at_once(self) -> int:
+        return factors_at_once(self._memory, self.options)
 
     def run(self, job: Job) -> RankedTold:
         reader, options = self.source.experts, self.options
@@ -77,7 +97,7 @@ class SvdCompress(Stage[FactorOptions]):
                     job.finish(f"measure/{layer}", made=[path, file.path])
                     job.progress.advance()
         else:
-            calibrated = CalibratedJob(job, options)
+            calibrated = CalibratedJob(job, options, experts_at_once=self._experts_at_once)
             calibrated.forward_visiting(visit)
             job.meet()
         text = None if options.calibration is None else calibrated

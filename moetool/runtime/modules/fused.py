@@ -20,15 +20,20 @@ def _entering_name(experts: nn.Module) -> str:
 
 
 def fused_tensors(
-    shape: MoEShape, matrix: Callable[[int, Role], Tensor], dtype: torch.dtype, device: torch.device
+    shape: MoEShape,
+    matrix: Callable[[int, Role], Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    experts: range | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """All experts of a layer by the names of their fused tensors, from `matrix(expert, role)` `[out, in]`, one of which
-    is in memory beside them."""
+    """All experts of a layer, or some that follow each other, by the names of their fused tensors, from `matrix(expert,
+    role)` `[out, in]`, one of which is in memory beside them."""
+    experts = range(shape.experts) if experts is None else experts
     for roles in shape.groups:
         rows, columns = shape.matrix(roles[0])
-        fused = torch.empty(shape.experts, len(roles) * rows, columns, dtype=dtype, device=device)
-        for expert in range(shape.experts):
-            for own, role in zip(fused[expert].chunk(len(roles)), roles, strict=True):
+        fused = torch.empty(len(experts), len(roles) * rows, columns, dtype=dtype, device=device)
+        for place, expert in enumerate(experts):
+            for own, role in zip(fused[place].chunk(len(roles)), roles, strict=True):
                 own.copy_(matrix(expert, role))
         yield fused_name(roles), fused
 

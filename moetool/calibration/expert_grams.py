@@ -1,0 +1,109 @@
+"""Gram matrices of what every expert of a layer is given, of all at once or of some at a time."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from moetool.architectures import Role
+from moetool.calibration.held_experts import working_sets
+from moetool.calibration.observation import Collector
+from moetool.calibration.peers import Peers, reduce_grams, summed_grams
+from moetool.numerics.gram import Gram
+
+
+class ExpertGrams:
+    """`Σ x xᵀ [size, size]` of one input, by expert.
+
+    Attributes:
+        counts: `[experts]` int64, the tokens that each expert was given.
+    """
+
+    def __init__(self, experts: int, size: int, device: torch.device, at_once: int | None = None) -> None:
+        """With fewer `at_once` than there are `experts`, none are kept at first, but what `add_to_all` is given."""
+        self._size, self._device = size, device
+        self.counts = torch.zeros(experts, dtype=torch.int64)
+        self._own: dict[int, Gram] = {}
+        self._all: Gram | None = None
+        self._total: Tensor | None = None  # over several processes
+        self._is_whole = at_once is None or at_once >= experts
+        if self._is_whole:
+            self.hold(range(experts))
+
+    def hold(self, experts: range) -> None:
+        """Forget those that there are and begin with others."""
+        self._own = {}
+        self._own = {expert: Gram(self._size, self._device) for expert in experts}
+
+    def holds(self, expert: int) -> bool:
+        """Whether an expert's matrix is being gathered."""
+        return expert in self._own
+
+    def add(self, expert: int, rows: Tensor) -> None:
+        """Add `[tokens, size]` that an expert is given. Of one that is not held they are counted."""
+        if (own := self._own.get(expert)) is None:
+            self.counts[expert] += len(rows)
+        else:
+            own.add(rows)
+            self.counts[expert] = own.count
+
+    def add_to_all(self, rows: Tensor) -> None:
+        """Add `[tokens, size]` to what the mean is of, unless it can be had from the experts' own."""
+        if self._is_whole:
+            return
+        if self._all is None:
+            self._all = Gram(self._size, self._device)
+        self._all.add(rows)
+
+    def reduce(self, owner: Callable[[int], int], peers: Peers, *, sums: bool = True) -> None:
+        """Sum over all processes, each of which holds all: a matrix for the `owner` of its expert, counts for all, and
+        with `sums` the sum over all experts, too."""
+        own = list(self._own.values())
+        self._total = summed_grams(own, peers) if sums else None
+        reduce_grams(own, owner, peers)
+        self._own = dict(enumerate(own))
+        self.counts = torch.tensor([gram.count for gram in own])
+
+    def __getitem__(self, expert: int) -> Gram:
+        """That of an expert that is held."""
+        return self._own[expert]
+
+    def mean(self) -> Tensor:
+        """`[size, size]` fp64: an average token's, zeros if there was none."""
+        if self._all is not None:
+            return self._all.matrix() / max(1, self._all.count)
+        return self.total() / max(1, int(self.counts.sum()))
+
+    def total(self) -> Tensor:
+        """`[size, size]` fp64: the sum over all experts, which are all in memory, of this process or of others."""
+        return summed_grams(list(self._own.values()), Peers()) if self._total is None else self._total
+
+
+class GramsInSets(Collector):
+    """Gathers Gram matrices by expert, as many at once as there is room for.
+
+    Attributes:
+        is_first: whether everything is seen for the first time, and not some experts again.
+    """
+
+    def __init__(self, experts: int, at_once: int | None) -> None:
+        self.experts, self.is_first = experts, True
+        self._sets = working_sets(experts, at_once or experts)
+
+    def hold(self, experts: range) -> None:
+        """Gather the Gram matrices of these next."""
+
+    def sets(self) -> Iterator[range]:
+        """All experts, set by set: those whose Gram matrices are there for the time that a set is in hand."""
+        if self.again is None:
+            yield range(self.experts)
+            return
+        self.is_first = False
+        for experts in self._sets:
+            self.hold(experts)
+            self.again(experts)
+            yield experts
+
+    def matrices(self, roles: Sequence[Role]) -> Iterator[tuple[Role, int]]:
+        """Every matrix of every expert, set by set."""
+        return ((role, expert) for experts in self.sets() for role in roles for expert in experts)

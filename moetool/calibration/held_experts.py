@@ -1,0 +1,112 @@
+"""Some of a layer's experts, in memory, and how one of them is run."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moetool.architectures import MoEShape, Role
+from moetool.checkpoint.experts import ExpertReader
+from moetool.runtime.modules import fused
+
+
+class ExpertRun(NamedTuple):
+    """What one expert makes of the tokens that are routed to it.
+
+    Attributes:
+        gate_up: `[routed, 2 · intermediate]`, without gates `[routed, intermediate]`: products, without biases.
+        activation: `[routed, intermediate]`, the input of the down matrix.
+        product: `[routed, hidden]`, of the down matrix.
+        output: the same with its bias, if there is one.
+    """
+
+    gate_up: Tensor
+    activation: Tensor
+    product: Tensor
+    output: Tensor
+
+
+class HeldExperts:
+    """Experts that follow each other, in fused tensors of their own, or all of a layer in those of the layer.
+
+    Attributes:
+        experts: their indices.
+    """
+
+    def __init__(self, native: nn.Module, experts: range, entering: Tensor, down: Tensor) -> None:
+        """`native` are transformers' fused experts, of which biases and the activation function are used."""
+        self.experts = experts
+        self._native, self._entering, self._down = native, entering, down
+
+    @classmethod
+    def of_layer(cls, native: nn.Module) -> "HeldExperts":
+        """All experts of a loaded layer."""
+        module: Any = native
+        return cls(native, range(module.num_experts), fused.entering(native), module.down_proj)
+
+    @classmethod
+    def read(
+        cls,
+        native: nn.Module,
+        reader: ExpertReader,
+        layer: int,
+        experts: range,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "HeldExperts":
+        """Some experts of a layer, from the checkpoint."""
+        read = fused.fused_tensors(reader.shape, partial(reader.dense, layer), dtype, device, experts)
+        (_, entering), (_, down) = read
+        return cls(native, experts, entering, down)
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self._down.device
+
+    def matrix(self, shape: MoEShape, expert: int, role: Role) -> Tensor:
+        """One expert's matrix `[out, in]`."""
+        group = shape.group(role)
+        tensor = self._down if role == "down" else self._entering
+        return tensor.detach()[expert - self.experts.start].chunk(len(group))[group.index(role)]
+
+    def run(self, expert: int, inputs: Tensor) -> ExpertRun:
+        """One expert on `[routed, hidden]`."""
+        own = expert - self.experts.start
+        gate_up = F.linear(inputs, self._entering[own])
+        activation = fused.activation(self._native, expert, gate_up)
+        product = F.linear(activation, self._down[own])
+        return ExpertRun(gate_up, activation, product, fused.add_bias(self._native, "down_proj", expert, product))
+
+
+def working_sets(experts: int, at_once: int) -> tuple[range, ...]:
+    """A layer's experts in as few sets of at most `at_once` as there can be, all about as large."""
+    count = -(-experts // max(1, at_once))
+    return tuple(range(i * experts // count, (i + 1) * experts // count) for i in range(count))
+
+
+class RoutedBatch:
+    """Which tokens of a batch go to which expert.
+
+    Attributes:
+        weights: `[tokens · top_k, 1]`, one for each pair of a token and an expert.
+    """
+
+    def __init__(self, top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> None:
+        """Both inputs are `[tokens, top_k]`."""
+        self.weights = top_k_weights.reshape(-1, 1)
+        self._top_k = top_k_index.shape[1]
+        routed_to, order = top_k_index.reshape(-1).sort(stable=True)
+        self._order = order.int()
+        self._ends: list[int] = torch.bincount(routed_to, minlength=experts).cumsum(0).tolist()
+
+    def of(self, expert: int) -> tuple[Tensor, Tensor]:
+        """`[routed]` each, int64: the pairs that an expert is in, and their tokens, ascending."""
+        pairs = self._order[self.before(expert) : self._ends[expert]].long()
+        return pairs, pairs // self._top_k
+
+    def before(self, expert: int) -> int:
+        """How many pairs the experts before this one are in."""
+        return self._ends[expert - 1] if expert else 0

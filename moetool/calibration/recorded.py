@@ -1,0 +1,176 @@
+"""A layer whose experts do not fit into memory together, on the way of the calibration set through it.
+
+The layer runs with experts that only note what they are given; then the experts run on that, a working set after the
+other, each read once; then the layer runs again, with experts that answer from what was noted. Backwards likewise. The
+sums over a token's experts are formed in the same order as where all are in memory.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from moetool.calibration.held_experts import RoutedBatch
+from moetool.calibration.observation import Collector, observe, replaced
+from moetool.calibration.scratch import scratch_tensor
+
+if TYPE_CHECKING:
+    from moetool.calibration.streaming import StreamedModel
+
+Tick = Callable[[], None]
+
+
+class Recorded:
+    """What the experts of a layer are given, `[tokens, hidden]`, and which of them each token goes to; by batch.
+
+    Attributes:
+        parts: the tokens of each batch.
+    """
+
+    def __init__(
+        self, model: "StreamedModel", index: int, native: nn.Module, directory: Path, tokens: int, length: int
+    ) -> None:
+        """Of layer `index` with the fused experts `native`, on so many tokens in windows of `length`; large tensors are
+        files in `directory`."""
+        assert model.experts is not None
+        self._model, self._index, self._native, self._directory = model, index, native, directory
+        self._shape, self._tokens, self._length = model.experts.shape, tokens, length
+        self._inputs = torch.empty(0)
+        self._routings: list[RoutedBatch] = []
+        self.parts: list[slice] = []
+
+    def scratch(self, width: int | None = None) -> Tensor:
+        """Zeros on the disk for all tokens, `[tokens, width]`, by default as wide as hidden states."""
+        shape = self._tokens, width or self._shape.hidden
+        return scratch_tensor(self._directory, shape, self._inputs.dtype)
+
+    def recording(self, collectors: Sequence[Collector]) -> AbstractContextManager[None]:
+        """Let the experts note what they are given, and give nothing, for one pass of all batches."""
+
+        def note(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            for collector in collectors:
+                collector.observe_inputs(hidden_states)
+            start = self.parts[-1].stop if self.parts else 0
+            if not self.parts:
+                shape = self._tokens, self._shape.hidden
+                self._inputs = scratch_tensor(self._directory, shape, hidden_states.dtype)
+            self.parts.append(slice(start, start + len(hidden_states)))
+            self._inputs[self.parts[-1]] = hidden_states.detach().cpu()
+            self._routings.append(RoutedBatch(top_k_index.cpu(), top_k_weights.detach().cpu(), self._shape.experts))
+            return torch.zeros_like(hidden_states)
+
+        return replaced(self._native, note)
+
+    @torch.no_grad()
+    def observe(
+        self,
+        experts: range,
+        collectors: Sequence[Collector],
+        outputs: Tensor | None = None,
+        summed: Tensor | None = None,
+        tick: Tick = lambda: None,
+    ) -> None:
+        """Run some experts on all batches; add their outputs to `outputs` `[tokens, hidden]`, and their activations to
+        `summed` `[tokens, intermediate]`."""
+        with self._model.holding(self._index, self._native, experts) as held:
+            for part, routing in zip(self.parts, self._routings, strict=True):
+                result, sums = (None if whole is None else whole[part] for whole in (outputs, summed))
+                start = part.start * self._shape.top_k
+                observe(collectors, held, routing, self._length, self._inputs[part], result, sums, start)
+                tick()
+
+    @torch.no_grad()
+    def run(self, collectors: Sequence[Collector], outputs: Tensor | None, tick: Tick, *, sums_only: bool) -> None:
+        """Run all experts, set after set, into `outputs`; `collectors` see sums, and unless `sums_only` the rest."""
+        wanted = [collector for collector in collectors if collector.wants_sums]
+        summed = self.scratch(self._shape.intermediate) if wanted else None
+        for experts in self._model.working_sets:
+            self.observe(experts, () if sums_only else collectors, outputs, summed, tick)
+        for part in self.parts:
+            for collector in wanted:
+                assert summed is not None
+                collector.observe_sum(summed[part].to(self._model.device))
+
+    def answering(self, part: slice, outputs: Tensor) -> AbstractContextManager[None]:
+        """Let the experts give `outputs` `[tokens, hidden]` for one batch."""
+        return replaced(self._native, lambda hidden_states, *_: outputs[part].to(hidden_states, copy=True))
+
+    def tracked(self, leaf: Tensor) -> AbstractContextManager[None]:
+        """Let the experts give `leaf`, at which a gradient is wanted, for one batch."""
+        return replaced(self._native, lambda *_: leaf.clone())
+
+    def answering_backwards(
+        self, part: slice, outputs: Tensor, given: Tensor, weighing: Tensor
+    ) -> AbstractContextManager[None]:
+        """Let the experts give `outputs` for one batch, and on the way back the gradients of their inputs, `given`
+        `[tokens, hidden]`, and of the routing weights, `weighing` `[tokens, top_k]`."""
+
+        def answer(hidden_states: Tensor, _: Tensor, top_k_weights: Tensor) -> Tensor:
+            stored = outputs[part].to(hidden_states, copy=True)
+            return _Played.apply(
+                hidden_states, top_k_weights, stored, given[part].to(hidden_states), weighing[part].to(top_k_weights)
+            )
+
+        return replaced(self._native, answer)
+
+    def blame(self, blamed: Tensor, collectors: Sequence[Collector], tick: Tick) -> tuple[Tensor, Tensor]:
+        """From the gradients of the experts' summed outputs, `blamed` `[tokens, hidden]`, those of their inputs and of
+        the routing weights `[tokens, top_k]`. Last experts first, as autograd does it."""
+        given = self.scratch()
+        weighing = torch.zeros(self._tokens * self._shape.top_k, 1)
+        for experts in reversed(self._model.working_sets):
+            with self._model.holding(self._index, self._native, experts) as held:
+                for part, routing in zip(self.parts, self._routings, strict=True):
+                    first = part.start * self._shape.top_k
+                    for expert in reversed(experts):
+                        pairs, rows = routing.of(expert)
+                        if not len(pairs):
+                            continue
+                        inputs = self._inputs[part][rows].to(held.device).requires_grad_(True)
+                        weights = routing.weights[pairs].to(held.device).requires_grad_(True)
+                        with torch.enable_grad():
+                            work = held.run(expert, inputs)
+                            for collector in collectors:
+                                collector.observe(
+                                    expert, rows // self._length, inputs, work.gate_up, work.activation, work.product
+                                )
+                            output = (work.output * weights).to(blamed.dtype)
+                        torch.autograd.backward(output, blamed[part][rows].to(held.device))
+                        assert inputs.grad is not None
+                        assert weights.grad is not None
+                        given[part].index_add_(0, rows, inputs.grad.to(given))
+                        weighing[first + pairs] = weights.grad.to(weighing)
+                    tick()
+        return given, weighing.view(self._tokens, self._shape.top_k)
+
+
+class _Played(torch.autograd.Function):
+    """Gives what was computed elsewhere, forwards and backwards."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_states: Tensor, weights: Tensor, outputs: Tensor, given: Tensor, weighing: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(given, weighing)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        given, weighing = ctx.saved_tensors
+        return given, weighing, None, None, None
+
+
+def spread(tick: Tick, ticks: int, steps: int) -> Tick:
+    """A step of `steps` that together call `tick` so many times."""
+
+    def counting() -> Iterator[None]:
+        for step in range(steps):
+            for _ in range((step + 1) * ticks // steps - step * ticks // steps):
+                tick()
+            yield
+
+    counted = counting()
+    return lambda: next(counted)

@@ -1,0 +1,126 @@
+"""What going through a model layer by layer takes at its peak, and how many experts of a layer that leaves room for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moetool.architectures import MoEShape
+from moetool.architectures.base import whole_number
+from moetool.calibration.held_experts import working_sets
+from moetool.calibration.input_grams import keeps_each_down
+from moetool.checkpoint.experts import ExpertReader
+from moetool.job.processes import processes
+from moetool.runtime.memory import free_bytes
+
+_FP64 = 8
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """Bytes of one thing that is measured of a layer, and of what is made of it.
+
+    Attributes:
+        common: once for the layer.
+        each: for every expert that is in memory.
+        work: when everything has been measured.
+    """
+
+    common: int = 0
+    each: int = 0
+    work: int = 0
+
+    def nbytes(self, at_once: int) -> int:
+        """With so many experts in memory."""
+        return self.common + at_once * self.each + self.work
+
+    @classmethod
+    def fisher(cls, shape: MoEShape, *, regression: bool = False) -> "Measuring":
+        """Fisher-weighted sums of the experts' matrices; with `regression` what RegMean needs."""
+        common = 4 * (2 * shape.expert_parameters + 2 * shape.hidden * shape.intermediate)
+        if regression:
+            squares = 2 * (shape.hidden**2 + shape.intermediate**2)  # to be solved, and the sums
+            common += _FP64 * (shape.expert_parameters + 2 * shape.hidden * shape.intermediate + squares)
+        return cls(common)
+
+    @classmethod
+    def factors(cls, shape: MoEShape, *, jointly: bool = False) -> "Measuring":
+        """Gram matrices for low-rank deltas, and their factorisation, one after the other or `jointly`."""
+        small, large = sorted((shape.hidden, shape.intermediate))
+        grams = _FP64 * (shape.hidden**2 + small**2)  # for one expert, or the mean
+        sample = _FP64 * small * shape.intermediate
+        together = 3 * 4 * small * large if jointly else 0  # all deltas of a role: as they are, scaled, and in one
+        return cls(grams + sample + 4 * shape.expert_parameters, grams + together, _FP64 * small * 6 * large)
+
+    @classmethod
+    def codes(cls, shape: MoEShape) -> "Measuring":
+        """Gram matrices for quantized deltas, and rounding on them."""
+        each_down = shape.intermediate**2 if keeps_each_down(shape) else 0
+        means = _FP64 * (shape.hidden**2 + shape.intermediate**2)
+        work = _FP64 * 5 * max(shape.hidden, shape.intermediate) ** 2
+        return cls(means, _FP64 * (shape.hidden**2 + each_down), work + 4 * shape.expert_parameters)
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes at the peak of a job that goes through an MoE model on a text, layer by layer.
+
+    Attributes:
+        rest: whatever a layer holds: the process, embeddings and head, a layer without its experts.
+        dense: by how much a layer without experts is larger than such a one.
+        passing: of a batch on its way through a layer or the head.
+        expert: one expert's matrices.
+        experts: of a layer.
+        measuring: what is in memory one after the other.
+    """
+
+    rest: int
+    dense: int
+    passing: int
+    expert: int
+    experts: int
+    measuring: tuple[Measuring, ...] = (Measuring(),)
+
+    def nbytes(self, at_once: int | None = None) -> int:
+        """With so many experts in memory together, by default all, and then while batches pass through the layer."""
+        if at_once is None or at_once >= self.experts:
+            most = max(one.nbytes(self.experts) for one in self.measuring)
+            return self.rest + self.passing + max(self.dense, self.experts * self.expert + most)
+        most = max(one.nbytes(at_once) for one in self.measuring)
+        common = max(one.common for one in self.measuring)
+        return self.rest + max(self.passing + max(self.dense, common), at_once * self.expert + most)
+
+    def at_once(self, allowed: int | None) -> int:
+        """How many experts may be in memory together where `allowed` bytes may be used, by default what is free; one if
+        not even that is enough. All where several processes share the work: what each has gathered is summed at once.
+        """
+        if processes() > 1:
+            return self.experts
+        room = free_bytes() if allowed is None else allowed
+        if self.nbytes() <= room:
+            return self.experts
+        fits = [count for count in range(1, self.experts) if self.nbytes(count) <= room]
+        return max(map(len, working_sets(self.experts, max(fits, default=1))))
+
+
+def layer_numbers(experts: ExpertReader) -> tuple[int, int, int]:
+    """Numbers outside of all layers, in the largest layer without its experts, and in the largest MoE layer so."""
+    architecture, tensors = experts.architecture, experts.checkpoint.tensors
+    start = architecture.layer.partition("{")[0]
+    sizes = {name: info.nbytes // info.dtype.itemsize for name, info in tensors.items() if name not in experts.names}
+    layers = [
+        sum(size for name, size in sizes.items() if name.startswith(architecture.layer_prefix(layer)))
+        for layer in range(architecture.layers(experts.checkpoint.config))
+    ]
+    outside = sum(size for name, size in sizes.items() if not name.startswith(start))
+    return outside, max(layers), max(layers[layer] for layer in experts.moe_layers)
+
+
+def attention_bytes(config: Mapping[str, object], windows: int, length: int) -> int:
+    """Of latent attention in some windows: queries, keys, values and their gradients, and where values are not as wide
+    as keys the scores between all tokens, which torch then forms on a processor; three times these, by measurement."""
+    heads, values = (whole_number(config, key) for key in ("num_attention_heads", "v_head_dim"))
+    keys = [whole_number(config, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    if heads is None or values is None or None in keys:
+        return 0
+    width = sum(size for size in keys if size is not None)
+    scores = 0 if width == values else 3 * length
+    return 4 * windows * length * heads * (scores + 2 * (2 * width + values))
