@@ -250,7 +250,7 @@ class GramCollector:
         """`down_delta(expert)` gives Δ of the down matrix in fp32; `tokens` is how many will be routed in all, by all
         processes, `before` of them by those before this one. What an expert was given is gathered for who has it."""
         self._owned = owned or Owned(shape, Peers())
-        self._totals: dict[Role, Tensor] = {}
+        self._totals: dict[str, Tensor] = {}
         self.inputs = [Gram(shape.hidden, device) for _ in range(shape.experts)]
         self.wide_down = shape.intermediate > shape.hidden
         size = shape.hidden if self.wide_down else shape.intermediate
@@ -289,24 +289,18 @@ class GramCollector:
     def reduce(self, peers: Peers) -> None:
         if peers.size == 1:
             return
-        self._totals["up"] = summed_grams(self.inputs, peers)
-        if not self.wide_down:
-            self._totals["down"] = summed_grams(self.down, peers)
-        reduce_grams(self.inputs, partial(self._owned.owner, "up"), peers)
-        reduce_grams(self.down, partial(self._owned.owner, "down"), peers)
+        self._totals = {
+            "up": reduce_grams(self.inputs, partial(self._owned.owner, "up"), peers),
+            "down": reduce_grams(self.down, partial(self._owned.owner, "down"), peers),
+        }
         for sums in (self.energy, *self.magnitude.values()):
             peers.all_reduce(sums)
-        device = self._totals["up"].device
-        sampled = peers.gather([rows.cpu() for rows in self._sample])
-        self._sample = [rows.to(device) for others in sampled for rows in others]
+        self._sample = [rows for others in peers.gather(self._sample) for rows in others]
 
     def total(self, role: Role) -> Tensor:
-        """`[size, size]` fp64: the sum of the Gram matrices of all experts, also of those that others have; of down
-        where it is not wide, or one process has them all."""
-        kind: Role = "down" if role == "down" else "up"
-        if kind in self._totals:
-            return self._totals[kind]
-        return summed_grams(self.down if kind == "down" else self.inputs, Peers())
+        """`[size, size]` fp64: the sum of the Gram matrices of all experts, also of those that others have."""
+        kind = "down" if role == "down" else "up"
+        return self._totals[kind] if self._totals else summed_grams(self.down if role == "down" else self.inputs)
 
     def tokens(self) -> Tensor:
         """`[experts]` int64: how many tokens each expert was given."""

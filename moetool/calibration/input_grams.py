@@ -48,11 +48,9 @@ class InputGramCollector:
         self._given = self._energies()
         peers.all_reduce(self._given)
         peers.all_reduce(self._channels)
-        self._totals["up"] = summed_grams(self._inputs, peers)
-        reduce_grams(self._inputs, partial(self._owned.owner, "up"), peers)
+        self._totals["up"] = reduce_grams(self._inputs, partial(self._owned.owner, "up"), peers)
         if self.each_down:
-            self._totals["down"] = summed_grams(self._down, peers)
-            reduce_grams(self._down, partial(self._owned.owner, "down"), peers)
+            self._totals["down"] = reduce_grams(self._down, partial(self._owned.owner, "down"), peers)
         else:
             peers.all_reduce(self._down[0].matrix())
 
@@ -78,7 +76,7 @@ class InputGramCollector:
         grams = self._down if role == "down" else self._inputs
         kind = "down" if role == "down" else "up"
         if kind not in self._mean:
-            total = self._totals[kind] if self._totals else summed_grams(grams, Peers())
+            total = self._totals[kind] if self._totals else summed_grams(grams)
             self._mean[kind] = total / max(1, sum(gram.count for gram in grams))
         mean = self._mean[kind]
         own = grams[expert]

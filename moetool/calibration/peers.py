@@ -96,22 +96,31 @@ class Owned:
         return self.owner(role, expert) == self.peers.rank
 
 
-def summed_grams(grams: Sequence[Gram], peers: Peers) -> Tensor:
-    """`[size, size]` fp64: the sum of the Gram matrices of all processes, before `reduce_grams`."""
+def summed_grams(grams: Sequence[Gram]) -> Tensor:
+    """`[size, size]` fp64: the sum of Gram matrices."""
     total = torch.zeros_like(grams[0].matrix())
     for gram in grams:
         total += gram.matrix()
-    peers.all_reduce(total)
     return total
 
 
-def reduce_grams(grams: list[Gram], owner: Callable[[int], int], peers: Peers) -> None:
-    """Add up the Gram matrices of every expert over all processes for its owner; to the others its `count` is left."""
-    counts = torch.tensor([gram.count for gram in grams])
+def reduce_grams(grams: Sequence[Gram], owner: Callable[[int], int], peers: Peers) -> Tensor:
+    """Sum Gram matrices over all processes.
+
+    Args:
+        grams: of every expert; `count` becomes that of all processes, a matrix that of all, for its owner alone.
+        owner: of each.
+        peers: the processes.
+
+    Returns:
+        `[size, size]` fp64: the sum of all of them over all processes, for all.
+    """
+    total, counts = summed_grams(grams), torch.tensor([gram.count for gram in grams])
+    peers.all_reduce(total)
     peers.all_reduce(counts)
-    for expert, count in enumerate(counts.tolist()):
-        matrix = grams[expert].matrix()
-        peers.reduce(matrix, owner(expert))
+    for expert, (gram, count) in enumerate(zip(grams, counts.tolist(), strict=True)):
+        peers.reduce(gram.matrix(), owner(expert))
         if owner(expert) != peers.rank:
-            grams[expert] = Gram(0, matrix.device)
-        grams[expert].count = count
+            gram.forget()
+        gram.count = count
+    return total
