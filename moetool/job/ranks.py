@@ -251,6 +251,8 @@ class JoinedRanks(Ranks):
             until = time.monotonic() + (0 if self._is_lost else LEAVE_SECONDS)
             while self._store.add(_LEFT, 0) < self.size and time.monotonic() < until:
                 time.sleep(0.05)
+            if self.is_first:
+                time.sleep(0.2)  # the store goes with it, and the others are to see in it that all have left
         # What it ends with is settled: a launcher that sees another one end asks the rest to stop.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
