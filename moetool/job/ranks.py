@@ -8,9 +8,9 @@ long work of the main thread, too, as by Ctrl-C: the watch sees within a second 
 
 import _thread
 import contextlib
+import io
 import json
 import os
-import pickle
 import signal
 import threading
 import time
@@ -186,8 +186,7 @@ class JoinedRanks(Ranks):
         if self.rank != owner:
             content = torch.empty(int(size), dtype=torch.uint8)
         self._wait(lambda: dist.broadcast(content, owner, async_op=True))
-        found: SaidT = said if self.rank == owner else pickle.loads(content.numpy().tobytes())
-        return found
+        return said if self.rank == owner else _from_bytes(content)
 
     def gather(self, said: SaidT) -> list[SaidT]:
         return [self.broadcast(said, owner) for owner in range(self.size)]
@@ -252,6 +251,8 @@ class JoinedRanks(Ranks):
             until = time.monotonic() + (0 if self._is_lost else LEAVE_SECONDS)
             while self._store.add(_LEFT, 0) < self.size and time.monotonic() < until:
                 time.sleep(0.05)
+            if self.is_first:
+                time.sleep(0.2)  # the store goes with it, and the others are to see in it that all have left
         # What it ends with is settled: a launcher that sees another one end asks the rest to stop.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -263,4 +264,11 @@ class JoinedRanks(Ranks):
 
 
 def _to_bytes(said: object) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(said)), dtype=torch.uint8)
+    torch.save(said, buffer := io.BytesIO())
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def _from_bytes(content: Tensor) -> Any:
+    """The same again. A tensor that was on a card is on this process's own."""
+    here = {f"cuda:{card}": "cuda" for card in range(torch.cuda.device_count())}
+    return torch.load(io.BytesIO(content.numpy().tobytes()), here, weights_only=False)
