@@ -37,7 +37,7 @@ def encoded_names(layout: LayerLayout, owned: Owned) -> set[str]:
 def _work(form: Representation, matrix: tuple[int, int]) -> Work:
     if form.is_whole:
         return Work(moved=8.0 * matrix[0] * matrix[1])
-    return encode(form, matrix, fed_back=True) + (factorize(matrix) if form.directions else Work())
+    return encode(form, matrix, fed_back=True) + (factorize(matrix, form.directions) if form.directions else Work())
 
 
 def _effort(work: Work) -> float:

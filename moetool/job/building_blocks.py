@@ -242,26 +242,30 @@ def _batches(cost: CalibrationCost) -> int:
 # Matrices.
 
 
-def factorize(matrix: tuple[int, int], *, on_outputs: bool = False, whitened: bool = True) -> Work:
-    """All directions of one delta `[out, in]`, by the norm of its inputs, of its outputs, or none."""
+def _image(matrix: tuple[int, int], precision: Precision, *, on_outputs: bool, whitened: bool) -> Work:
+    """What a delta `[out, in]` makes of the inputs behind its Gram matrix, and the products of that with itself."""
     rows, columns = matrix
-    narrow = min(matrix)
-    inner = rows * columns * narrow * 0.625  # lower slabs of a symmetric product
-    cholesky: dict[int, float] = {}
-    products, given = inner, Work(moved=COEFFICIENTS.factor_bytes * rows * columns)
+    numbers = rows * columns
+    given = Work(moved=COEFFICIENTS.factor_bytes * numbers, calls=COEFFICIENTS.sensitivity_calls)
     if on_outputs:  # what the layer's mean input makes of it, from a sample of twice as many tokens as outputs
-        products, given = 2 * rows**3, Work(products={"float32": 2 * rows**2 * columns}, moved=100 * rows * columns)
-    if whitened and not on_outputs and rows <= columns:
-        products += rows * columns**2
-    elif whitened and not on_outputs:
-        products += 2.6 * columns**3
-        cholesky = {columns: 1.0}
-    return given + Work(
-        products={"float64": COEFFICIENTS.narrow * products},
-        eigen={narrow: 1.0},
-        cholesky=cholesky,
-        calls=COEFFICIENTS.sensitivity_calls,
-        written=4 * narrow * rows * columns / (rows + columns),
+        return given + Work(products={precision: 2 * rows * numbers})
+    squared = Work(products={precision: numbers * min(matrix) / 2})
+    if not whitened:
+        return given + squared
+    return given + squared + Work(products={precision: numbers * columns / 2}, cholesky={columns: COEFFICIENTS.root})
+
+
+def spectrum(matrix: tuple[int, int], *, on_outputs: bool = False, whitened: bool = True) -> Work:
+    """What each rank of one delta `[out, in]` loses, by the norm of its inputs, of its outputs, or none."""
+    image = _image(matrix, "float32", on_outputs=on_outputs, whitened=whitened)
+    return image + Work(eigen={min(matrix): COEFFICIENTS.eigenvalues})
+
+
+def factorize(matrix: tuple[int, int], rank: float, *, on_outputs: bool = False, whitened: bool = True) -> Work:
+    """Its leading directions, by the same norm."""
+    image = _image(matrix, "bfloat16", on_outputs=on_outputs, whitened=whitened)
+    return image + Work(
+        products={"float32": matrix[0] * min(matrix) * rank}, eigen={min(matrix): COEFFICIENTS.eigenvectors}
     )
 
 
@@ -306,17 +310,23 @@ def feed_back(matrix: tuple[int, int]) -> Work:
     rows, columns = matrix
     numbers = rows * columns
     return Work(
-        products={"float32": numbers * columns / 2, "float64": 2 * COEFFICIENTS.narrow * numbers * columns},
-        cholesky={columns: 3.0},
+        products={"float32": 1.5 * numbers * columns},
+        cholesky={columns: COEFFICIENTS.root},
         moved=COEFFICIENTS.feedback_bytes * numbers,
         calls=COEFFICIENTS.feedback_calls * columns,
     )
 
 
-def measure(matrix: tuple[int, int]) -> Work:
-    """What one form of a delta loses on the inputs behind its Gram matrix."""
-    numbers = matrix[0] * matrix[1]
-    return Work(products={"float64": numbers * matrix[1]}, moved=COEFFICIENTS.error_bytes * numbers)
+def tried(forms: Collection[Representation], matrix: tuple[int, int]) -> Work:
+    """What every form of a delta loses on the inputs behind its Gram matrix, told from some of its rows."""
+    numbers, columns = matrix[0] * matrix[1], matrix[1]
+    made = COEFFICIENTS
+    return factorize(matrix, max((form.directions for form in forms), default=0)) + Work(
+        products={"float32": numbers * columns},
+        cholesky={columns: made.root},
+        moved=made.feedback_bytes * made.tried_rows * columns * len(forms) + made.error_bytes * numbers,
+        calls=made.tried_calls * columns,
+    )
 
 
 # Results.

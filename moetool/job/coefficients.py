@@ -26,11 +26,14 @@ class Coefficients:
         load_bytes: bytes moved per number of a layer that is loaded, widened and checked.
         fisher_bytes: bytes moved per number of an expert that gradients of one window reach.
         merge_bytes: bytes moved per number of all experts that are merged.
+        root: a Cholesky factor of a Gram matrix in those of fp64.
+        eigenvalues, eigenvectors: those of a delta in eigen-decompositions in fp64.
         sensitivity_calls: operations around the factorization of one matrix.
         cut_calls: the same around cutting it to a rank.
         scale_bytes: bytes moved per number and scale that is tried for it, in a cache.
         scales: how many are tried by bits; else, the last.
         nearest_bytes: bytes moved per number to find its code and to pack it.
+        tried_rows, tried_calls: of a matrix whose forms are tried, and operations per column.
         feedback_calls: operations per column in error feedback.
         feedback_bytes: bytes moved per number in error feedback.
         scatter_bytes: bytes moved per number of a sparse matrix, stored or not.
@@ -53,7 +56,10 @@ class Coefficients:
     score_bytes: float = 160
     factor_gram_bytes: float = 1000
     input_gram_bytes: float = 300
-    factor_bytes: float = 1450
+    factor_bytes: float = 725
+    root: float = 0.65
+    eigenvalues: float = 0.12
+    eigenvectors: float = 0.45
     layer_passes: float = 60
     expert_passes: float = 60
     load_bytes: float = 190
@@ -65,7 +71,9 @@ class Coefficients:
     scales: tuple[tuple[int, float], ...] = ((1, 1), (8, 2.5), (4, 16))
     nearest_bytes: float = 1060
     feedback_calls: float = 14
-    feedback_bytes: float = 6500
+    feedback_bytes: float = 2000
+    tried_rows: float = 200
+    tried_calls: float = 60
     scatter_bytes: float = 250
     sample_bytes: float = 600
     sort_bytes: float = 5700

@@ -21,10 +21,11 @@ from moetool.job.building_blocks import (
     fisher,
     head_gradients,
     input_grams,
-    measure,
     merging,
     router_moments,
+    spectrum,
     train_selector,
+    tried,
     usage,
     writing,
 )
@@ -73,21 +74,22 @@ def factor_phases(cost: CalibrationCost | None, size: ModelSize, written: int, *
     there is one; factors are then made on the whole text."""
     shape, deltas = _shape(size), _shape(size).experts * size.moe_layers
     rank = _rank_for(size, written)
-    factors, cuts = Work(), Work()
+    spectra, factors = Work(), Work()
     for role in shape.roles:
-        matrix = shape.matrix(role)
-        on_outputs = cost is not None and role == "down" and matrix[0] < matrix[1]
-        factors += factorize(matrix, on_outputs=on_outputs, whitened=cost is not None) * deltas
-        cuts += cut(matrix, rank(matrix)) * deltas
+        matrix, whitened = shape.matrix(role), cost is not None
+        on_outputs = whitened and role == "down" and matrix[0] < matrix[1]
+        spectra += spectrum(matrix, on_outputs=on_outputs, whitened=whitened) * deltas
+        found = factorize(matrix, rank(matrix), on_outputs=on_outputs, whitened=whitened)
+        factors += (found + cut(matrix, rank(matrix))) * deltas
     write = writing(size.nbytes, written, size.tensors)
     if cost is None:
-        return Phase(FACTORIZE, Work(read=size.nbytes) + factors), Phase(ENCODE, factors + cuts + write)
+        return Phase(FACTORIZE, Work(read=size.nbytes) + spectra), Phase(ENCODE, factors + write)
     running = calibration_forward(cost, size) + factor_grams(cost, size)
-    last = Phase(ENCODE, running + factors + cuts + write)
+    last = Phase(ENCODE, running + factors + write)
     if not gradients:
-        return Phase(FORWARD, running + factors), last
+        return Phase(FORWARD, running + spectra), last
     few = gradient_cost(cost)
-    return *_back_with(few, size, factor_grams(few, size) + factors), last
+    return *_back_with(few, size, factor_grams(few, size) + spectra), last
 
 
 def menu_phases(
@@ -108,16 +110,17 @@ def menu_phases(
         base: how bases are stored.
     """
     shape, deltas = _shape(size), _shape(size).experts * size.moe_layers
-    tried, chosen = _bases(shape, base) * size.moe_layers, Work()
+    measured, chosen = _bases(shape, base) * size.moe_layers, Work()
     for role, offered in forms.items():
         matrix = shape.matrix(role)
-        works = [encode(form, matrix, fed_back=True) for form in offered if not form.is_whole]
-        tried += (altogether(works) + measure(matrix) * len(works) + factorize(matrix)) * deltas
+        made = [form for form in offered if not form.is_whole]
+        works = [encode(form, matrix, fed_back=True) for form in made]
+        measured += tried(made, matrix) * deltas
         chosen += altogether(works) * (deltas / max(1, len(works)))
     running = calibration_forward(cost, size) + input_grams(cost, size)
     write = writing(size.nbytes, written, size.tensors + 2 * len(shape.roles) * deltas)
     few = gradient_cost(cost)
-    return *_back_with(few, size, input_grams(few, size) + tried), Phase(ENCODE, running + chosen + write)
+    return *_back_with(few, size, input_grams(few, size) + measured), Phase(ENCODE, running + chosen + write)
 
 
 def encoding_phases(
