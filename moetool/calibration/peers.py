@@ -105,13 +105,12 @@ def summed_grams(grams: Sequence[Gram], peers: Peers) -> Tensor:
     return total
 
 
-def reduce_grams(grams: list[Gram], owner: Callable[[int], int], peers: Peers) -> None:
+def reduce_grams(grams: Sequence[Gram], owner: Callable[[int], int], peers: Peers) -> None:
     """Add up the Gram matrices of every expert over all processes for its owner; to the others its `count` is left."""
     counts = torch.tensor([gram.count for gram in grams])
     peers.all_reduce(counts)
-    for expert, count in enumerate(counts.tolist()):
-        matrix = grams[expert].matrix()
-        peers.reduce(matrix, owner(expert))
+    for expert, (gram, count) in enumerate(zip(grams, counts.tolist(), strict=True)):
+        peers.reduce(gram.matrix(), owner(expert))
         if owner(expert) != peers.rank:
-            grams[expert] = Gram(0, matrix.device)
-        grams[expert].count = count
+            gram.forget()
+        gram.count = count

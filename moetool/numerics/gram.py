@@ -58,6 +58,10 @@ class Gram:
         """The symmetric [size, size] fp64 sum so far. It is the accumulator itself: clone it to go on adding."""
         return mirror_lower(self._sum)
 
+    def forget(self) -> None:
+        """Let go of the matrix, where nobody will ask for it; `count` stays."""
+        self._sum = self._sum.new_empty(0, 0)
+
     def _add_lower(self, chunk: Tensor) -> None:
         """Add chunk^T chunk to the lower triangle, slab by slab."""
         for start, stop in symmetric_blocks(len(self._sum)):
