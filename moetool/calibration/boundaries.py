@@ -21,7 +21,9 @@ def stretch(layers: int) -> int:
 
 
 def boundaries_at_once(layers: int) -> int:
-    """Most files of hidden states and gradients that are there at any time on the way forward and back: what is kept,
-    one stretch, the gradients above and below a layer."""
+    """Most files of hidden states and gradients that are there at any time on the way forward and back."""
     between = stretch(layers)
-    return -(-layers // between) + between + 1
+    kept = -(-layers // between)
+    top = kept + (layers - 1) % between + 2  # the last stretch, the end, and gradients there
+    below = kept + between if kept > 1 else 0  # a stretch that was made again, and gradients above and below a layer
+    return max(top, below)

@@ -99,8 +99,7 @@ class CalibratedJob:
             job.source.checkpoint, job.source.architecture, dtype, job.device, experts_at_once=experts_at_once
         )
         self.model, self.experts_at_once = model, experts_at_once
-        if job.unit(_TEXT):
-            job.finish(_TEXT, told={"windows": digest})
+        self._digest = digest
         masked = masked_windows(windows, tokenizer, options.seed) if encoder else None
         kept, tick = kept_dtype(job.source.dtype, dtype), job.progress.advance
         self.sweep = Sweep(model, windows, job.work, tick, masked=masked, kept=kept, peers=job.ranks)
@@ -115,6 +114,11 @@ class CalibratedJob:
         if gradients:
             directory.mkdir(exist_ok=True)
             self.facts = replace(self.facts, gradient_windows=few)
+
+    def note_text(self) -> None:
+        """Note which text this is, before the first thing is made of it."""
+        if self.job.together(_TEXT):
+            self.job.finish(_TEXT, told={"windows": self._digest})
 
     @property
     def source(self) -> Source:
@@ -155,6 +159,7 @@ class CalibratedJob:
         visited = set(self.source.experts.moe_layers if layers is None else layers)
         lowest, between = min(visited), stretch(self._layers)
         last = (self._layers - 1) // between * between  # from here on all are still there when the way back begins
+        self.note_text()
         with phase(job.progress, "Forward", (self._layers + 1) * sweep.batch_count):
             if job.together("gradients/embed", sweep.batch_count):
                 sweep.embed()
@@ -235,6 +240,8 @@ class ForwardPass:
     def _step(self, index: int) -> None:
         job, sweep, finish = self._calibrated.job, self._calibrated.sweep, self._calibrated._finish
         unit = f"{self._name}embed" if index < 0 else f"{self._name}forward/{index}"
+        if index < 0:
+            self._calibrated.note_text()
         if not job.together(unit, sweep.batch_count):
             return
         if index < 0:

@@ -13,7 +13,7 @@ from moetool.calibration.boundaries import boundaries_at_once, kept_dtype, stret
 from moetool.job import calibrated
 
 
-@pytest.mark.parametrize(("layers", "files"), [(1, 3), (4, 5), (9, 7), (32, 13), (61, 17)])
+@pytest.mark.parametrize(("layers", "files"), [(1, 3), (4, 5), (9, 7), (32, 12), (61, 16)])
 def test_files_grow_with_the_root_of_the_depth(layers: int, files: int) -> None:
     assert boundaries_at_once(layers) == files
 
