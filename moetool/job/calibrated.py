@@ -214,10 +214,6 @@ class CalibratedJob:
             fused_matrix(shape, experts, expert, role) if expert < shape.experts else read(expert, role)
         )
 
-    def tokens_routed(self) -> int:
-        """Expert inputs per layer over the whole calibration set."""
-        return int(self.sweep.windows.numel()) * self.source.experts.shape.top_k
-
 
 class ForwardPass:
     """One pass over the calibration text, as far through the layers as it was asked to go.

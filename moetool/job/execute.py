@@ -2,6 +2,8 @@
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,16 +99,8 @@ def _lead(
         if is_first_process():
             check_finished(directory, identity)
         ranks.broadcast(False)
-        return Result(
-            stage=kind.name,
-            input=str(source),
-            output=str(directory),
-            status="finished",
-            sizes=stage.verify(directory) if stage.writes_model else None,
-            seconds=round(time.monotonic() - began, 2),
-            peak_memory_bytes=anonymous_bytes(),
-            told=Told(),
-        )
+        sizes = stage.verify(directory) if stage.writes_model else None
+        return replace(_result(kind, source, directory, began), status="finished", sizes=sizes)
     needs = replace(plan, memory_bytes=ranks.here * plan.memory_bytes)
     needs.check(directory, memory=options.memory, disk=options.disk)
     if overwrite and isinstance(stage.options, TextOptions) and stage.options.calibration:
@@ -120,7 +114,7 @@ def _lead(
     try:
         return_freed_memory()
         ranks.broadcast(True)
-        with PeakMemory() as peak, listening() as interrupt:
+        with _storage_explained(directory, plan.disk_bytes), PeakMemory() as peak, listening() as interrupt:
             job = Job(opened, workspace, options, recipe, progress, interrupt, ranks)
             if not isinstance(progress, Silent):
                 progress.expect(estimate(plan, options, directory).phases)
@@ -129,25 +123,11 @@ def _lead(
             told = stage.run(job)
             sizes = stage.verify(directory) if stage.writes_model and is_first_process() else None
             workspace.close()
-    except MoetoolError as error:
-        ranks.fail(error)
-        workspace.abandon()
-        raise
     except BaseException as error:
         ranks.fail(error)
         workspace.abandon()
-        if (problem := storage_problem(error, directory, plan.disk_bytes)) is None:
-            raise
-        raise problem from error
-    return Result(
-        stage=kind.name,
-        input=str(source),
-        output=str(directory),
-        sizes=sizes,
-        seconds=round(time.monotonic() - began, 2),
-        peak_memory_bytes=peak.bytes,
-        told=told,
-    )
+        raise
+    return replace(_result(kind, source, directory, began, told), sizes=sizes, peak_memory_bytes=peak.bytes)
 
 
 def _follow(kind: type[AnyStage], source: str | Path, output: str | Path, options: RunOptions, ranks: Ranks) -> Result:
@@ -157,23 +137,36 @@ def _follow(kind: type[AnyStage], source: str | Path, output: str | Path, option
     if is_to_do:
         stage = kind(kind.source_type.of(Checkpoint.open(source)), options)
         workspace = RankWorkspace(directory, ranks)
-        try:
-            with listening() as interrupt:
-                job = Job(stage.source, workspace, options, stage.recipe(), interrupt=interrupt, ranks=ranks)
-                told = stage.run(job)
-        except MoetoolError:
+        with _storage_explained(directory), listening() as interrupt:
+            job = Job(stage.source, workspace, options, stage.recipe(), interrupt=interrupt, ranks=ranks)
+            told = stage.run(job)
+    return _result(kind, source, directory, began, told)
+
+
+@contextmanager
+def _storage_explained(directory: Path, needed: int | None = None) -> Iterator[None]:
+    """Turn what libraries make of a full disk into an error with the numbers."""
+    try:
+        yield
+    except MoetoolError:
+        raise
+    except Exception as error:
+        if (problem := storage_problem(error, directory, needed)) is None:
             raise
-        except Exception as error:
-            if (problem := storage_problem(error, directory)) is None:
-                raise
-            raise problem from error
+        raise problem from error
+
+
+def _result(
+    kind: type[AnyStage], source: str | Path, directory: Path, began: float, told: Told | None = None
+) -> Result:
+    """Of a run that began at that time, and takes so much memory by now."""
     return Result(
         stage=kind.name,
         input=str(source),
         output=str(directory),
         seconds=round(time.monotonic() - began, 2),
         peak_memory_bytes=anonymous_bytes(),
-        told=told,
+        told=told or Told(),
     )
 
 

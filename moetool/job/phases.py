@@ -1,11 +1,11 @@
 """The phases of whole jobs, under the names that progress shows them by, made of `building_blocks`."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from moetool.architectures import MoEShape, Role
+from moetool.calibration.boundaries import stretch
 from moetool.format.kinds.base import Counts
 from moetool.format.layout import LayerLayout
 from moetool.job.building_blocks import (
@@ -46,7 +46,7 @@ Phases = tuple[Phase, ...]
 def gradient_phases(cost: CalibrationCost, size: ModelSize) -> Phases:
     """There and back again over the windows that gradients come from: every √L-th boundary is kept, and what lies
     between is run again on the way back, where bases are made."""
-    kept = math.isqrt(max(1, size.layers))
+    kept = -(-size.layers // stretch(size.layers))
     forward = calibration_forward(cost, size, kept)
     return Phase(FORWARD, forward), Phase(BACKWARD, forward + calibration_backward(cost, size) + fisher(cost, size))
 

@@ -97,15 +97,9 @@ def _analyse_role(
     reader: ExpertReader, layer: int, role: Role, fisher: Tensor | None, advance: Callable[[], None]
 ) -> RoleAnalysis:
     experts = range(reader.shape.experts)
-    matrices = [
-        _finite(reader.dense(layer, expert, role), f"expert {expert} of layer {layer}", role) for expert in experts
-    ]
+    matrices = [reader.dense(layer, expert, role) for expert in experts]
     has_base = reader.layout(layer).weights[role] is not None
-    base = (
-        _finite(reader.full_base(layer, role), f"the base of layer {layer}", role).double()
-        if has_base
-        else _mean(matrices)
-    )
+    base = _finite_base(reader, layer, role).double() if has_base else _mean(matrices)
     shares = [share / 100 for share in SHARES]
     own, deltas, zero = [], [], []
     for expert, matrix in enumerate(matrices):
@@ -129,10 +123,12 @@ def _analyse_role(
     return entry
 
 
-def _finite(matrix: Tensor, owner: str, role: Role) -> Tensor:
-    if not is_finite(matrix):
-        raise InvalidInputError(f"The {role} matrix of {owner} holds NaN or infinity.")
-    return matrix
+def _finite_base(reader: ExpertReader, layer: int, role: Role) -> Tensor:
+    """Which experts that are stored whole do not show."""
+    base = reader.full_base(layer, role)
+    if not is_finite(base):
+        raise InvalidInputError(f"The {role} matrix of the base of layer {layer} has NaN or infinite values.")
+    return base
 
 
 def _mean(matrices: Sequence[Tensor]) -> Tensor:

@@ -26,6 +26,24 @@ class Kept:
         return self._results[key]
 
 
+def write_tokenizer(directory: Path, vocabulary: int) -> None:
+    """Of a random model: every token is a word of its own."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocabulary)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(directory)
+
+
+def write_random_text(file: Path, vocabulary: int, tokens: int) -> None:
+    """So many words of that tokenizer."""
+    import torch
+
+    ids = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(0))
+    file.write_text(" ".join(f"w{i}" for i in ids.tolist()))
+
+
 def publish(lines: Sequence[str], file: Path | None) -> None:
     """Print a table, and write it to a file if there is one."""
     text = "\n".join(lines) + "\n"

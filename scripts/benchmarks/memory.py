@@ -16,9 +16,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+from _common import made_by, publish, write_random_text, write_tokenizer
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 VOCABULARY = 512
 
@@ -65,9 +64,7 @@ def write_model(directory: Path, layers: int, hidden: int, intermediate: int, ex
     rest = {"model.embed_tokens.weight": weight(VOCABULARY, hidden), "model.norm.weight": torch.ones(hidden).bfloat16()}
     save(f"model-{layers + 1:05d}-of-{layers + 1:05d}.safetensors", rest)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(directory)
+    write_tokenizer(directory, VOCABULARY)
 
 
 def main() -> None:
@@ -78,6 +75,8 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=512)
+    parser.add_argument("--method", choices=("d2moe", "hybrid"), default="d2moe")
+    parser.add_argument("--memory", help="what the job may use, as for compress; any if not given")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "moetool-memory")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -96,12 +95,12 @@ def main() -> None:
         shutil.rmtree(options.work, ignore_errors=True)
         write_model(options.work / "model", count, options.hidden, options.intermediate, options.experts)
         text = options.work / "text.txt"
-        ids = torch.randint(VOCABULARY, (4 * options.samples * options.sequence_length,), generator=torch.Generator())
-        text.write_text(" ".join(f"w{i}" for i in ids.tolist()))
+        write_random_text(text, VOCABULARY, 4 * options.samples * options.sequence_length)
         finished = subprocess.run(
             [sys.executable, "-c", "from moetool.cli import main; main()", "compress", options.work / "model",
-             options.work / "out", "--ratio", "0.5", "--calibration", text, "--samples", str(options.samples),
-             "--sequence-length", str(options.sequence_length), "--json"],
+             options.work / "out", "--calibration", text, "--samples", str(options.samples),
+             "--sequence-length", str(options.sequence_length), "--json", "--method", options.method, "--ratio",
+             "0.5" if options.method == "d2moe" else "0.75", *(["--memory", options.memory] if options.memory else [])],
             stdout=subprocess.PIPE, text=True, check=True,
         )  # fmt: skip
         result = json.loads(finished.stdout)
@@ -112,12 +111,7 @@ def main() -> None:
         )
         print(lines[-1], file=sys.stderr, flush=True)
     shutil.rmtree(options.work, ignore_errors=True)
-    table = "\n".join(lines)
-    print(table)
-    if options.output:
-        options.output.write_text(
-            f"Made by `python scripts/benchmarks/memory.py` with torch {torch.__version__}.\n\n{table}\n"
-        )
+    publish([f"{made_by('python scripts/benchmarks/memory.py')} `{options.method}`.", "", *lines], options.output)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import made_by, publish
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
+from _common import made_by, publish, write_random_text, write_tokenizer
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 VOCABULARY = 512
 COMMON = {
@@ -56,9 +55,7 @@ def write_model(directory: Path, config: Any) -> int:
                 for own in parameter:
                     own.copy_(mean + torch.randn(mean.shape) * 0.005)
     model.save_pretrained(directory)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(directory)
+    write_tokenizer(directory, VOCABULARY)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -124,8 +121,7 @@ def main() -> None:
     for name in options.models:
         shutil.rmtree(options.work, ignore_errors=True)
         parameters = write_model(options.work / "model", CONFIGS[name])
-        ids = torch.randint(VOCABULARY, (2 * tokens,), generator=torch.Generator().manual_seed(0))
-        (options.work / "text.txt").write_text(" ".join(f"w{i}" for i in ids.tolist()))
+        write_random_text(options.work / "text.txt", VOCABULARY, 2 * tokens)
         for method in options.methods:
             found = compressed(options.work, *METHODS[method], options.samples, options.sequence_length)
             told = found["told"]

@@ -267,7 +267,7 @@ def test_a_number_that_is_none(request, run_cli, tmp_path, which):
     path = change_tensors(copy_of(request.getfixturevalue(which), tmp_path / "broken"), damage)
     result = run_cli("inspect", path, "--analysis", "--json")
     assert result.code == 3
-    assert re.search(r"gate matrix of .*layer 1 .*NaN", result.stderr)
+    assert re.search(r"The gate matrix of expert 0 in layer 1 of .* has NaN or infinite values", result.stderr)
     assert result.stdout == ""
 
 

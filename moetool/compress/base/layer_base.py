@@ -111,9 +111,6 @@ class LayerBase:
         return cls(matrices, tensors["channels"], int(tensors["intermediate"]), statistics, compact)
 
 
-BASE_FILES = "base-*.safetensors"
-
-
 def base_path(work: Path, layer: int) -> Path:
     """Where a layer's base waits for the end of the job."""
     return work / f"base-{layer:05d}.safetensors"
