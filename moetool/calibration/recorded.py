@@ -122,29 +122,42 @@ class Recorded:
         given = self.scratch()
         weighing = torch.zeros(self._tokens * self._shape.top_k, 1)
         for experts in reversed(self._model.working_sets):
-            with self._model.holding(self._index, self._native, experts) as held:
-                for part, routing in zip(self.parts, self._routings, strict=True):
-                    first = part.start * self._shape.top_k
-                    for expert in reversed(experts):
-                        pairs, rows = routing.of(expert)
-                        if not len(pairs):
-                            continue
-                        inputs = self._inputs[part][rows].to(held.device).requires_grad_(True)
-                        weights = routing.weights[pairs].to(held.device).requires_grad_(True)
-                        with torch.enable_grad():
-                            work = held.run(expert, inputs)
-                            for collector in collectors:
-                                collector.observe(
-                                    expert, rows // self._length, inputs, work.gate_up, work.activation, work.product
-                                )
-                            output = (work.output * weights).to(blamed.dtype)
-                        torch.autograd.backward(output, blamed[part][rows].to(held.device))
-                        assert inputs.grad is not None
-                        assert weights.grad is not None
-                        given[part].index_add_(0, rows, inputs.grad.to(given))
-                        weighing[first + pairs] = weights.grad.to(weighing)
-                    tick()
+            self._blame_set(experts, blamed, collectors, tick, given, weighing)
         return given, weighing.view(self._tokens, self._shape.top_k)
+
+    def _blame_set(
+        self,
+        experts: range,
+        blamed: Tensor,
+        collectors: Sequence[Collector],
+        tick: Tick,
+        given: Tensor,
+        weighing: Tensor,
+    ) -> None:
+        """The same for some experts: adds to `given` and fills in `weighing` `[tokens · top_k, 1]`. What it holds of
+        them is gone when it returns."""
+        with self._model.holding(self._index, self._native, experts) as held:
+            for part, routing in zip(self.parts, self._routings, strict=True):
+                first = part.start * self._shape.top_k
+                for expert in reversed(experts):
+                    pairs, rows = routing.of(expert)
+                    if not len(pairs):
+                        continue
+                    inputs = self._inputs[part][rows].to(held.device).requires_grad_(True)
+                    weights = routing.weights[pairs].to(held.device).requires_grad_(True)
+                    with torch.enable_grad():
+                        work = held.run(expert, inputs)
+                        for collector in collectors:
+                            collector.observe(
+                                expert, rows // self._length, inputs, work.gate_up, work.activation, work.product
+                            )
+                        output = (work.output * weights).to(blamed.dtype)
+                    torch.autograd.backward(output, blamed[part][rows].to(held.device))
+                    assert inputs.grad is not None
+                    assert weights.grad is not None
+                    given[part].index_add_(0, rows, inputs.grad.to(given))
+                    weighing[first + pairs] = weights.grad.to(weighing)
+                tick()
 
 
 class _Played(torch.autograd.Function):

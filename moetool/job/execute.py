@@ -26,7 +26,7 @@ from moetool.job.result import Result, Told
 from moetool.job.stage import AnyStage
 from moetool.job.workspace import FollowingWorkspace, RankWorkspace, Workspace, check_finished, is_finished
 from moetool.job.writing import check_records
-from moetool.runtime.memory import return_freed_memory
+from moetool.runtime.memory import keep_few_programs, return_freed_memory
 
 
 def plan_stage(kind: type[AnyStage], source: str | Path, options: RunOptions) -> Plan:
@@ -66,6 +66,8 @@ def run_stage(
     progress = progress or Silent()
     if processes() > 1 and not kind.is_parallel:
         raise UsageError(f"{kind.name} runs in one process; this is one of {processes()}. Start it without a launcher.")
+    return_freed_memory()
+    keep_few_programs()
     with JoinedRanks() if processes() > 1 and not kind.has_trainer else Ranks() as ranks:
         if ranks.is_first:
             return _lead(kind, source, output, options, ranks, resume=resume, overwrite=overwrite, progress=progress)
@@ -112,7 +114,6 @@ def _lead(
         else FollowingWorkspace(directory)
     )
     try:
-        return_freed_memory()
         ranks.broadcast(True)
         with _storage_explained(directory, plan.disk_bytes), PeakMemory() as peak, listening() as interrupt:
             job = Job(opened, workspace, options, recipe, progress, interrupt, ranks)

@@ -50,6 +50,25 @@ def test_the_heap_gives_back_what_lies_between_blocks_in_use():
     assert len(blocks) == 64
 
 
+def test_products_of_many_shapes_leave_few_programs() -> None:
+    """In a process of its own: oneDNN asks once how many it may keep."""
+    script = """
+import torch
+from moetool.job.memory import anonymous_bytes
+from moetool.runtime.memory import keep_few_programs, return_heap
+keep_few_programs()
+rows, matrix = torch.ones(400, 512).bfloat16(), torch.ones(512, 256).bfloat16()
+rows[:100] @ matrix
+before = anonymous_bytes()
+for count in range(101, 300):
+    rows[:count] @ matrix
+return_heap()
+print(anonymous_bytes() - before)
+"""
+    grown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert int(grown) < 60 * MIB
+
+
 def group(root: Path, path: str, **files: int | str) -> None:
     directory = root / path
     directory.mkdir(parents=True, exist_ok=True)
