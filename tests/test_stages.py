@@ -25,6 +25,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "hybrid": {"ratio": 0.5, "group_size": 16},
     "moefication": {"experts": 4},
     "g-moefication": {"experts": 4},
+    "frequency": {"experts": 3},
+    "reap": {"experts": 3},
     "prune-base": {"ratio": 0.2},
     "quantize-delta": {"group_size": 16},
     "svd-compress": {"ratio": 0.2},
