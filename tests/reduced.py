@@ -58,12 +58,13 @@ def routers(path: Path, model: Any) -> dict[int, Any]:
 @contextmanager
 def never_chosen(path: Path, model: Any, allowed: Mapping[int, list[int]]) -> Iterator[None]:
     """The logits of all experts but those `allowed` are −∞, in every layer."""
-    linear, dropped = F.linear, {}
+    linear, dropped, biases = F.linear, {}, []
     for layer, router in routers(path, model).items():
         weight = next(parameter for parameter in router.parameters() if parameter.ndim == 2)
         others = [expert for expert in range(len(weight)) if expert not in allowed[layer]]
         dropped[weight.data_ptr()] = others
         if (bias := getattr(router, "e_score_correction_bias", None)) is not None:
+            biases.append((bias, bias.detach().clone()))
             bias.data[others] = -torch.inf  # sigmoid(−∞) plus a bias could win
 
     def masked(inputs: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -78,3 +79,5 @@ def never_chosen(path: Path, model: Any, allowed: Mapping[int, list[int]]) -> It
         yield
     finally:
         torch.nn.functional.linear = linear
+        for bias, before in biases:
+            bias.data.copy_(before)

@@ -38,7 +38,7 @@ class Merged:
     """An expert that is left.
 
     Attributes:
-        members: the experts that it is made of, the one that the others are aligned to first.
+        members: the experts that it is made of, first the one whose row of the router and order of neurons it has.
         shares: of each, with sum 1.
     """
 

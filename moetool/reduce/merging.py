@@ -14,7 +14,8 @@ from moetool.reduce.choosing import Merged
 
 def layer_tensors(source: Source, layer: int, left: Sequence[Merged], *, align: bool) -> Iterator[tuple[str, Tensor]]:
     """Experts and router of an MoE layer, by full name on disk, one tensor at a time. With `align`, the neurons of
-    experts that are merged are matched first."""
+    experts that are merged are matched first. The router's rows are those of the first members: their means lose more.
+    """
     reader = source.experts
     weights = partial(reader.dense, layer)
     orders = neuron_orders(reader.shape, weights, left) if align else {}
@@ -26,7 +27,7 @@ def layer_tensors(source: Source, layer: int, left: Sequence[Merged], *, align: 
         yield from reader.native_tensors(layer, roles, len(left), matrix)
     for name in source.checkpoint.tensors:
         if name.startswith(source.architecture.router_prefix(layer)):
-            yield name, merged_rows(source.checkpoint.read(name), left)
+            yield name, source.checkpoint.read(name)[[merged.members[0] for merged in left]]
 
 
 def merged_matrix(
@@ -43,17 +44,6 @@ def merged_matrix(
         total = share * own if total is None else total.add_(own, alpha=share)
     assert total is not None
     return total.to(dtype)
-
-
-def merged_rows(rows: Tensor, left: Sequence[Merged]) -> Tensor:
-    """A router's tensor `[experts, …]` with a row for each of those that are left: their own, or the weighted mean of
-    their members'."""
-    found = []
-    for merged in left:
-        own = rows[list(merged.members)]
-        shares = torch.tensor(merged.shares, dtype=torch.float64).view(-1, *[1] * (rows.ndim - 1))
-        found.append(own[0] if len(own) == 1 else (own.double() * shares).sum(0).to(rows.dtype))
-    return torch.stack(found)
 
 
 def neuron_orders(shape: MoEShape, weights: Weights, left: Sequence[Merged]) -> dict[int, Tensor]:

@@ -5,10 +5,11 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
+from moetool.calibration.held_experts import HeldExperts
 from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Peers
 
-TOKENS, SALIENCY, LOGIT_GRAM = "tokens", "saliency", "logit_gram"
+TOKENS, SALIENCY, LOGIT_GRAM, OUTPUTS = "tokens", "saliency", "logit_gram", "outputs"
 
 
 class Scores(Collector):
@@ -84,3 +85,24 @@ class LogitGram(Scores):
 
     def sums(self) -> dict[str, Tensor]:
         return {LOGIT_GRAM: self.gram}
+
+
+class AllOutputs(Scores):
+    """What every expert makes of every token, whether the token chose it or not (HC-SMoE, §3.2).
+
+    Attributes:
+        total: `[experts, hidden]` fp64, summed over the tokens.
+    """
+
+    def __init__(self, experts: HeldExperts, hidden: int) -> None:
+        """`experts` are all of the layer's, in memory."""
+        super().__init__(len(experts.experts))
+        self._experts = experts
+        self.total = torch.zeros(len(experts.experts), hidden, dtype=torch.float64, device=experts.device)
+
+    def observe_inputs(self, inputs: Tensor) -> None:
+        for expert in self._experts.experts:
+            self.total[expert] += self._experts.run(expert, inputs).output.double().sum(0)
+
+    def sums(self) -> dict[str, Tensor]:
+        return {OUTPUTS: self.total}

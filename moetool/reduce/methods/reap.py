@@ -11,6 +11,7 @@ from moetool.job.options import RunOptions
 from moetool.job.plan import CalibrationCost
 from moetool.job.work import Work
 from moetool.reduce.choosing import Merged, highest, pruned
+from moetool.reduce.costs import tokens_in_layers
 from moetool.reduce.options import ReduceOptions
 from moetool.reduce.scores import SALIENCY, TOKENS, Saliency, Scores
 from moetool.reduce.stage import Reduction
@@ -27,8 +28,7 @@ class Reap(Reduction[ReduceOptions]):
         return Saliency(self.source.experts.shape.experts)
 
     def _measured(self, cost: CalibrationCost, size: ModelSize) -> Work:
-        routed = cost.samples * cost.length * self.source.experts.shape.top_k * size.moe_layers
-        return Work(moved=24 * routed * size.hidden)
+        return Work(moved=24 * tokens_in_layers(cost, size) * self.source.experts.shape.top_k * size.hidden)
 
     def _choose(self, measured: Mapping[str, Tensor]) -> list[Merged]:
         return pruned(highest(measured[SALIENCY] / measured[TOKENS].clamp(min=1), self.fewer))
