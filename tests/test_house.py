@@ -24,7 +24,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"calibration"}),
     frozenset({"job"}),
     frozenset({"convert"}),
-    frozenset({"compress", "upcycle", "moefy", "tune", "measure"}),
+    frozenset({"compress", "reduce", "upcycle", "moefy", "tune", "measure"}),
     frozenset({"stages", "demo"}),
     frozenset({"cli"}),
     frozenset({"__main__", ROOT}),

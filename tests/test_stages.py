@@ -25,6 +25,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "hybrid": {"ratio": 0.5, "group_size": 16},
     "moefication": {"experts": 4},
     "g-moefication": {"experts": 4},
+    **{method: {"experts": 3} for method in ("frequency", "hc-smoe", "m-smoe", "naee", "reap")},
     "prune-base": {"ratio": 0.2},
     "quantize-delta": {"group_size": 16},
     "svd-compress": {"ratio": 0.2},

@@ -174,6 +174,8 @@ class Architecture:
         router: router weight on disk, relative to the block.
         experts_module: module path in memory, relative to the layer.
         top_k_key: config key, experts per token.
+        groups_keys: config keys, into how many groups the experts are divided and from how many of these a token's are
+            taken, of a family that has groups.
         router_options: config keys that change the router's rule, and the values that transformers computes.
         others: beginnings of the names of other tensors in the block, relative to it (shared experts, biases).
         moe_layers_rule: which layers are MoE layers.
@@ -196,6 +198,7 @@ class Architecture:
     router: str = "gate.weight"
     experts_module: str = "mlp.experts"
     top_k_key: str = "num_experts_per_tok"
+    groups_keys: tuple[str, str] | None = None
     router_options: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     others: tuple[str, ...] = ()
     moe_layers_rule: MoELayers = field(default_factory=MoELayers)
@@ -268,6 +271,14 @@ class Architecture:
             )
         return shape
 
+    def expert_groups(self, config: Mapping[str, object]) -> tuple[int, int]:
+        """Into how many groups the experts of a layer are divided, those that follow each other, and from how many a
+        token's are taken; one and one without groups."""
+        if self.groups_keys is None:
+            return 1, 1
+        groups, chosen = (whole_number(config, key) or 1 for key in self.groups_keys)
+        return groups, chosen
+
     def number(self, config: Mapping[str, object], key: str) -> int:
         """A positive integer of `config.json`."""
         value = config.get(key)
@@ -307,3 +318,7 @@ class Architecture:
     def router_name(self, layer: int) -> str:
         """Name on disk of the layer's router weight."""
         return self.block_prefix(layer) + self.router
+
+    def router_prefix(self, layer: int) -> str:
+        """Beginning of the names on disk of all tensors of the layer's router, each of which has a row per expert."""
+        return self.router_name(layer).removesuffix("weight")

@@ -16,6 +16,7 @@ ARCHITECTURE = Architecture(
         "moe_layer_freq": (1,),
     },
     others=("shared_experts.",),
+    groups_keys=("n_group", "topk_group"),
     moe_layers_rule=MoELayers(first_dense="first_k_dense_replace"),
     shared_expert_module="mlp.shared_experts",
 )

@@ -11,6 +11,7 @@ ARCHITECTURE = Architecture(
     router_rule="sigmoid, top-k of the best groups by corrected scores, renormalized, times routed_scaling_factor",
     router_options={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
     others=("shared_experts.", "gate.e_score_correction_bias"),
+    groups_keys=("n_group", "topk_group"),
     moe_layers_rule=MoELayers(first_dense="first_k_dense_replace"),
     shared_expert_module="mlp.shared_experts",
 )

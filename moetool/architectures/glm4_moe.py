@@ -10,6 +10,7 @@ ARCHITECTURE = Architecture(
     intermediate_key="moe_intermediate_size",
     router_rule="sigmoid, top-k of the best groups by corrected scores, renormalized, times routed_scaling_factor",
     others=("shared_experts.", "gate.e_score_correction_bias"),
+    groups_keys=("n_group", "topk_group"),
     moe_layers_rule=MoELayers(first_dense="first_k_dense_replace"),
     shared_expert_module="mlp.shared_experts",
 )

@@ -45,6 +45,9 @@ class Collector:
             output: `[routed, hidden]`, its product, before it is weighted by the router.
         """
 
+    def observe_output(self, expert: int, output: Tensor, weights: Tensor) -> None:
+        """What it gives for these tokens `[routed, hidden]`, with its bias, and the router's weights `[routed, 1]`."""
+
     def at(self, position: int) -> None:
         """With which of all rows that experts are given, by batch and then by expert, the next to be observed begin."""
 
@@ -76,11 +79,11 @@ def observe(
         if not len(pairs):
             continue
         inputs = hidden_states[rows].to(held.device)
-        work = held.run(expert, inputs)
+        work, weights = held.run(expert, inputs), routing.weights[pairs].to(held.device)
         for collector in collectors:
             collector.at(start + routing.before(expert))
             collector.observe(expert, rows // length, inputs, work.gate_up, work.activation, work.product)
-        weights = routing.weights[pairs].to(held.device)
+            collector.observe_output(expert, work.output, weights)
         if summed is not None:
             summed.index_add_(0, rows, (work.activation * weights).detach().to(summed))
         if result is not None:

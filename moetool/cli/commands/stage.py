@@ -19,6 +19,7 @@ from moetool.errors import MoetoolError, UsageError, did_you_mean
 from moetool.job.forecast import format_seconds
 from moetool.job.processes import is_first_process
 from moetool.job.result import Json, Result, Sizes
+from moetool.reduce.told import ReducedTold
 
 if TYPE_CHECKING:
     from moetool.job.estimate import Estimate
@@ -197,7 +198,7 @@ def _print_result(result: Result) -> None:
         fields.append(("size", _size(sizes)))
     if isinstance(result.told, ConversionTold):
         fields += _conversion(result.told)
-    if isinstance(result.told, RankedTold):
+    if isinstance(result.told, RankedTold | ReducedTold):
         fields += [("note", note) for note in result.told.notes]
     if result.status == "finished":
         print_fields([*fields, ("status", "finished already; nothing was done")])

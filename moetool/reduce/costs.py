@@ -1,0 +1,36 @@
+"""What measuring and merging takes beyond a pass over the text."""
+
+from moetool.architectures import MoEShape
+from moetool.job.building_blocks import ModelSize
+from moetool.job.layer_memory import Measuring
+from moetool.job.plan import CalibrationCost
+from moetool.job.work import Work
+
+
+def tokens_in_layers(cost: CalibrationCost, size: ModelSize) -> int:
+    """Tokens times MoE layers that they go through."""
+    return cost.samples * cost.length * size.moe_layers
+
+
+def every_expert(cost: CalibrationCost, size: ModelSize, shape: MoEShape) -> Work:
+    """Every expert on every token."""
+    numbers = tokens_in_layers(cost, size) * shape.experts
+    return Work(
+        products={"float32": numbers * shape.expert_parameters},
+        moved=numbers * (24 * shape.intermediate + 12 * shape.hidden),
+    )
+
+
+def merging_work(size: ModelSize, shape: MoEShape, merged: int, *, align: bool) -> Work:
+    """Sums of the matrices of so many experts of every layer; with `align` the inner products of their neurons, and the
+    assignment."""
+    each = Work(moved=20 * shape.expert_parameters)
+    if align:
+        pairs = shape.intermediate**2
+        each += Work(products={"float32": shape.expert_parameters * shape.intermediate}, moved=400 * pairs)
+    return each * (merged * size.moe_layers)
+
+
+def aligning_memory(shape: MoEShape) -> Measuring:
+    """The inner products of two experts' neurons in fp32, and twice in fp64 where they are assigned."""
+    return Measuring(work=20 * shape.intermediate**2)

@@ -1,0 +1,68 @@
+"""Tensors of the experts that are left, out of those that there were."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moetool.architectures import MoEShape, Role
+from moetool.checkpoint.experts import Weights
+from moetool.job.job import Source
+from moetool.reduce.choosing import Merged
+
+
+def layer_tensors(source: Source, layer: int, left: Sequence[Merged], *, align: bool) -> Iterator[tuple[str, Tensor]]:
+    """Experts and router of an MoE layer, by full name on disk, one tensor at a time. With `align`, the neurons of
+    experts that are merged are matched first. The router's rows are those of the first members: their means lose more.
+    """
+    reader = source.experts
+    weights = partial(reader.dense, layer)
+    orders = neuron_orders(reader.shape, weights, left) if align else {}
+    for roles in reader.shape.groups:
+
+        def matrix(role: Role, place: int) -> Tensor:
+            return merged_matrix(weights, role, left[place], orders, reader.dtype)
+
+        yield from reader.native_tensors(layer, roles, len(left), matrix)
+    for name in source.checkpoint.tensors:
+        if name.startswith(source.architecture.router_prefix(layer)):
+            yield name, source.checkpoint.read(name)[[merged.members[0] for merged in left]]
+
+
+def merged_matrix(
+    weights: Weights, role: Role, merged: Merged, orders: dict[int, Tensor], dtype: torch.dtype
+) -> Tensor:
+    """One matrix `[out, in]`: of an expert that is left alone bit by bit the same, else the weighted sum."""
+    if len(merged.members) == 1:
+        return weights(merged.members[0], role)
+    total: Tensor | None = None
+    for expert, share in zip(merged.members, merged.shares, strict=True):
+        own = weights(expert, role).float()
+        if (order := orders.get(expert)) is not None:
+            own = own[:, order] if role == "down" else own[order]
+        total = share * own if total is None else total.add_(own, alpha=share)
+    assert total is not None
+    return total.to(dtype)
+
+
+def neuron_orders(shape: MoEShape, weights: Weights, left: Sequence[Merged]) -> dict[int, Tensor]:
+    """By expert that is merged into another, the order of its neurons that fits the other's best."""
+    return {
+        expert: matching_neurons(shape, partial(weights, merged.members[0]), partial(weights, expert))
+        for merged in left
+        for expert in merged.members[1:]
+    }
+
+
+def matching_neurons(shape: MoEShape, reference: Callable[[Role], Tensor], other: Callable[[Role], Tensor]) -> Tensor:
+    """The order `[intermediate]` of another expert's neurons with the least squared distance to those of `reference`,
+    over all matrices: a linear assignment that maximizes the sum of their inner products (M-SMoE, §3.2; Git Re-Basin).
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    products = torch.zeros(shape.intermediate, shape.intermediate)
+    for role in shape.roles:
+        ours, theirs = reference(role).float(), other(role).float()
+        products += ours.T @ theirs if role == "down" else ours @ theirs.T
+    return torch.from_numpy(linear_sum_assignment(products.numpy(), maximize=True)[1])

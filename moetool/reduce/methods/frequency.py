@@ -1,0 +1,27 @@
+"""Experts that few tokens choose are dropped."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from moetool.job.calibrated import CalibratedJob
+from moetool.job.options import RunOptions
+from moetool.reduce.choosing import Merged, highest, pruned
+from moetool.reduce.options import ReduceOptions
+from moetool.reduce.scores import TOKENS, Scores, TokenCounts
+from moetool.reduce.stage import Reduction
+
+
+class Frequency(Reduction[ReduceOptions]):
+    """Keeps the experts that were given most tokens."""
+
+    name: ClassVar[str] = "frequency"
+    summary: ClassVar[str] = "drop the experts that fewest tokens choose"
+    options_type: ClassVar[type[RunOptions]] = ReduceOptions
+
+    def _scores(self, calibrated: CalibratedJob, index: int, layer: nn.Module) -> Scores:
+        return TokenCounts(self.source.experts.shape.experts)
+
+    def _choose(self, measured: Mapping[str, Tensor]) -> list[Merged]:
+        return pruned(highest(measured[TOKENS], self.fewer))

@@ -1,0 +1,51 @@
+"""Experts are merged into those that most tokens choose (M-SMoE, the merging of MC-SMoE, arXiv:2310.01334)."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from moetool.job.building_blocks import ModelSize
+from moetool.job.calibrated import CalibratedJob
+from moetool.job.layer_memory import Measuring
+from moetool.job.options import RunOptions
+from moetool.job.plan import CalibrationCost
+from moetool.job.work import Work
+from moetool.reduce.choosing import Merged, around_dominant
+from moetool.reduce.costs import aligning_memory, merging_work, tokens_in_layers
+from moetool.reduce.options import ReduceOptions
+from moetool.reduce.scores import LOGIT_GRAM, TOKENS, LogitGram, Scores
+from moetool.reduce.stage import Reduction
+
+
+class MSmoe(Reduction[ReduceOptions]):
+    """Merges every expert into the dominant one with the most similar router logits, its neurons matched to that one's,
+    weighted by how many tokens chose each.
+
+    Published, layers keep different numbers of experts, and the router all its rows; here every layer as many, and the
+    rows of the dominant ones.
+    """
+
+    name: ClassVar[str] = "m-smoe"
+    summary: ClassVar[str] = "merge experts, neurons aligned, into those that most tokens choose"
+    options_type: ClassVar[type[RunOptions]] = ReduceOptions
+    aligns: ClassVar[bool] = True
+
+    def _scores(self, calibrated: CalibratedJob, index: int, layer: nn.Module) -> Scores:
+        name = self.source.architecture.router_name(index)
+        return LogitGram(self.source.checkpoint.read(name).float().to(calibrated.model.device))
+
+    def _measured(self, cost: CalibrationCost, size: ModelSize) -> Work:
+        shape = self.source.experts.shape
+        each = shape.experts * (shape.hidden + shape.experts)
+        return Work(products={"float64": tokens_in_layers(cost, size) * each})
+
+    def _measuring(self) -> Measuring:
+        return aligning_memory(self.source.experts.shape)
+
+    def _made(self, size: ModelSize) -> Work:
+        shape = self.source.experts.shape
+        return merging_work(size, shape, shape.experts - self.fewer.kept, align=self.aligns)
+
+    def _choose(self, measured: Mapping[str, Tensor]) -> list[Merged]:
+        return around_dominant(measured[LOGIT_GRAM], measured[TOKENS], self.fewer)

@@ -1,0 +1,31 @@
+"""The options that all methods share which leave a layer fewer experts."""
+
+from typing import ClassVar, TypeVar
+
+from pydantic import Field, model_validator
+
+from moetool.job.options import RunOptions, TextOptions
+
+
+class ReduceOptions(RunOptions, TextOptions):
+    """How many experts are left, and the text that says which."""
+
+    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "experts")  # one typed replaces the other of a preset
+
+    ratio: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Share of the weight files' bytes that disappears, at least: every layer keeps as many experts as "
+        "this allows.",
+    )
+    experts: int | None = Field(None, ge=1, description="Instead of a ratio: experts that every layer keeps.")
+
+    @model_validator(mode="after")
+    def _one_target(self) -> "ReduceOptions":
+        if (self.ratio is None) == (self.experts is None):
+            raise ValueError("give --ratio or --experts, one of them")
+        return self
+
+
+ReduceOptionsT = TypeVar("ReduceOptionsT", bound=ReduceOptions)

@@ -1,0 +1,78 @@
+"""What a checkpoint with fewer experts consists of: its tensors and its config."""
+
+from collections.abc import Iterator
+
+from moetool.architectures.base import EXPERT_KEYS
+from moetool.checkpoint.files import patch_config
+from moetool.checkpoint.writer import TensorSpec
+from moetool.job.blueprint import layer_of
+from moetool.job.job import Source
+from moetool.job.writing import ShardPlan
+
+_PREDICTION = "num_nextn_predict_layers"
+
+
+class ReducedPlan(ShardPlan):
+    """Which tensors go into which shard where every MoE layer keeps so many experts; all others pass through.
+
+    Attributes:
+        kept: experts of every MoE layer.
+    """
+
+    def __init__(self, source: Source, kept: int, shard_size: int) -> None:
+        self.source, self.kept = source, kept
+        super().__init__(self._of_layers(), shard_size)
+
+    def _of_layers(self) -> Iterator[tuple[int, list[TensorSpec]]]:
+        """Everything outside the layers, then the layers in order."""
+        source, tensors = self.source, self.source.checkpoint.tensors
+        architecture, reader = source.architecture, source.experts
+        count = architecture.layers(source.checkpoint.config)
+        owners = {architecture.layer.format(layer=layer): layer for layer in range(count)}
+        gone = lost_names(source)
+        specs: dict[int, list[TensorSpec]] = {layer: [] for layer in range(-1, count)}
+        for name, info in tensors.items():
+            layer = owners.get(layer_of(name), -1)
+            if name in reader.names or name in gone:
+                continue
+            is_router = reader.has(layer) and name.startswith(architecture.router_prefix(layer))
+            shape = (self.kept, *info.shape[1:]) if is_router else info.shape
+            specs[layer].append(TensorSpec(name, info.dtype, shape))
+        for layer, own in specs.items():
+            own += self._experts(layer) if reader.has(layer) else ()
+            if own:
+                yield layer, own
+
+    def _experts(self, layer: int) -> Iterator[TensorSpec]:
+        source, shape = self.source, self.source.experts.shape
+        for roles in shape.groups:
+            for role in roles[:1] if source.architecture.is_fused else roles:
+                info = source.checkpoint.tensors[source.architecture.weight_name(layer, 0, role)]
+                if source.architecture.is_fused:
+                    yield TensorSpec(info.name, info.dtype, (self.kept, *info.shape[1:]))
+                    continue
+                for expert in range(self.kept):
+                    name = source.architecture.weight_name(layer, expert, role)
+                    yield TensorSpec(name, info.dtype, info.shape)
+
+
+def lost_names(source: Source) -> set[str]:
+    """Tensors of the layers after the last that predict further tokens, if they have experts: transformers does not run
+    them, so nothing is known of these, and with another number of experts no engine could load them."""
+    architecture, tensors = source.architecture, source.checkpoint.tensors
+    further = architecture.layers(source.checkpoint.config)
+    lost: set[str] = set()
+    while architecture.router_name(further) in tensors:
+        lost |= {name for name in tensors if name.startswith(architecture.layer_prefix(further))}
+        further += 1
+    return lost
+
+
+def reduced_config(source: Source, kept: int) -> dict[str, object]:
+    """`config.json` with another number of experts, and without layers that predict further tokens if these go."""
+    config, shape = source.checkpoint.config, source.experts.shape
+    keys = {*source.architecture.experts_keys, *EXPERT_KEYS} & config.keys()
+    changes: dict[str, object] = {key: kept for key in config if key in keys and config[key] == shape.experts}
+    if lost_names(source) and _PREDICTION in config:
+        changes[_PREDICTION] = 0
+    return patch_config(config, changes)

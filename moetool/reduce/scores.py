@@ -1,0 +1,108 @@
+"""What is measured of a layer's experts to say which of them are left."""
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from moetool.calibration.held_experts import HeldExperts
+from moetool.calibration.observation import Collector
+from moetool.calibration.peers import Peers
+
+TOKENS, SALIENCY, LOGIT_GRAM, OUTPUTS = "tokens", "saliency", "logit_gram", "outputs"
+
+
+class Scores(Collector):
+    """Measures the experts of one layer.
+
+    Attributes:
+        tokens: `[experts]` int64, routed tokens.
+    """
+
+    def __init__(self, experts: int) -> None:
+        self.tokens = torch.zeros(experts, dtype=torch.int64)
+
+    def observe(
+        self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
+    ) -> None:
+        self.tokens[expert] += len(inputs)
+
+    @abstractmethod
+    def sums(self) -> dict[str, Tensor]:
+        """What else is measured, by name: sums over tokens."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it, for a file."""
+        return {TOKENS: self.tokens, **{name: tensor.cpu() for name, tensor in self.sums().items()}}
+
+    def reduce(self, peers: Peers) -> None:
+        for tensor in (self.tokens, *self.sums().values()):
+            peers.all_reduce(tensor)
+
+
+class TokenCounts(Scores):
+    """How many tokens reach each expert."""
+
+    def sums(self) -> dict[str, Tensor]:
+        return {}
+
+
+class Saliency(Scores):
+    """How much each expert adds to the layer's output: Σ over its tokens of g_j ‖f_j(x)‖₂ (REAP, Eq. 9), g_j being the
+    router's weight as the layer uses it.
+
+    Attributes:
+        total: `[experts]` fp64.
+    """
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts)
+        self.total = torch.zeros(experts, dtype=torch.float64)
+
+    def observe_output(self, expert: int, output: Tensor, weights: Tensor) -> None:
+        self.total[expert] += (output.double().norm(dim=1) * weights[:, 0].double()).sum().cpu()
+
+    def sums(self) -> dict[str, Tensor]:
+        return {SALIENCY: self.total}
+
+
+class LogitGram(Scores):
+    """How alike the router's logits for two experts are.
+
+    Attributes:
+        gram: `[experts, experts]` fp64, Σ over all tokens of the products of their logits.
+    """
+
+    def __init__(self, router: Tensor) -> None:
+        """`router` `[experts, hidden]` is the weight."""
+        super().__init__(len(router))
+        self._router = router
+        self.gram = torch.zeros(len(router), len(router), dtype=torch.float64, device=router.device)
+
+    def observe_inputs(self, inputs: Tensor) -> None:
+        logits = inputs.to(self._router).double() @ self._router.double().T
+        self.gram += logits.T @ logits
+
+    def sums(self) -> dict[str, Tensor]:
+        return {LOGIT_GRAM: self.gram}
+
+
+class AllOutputs(Scores):
+    """What every expert makes of every token, whether the token chose it or not (HC-SMoE, §3.2).
+
+    Attributes:
+        total: `[experts, hidden]` fp64, summed over the tokens.
+    """
+
+    def __init__(self, experts: HeldExperts, hidden: int) -> None:
+        """`experts` are all of the layer's, in memory."""
+        super().__init__(len(experts.experts))
+        self._experts = experts
+        self.total = torch.zeros(len(experts.experts), hidden, dtype=torch.float64, device=experts.device)
+
+    def observe_inputs(self, inputs: Tensor) -> None:
+        for expert in self._experts.experts:
+            self.total[expert] += self._experts.run(expert, inputs).output.double().sum(0)
+
+    def sums(self) -> dict[str, Tensor]:
+        return {OUTPUTS: self.total}

@@ -1,0 +1,206 @@
+"""What all methods share that leave a layer fewer experts: costs, one pass over a text, an ordinary checkpoint."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from moetool.checkpoint.files import save_tensors
+from moetool.errors import VerificationError
+from moetool.job.building_blocks import ModelSize, calibration_forward, moe_size
+from moetool.job.calibrated import CalibratedJob
+from moetool.job.job import Job, Source, pick_compute_dtype, pick_device
+from moetool.job.layer_memory import LayerMemory, Measuring
+from moetool.job.phases import FORWARD, rewriting_phases
+from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.result import Json, Sizes
+from moetool.job.stage import Stage
+from moetool.job.work import Phase, Work
+from moetool.job.writing import original_bytes, write_checkpoint
+from moetool.reduce.choosing import Fewer, Merged
+from moetool.reduce.counting import check_reducible, experts_left
+from moetool.reduce.merging import layer_tensors
+from moetool.reduce.options import ReduceOptionsT
+from moetool.reduce.plan import ReducedPlan, lost_names, reduced_config
+from moetool.reduce.scores import TOKENS, Scores
+from moetool.reduce.told import ReducedLayer, ReducedTold
+
+LOST = (
+    "Its layers that predict further tokens have experts, too, of which nothing can be measured: the result is without "
+    "them."
+)
+
+
+class Reduction(Stage[ReduceOptionsT]):
+    """Measures every layer's experts on the text, chooses, and writes a checkpoint of the same family.
+
+    Attributes:
+        holds_all: whether all experts of a layer have to be in memory together.
+        aligns: whether neurons are matched before experts are merged.
+    """
+
+    method_of: ClassVar[str | None] = "compress"
+    is_parallel: ClassVar[bool] = True
+    holds_all: ClassVar[bool] = False
+    aligns: ClassVar[bool] = False
+
+    @abstractmethod
+    def _scores(self, calibrated: CalibratedJob, index: int, layer: nn.Module) -> Scores:
+        """What measures a loaded layer."""
+
+    @abstractmethod
+    def _choose(self, measured: Mapping[str, Tensor]) -> list[Merged]:
+        """The experts that are left of a layer, by what was measured."""
+
+    def _measured(self, cost: CalibrationCost, size: ModelSize) -> Work:
+        """What measuring takes beside running the model."""
+        return Work()
+
+    def _made(self, size: ModelSize) -> Work:
+        """What merging takes."""
+        return Work()
+
+    def _measuring(self) -> Measuring:
+        """What measuring, and making, takes of memory."""
+        return Measuring()
+
+    @property
+    def fewer(self) -> Fewer:
+        """How many experts a layer keeps."""
+        return self._left[0]
+
+    @cached_property
+    def _left(self) -> tuple[Fewer, str | None]:
+        check_reducible(self.source)
+        return experts_left(self.source, self.options)
+
+    @cached_property
+    def _notes(self) -> tuple[str, ...]:
+        return tuple(note for note in (self._left[1], LOST if lost_names(self.source) else None) if note is not None)
+
+    @property
+    def _output_plan(self) -> ReducedPlan:
+        return ReducedPlan(self.source, self.fewer.kept, self.options.shard_size)
+
+    @cached_property
+    def _cost(self) -> CalibrationCost:
+        options, dtype = self.options, self.source.experts.dtype
+        return CalibrationCost.of(
+            options, pick_compute_dtype(options.compute_dtype, pick_device(options.device), dtype), dtype
+        )
+
+    @cached_property
+    def _memory(self) -> LayerMemory:
+        return self._cost.layer_memory(self.source.experts, self._measuring(), gradients=False)
+
+    @cached_property
+    def _experts_at_once(self) -> int:
+        return self._memory.experts if self.holds_all else self._memory.at_once(self.options.memory)
+
+    def plan(self) -> Plan:
+        source, cost, at_once = self.source, self._cost, self._experts_at_once
+        shape, size, output = source.experts.shape, moe_size(source.experts), self._output_plan.nbytes
+        scratch = cost.forward_bytes(shape.hidden)
+        if at_once < shape.experts:
+            scratch += cost.recorded_bytes(shape, gradients=False, sums=False)
+        details: dict[str, Json] = {
+            "original_bytes": original_bytes(source),
+            "moe_layers": len(source.experts.moe_layers),
+            "experts": shape.experts,
+            "experts_left": self.fewer.kept,
+            "experts_at_once": at_once,
+        }
+        if self._notes:
+            details["note"] = " ".join(self._notes)
+        forward = calibration_forward(cost, size) + self._measured(cost, size)
+        return Plan(
+            stage=self.name,
+            input_bytes=source.checkpoint.weight_bytes,
+            output_bytes=output,
+            scratch_bytes=scratch,
+            memory_bytes=self._memory.nbytes(at_once),
+            phases=(Phase(FORWARD, forward), *rewriting_phases(size, output, self._made(size))),
+            details=details,
+        )
+
+    def run(self, job: Job) -> ReducedTold:
+        source, plan = self.source, self._output_plan
+        for note in self._notes:
+            job.progress.log(note)
+        measured = self._measure(job)
+        chosen = job.ranks.broadcast({layer: self._choose(tensors) for layer, tensors in measured[0].items()})
+        _log_unreached(job, {layer: tensors[TOKENS] for layer, tensors in measured[0].items()})
+        told = ReducedTold(
+            calibration=measured[1].facts,
+            ratio=self.options.ratio,
+            experts_left=plan.kept,
+            notes=self._notes,
+            layers={
+                layer: ReducedLayer(measured[0][layer][TOKENS].tolist(), [sorted(one.members) for one in left])
+                for layer, left in chosen.items()
+            },
+        )
+
+        def tensors(layer: int) -> Iterator[tuple[str, Tensor]]:
+            made: set[str] = set()
+            if layer in chosen:
+                for name, tensor in layer_tensors(source, layer, chosen[layer], align=self.aligns):
+                    made.add(name)
+                    yield name, tensor
+            for spec in plan.unit(layer):
+                if spec.name not in made:
+                    yield spec.name, source.checkpoint.read(spec.name)
+
+        write_checkpoint(
+            job,
+            plan,
+            tensors,
+            config=reduced_config(source, plan.kept),
+            calibration=told.calibration,
+            layers=lambda: told.layers,
+            seed=self.options.seed,
+        )
+        return told
+
+    def _measure(self, job: Job) -> tuple[dict[int, dict[str, Tensor]], CalibratedJob]:
+        """What was measured, by layer."""
+        calibrated = CalibratedJob(job, self.options, experts_at_once=self._experts_at_once)
+        files = {layer: job.work / f"scores-{layer:05d}.safetensors" for layer in self.source.experts.moe_layers}
+
+        def visit(index: int, layer: nn.Module) -> None:
+            scores = self._scores(calibrated, index, layer)
+            calibrated.sweep.forward(index, layer, [scores])
+            if job.ranks.is_first:
+                save_tensors(files[index], scores.tensors())
+
+        calibrated.forward_visiting(visit)
+        job.meet()
+        return {layer: load_file(file) for layer, file in files.items()}, calibrated
+
+    def verify(self, output: Path) -> Sizes:
+        before, after = self.source, Source.open(output)
+        kept = set(before.checkpoint.tensors) - before.experts.names - lost_names(before)
+        if missing := sorted(kept - set(after.checkpoint.tensors)):
+            raise VerificationError(f"The output lacks {len(missing)} tensors of the input, the first {missing[0]}.")
+        if (found := after.experts.shape.experts) != self.fewer.kept:
+            raise VerificationError(f"The output has {found} experts in a layer, not {self.fewer.kept}.")
+        original, written = original_bytes(before), after.checkpoint.weight_bytes
+        return Sizes(original, written, round(1 - written / original, 6))
+
+
+def _log_unreached(job: Job, tokens: Mapping[int, Tensor]) -> None:
+    missed = [
+        f"layer {layer} expert {expert}"
+        for layer, given in tokens.items()
+        for expert, count in enumerate(given.tolist())
+        if not count
+    ]
+    if missed:
+        job.progress.log(
+            f"No calibration token reached {len(missed)} experts ({', '.join(missed[:4])}"
+            f"{', …' if len(missed) > 4 else ''}): more --samples may."
+        )

@@ -1,0 +1,83 @@
+"""What a model with fewer experts is made of, and how a model does whose router must not choose some of them."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from moetool.job.job import Source
+from moetool.runtime.quiet import quiet
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "model.safetensors")
+
+
+def config(path: Path) -> dict[str, Any]:
+    return json.loads((path / "config.json").read_text())
+
+
+def made_of(path: Path) -> dict[int, list[list[int]]]:
+    """By layer, what its manifest says that each expert is made of."""
+    layers = json.loads((path / "moetool.json").read_text())["layers"]
+    return {int(layer): said["made_of"] for layer, said in layers.items()}
+
+
+def kept(path: Path) -> dict[int, list[int]]:
+    """The same where nothing was merged."""
+    return {layer: [expert for [expert] in experts] for layer, experts in made_of(path).items()}
+
+
+def loaded(path: Path) -> Any:
+    with quiet():
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens, use_cache=False).logits
+
+
+def routers(path: Path, model: Any) -> dict[int, Any]:
+    """The routers of a loaded model, by layer."""
+    source = Source.open(path)
+    block = source.architecture.experts_module.rpartition(".")[0]
+    found = {}
+    for layer in source.experts.moe_layers:
+        inside = model.get_submodule(source.architecture.layer.format(layer=layer)).get_submodule(block)
+        found[layer] = inside.gate if hasattr(inside, "gate") else inside.router
+    return found
+
+
+@contextmanager
+def never_chosen(path: Path, model: Any, allowed: Mapping[int, list[int]]) -> Iterator[None]:
+    """The logits of all experts but those `allowed` are −∞, in every layer."""
+    linear, dropped, biases = F.linear, {}, []
+    for layer, router in routers(path, model).items():
+        weight = next(parameter for parameter in router.parameters() if parameter.ndim == 2)
+        others = [expert for expert in range(len(weight)) if expert not in allowed[layer]]
+        dropped[weight.data_ptr()] = others
+        if (bias := getattr(router, "e_score_correction_bias", None)) is not None:
+            biases.append((bias, bias.detach().clone()))
+            bias.data[others] = -torch.inf  # sigmoid(−∞) plus a bias could win
+
+    def masked(inputs: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        output = linear(inputs, weight, *args, **kwargs)
+        if weight.data_ptr() in dropped:
+            output = output.clone()
+            output[..., dropped[weight.data_ptr()]] = -torch.inf
+        return output
+
+    torch.nn.functional.linear = masked
+    try:
+        yield
+    finally:
+        torch.nn.functional.linear = linear
+        for bias, before in biases:
+            bias.data.copy_(before)
