@@ -26,6 +26,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "moefication": {"experts": 4},
     "g-moefication": {"experts": 4},
     "prune-base": {"ratio": 0.2},
+    "quantize": {"bits": "4", "group_size": 16},
     "quantize-delta": {"group_size": 16},
     "svd-compress": {"ratio": 0.2},
     "tune": {"data": "TEXT", "sequence_length": 32},
@@ -45,6 +46,7 @@ def test_labels_are_for_stages_that_take_gradients() -> None:
         "d2moe",
         "fisher-merge",
         "hybrid",
+        "quantize",
     }
 
 

@@ -100,7 +100,7 @@ def _analyse_role(
     matrices = [
         _finite(reader.dense(layer, expert, role), f"expert {expert} of layer {layer}", role) for expert in experts
     ]
-    has_base = reader.layout(layer).weights[role] is not None
+    has_base = reader.layout(layer).has_base(role)
     base = (
         _finite(reader.full_base(layer, role), f"the base of layer {layer}", role).double()
         if has_base
