@@ -26,6 +26,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "moefication": {"experts": 4},
     "g-moefication": {"experts": 4},
     "prune-base": {"ratio": 0.2},
+    "mean-svd": {"ratio": 0.2},
+    "plain-svd": {"ratio": 0.2},
     "quantize": {"bits": "4", "group_size": 16},
     "quantize-delta": {"group_size": 16},
     "svd-compress": {"ratio": 0.2},
