@@ -121,10 +121,18 @@ KINDS: dict[str, Callable[[], Any]] = {
     "formats": lambda: _mixtral(
         layout(MIXTRAL, "nf4"), layout(MIXTRAL, "int8"), layout(MIXTRAL, "low-rank:2", "int8", base="nf4")
     ),
+    "no-base": lambda: _mixtral(
+        layout(MIXTRAL, "quantised:3:16", base="low-rank:0"),
+        layout(MIXTRAL, "low-rank:5", "dense", "low-rank:0", base="low-rank:0"),
+        layout(MIXTRAL, "nf4", "quantised:4:8", base="low-rank:0"),
+    ),
     "shared-expert-on-base": lambda: _qwen(
         layout(QWEN, "low-rank:3", "dense", extended=True),
         layout(QWEN, "shared-u:3", extended=True),
         layout(QWEN, "low-rank:3", base="quantised-weight:4:8", dynamic=5, extended=True),
+    ),
+    "shared-expert-without-base": lambda: _qwen(
+        *(layout(QWEN, "quantised:4:8", base="low-rank:0", extended=True) for _ in range(3))
     ),
     "mixture-on-base-with-biases": _phi_on_base,
     "mixture": lambda: _custom("llama", _llama("none")),

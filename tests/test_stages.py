@@ -27,6 +27,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     "g-moefication": {"experts": 4},
     **{method: {"experts": 3} for method in ("frequency", "hc-smoe", "m-smoe", "naee", "reap")},
     "prune-base": {"ratio": 0.2},
+    "mean-svd": {"ratio": 0.2},
+    "plain-svd": {"ratio": 0.2},
+    "quantize": {"bits": "4", "group_size": 16},
     "quantize-delta": {"group_size": 16},
     "svd-compress": {"ratio": 0.2},
     "tune": {"data": "TEXT", "sequence_length": 32},
@@ -46,6 +49,7 @@ def test_labels_are_for_stages_that_take_gradients() -> None:
         "d2moe",
         "fisher-merge",
         "hybrid",
+        "quantize",
     }
 
 

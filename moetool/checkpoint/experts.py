@@ -291,7 +291,8 @@ class ExpertReader:
             lambda tensor: delta_name(expert, role, tensor),
             lambda tensor: shared_name(role, tensor),
         ).float()
-        whole = self.full_base(layer, role) + matrix if representation.uses_base else matrix
+        has_base = representation.uses_base and self.layout(layer).has_base(role)
+        whole = self.full_base(layer, role) + matrix if has_base else matrix
         return self._checked(whole, layer, expert, role)
 
     def _checked(self, matrix: Tensor, layer: int, expert: int, role: Role) -> Tensor:

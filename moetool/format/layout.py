@@ -1,6 +1,7 @@
 """How the experts of one MoE layer are stored: a shared base, and one representation per expert and matrix.
 
-Gate and up form one group, down the other; each group is either left as it was (`None`) or has a base of its own.
+Gate and up form one group, down the other; each group is either left as it was (`None`), or has a base of its own, or
+its experts are stored each by itself: a base of nothing, which takes no bytes, no memory and no product.
 Experts without gates have up alone in the first; biases stay as they are.
 Everything else follows from that: names, shapes, bytes, and the run-time module.
 
@@ -21,9 +22,11 @@ from moetool.errors import InvalidInputError
 from moetool.format.kinds.base import PLACEHOLDER
 from moetool.representations import Representation, Stored, parse_representation
 from moetool.representations.dense import Dense
+from moetool.representations.low_rank import LowRank
 
 BASE_CHANNELS = "base_channels"  # indices of the intermediate channels that the stored base still has
 DENSE_BASE: Mapping[Role, Representation] = dict.fromkeys(ROLES, Dense())
+NO_BASE: Mapping[Role, Representation] = dict.fromkeys(ROLES, LowRank(0))  # a delta to it is the expert's own matrix
 
 
 def delta_name(expert: int, role: Role, tensor: str) -> str:
@@ -67,6 +70,8 @@ class LayerLayout:
                 raise ValueError("gate and up are stored the same way: both with a base or both without")
             if len({self.base[role].is_whole for role in group}) > 1:
                 raise ValueError("the bases of gate and up are either both dense or both not")
+            if len({self.has_base(role) for role in group}) > 1:
+                raise ValueError("gate and up have either both a base or both none")
         for role in self.shape.roles:
             weights = self.weights[role]
             if weights is not None and len(weights) != self.stored_experts:
@@ -82,6 +87,8 @@ class LayerLayout:
             _check(base, role, self.base_shape(role))
         if not 0 <= self.dynamic_channels < self.base_channels:
             raise ValueError(f"{self.dynamic_channels} dynamic channels of {self.base_channels}")
+        if (self.is_pruned or self.dynamic_channels) and self.is_baseless:
+            raise ValueError("there is no base to prune")
 
     @classmethod
     def uniform(
@@ -119,11 +126,20 @@ class LayerLayout:
         """Whether channels of the base are missing from the file."""
         return self.base_channels < self.shape.intermediate
 
+    @property
+    def is_baseless(self) -> bool:
+        """Whether experts are stored by moetool and nothing is their base."""
+        return not self.is_native and not any(self.has_base(role) for role in self.shape.roles)
+
     def base_shape(self, role: Role) -> tuple[int, int]:
         """Shape of the stored base, without its pruned channels."""
         if role == "down":
             return self.shape.hidden, self.base_channels
         return self.base_channels, self.shape.hidden
+
+    def has_base(self, role: Role) -> bool:
+        """Whether the deltas of a role are to something; if not, each is the expert's matrix."""
+        return self.weights[role] is not None and bool(self.base[role].tensors(self.base_shape(role)))
 
     def has_dense_base(self, role: Role) -> bool:
         """Whether a role has a base and it is stored as the matrix it is, under its native name."""

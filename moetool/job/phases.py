@@ -133,7 +133,9 @@ def encoding_phases(
     fed_back = cost is not None
     works = [encode(stored[key], shape.matrix(key[0]), fed_back=fed_back) * count for key, count in forms.items()]
     bases = altogether(_bases(shape, layout.base) for layout in layouts.values())
-    encoded = altogether(works) + merging(size) + bases
+    encoded = altogether(works) + bases
+    if not all(layout.is_baseless for layout in layouts.values()):
+        encoded += merging(size)
     if cost is not None:
         encoded += calibration_forward(cost, size) + input_grams(cost, size)
     tensors = size.tensors + 2 * sum(forms.values())
@@ -218,7 +220,9 @@ def _shape(size: ModelSize) -> MoEShape:
 
 def _bases(shape: MoEShape, base: Mapping[Role, Representation]) -> Work:
     """Bases of one layer that are not stored as they are."""
-    return altogether(encode(form, shape.matrix(role)) for role, form in base.items() if not isinstance(form, Dense))
+    compact = {role: form for role, form in base.items() if not isinstance(form, Dense)}
+    made = {role: matrix for role, form in compact.items() if form.tensors(matrix := shape.matrix(role))}
+    return altogether(encode(compact[role], matrix) for role, matrix in made.items())
 
 
 def _rank_for(size: ModelSize, written: int) -> Callable[[tuple[int, int]], float]:

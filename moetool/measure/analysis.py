@@ -98,7 +98,7 @@ def _analyse_role(
 ) -> RoleAnalysis:
     experts = range(reader.shape.experts)
     matrices = [reader.dense(layer, expert, role) for expert in experts]
-    has_base = reader.layout(layer).weights[role] is not None
+    has_base = reader.layout(layer).has_base(role)
     base = _finite_base(reader, layer, role).double() if has_base else _mean(matrices)
     shares = [share / 100 for share in SHARES]
     own, deltas, zero = [], [], []

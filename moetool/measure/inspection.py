@@ -70,10 +70,10 @@ def _layer(reader: ExpertReader, layer: int, manifest: Manifest | None) -> MoELa
     base = None
     if not layout.is_native:
         specs = Keyed((role, _specs(layout.weights[role])) for role in reader.shape.roles)
-        base = SharedBase(layout.base_channels, layout.dynamic_channels, specs)
+        base = SharedBase(0 if layout.is_baseless else layout.base_channels, layout.dynamic_channels, specs)
     return MoELayer(
         layer=layer,
-        representation="native" if base is None else "shared-base",
+        representation="native" if base is None else "no-base" if layout.is_baseless else "shared-base",
         stored_parameters=layout.stored_parameters(),
         base=base,
         said=None if manifest is None else Keyed(cast(Mapping[str, Json], manifest.layers.get(str(layer), {}))),

@@ -205,9 +205,9 @@ class SharedBase(Inlined):
     """How the experts of a compressed layer are stored.
 
     Attributes:
-        base_channels: intermediate channels of the base in the files.
+        base_channels: intermediate channels of the base in the files; 0 without a base.
         dynamic_channels: of them, how many each batch skips.
-        weights: by role the representation of every expert, or `native` for a role that has no base.
+        weights: by role the representation of every expert, or `native` for a role that was left as it was.
     """
 
     base_channels: int
@@ -228,7 +228,7 @@ class MoELayer(Printed):
     """
 
     layer: int
-    representation: Literal["native", "shared-base"]
+    representation: Literal["native", "shared-base", "no-base"]
     stored_parameters: int | None = None
     base: SharedBase | None = None
     said: Keyed[str, Json] | None = None

@@ -36,7 +36,8 @@ def choose(model: "PreTrainedModel", train: Train, *, freeze_shared: bool) -> in
     Raises:
         UsageError: the model has nothing of the kind.
     """
-    shared = [module for module in model.modules() if isinstance(module, SharedBaseExperts)]
+    stored = [module for module in model.modules() if isinstance(module, SharedBaseExperts)]
+    shared = [module for module in stored if not module.layout.is_baseless]
     if freeze_shared and not shared:
         raise UsageError("--freeze-shared: this model's experts are no deltas to a base.")
     if train == "all" and interpolation_of(model) is not None:

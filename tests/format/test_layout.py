@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from moetool.architectures import MoEShape
+from moetool.architectures import ROLES, MoEShape
 from moetool.errors import InvalidInputError
-from moetool.format.layout import BASE_CHANNELS, LayerLayout, delta_name, native_layout
+from moetool.format.layout import BASE_CHANNELS, NO_BASE, LayerLayout, delta_name, native_layout
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
+from moetool.representations.quantized import Quantized
 from moetool.runtime.modules.experts import SharedBaseExperts
 
 SHAPE = MoEShape(experts=3, top_k=2, hidden=8, intermediate=12)
@@ -33,6 +34,7 @@ LAYOUTS = {
     "dynamic": LayerLayout(SHAPE, dict.fromkeys(("gate", "up", "down"), (LowRank(2),) * 3), 9, 4),
     "native down": LayerLayout(SHAPE, {"gate": (LowRank(1),) * 3, "up": (Dense(),) * 3, "down": None}, 12),
     "native gate and up": LayerLayout(SHAPE, {"gate": None, "up": None, "down": (LowRank(1),) * 3}, 10, 2),
+    "no base": LayerLayout.uniform(SHAPE, Quantized(4, 4), base=NO_BASE),
     "native": native_layout(SHAPE),
 }
 
@@ -71,15 +73,16 @@ def test_config_form() -> None:
 def test_names_shapes_and_numbers_are_those_of_the_module(layout: LayerLayout) -> None:
     module = SharedBaseExperts(Fused(), layout)
     stored = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
+    stored |= {name: tuple(tensor.shape) for name, tensor in module.named_buffers() if name.endswith(".codes")}
     deltas = {name: shape for name, shape in stored.items() if name.startswith("moetool.")}
     own = {name: entry.shape for name, entry in layout.own_tensors()}
     assert deltas == {name: shape for name, shape in own.items() if name != BASE_CHANNELS}
     assert (BASE_CHANNELS in own) == layout.is_pruned
     assert layout.stored_parameters() == sum(torch.Size(shape).numel() for shape in stored.values())
-    if layout.weights["gate"] is not None:
+    if layout.has_base("gate"):
         assert stored["gate_up_proj"] == (1, 2 * layout.base_shape("gate")[0], 8)
         assert layout.base_shape("gate") == layout.base_shape("up")
-    if layout.weights["down"] is not None:
+    if layout.has_base("down"):
         assert stored["down_proj"] == (1, *layout.base_shape("down"))
     assert ("base_channels" in dict(module.named_buffers())) == layout.is_pruned
 
@@ -88,6 +91,7 @@ def test_names_shapes_and_numbers_are_those_of_the_module(layout: LayerLayout) -
 def test_meaning(layout: LayerLayout) -> None:
     assert layout.is_native == (layout is LAYOUTS["native"])
     assert layout.is_pruned == (layout.base_channels < 12)
+    assert layout.is_baseless == (layout is LAYOUTS["no base"])
     assert len(list(layout.deltas())) == 3 * sum(weights is not None for weights in layout.weights.values())
 
 
@@ -97,6 +101,14 @@ def test_bytes_of_the_plain_case_by_hand() -> None:
     assert LAYOUTS["pruned"].stored_parameters() == base * 9 // 12 + factors
     assert LAYOUTS["dense"].stored_parameters() == base + 3 * base
     assert LAYOUTS["native"].stored_parameters() == 3 * base
+
+
+def test_no_base_takes_a_placeholder_per_role() -> None:
+    layout = LAYOUTS["no base"]
+    codes, scales = 8 * 12 // 2, 8 * 12 // 4 * 2
+    assert layout.nbytes(torch.bfloat16) == 3 * (3 * (codes + scales) + 2)
+    assert layout.to_config()["base"] == dict.fromkeys(ROLES, "low-rank:0")
+    assert not [name for name, _ in layout.own_tensors() if ".base." in name]
 
 
 def test_delta_names() -> None:

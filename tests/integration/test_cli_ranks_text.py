@@ -21,6 +21,7 @@ def jobs(tiny_mixtral, decomposed, tiny_text) -> dict[str, tuple[object, ...]]:
     return {
         "d2moe": (*compress, "--ratio", 0.35),
         "hybrid": (*compress, "--method", "hybrid", "--ratio", 0.55, "--group-size", 16),
+        "quantize": (*compress, "--method", "quantize", "--ratio", 0.5, "--group-size", 16),
         "at once": (*compress, "--rank", 6, "--share", "v", "--merge", "regmean", "--prune-base", 0.2),
         "svd-compress": ("svd-compress", decomposed, *shards, "--rank", 6, "--svd", "vanilla"),
     }
@@ -56,7 +57,7 @@ def worst(one: Path, other: Path) -> float:
     return found
 
 
-@pytest.mark.parametrize("name", ["d2moe", "hybrid", "at once", "svd-compress"])
+@pytest.mark.parametrize("name", ["d2moe", "hybrid", "quantize", "at once", "svd-compress"])
 def test_as_one_would(made, name):
     assert worst(made(name, 2), made(name, 1)) < 1e-5
 

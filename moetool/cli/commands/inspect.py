@@ -127,6 +127,8 @@ def _weights(base: SharedBase | None, role: Role) -> str:
 def _channels(base: SharedBase | None) -> str:
     if base is None:
         return "-"
+    if not base.base_channels:
+        return "no base"
     return f"{base.base_channels}" + (f" (−{base.dynamic_channels})" if base.dynamic_channels else "")
 
 

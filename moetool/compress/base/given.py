@@ -147,7 +147,11 @@ def open_base(spec: str, experts: ExpertReader, *, shared_expert: bool = False) 
     for layer in experts.moe_layers if shared_expert else ():
         experts.shared_expert_specs(layer)
     if experts.layouts:
-        raise UsageError(f"{experts.checkpoint.path} is already decomposed.")
+        baseless = any(layout.is_baseless for layout in experts.layouts.values())
+        raise UsageError(
+            f"{experts.checkpoint.path} is already "
+            + ("compressed, without a base: start from its source." if baseless else "decomposed.")
+        )
     for method in UNMEASURED_MERGES:
         if spec == method:
             return MergedBase(experts, method, shared_expert)

@@ -22,7 +22,7 @@ from moetool.checkpoint.files import save_tensors
 from moetool.compress.base.merging import Matrices, Regression, merge
 from moetool.compress.base.pruning import PruningPlan, kept_channels, prune_base, spread
 from moetool.compress.choices import Merge
-from moetool.format.layout import BASE_CHANNELS, LayerLayout, base_name
+from moetool.format.layout import BASE_CHANNELS, NO_BASE, LayerLayout, base_name
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import to_cpu
 from moetool.numerics.factorize import factorize
@@ -102,8 +102,8 @@ class LayerBase:
         compact: dict[Role, tuple[Representation, dict[str, Tensor]]] = {}
         for role in ROLES:
             own = {name.removeprefix(f"compact.{role}."): name for name in tensors if f"compact.{role}." in name}
-            if own:
-                spec = next(iter(own)).partition("/")[0]
+            if f"shape.{role}" in tensors:
+                spec = next(iter(own), NO_BASE[role].spec).partition("/")[0]
                 parts = {name.partition("/")[2]: tensors[full] for name, full in own.items()}
                 compact[role] = form, parts = parse_representation(spec), parts
                 rows, columns = tensors[f"shape.{role}"].tolist()
@@ -133,6 +133,13 @@ def unweighted_base(
         role: merge(method, role, Matrices(weights, role, count, torch.device("cpu"))).to(dtype) for role in shape.roles
     }
     return LayerBase(matrices, torch.arange(shape.intermediate), shape.intermediate, None)
+
+
+def no_base(shape: MoEShape, dtype: torch.dtype, statistics: LayerStatistics | None = None) -> LayerBase:
+    """What experts that are stored each by itself are deltas to: nothing."""
+    matrices = {role: torch.zeros(shape.matrix(role), dtype=dtype) for role in shape.roles}
+    compact = {role: (NO_BASE[role], dict[str, Tensor]()) for role in shape.roles}
+    return LayerBase(matrices, torch.arange(shape.intermediate), shape.intermediate, statistics).stored_as(compact)
 
 
 def measured_base(calibrated: CalibratedJob, index: int, layer: nn.Module, method: Merge) -> LayerBase:

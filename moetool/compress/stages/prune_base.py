@@ -66,6 +66,8 @@ class PruneBase(Stage[PruneBaseOptions]):
                 continue
             if old.is_pruned or old.dynamic_channels:
                 raise InvalidInputError(f"The base of layer {layer} is already pruned.")
+            if old.is_baseless:
+                raise InvalidInputError(f"The experts of layer {layer} are stored without a base: none can be pruned.")
             if any(old.compact_bases()):
                 raise InvalidInputError(
                     f"The base of layer {layer} is stored as {old.base['down'].spec}: prune it before it is compressed."

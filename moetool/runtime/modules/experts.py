@@ -30,7 +30,7 @@ from moetool.runtime.modules.rows import add_rows
 
 
 class SharedBaseExperts(RoutedExperts):
-    """Experts of one layer as a shared base and one small delta per expert and matrix.
+    """Experts of one layer as a shared base and one small delta per expert and matrix, or without a base.
 
     Parameters keep their native names: `gate_up_proj` (`up_proj` without gates) and `down_proj` hold the base (leading
     dimension 1), a placeholder if the base is stored in another form, or all experts where that group was left alone;
@@ -54,11 +54,11 @@ class SharedBaseExperts(RoutedExperts):
             shape.intermediate,
         )
         self.native_class = type(native)
-        self.gate_up_base = layout.weights["up"] is not None
-        self.down_base = layout.weights["down"] is not None
-        for roles, has_base in zip(shape.groups, (self.gate_up_base, self.down_base), strict=True):
-            rows, columns = layout.native_shape(roles[0]) if has_base else shape.matrix(roles[0])
-            count = 1 if has_base else shape.experts
+        self._has_base = {role: layout.has_base(role) for role in shape.roles}
+        for roles in shape.groups:
+            is_native = layout.weights[roles[0]] is None
+            rows, columns = shape.matrix(roles[0]) if is_native else layout.native_shape(roles[0])
+            count = shape.experts if is_native else 1
             setattr(self, fused_name(roles), empty_parameter((count, len(roles) * rows, columns), dtype, device))
             if roles[0] in shape.biases:
                 bias = empty_parameter((shape.experts, len(roles) * shape.matrix(roles[0])[0]), dtype, device)
@@ -108,7 +108,7 @@ class SharedBaseExperts(RoutedExperts):
 
     def _uses_base(self, expert: int, role: Role) -> bool:
         weights = self.layout.weights[role]
-        return weights is not None and weights[expert].uses_base
+        return weights is not None and weights[expert].uses_base and self._has_base[role]
 
     def _spread(self, values: Tensor) -> Tensor:
         """Put the base's stored channels `[tokens, base_channels]` where they belong among all of them."""
@@ -120,7 +120,7 @@ class SharedBaseExperts(RoutedExperts):
     def _base_gate_up(self, hidden: Tensor) -> dict[Role, Tensor]:
         """Gate and up of the base, once per token: `[tokens, intermediate]` each."""
         roles = self.layout.shape.entering
-        if not self.gate_up_base:
+        if not self._has_base["up"]:
             return {}
         if self.layout.has_dense_base("up"):
             values: Sequence[Tensor] = F.linear(hidden, self._fused(0, "up")).chunk(len(roles), dim=-1)
@@ -146,7 +146,7 @@ class SharedBaseExperts(RoutedExperts):
     ) -> Tensor:
         """`act(gate x) · up x` of one expert for its tokens: `[routed, intermediate]`."""
         roles = self.layout.shape.entering
-        if not self.gate_up_base:
+        if self.layout.weights["up"] is None:
             values = list(F.linear(hidden, self._fused(expert, "up")).chunk(len(roles), dim=-1))
         else:
             values = [
@@ -181,8 +181,9 @@ class SharedBaseExperts(RoutedExperts):
         return F.linear(activations, base)
 
     def eager(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """See `RoutedExperts`. For the backward nothing is kept of an expert with a base: its activations follow from
-        those of the base, which are kept once per token, and its delta, and are computed again, expert by expert."""
+        """See `RoutedExperts`. For the backward nothing is kept of an expert that is not native: its activations follow
+        from those of the base, which are kept once per token, and its delta, and are computed again, expert by expert.
+        """
         with loaded(*self._shared()):
             return self._forward(hidden, chosen, weights)
 
@@ -214,7 +215,7 @@ class SharedBaseExperts(RoutedExperts):
                 for expert in experts
             ]
             base = None
-            if weights is not None:
+            if self._has_base[role]:
                 whole = self.layout.has_dense_base(role)
                 single = ((numbers(self._native(0, role)),),) if whole else self._compact(role).products()
                 base = Table([single], self.layout.base_shape(role), ())
@@ -238,10 +239,12 @@ class SharedBaseExperts(RoutedExperts):
         weights = top_k_weights.reshape(-1, 1)
         ends = torch.bincount(experts, minlength=self.num_experts).cumsum(0).tolist()
         base = self._base_gate_up(hidden_states)
-        recomputes = torch.is_grad_enabled() and self.gate_up_base and self.down_base
+        stored = all(weights is not None for weights in self.layout.weights.values())
+        recomputes = torch.is_grad_enabled() and stored
         # Added up in fp32 at least, whatever the dtype; experts come in the same order for every batch.
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
-        routed = hidden_states.new_zeros(tokens, self.intermediate_dim, dtype=wide) if self.down_base else None
+        shape = (tokens, self.intermediate_dim)
+        routed = hidden_states.new_zeros(shape, dtype=wide) if self._has_base["down"] else None
         output = hidden_states.new_zeros(tokens, self.hidden_dim, dtype=wide)
         start = 0
         for expert, end in enumerate(ends[: self.num_experts]):
@@ -272,7 +275,7 @@ class SharedBaseExperts(RoutedExperts):
         biases = self._biases(expert)
         activation = self._activation(expert, hidden[rows], base, rows, biases)
         activation = (activation * weights).to(hidden.dtype)
-        if self.down_base:
+        if self.layout.weights["down"] is not None:
             product = self.delta(expert, "down")(activation)
         else:
             product = F.linear(activation, self._fused(expert, "down"))
@@ -296,8 +299,8 @@ class SharedBaseExperts(RoutedExperts):
 
     def flatten_bases(self) -> None:
         """Let bases be matrices, without the leading dimension of 1: sharding cuts tensors by their first."""
-        for roles, has_base in zip(self.layout.shape.groups, (self.gate_up_base, self.down_base), strict=True):
-            if has_base:
+        for roles in self.layout.shape.groups:
+            if self.layout.weights[roles[0]] is not None:
                 base = getattr(self, name := fused_name(roles))
                 setattr(self, name, nn.Parameter(base.detach()[0], requires_grad=base.requires_grad))
 

@@ -64,11 +64,11 @@ def shared(native: Any, layout: LayerLayout, kept: Tensor | None = None) -> Shar
     kept = torch.arange(layout.base_channels) if kept is None else kept
     base = {role: torch.stack([own(native, e, role) for e in range(E)]).mean(0) for role in ROLES}
     with torch.no_grad():
-        if module.gate_up_base:
+        if module.layout.weights["up"] is not None:
             module.gate_up_proj[0] = torch.cat([base["gate"][kept], base["up"][kept]])
         else:
             module.gate_up_proj.copy_(native.gate_up_proj)
-        module.down_proj.copy_(base["down"][:, kept] if module.down_base else native.down_proj)
+        module.down_proj.copy_(base["down"][:, kept] if module.layout.weights["down"] is not None else native.down_proj)
         if layout.is_pruned:
             module.base_channels.copy_(kept)
         for seed, (expert, role, representation) in enumerate(layout.deltas()):

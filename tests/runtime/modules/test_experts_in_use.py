@@ -201,3 +201,21 @@ def test_odd_widths_leave_compressed_experts_on_kernels() -> None:
     run_experts_of_any_width(model)
     assert model.config._experts_implementation == "moetool"
     assert all(experts._may_run_on_kernels() for experts in experts_in(model))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["no-base", "shared-expert-without-base"])
+def test_no_product_with_a_base_that_is_none(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Tensor:
+        raise AssertionError("there is no base to multiply with")
+
+    for experts in experts_of(kind):
+        stored = experts.on_kernels()
+        assert [own.base for own in stored.roles.values()] == [None] * 3
+        monkeypatch.setattr(experts, "_base_down", refuse)
+        monkeypatch.setattr(experts, "_compact", refuse)
+        hidden, chosen, weights = batch(experts, 40)
+        eager = experts.eager(hidden, chosen, weights)
+        for tokens in (40, 2):  # sorted by expert, and by number
+            found = stored.forward(hidden[:tokens], chosen[:tokens], weights[:tokens])
+            assert distance(found, eager[:tokens]) < 1e-5

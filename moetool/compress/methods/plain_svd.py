@@ -1,0 +1,116 @@
+"""Truncated SVDs without a text: of each expert by itself here, of its delta to the mean in `mean_svd`.
+
+What every low-rank method is measured against: factors that are best in the plain norm, ‖W − U V‖_F, and the same share
+of every matrix (the baselines of D²-MoE, arXiv:2502.17298, Table 1).
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from functools import cached_property
+from typing import ClassVar
+
+from pydantic import Field, model_validator
+
+from moetool.architectures import Role
+from moetool.checkpoint.experts import Weights
+from moetool.compress.base.layer_base import LayerBase, base_path, no_base
+from moetool.compress.delta import Deltas
+from moetool.compress.factors.files import LayerFactors, SpectrumFile
+from moetool.compress.factors.writing import FactoredLayers, FactorOptions, factor_memory, factor_plan, finish
+from moetool.compress.told import RankedTold
+from moetool.errors import UsageError
+from moetool.format.layout import NO_BASE
+from moetool.job.job import Job
+from moetool.job.options import RunOptions
+from moetool.job.phases import FACTORIZE
+from moetool.job.plan import Plan
+from moetool.job.progress import phase
+from moetool.job.stage import Stage
+from moetool.representations import Representation
+
+
+class PlainSvdOptions(RunOptions):
+    """A budget of bytes, or one rank."""
+
+    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "rank")  # one typed replaces the other of a preset
+
+    ratio: float | None = Field(
+        None, description="Share of the weight files' bytes that disappears: 0.4 makes the model 40 % smaller."
+    )
+    rank: int | None = Field(None, ge=0, description="Instead of a ratio: this rank for every matrix.")
+
+    @model_validator(mode="after")
+    def _one_target(self) -> "PlainSvdOptions":
+        if (self.ratio is None) == (self.rank is None):
+            raise ValueError("give --ratio or --rank, one of them")
+        return self
+
+    @property
+    def factors(self) -> FactorOptions:
+        """The same for those who make factors: nothing is measured, and no matrix counts more than another."""
+        own = self.model_dump()
+        return FactorOptions(**own, svd="vanilla", allocation="uniform", sensitivity="none")
+
+
+class UnmeasuredSvd(Stage[PlainSvdOptions]):
+    """A base that no text is needed for, and factors of deltas to it."""
+
+    options_type: ClassVar[type[RunOptions]] = PlainSvdOptions
+    method_of: ClassVar[str | None] = "compress"
+    is_parallel: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def _bases(self) -> Mapping[Role, Representation] | None:
+        """How bases are stored; `None` for dense ones."""
+
+    @abstractmethod
+    def _base(self, weights: Weights) -> LayerBase:
+        """The base of a layer whose experts have these matrices."""
+
+    @cached_property
+    def _factors(self) -> FactorOptions:
+        return self.options.factors
+
+    def plan(self) -> Plan:
+        source, shape = self.source, self.source.experts.shape
+        if source.experts.layouts:
+            raise UsageError(f"{source.checkpoint.path} is already a moetool checkpoint: start from an ordinary one.")
+        memory = factor_memory(source, self._factors, None)
+        return factor_plan(
+            self.name,
+            source,
+            self._factors,
+            shape.intermediate,
+            memory,
+            shape.experts,
+            gradients=False,
+            base=self._bases,
+        )
+
+    def run(self, job: Job) -> RankedTold:
+        reader, options = self.source.experts, self._factors
+        once = dict.fromkeys(reader.moe_layers, 1)
+        with phase(job.progress, FACTORIZE, len(once)):
+            for layer in job.share("measure", once, once):
+                weights, file = reader.weights(layer), SpectrumFile(job.work, layer, reader.shape, options.share)
+                base = self._base(weights)
+                base.save(path := base_path(job.work, layer))
+                LayerFactors(reader.shape, Deltas(weights, base, job.device), options, None).measure(file)
+                job.finish(f"measure/{layer}", made=[path, file.path])
+                job.progress.advance()
+        return finish(job, FactoredLayers(job, 0, options), options, self.name, None, None)
+
+
+class PlainSvd(UnmeasuredSvd):
+    """Factors of the experts' own matrices."""
+
+    name: ClassVar[str] = "plain-svd"
+    summary: ClassVar[str] = "every expert's own truncated SVD, without a base"
+
+    @property
+    def _bases(self) -> Mapping[Role, Representation] | None:
+        return NO_BASE
+
+    def _base(self, weights: Weights) -> LayerBase:
+        return no_base(self.source.experts.shape, self.source.experts.dtype)

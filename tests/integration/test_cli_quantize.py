@@ -1,0 +1,153 @@
+"""Experts in few bits, each on its own: `compress --method quantize`."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import CrashDriver, config_of, contents, load, logits, relative_error, weight_bytes
+from torch import Tensor
+
+import moetool
+from moetool.architectures import ROLES
+from moetool.job.job import Source
+from moetool.numerics.quantization import dequantize, quantize
+
+GROUP = ("--group-size", 16)
+CHOICES: dict[str, tuple[object, ...]] = {
+    "nearest": ("--bits", 8, *GROUP, "--rounding", "nearest"),
+    "on text": ("--bits", 3, *GROUP),
+    "nf4": ("--bits", "nf4"),
+    "int8": ("--bits", "int8"),
+    "ratio": ("--ratio", 0.5, *GROUP),
+    "ratio, one per role": ("--ratio", 0.5, *GROUP, "--scheme", "role"),
+    "ratio, one per layer": ("--ratio", 0.5, *GROUP, "--scheme", "layer", "--sensitivity", "none"),
+}
+METHOD = ("--method", "quantize")
+
+
+@pytest.fixture(scope="module")
+def tokens(tiny_tokens: Tensor) -> Tensor:
+    return tiny_tokens[1000:1128].view(2, 64)
+
+
+def layers(path: Path) -> dict[str, Any]:
+    entry: dict[str, Any] = config_of(path)["quantization_config"]
+    return dict(entry["layers"])
+
+
+@pytest.mark.parametrize("bits", [8, 2])
+def test_nearest_codes_are_those_of_each_matrix(compress: Any, tiny_mixtral: Path, bits: int) -> None:
+    made = compress(tiny_mixtral, *METHOD, "--bits", bits, *GROUP, "--rounding", "nearest")
+    source, result = (Source.open(path).experts for path in (tiny_mixtral, made.path))
+    for layer in source.moe_layers:
+        for role in ROLES:
+            for expert in range(source.shape.experts):
+                codes, scales = quantize(source.dense(layer, expert, role), bits, 16, source.dtype)
+                expected = dequantize(codes, scales, bits, torch.float32)
+                assert result.dense(layer, expert, role).equal(expected)
+    assert made.told["layers"]["0"]["relative_error"]["gate"][0] < (0.01 if bits == 8 else 0.5)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_no_base_is_stored_and_the_result_runs(
+    run_cli: Any, compress: Any, tiny_mixtral: Path, tokens: Tensor, tmp_path: Path, name: str
+) -> None:
+    path = compress(tiny_mixtral, *METHOD, *CHOICES[name]).path
+    reader = Source.open(path).experts
+    assert all(reader.layout(layer).is_baseless for layer in reader.moe_layers)
+    assert not [tensor for tensor in reader.checkpoint.tensors if "moetool.base" in tensor]
+    expected = logits(path, tokens)
+    assert relative_error(logits(path, tokens[:, :5]), expected[:, :5]) < 1e-4, "few tokens find their matrices"
+    with torch.no_grad():
+        dense = moetool.synthesize(load(path))(tokens).logits
+    assert relative_error(dense, expected) < 1e-4
+    assert run_cli("export", path, tmp_path / "dense").code == 0
+    assert relative_error(logits(tmp_path / "dense", tokens), expected) < 1e-4
+    assert run_cli("verify", path, "--against", tiny_mixtral).code == 0
+
+
+@pytest.mark.parametrize("name", ["ratio", "ratio, one per role", "ratio, one per layer"])
+def test_a_ratio_is_met(run_cli: Any, compress: Any, calibration: Any, tiny_mixtral: Path, name: str) -> None:
+    made = compress(tiny_mixtral, *METHOD, *CHOICES[name])
+    whole = name == "ratio"
+    assert made.told["achieved_ratio"] >= 0.5
+    assert -0.005 if whole else -0.05 <= weight_bytes(made.path) / weight_bytes(tiny_mixtral) - 0.5 <= 0
+    forms = [{role: set(layer[role]) for role in ROLES} for layer in layers(made.path).values()]
+    if not whole:
+        assert all(len(own) == 1 for layer in forms for own in layer.values())
+    if name.endswith("layer"):
+        assert all(layer["gate"] == layer["up"] == layer["down"] for layer in forms)
+    plan = run_cli("compress", tiny_mixtral, "unused", *METHOD, *CHOICES[name], *calibration, "--dry-run", "--json")
+    assert plan.json["output_bytes"] >= weight_bytes(made.path)
+
+
+def test_the_plan_is_exact(run_cli: Any, compress: Any, tiny_mixtral: Path) -> None:
+    made = compress(tiny_mixtral, *METHOD, *CHOICES["nearest"])
+    plan = run_cli("compress", tiny_mixtral, "unused", *METHOD, *CHOICES["nearest"], "--dry-run", "--json")
+    assert plan.code == 0, "no text is needed"
+    assert plan.json["output_bytes"] == weight_bytes(made.path)
+
+
+def test_feedback_on_a_text_loses_less(run_cli: Any, compress: Any, tiny_mixtral: Path, tokens: Tensor) -> None:
+    expected = logits(tiny_mixtral, tokens)
+    fed = compress(tiny_mixtral, *METHOD, *CHOICES["on text"]).path
+    nearest = compress(tiny_mixtral, *METHOD, *CHOICES["on text"], "--rounding", "nearest").path
+    assert weight_bytes(fed) == weight_bytes(nearest)
+    assert relative_error(logits(fed, tokens), expected) < relative_error(logits(nearest, tokens), expected)
+
+
+def test_inspection_says_so(run_cli: Any, compress: Any, tiny_mixtral: Path) -> None:
+    path = compress(tiny_mixtral, *METHOD, *CHOICES["on text"]).path
+    entry = run_cli("inspect", path, "--json").json["moe"][0]
+    assert (entry["representation"], entry["base_channels"]) == ("no-base", 0)
+    assert "no base" in run_cli("inspect", path).stdout
+    analysis = run_cli("inspect", path, "--analysis", "--json").json["analysis"]["layers"][0]
+    assert analysis["gate"]["base"] == "mean"
+
+
+def test_killed_runs_resume_to_the_same_bytes(
+    crash: CrashDriver, calibration: Any, tiny_mixtral_bf16: Path, tmp_path: Path
+) -> None:
+    arguments = ("compress", tiny_mixtral_bf16, *METHOD, "--ratio", 0.4, *GROUP, *calibration, "--shard-size", "40kB")
+    assert crash(tmp_path / "whole", arguments)["code"] == 0
+    assert crash(tmp_path / "out", arguments, at=40)["code"] == -signal.SIGKILL
+    assert crash(tmp_path / "out", (*arguments, "--resume"))["code"] == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ((), "give --bits or --ratio"),
+        (("--bits", 4, "--ratio", 0.5), "give --bits or --ratio"),
+        (("--ratio", 0.5), "give --calibration"),
+        (("--bits", 4, "--rounding", "error-feedback"), "give --calibration"),
+        (("--bits", "nf4", "--rounding", "error-feedback"), "use --bits 4 or 8"),
+        (("--ratio", 0.5, "--rounding", "nearest", "--calibration", "x.txt"), "take --rounding out"),
+        (("--ratio", 0.99, "--calibration", "x.txt", *GROUP), "at most 0."),
+    ],
+)
+def test_what_cannot_be(run_cli: Any, tiny_mixtral: Path, tmp_path: Path, options: Any, says: str) -> None:
+    refused = run_cli("compress", tiny_mixtral, tmp_path / "out", *METHOD, *options)
+    assert refused.code == 2
+    assert says in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "says"),
+    [
+        (("compress", *METHOD, "--bits", 4), 2, "already a moetool checkpoint"),
+        (("decompose",), 2, "without a base: start from its source"),
+        (("prune-base", "--ratio", 0.2), 3, "stored without a base"),
+        (("quantize-delta", "--bits", 4), 3, "already stored as"),
+    ],
+)
+def test_stages_that_need_a_base(
+    run_cli: Any, compress: Any, tiny_mixtral: Path, tmp_path: Path, command: Any, code: int, says: str
+) -> None:
+    path = compress(tiny_mixtral, *METHOD, *CHOICES["on text"]).path
+    refused = run_cli(command[0], path, tmp_path / "out", *command[1:])
+    assert refused.code == code
+    assert says in refused.stderr
