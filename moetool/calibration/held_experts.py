@@ -1,5 +1,6 @@
 """Some of a layer's experts, in memory, and how one of them is run."""
 
+import copy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -91,6 +92,7 @@ class RoutedBatch:
     """Which tokens of a batch go to which expert.
 
     Attributes:
+        tokens: of the batch.
         weights: `[tokens · top_k, 1]`, one for each pair of a token and an expert.
     """
 
@@ -99,6 +101,7 @@ class RoutedBatch:
         self.weights = top_k_weights.reshape(-1, 1)
         self._top_k = top_k_index.shape[1]
         routed_to, order = top_k_index.reshape(-1).sort(stable=True)
+        self.tokens = len(top_k_index)
         self._order = order.int()
         self._ends: list[int] = torch.bincount(routed_to, minlength=experts).cumsum(0).tolist()
 
@@ -110,3 +113,9 @@ class RoutedBatch:
     def before(self, expert: int) -> int:
         """How many pairs the experts before this one are in."""
         return self._ends[expert - 1] if expert else 0
+
+    def on_cpu(self) -> "RoutedBatch":
+        """The same on the CPU, without gradients."""
+        found = copy.copy(self)
+        found.weights, found._order = self.weights.detach().cpu(), self._order.cpu()
+        return found

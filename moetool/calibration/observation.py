@@ -54,6 +54,12 @@ class Collector:
     def observe_inputs(self, inputs: Tensor) -> None:
         """What all experts are given, each token once: `[tokens, hidden]`."""
 
+    def observe_routing(self, routing: RoutedBatch) -> None:
+        """Which of these tokens go to which expert, and how its output is weighed there."""
+
+    def observe_blame(self, gradients: Tensor) -> None:
+        """Backwards: the gradients of what all experts give together, `[tokens, hidden]`."""
+
     def observe_sum(self, activations: Tensor) -> None:
         """The experts' activations, weighted and summed, as a shared down base sees them: `[tokens, intermediate]`."""
 
@@ -111,11 +117,16 @@ def observed(experts: nn.Module, length: int, collectors: Sequence[Collector]) -
         result = torch.zeros_like(hidden_states)
         summed = hidden_states.new_zeros(len(hidden_states), module.intermediate_dim) if wanted else None
         routing = RoutedBatch(top_k_index, top_k_weights, module.num_experts)
+        for collector in collectors:
+            collector.observe_routing(routing)
         observe(collectors, held, routing, length, given, result, summed, rows)
         rows += top_k_index.numel()
         for collector in wanted:
             assert summed is not None
             collector.observe_sum(summed)
+        if result.requires_grad:
+            for collector in collectors:
+                result.register_hook(collector.observe_blame)
         return result
 
     with replaced(experts, forward):

@@ -86,6 +86,13 @@ class Owned:
         alone.peers = peers
         return alone
 
+    @classmethod
+    def by_expert(cls, shape: MoEShape, peers: Peers) -> "Owned":
+        """All matrices of an expert in one hand."""
+        own = cls(shape, peers)
+        own._owners = {(group, expert): expert % peers.size for group, expert in own._owners}
+        return own
+
     def owner(self, role: Role, expert: int) -> int:
         """The rank of the process that has a matrix; the first's where it is not one of the routed experts'."""
         group = next(index for index, roles in enumerate(self._groups) if role in roles)

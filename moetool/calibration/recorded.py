@@ -60,6 +60,8 @@ class Recorded:
             self.parts.append(slice(start, start + len(hidden_states)))
             self._inputs[self.parts[-1]] = hidden_states.detach().cpu()
             self._routings.append(RoutedBatch(top_k_index.cpu(), top_k_weights.detach().cpu(), self._shape.experts))
+            for collector in collectors:
+                collector.observe_routing(self._routings[-1])
             return torch.zeros_like(hidden_states)
 
         return replaced(self._native, note)
@@ -119,6 +121,9 @@ class Recorded:
     def blame(self, blamed: Tensor, collectors: Sequence[Collector], tick: Tick) -> tuple[Tensor, Tensor]:
         """From the gradients of the experts' summed outputs, `blamed` `[tokens, hidden]`, those of their inputs and of
         the routing weights `[tokens, top_k]`. Last experts first, as autograd does it."""
+        for part in self.parts:
+            for collector in collectors:
+                collector.observe_blame(blamed[part].to(self._model.device))
         given = self.scratch()
         weighing = torch.zeros(self._tokens * self._shape.top_k, 1)
         for experts in reversed(self._model.working_sets):

@@ -70,10 +70,14 @@ class Encoding:
         layouts: Mapping[int, LayerLayout],
         encode: Encode,
         calibrated: CalibratedJob | None = None,
+        *,
+        whole_experts: bool = False,
     ) -> None:
         """`encode` runs a layer that is loaded for it (`sweep.forward`); without a text none is, and it is given
-        an empty module. With a text all processes encode each layer together, else each those of its shards."""
+        an empty module. With a text all processes encode each layer together, else each those of its shards.
+        With `whole_experts` none of them shares an expert with another."""
         self._job, self._layouts, self._encode = job, layouts, encode
+        self._whole_experts = whole_experts
         self._pass = calibrated.forward_pass(self._visit, layouts, name="encode") if calibrated else None
         self.steps = len(layouts) if self._pass is None else self._pass.steps
 
@@ -83,7 +87,9 @@ class Encoding:
 
     def _visit(self, layer: int, module: nn.Module) -> None:
         job, layout = self._job, self._layouts[layer]
-        owned = Owned(layout.shape, Peers()) if self._pass is None else encoding_owners(layout, job.ranks)
+        owned = Owned(layout.shape, Peers())
+        if self._pass is not None:
+            owned = encoding_owners(layout, job.ranks, whole_experts=self._whole_experts)
         file = EncodedFile(job.work, job.source.experts, layer, layout, owned)
         file.write(self._encode(layer, module, layout, owned))
 

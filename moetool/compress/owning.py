@@ -8,10 +8,13 @@ from moetool.job.work import Work
 from moetool.representations import Representation
 
 
-def encoding_owners(layout: LayerLayout, peers: Peers) -> Owned:
-    """By what each delta takes to encode on a text; the first all of them where they have something in common."""
+def encoding_owners(layout: LayerLayout, peers: Peers, *, whole_experts: bool = False) -> Owned:
+    """By what each delta takes to encode on a text; the first all of them where they have something in common. With
+    `whole_experts` all matrices of an expert in one hand."""
     if any(layout.shared_tensors(role) for role in layout.shape.roles):
         return Owned.by_first(layout.shape, peers)
+    if whole_experts:
+        return Owned.by_expert(layout.shape, peers)
     costs: dict[tuple[Role, int], float] = {}
     for expert, role, form in layout.deltas():
         costs[role, expert] = _effort(_work(form, layout.shape.matrix(role)))

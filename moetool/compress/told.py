@@ -32,14 +32,32 @@ class EncodedLayer(Printed):
 
 
 @dataclass(frozen=True)
+class RefinedLayer(Printed):
+    """A layer whose experts were refined.
+
+    Attributes:
+        experts: that were changed.
+        kept: that stayed as they were: no better on windows held out, or too few tokens to tell.
+        before, after: what errors of both cost on these windows, in nats per token.
+    """
+
+    experts: int
+    kept: int
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
 class MixedLayer(Printed):
     """A layer whose deltas were each given the form that loses least.
 
     Attributes:
         loss: by role, what all experts are estimated to lose together.
+        refined: what refinement made of it.
     """
 
     loss: Mapping[Role, float]
+    refined: RefinedLayer | None = None
 
 
 @dataclass(frozen=True)

@@ -305,6 +305,13 @@ def encode(form: Representation, matrix: tuple[int, int], *, fed_back: bool = Fa
     return taken + (Work() if isinstance(form, Dense) else cut(matrix, form.directions))
 
 
+def refine(shape: MoEShape, steps: int, tokens: int) -> Work:
+    """An expert whose stored tensors are moved in so many steps of so many `tokens`: its output forwards and backwards,
+    the error as it counts, and a dozen numbers read and written for each of the matrices'."""
+    products = steps * tokens * (3 * shape.expert_parameters + 2 * shape.hidden**2)
+    return Work(products={"bfloat16": products}, moved=steps * 120.0 * shape.expert_parameters, calls=steps * 220.0)
+
+
 def feed_back(matrix: tuple[int, int]) -> Work:
     """Codes chosen one input after the other, and what both they and the nearest ones lose."""
     rows, columns = matrix

@@ -98,6 +98,7 @@ def menu_phases(
     written: int,
     forms: Mapping[Role, Iterable[Representation]],
     base: Mapping[Role, Representation],
+    refined: Work | None = None,
 ) -> Phases:
     """Every form of every delta measured on the way back, and in a pass over the whole text those encoded that were
     chosen.
@@ -108,6 +109,7 @@ def menu_phases(
         written: bytes of the result.
         forms: that the deltas of a role are offered in.
         base: how bases are stored.
+        refined: what it takes to refine one expert.
     """
     shape, deltas = _shape(size), _shape(size).experts * size.moe_layers
     measured, chosen = _bases(shape, base) * size.moe_layers, Work()
@@ -117,7 +119,7 @@ def menu_phases(
         works = [encode(form, matrix, fed_back=True) for form in made]
         measured += tried(made, matrix) * deltas
         chosen += altogether(works) * (deltas / max(1, len(works)))
-    running = calibration_forward(cost, size) + input_grams(cost, size)
+    running = calibration_forward(cost, size) + input_grams(cost, size) + (refined or Work()) * deltas
     write = writing(size.nbytes, written, size.tensors + 2 * len(shape.roles) * deltas)
     few = gradient_cost(cost)
     return *_back_with(few, size, input_grams(few, size) + measured), Phase(ENCODE, running + chosen + write)

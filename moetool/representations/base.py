@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.operand import Products
+from moetool.representations.trainable import Trainable
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,13 @@ class Representation(ABC):
         weight.share(tensors)
         with torch.no_grad():
             return weight.dense()
+
+    def trainable(
+        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], matrix: Tensor | None = None
+    ) -> Trainable | None:
+        """Stored tensors of a matrix `[out, in]` for gradients to move, `matrix` being what they were made of; `None`
+        if there is nothing to move, or no way to."""
+        return None
 
     def multiplications(self, shape: tuple[int, int]) -> int:
         """Of numbers, in the product with one input: all of the matrix, unless it runs as something smaller."""

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -17,6 +17,7 @@ from moetool.numerics.quantization import BITS, dequantize, quantize
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
 from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.operand import Operand, Products
+from moetool.representations.trainable import TrainableCodes
 
 ROW = "row"  # how a spec says that a whole row shares one scale
 
@@ -73,6 +74,11 @@ class Quantized(Representation):
         """`matrix` is floating and finite, scales are in `dtype`. With a Gram matrix errors are chosen to cancel in the
         output, see `numerics.error_feedback`."""
         return encode_together([(matrix, self)], dtype, measured)[0]
+
+    def trainable(
+        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], matrix: Tensor | None = None
+    ) -> TrainableCodes:
+        return TrainableCodes(tensors["codes"], tensors["scales"], self.bits, shape, matrix)
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         return QuantizedWeight(self, shape, dtype, device)

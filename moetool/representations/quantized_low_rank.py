@@ -1,6 +1,6 @@
 """A delta to the shared base as a product of two thin matrices, each quantized."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -20,6 +20,7 @@ from moetool.representations.quantized import (
     fitting_group,
     parse_quantization,
 )
+from moetool.representations.trainable import TrainableFactors
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,17 @@ class QuantizedLowRank(Representation):
         """U^T for a basis [out, k] of at least `rank` columns, of root mean squares near 1; every direction by itself,
         so that smaller ranks have the same ones."""
         return self.u.encode(unit_columns(basis[:, : self.rank]).T.contiguous(), dtype)
+
+    def trainable(
+        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], matrix: Tensor | None = None
+    ) -> TrainableFactors | None:
+        if not self.rank:
+            return None
+        rows, columns = shape
+        part = {name: {key: tensors[f"{name}.{key}"] for key in ("codes", "scales")} for name in ("u", "v")}
+        return TrainableFactors(
+            self.u.trainable(part["u"], (self.rank, rows)), self.v.trainable(part["v"], (self.rank, columns))
+        )
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         return QuantizedLowRankWeight(self, shape, dtype, device)

@@ -1,6 +1,6 @@
 """The shared base of each layer and what was measured to make it, as files of the work directory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from moetool.calibration.collectors import (
     RegressionCollector,
     UsageCollector,
 )
+from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Peers
 from moetool.checkpoint.experts import ExpertReader, Weights
 from moetool.checkpoint.files import save_tensors
@@ -142,8 +143,10 @@ def no_base(shape: MoEShape, dtype: torch.dtype, statistics: LayerStatistics | N
     return LayerBase(matrices, torch.arange(shape.intermediate), shape.intermediate, statistics).stored_as(compact)
 
 
-def measured_base(calibrated: CalibratedJob, index: int, layer: nn.Module, method: Merge) -> LayerBase:
-    """Run a loaded layer backwards, measure it, and merge its experts.
+def measured_base(
+    calibrated: CalibratedJob, index: int, layer: nn.Module, method: Merge, others: Sequence[Collector] = ()
+) -> LayerBase:
+    """Run a loaded layer backwards, measure it, also by `others`, and merge its experts.
 
     The base is rounded to the storage dtype here, before any delta is taken against it, so that the deltas
     absorb the rounding.
@@ -157,7 +160,9 @@ def measured_base(calibrated: CalibratedJob, index: int, layer: nn.Module, metho
     scale = calibrated.gradient_sweep.loss_scale
     fisher = FisherCollector(calibrated.model.matrix, reader.shape, device, frequency, scale)
     regression = RegressionCollector(reader.shape, device) if method == "regmean" else None
-    calibrated.gradient_sweep.backward(index, layer, [usage, fisher, *([regression] if regression is not None else [])])
+    calibrated.gradient_sweep.backward(
+        index, layer, [usage, fisher, *([regression] if regression is not None else []), *others]
+    )
     rows = {role: to_cpu(sums / calibrated.gradient_sweep.count).float() for role, sums in fisher.rows.items()}
     statistics = LayerStatistics(usage.tokens, rows, usage.channel_energy)
     sums = {} if regression is None else {role: Regression(*found) for role, found in regression.sums().items()}

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from moetool.architectures import MoEShape, Role
 from moetool.calibration.input_grams import InputGramCollector
+from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Owned
+from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.files import save_tensors
@@ -30,10 +32,13 @@ from moetool.compress.encoding import BaseBits, base_representations, in_groups
 from moetool.compress.factors.ranking import check_ratio
 from moetool.compress.factors.sensitivity import LayerSensitivity
 from moetool.compress.menu import losses, prepared
+from moetool.compress.refining.expert import BATCH_TOKENS
+from moetool.compress.refining.layer import MOST_TOKENS, LayerRefining, Refining
+from moetool.compress.refining.metric import OutputGradients, metric_path
 from moetool.compress.told import MixedLayer, MixedTold
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout, delta_name
-from moetool.job.building_blocks import moe_size
+from moetool.job.building_blocks import moe_size, refine
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, pick_compute_dtype, pick_device, to_cpu
 from moetool.job.layer_memory import LayerMemory, Measuring
@@ -72,6 +77,12 @@ class HybridOptions(RunOptions, CalibrationOptions):
     sensitivity: Sensitivity = Field(
         "channel", description="Weigh errors by what they cost in loss: by output channel, by matrix, or not at all."
     )
+    refine: int = Field(
+        0,
+        ge=0,
+        description="Steps in which each expert's codes and scales are then moved by gradients of its own output's "
+        "error; windows held out tell whether it got better.",
+    )
 
 
 class Hybrid(Stage[HybridOptions]):
@@ -99,8 +110,11 @@ class Hybrid(Stage[HybridOptions]):
         output = round(original * (1 - options.ratio))
         forward = cost.forward_bytes(shape.hidden) + encoded_bytes(reader, output, options.shard_size)
         backward = cost.gradient_bytes(shape.hidden, layers)
+        refining = refine(shape, options.refine, BATCH_TOKENS) if options.refine else None
         if at_once < shape.experts:
             forward += cost.recorded_bytes(shape, gradients=False, sums=False)
+        if options.refine:
+            forward += RoutedTokens.nbytes(cost.samples, cost.length, shape.hidden)
             backward += cost.recorded_bytes(shape, gradients=True, sums=True)
         return Plan(
             stage=self.name,
@@ -108,7 +122,7 @@ class Hybrid(Stage[HybridOptions]):
             output_bytes=output,
             scratch_bytes=max(backward, forward) + len(reader.moe_layers) * bases,
             memory_bytes=self._memory.nbytes(at_once),
-            phases=menu_phases(cost, moe_size(reader), output, forms, self._base),
+            phases=menu_phases(cost, moe_size(reader), output, forms, self._base, refining),
             details={
                 "original_bytes": original,
                 "smallest_possible_bytes": smallest,
@@ -131,7 +145,10 @@ class Hybrid(Stage[HybridOptions]):
     @cached_property
     def _memory(self) -> LayerMemory:
         reader, regression = self.source.experts, self.options.merge == "regmean"
-        base, codes = Measuring.fisher(reader.shape, regression=regression), Measuring.codes(reader.shape)
+        base, codes = (
+            Measuring.fisher(reader.shape, regression=regression),
+            Measuring.codes(reader.shape, refined_on=MOST_TOKENS if self.options.refine else 0),
+        )
         return self._cost.layer_memory(reader, base, codes, gradients=True)
 
     @cached_property
@@ -163,13 +180,20 @@ class Hybrid(Stage[HybridOptions]):
         calibrated = CalibratedJob(job, options, gradients=True, experts_at_once=self._experts_at_once)
         forms = forms_for(reader.shape, self._average_bits(), options.group_size)
 
-        def grams_of(sweep: Sweep, layer: int, module: nn.Module, owned: Owned, *, keep: bool) -> InputGramCollector:
+        refining = Refining(reader, job.work, job.device, options.refine, options.seed) if options.refine else None
+
+        def grams_of(
+            sweep: Sweep, layer: int, module: nn.Module, owned: Owned, *others: Collector, keep: bool
+        ) -> InputGramCollector:
             grams = InputGramCollector(reader.shape, job.device, owned, calibrated.experts_at_once)
-            sweep.forward(layer, module, [grams], keep=keep)
+            sweep.forward(layer, module, [grams, *others], keep=keep)
             return grams
 
         def visit(index: int, layer: nn.Module) -> None:
-            base = measured_base(calibrated, index, layer, options.merge)
+            blamed = [OutputGradients(calibrated.gradient_sweep, job.device)] if refining else []
+            base = measured_base(calibrated, index, layer, options.merge, blamed)
+            if blamed and job.ranks.is_first:
+                blamed[0].save(metric_path(job.work, index))
             base = in_few_bits(base, options.base_bits, options.group_size)
             base = agreed(job.ranks, base_path(job.work, index), base)
             owned = Owned(reader.shape, job.ranks)
@@ -178,13 +202,26 @@ class Hybrid(Stage[HybridOptions]):
             cook(reader, deltas, forms, grams, options.sensitivity, losses_path(job.work, index), owned)
 
         def encode(index: int, layer: nn.Module, layout: LayerLayout, owned: Owned) -> Iterator[tuple[str, Tensor]]:
-            grams = grams_of(calibrated.sweep, index, layer, owned, keep=True)
-            deltas = Deltas(calibrated.weights(index, layer), LayerBase.load(base_path(job.work, index)), job.device)
-            return encoded(reader, deltas, layout, grams, options.sensitivity, owned)
+            base, weights = LayerBase.load(base_path(job.work, index)), calibrated.weights(index, layer)
+            deltas = Deltas(weights, base, job.device)
+            if refining is None:
+                grams = grams_of(calibrated.sweep, index, layer, owned, keep=True)
+                yield from encoded(reader, deltas, layout, grams, options.sensitivity, owned)
+                return
+            with RoutedTokens(calibrated.sweep, index).kept() as examples:
+                grams = grams_of(calibrated.sweep, index, layer, owned, examples, keep=True)
+                moved = refining.layer(index, calibrated.experts(layer), weights, base, layout, examples)
+                yield from encoded(reader, deltas, layout, grams, options.sensitivity, owned, moved)
 
         calibrated.reverse(visit, passes=2)
         layouts, lost = job.ranks.broadcast(self._choose(job, forms))
-        encoding = Encoding(job, layouts, encode, calibrated)
+        encoding = Encoding(job, layouts, encode, calibrated, whole_experts=refining is not None)
+
+        def told() -> dict[int, MixedLayer]:
+            if refining is None:
+                return lost
+            return {layer: replace(own, refined=refining.told(layer)) for layer, own in lost.items()}
+
         statistics = {
             layer: own
             for layer in reader.moe_layers
@@ -197,11 +234,11 @@ class Hybrid(Stage[HybridOptions]):
             entry=entry_for(layouts, self.source, method=self.name),
             statistics=statistics,
             calibration=calibrated.facts_with_loss,
-            layers=lambda: lost,
+            layers=told,
             seed=options.seed,
             making=encoding,
         )
-        return MixedTold(calibration=calibrated.facts_with_loss, ratio=options.ratio, layers=lost)
+        return MixedTold(calibration=calibrated.facts_with_loss, ratio=options.ratio, layers=told())
 
     def _choose(
         self, job: Job, forms: Mapping[Role, list[Representation]]
@@ -318,24 +355,37 @@ def encoded(
     grams: InputGramCollector,
     choice: Sensitivity,
     owned: Owned,
+    refining: LayerRefining | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of every delta of a layer that this process has in the form it got, by name relative to the
-    experts."""
+    experts; with `refining` moved, for which it has whole experts."""
     sensitivity = LayerSensitivity(choice, deltas.base.statistics, grams.energy(), grams.tokens())
-    inputs: dict[tuple[int, bool], Measured] = {}
     roles = reader.shape.roles
-    for expert, role in ((expert, role) for experts in grams.sets() for expert in experts for role in roles):
-        if not owned.has(role, expert):
-            continue
-        form, matrix = (layout.weights[role] or ())[expert], reader.shape.matrix(role)
-        if form.is_whole:
-            tensors = form.encode(deltas.weight(role, expert), reader.dtype)
-        else:
+
+    def own(expert: int) -> dict[Role, dict[str, Tensor]]:
+        inputs: dict[bool, Measured] = {}
+        found = {}
+        for role in roles:
+            if not owned.has(role, expert):
+                continue
+            form, matrix = (layout.weights[role] or ())[expert], reader.shape.matrix(role)
+            if form.is_whole:
+                found[role] = form.encode(deltas.weight(role, expert), reader.dtype)
+                continue
             counts = sensitivity.of(role, expert, matrix[1], whitened=True)
-            if (expert, role == "down") not in inputs:  # gate and up of an expert are given the same
-                inputs = {(expert, role == "down"): Measured(grams.gram(expert, role)).with_feedback()}
-            delta, known = deltas.of(role, expert), inputs[expert, role == "down"]
+            if (role == "down") not in inputs:  # gate and up of an expert are given the same
+                inputs = {role == "down": Measured(grams.gram(expert, role)).with_feedback()}
+            delta, known = deltas.of(role, expert), inputs[role == "down"]
             measured = prepared(delta, [form], replace(known, row_scale=counts.row_scale))
-            tensors = form.encode(delta, reader.dtype, measured)
-        for name, tensor in tensors.items():
-            yield delta_name(expert, role, name), to_cpu(tensor)
+            found[role] = form.encode(delta, reader.dtype, measured)
+        return found
+
+    for expert in (expert for experts in grams.sets() for expert in experts):
+        made: Mapping[Role, Mapping[str, Tensor]] = own(expert)
+        if refining is not None and made:
+            made = refining.refined(expert, made)
+        for role, tensors in made.items():
+            for name, tensor in tensors.items():
+                yield delta_name(expert, role, name), to_cpu(tensor)
+    if refining is not None:
+        refining.save(owned.peers)

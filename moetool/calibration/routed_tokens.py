@@ -1,0 +1,116 @@
+"""What the experts of a layer are given, kept on the disk for as long as the layer is in hand."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moetool.calibration.held_experts import RoutedBatch
+from moetool.calibration.observation import Collector
+from moetool.calibration.peers import Peers
+from moetool.calibration.sweep import Sweep
+from moetool.checkpoint.files import storage_errors
+
+_DTYPE = torch.bfloat16  # products are taken in no more
+
+
+class Given(NamedTuple):
+    """Tokens that one expert is given, window after window.
+
+    Attributes:
+        inputs: `[tokens, hidden]` fp32.
+        weights: `[tokens, 1]` fp32, what its outputs are multiplied by.
+    """
+
+    inputs: Tensor
+    weights: Tensor
+
+
+class RoutedTokens(Collector):
+    """The inputs of a layer's experts, and by whom each token is processed.
+
+    Every process notes its own windows, and after the pass reads those of all.
+
+    Attributes:
+        windows: of the text, of all processes.
+        length: tokens in a window.
+    """
+
+    def __init__(self, sweep: Sweep, layer: int) -> None:
+        """Of one `layer`, in files beside the hidden states of the pass."""
+        self._peers, self.length, self.windows = sweep.peers, sweep.length, sweep.count
+        self._directory, self._layer, self._hidden = sweep.directory, layer, sweep.model.hidden_size
+        self._tokens = [len(sweep.own) * sweep.length]
+        self._parts = [self._mapped(sweep.peers.rank, self._tokens[0], new=True)]
+        self._routings: list[tuple[int, RoutedBatch]] = []  # with the number of the token that a batch begins with
+        self._noted = 0
+
+    def _path(self, rank: int) -> Path:
+        return self._directory / f"given-{self._layer:05d}-{rank}.bin"
+
+    def _mapped(self, rank: int, tokens: int, *, new: bool = False) -> Tensor:
+        path, size = self._path(rank), tokens * self._hidden
+        if new:
+            with storage_errors(path, size * _DTYPE.itemsize), path.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, max(1, size * _DTYPE.itemsize))  # no later write may fail
+        if not size:
+            return torch.empty(0, self._hidden, dtype=_DTYPE)
+        return torch.from_file(str(path), shared=True, size=size, dtype=_DTYPE).view(tokens, self._hidden)
+
+    def observe_inputs(self, inputs: Tensor) -> None:
+        self._parts[0][self._noted : self._noted + len(inputs)] = inputs.detach().to("cpu", _DTYPE)
+
+    def observe_routing(self, routing: RoutedBatch) -> None:
+        self._routings.append((self._noted, routing.on_cpu()))
+        self._noted += routing.tokens
+
+    def reduce(self, peers: Peers) -> None:
+        tokens = [count for others in peers.gather(self._tokens) for count in others]
+        starts = [sum(tokens[:rank]) for rank in range(peers.size)]
+        noted = [(start + starts[peers.rank], routing) for start, routing in self._routings]
+        self._routings = [pair for others in peers.gather(noted) for pair in others]
+        if peers.size > 1:
+            peers.barrier()
+            self._parts = [self._mapped(rank, count) for rank, count in enumerate(tokens)]
+        self._tokens = tokens
+
+    def of(self, expert: int, windows: range, most: int, device: torch.device) -> Given:
+        """Of one expert, in some windows; about evenly so many tokens of them if there are more."""
+        first, last = windows.start * self.length, windows.stop * self.length
+        tokens, weights = [], []
+        for start, routing in self._routings:
+            pairs, rows = routing.of(expert)
+            inside = (rows + start >= first) & (rows + start < last)
+            tokens.append(rows[inside] + start)
+            weights.append(routing.weights[pairs[inside]].float())
+        found, weighing = torch.cat(tokens), torch.cat(weights)
+        if len(found) > most:
+            few = torch.arange(most) * len(found) // most
+            found, weighing = found[few], weighing[few]
+        return Given(self._rows(found).float().to(device), weighing.to(device))
+
+    def _rows(self, tokens: Tensor) -> Tensor:
+        ends = torch.tensor(self._tokens).cumsum(0)
+        parts = [
+            part[tokens[(tokens >= end - len(part)) & (tokens < end)] - (end - len(part))]
+            for part, end in zip(self._parts, ends.tolist(), strict=True)
+        ]
+        return torch.cat(parts)
+
+    @staticmethod
+    def nbytes(windows: int, length: int, hidden: int) -> int:
+        """On the disk, for so many windows."""
+        return windows * length * hidden * _DTYPE.itemsize
+
+    @contextmanager
+    def kept(self) -> Iterator["RoutedTokens"]:
+        """Remove the files in the end."""
+        try:
+            yield self
+        finally:
+            self._parts = []
+            self._path(self._peers.rank).unlink(missing_ok=True)
