@@ -1,9 +1,10 @@
 """Train a small model from nothing on a text, for honest results on kinds of models that are not at hand.
 
-    python scripts/train_small.py gpt-neox|opt|bert TRAIN.txt[,MORE.txt] OUTPUT [--steps 600] [--seed 0]
+    python scripts/train_small.py KIND TRAIN.txt[,MORE.txt] OUTPUT [--steps 600] [--seed 0]
 
-gpt-neox has GELU, opt ReLU, bert is an encoder with GELU that learns to find hidden tokens. The tokenizer is trained on
-the same text. Minutes on a laptop; the same seed gives the same model.
+KIND: gpt-neox has GELU, opt ReLU, bert is an encoder with GELU that learns to find hidden tokens. olmoe has 64 small
+experts and takes 8 of them, granitemoe takes 4 of 16; both learn with their family's load-balancing loss and are saved
+in bf16. The tokenizer is trained on the same text. Minutes on a laptop; the same seed gives the same model.
 """
 
 import argparse
@@ -17,6 +18,10 @@ from transformers import (
     BertForMaskedLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedTokenizerFast,
@@ -25,6 +30,11 @@ from transformers import (
 from moetool.calibration.masking import SHARE
 
 HIDDEN, LAYERS, HEADS, TOKENS = 256, 4, 8, 4096
+EXPERTS = ("olmoe", "granitemoe")
+MOE = {
+    "num_key_value_heads": HEADS // 2, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0,
+    "pad_token_id": 0, "router_aux_loss_coef": 0.02, "output_router_logits": True,
+}  # fmt: skip
 
 
 def tokenizer_for(text: str, *, encoder: bool) -> PreTrainedTokenizerFast:
@@ -62,6 +72,17 @@ def build(kind: str) -> torch.nn.Module:
     if kind == "bert":
         common["num_hidden_layers"] = LAYERS // 2
     common |= {"num_attention_heads": HEADS, "max_position_embeddings": 512}
+    if kind == "olmoe":
+        common["num_hidden_layers"] = LAYERS - 1
+        return OlmoeForCausalLM(
+            OlmoeConfig(**common, **MOE, intermediate_size=HIDDEN // 2, num_experts=64, num_experts_per_tok=8,
+                        norm_topk_prob=True)
+        )  # fmt: skip
+    if kind == "granitemoe":
+        return GraniteMoeForCausalLM(
+            GraniteMoeConfig(**common, **MOE, intermediate_size=HIDDEN, num_local_experts=16, num_experts_per_tok=4,
+                             attention_multiplier=(HIDDEN // HEADS) ** -0.5)
+        )  # fmt: skip
     if kind == "gpt-neox":
         config = GPTNeoXConfig(
             **common, intermediate_size=4 * HIDDEN, hidden_act="gelu", bos_token_id=0, eos_token_id=0
@@ -79,7 +100,7 @@ def build(kind: str) -> torch.nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("kind", choices=("gpt-neox", "opt", "bert"))
+    parser.add_argument("kind", choices=("gpt-neox", "opt", "bert", *EXPERTS))
     parser.add_argument("text")
     parser.add_argument("output", type=Path)
     parser.add_argument("--steps", type=int, default=600)
@@ -90,14 +111,18 @@ def main() -> None:
     tokenizer = tokenizer_for(text, encoder=encoder)
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     torch.manual_seed(options.seed)
-    model = build(options.kind)
-    length, rate = (32, 5e-4) if encoder else (128, 1.5e-3)  # norms after each block bear no more
+    model, is_moe = build(options.kind), options.kind in EXPERTS
+    if is_moe:
+        model.set_experts_implementation("grouped_mm")  # a loop over many small experts learns six times as slowly
+    tokens = TOKENS // 2 if is_moe else TOKENS  # less text in a step, more steps in the same time
+    length = 32 if encoder else 128
+    rate = 5e-4 if encoder else 3e-3 if is_moe else 1.5e-3  # norms after each block bear no more
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=options.steps, pct_start=0.1)
     for step in range(options.steps):
-        starts = torch.randint(0, len(ids) - length, (TOKENS // length,))
+        starts = torch.randint(0, len(ids) - length, (tokens // length,))
         rows = torch.stack([ids[start : start + length] for start in starts])
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not is_moe):
             loss = _loss(model, rows, tokenizer)
         optimizer.zero_grad()
         loss.backward()
@@ -106,14 +131,22 @@ def main() -> None:
         schedule.step()
         if step % 50 == 0 or step + 1 == options.steps:
             print(f"step {step}: loss {loss.item():.4f}", flush=True)
+    if is_moe:
+        model.config.output_router_logits = False
+        model.to(torch.bfloat16)
     model.save_pretrained(options.output)
     tokenizer.save_pretrained(options.output)
 
 
 def _loss(model: torch.nn.Module, rows: torch.Tensor, tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
     if tokenizer.mask_token_id is None:
-        logits = model(input_ids=rows, use_cache=False).logits[:, :-1]
-        return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+        result = model(input_ids=rows, use_cache=False)
+        loss = F.cross_entropy(result.logits[:, :-1].float().flatten(0, 1), rows[:, 1:].flatten())
+        return (
+            loss
+            if (balance := getattr(result, "aux_loss", None)) is None
+            else loss + model.config.router_aux_loss_coef * balance
+        )
     frame = [torch.full((len(rows), 1), mark) for mark in (tokenizer.cls_token_id, tokenizer.sep_token_id)]
     whole = torch.cat([frame[0], rows, frame[1]], dim=1)
     hidden = torch.rand(whole.shape) < 2 * SHARE  # more to learn from per step

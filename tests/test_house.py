@@ -26,6 +26,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"convert"}),
     frozenset({"compress", "reduce", "upcycle", "moefy", "tune", "measure"}),
     frozenset({"stages", "demo"}),
+    frozenset({"compare"}),
     frozenset({"cli"}),
     frozenset({"__main__", ROOT}),
 )

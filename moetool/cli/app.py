@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sparsify-delta": ("stage", "Store deltas sparse."),
     "export": ("stage", "Back to the original layout, for any engine; or to a dense model (--format dense)."),
     "eval": ("evaluate", "Perplexity of a model on a text."),
+    "compare": ("compare", "Several methods at several ratios on one table: bytes, loss, KL, time, memory."),
     "generate": ("generate", "Let a model go on after a prompt, or answer it."),
     "routing": ("routing", "Which experts a model chooses on which text."),
     "bench": ("bench", "Speed, memory and FLOPs of a model, beside another's: load, prefill, decode."),

@@ -10,7 +10,7 @@ from moetool.checkpoint.sizes import format_bytes
 from moetool.job.job import pick_compute_dtype, pick_device
 from moetool.job.progress import Progress
 from moetool.runtime.building import check_sizes, described_in
-from moetool.runtime.loading import check_memory, load_model
+from moetool.runtime.loading import check_memory, load_model, loading_memory
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -24,6 +24,24 @@ def context_length(config: Mapping[str, object]) -> int | None:
     return found if isinstance(found, int) else None
 
 
+def computed_in(checkpoint: Checkpoint, device: str, compute_dtype: str | torch.dtype) -> torch.dtype:
+    """The dtype in which a model runs, as `load_for` with the same arguments loads it."""
+    if not isinstance(compute_dtype, str):
+        return compute_dtype
+    chosen = pick_device("auto" if device == "map" else device)
+    return pick_compute_dtype(compute_dtype, chosen, next(iter(checkpoint.tensors.values())).dtype)
+
+
+def both_fit(one: Checkpoint, other: Checkpoint, device: str, compute_dtype: str) -> bool:
+    """Whether two models have room in memory together, as `load_for` loads them."""
+    sizes = [loading_memory(each, computed_in(each, device, compute_dtype), _place(device)) for each in (one, other)]
+    return sum(size.needed for size in sizes) <= min(size.free for size in sizes)
+
+
+def _place(device: str) -> torch.device | str:
+    return "auto" if device == "map" else pick_device(device)
+
+
 def load_for(
     checkpoint: Checkpoint, device: str, compute_dtype: str | torch.dtype, progress: Progress | None = None
 ) -> Any:
@@ -34,12 +52,7 @@ def load_for(
         ResourceError: that is more than there is.
         InvalidInputError: transformers cannot load or run it.
     """
-    spread = device == "map"
-    chosen = pick_device("auto" if spread else device)
-    dtype = compute_dtype
-    if isinstance(dtype, str):
-        dtype = pick_compute_dtype(dtype, chosen, next(iter(checkpoint.tensors.values())).dtype)
-    place = "auto" if spread else chosen
+    dtype, place = computed_in(checkpoint, device, compute_dtype), _place(device)
     memory = check_memory(checkpoint, dtype, place)
     if progress is not None:
         needed, free = format_bytes(memory.needed), format_bytes(memory.free)

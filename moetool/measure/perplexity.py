@@ -8,12 +8,12 @@ encoder it is the pseudo-perplexity, for which every token of a window is hidden
 """
 
 import math
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
 from moetool.architectures.base import whole_number
 from moetool.architectures.dense import is_encoder
@@ -23,9 +23,11 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import VerificationError
 from moetool.job.options import fit_context
 from moetool.job.progress import Progress, Silent, phase
+from moetool.measure.divergence import next_logits, next_losses, original_beside
+from moetool.measure.evaluated import Evaluation
 from moetool.measure.options import LoadedOptions
 from moetool.measure.pseudo_perplexity import marks, pseudo_losses
-from moetool.measure.told import Evaluation, SynthesisTold
+from moetool.measure.told import SynthesisTold
 from moetool.runtime.modules.batch_dependence import depends_on_batch
 from moetool.runtime.modules.moefied import set_keep
 from moetool.runtime.synthesis import Synthesis, apply_synthesis
@@ -38,6 +40,11 @@ class EvaluationOptions(LoadedOptions):
     sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
     windows: int | None = Field(None, ge=1, description="Only the first so many windows.")
     bos: Bos = Field("auto", description=BOS_HELP)
+    against: str | None = Field(
+        None,
+        description="The original: also tell the KL divergence from it, how often both find the same token likeliest, "
+        "and the delta of the losses with its standard error.",
+    )
     batch_tokens: int = Field(2048, ge=1, description="Tokens per batch.")
     synthesize: Synthesis = Field(
         "auto",
@@ -52,10 +59,7 @@ class EvaluationOptions(LoadedOptions):
 @torch.inference_mode()
 def window_loss(model: Any, windows: Tensor) -> Tensor:
     """Mean next-token loss of each window `[batch, length]`: `[batch]` fp64."""
-    tokens = windows.to(model.device)
-    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
-    losses = [F.cross_entropy(row.float(), target) for row, target in zip(logits, tokens[:, 1:], strict=True)]
-    return torch.stack(losses).double().cpu()
+    return next_losses(next_logits(model, windows), windows)
 
 
 def perplexity(path: str, options: EvaluationOptions, progress: Progress | None = None) -> Evaluation:
@@ -78,21 +82,31 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
         options.data, tokenizer, sequence_length=options.sequence_length, limit=options.windows, bos=bos
     )
     check_vocabulary(windows, whole_number(checkpoint.config, "vocab_size"))
-    model = load_for(checkpoint, options.device, options.compute_dtype, progress)
-    synthesis = apply_synthesis(model, options.synthesize)
-    if options.keep is not None:
-        set_keep(model, options.keep)
     batch = max(1, options.batch_tokens // options.sequence_length)
-    if encoder:
-        with phase(progress, "Evaluate", len(windows)):
-            nll = pseudo_losses(model, windows, tokenizer, batch, progress.advance).mean().item()
-    else:
-        losses = []
-        with phase(progress, "Evaluate", -(-len(windows) // batch)):
-            for rows in windows.split(batch):
-                losses.append(window_loss(model, rows))
-                progress.advance()
-        nll = torch.cat(losses).mean().item()
+    batches = windows.split(batch)
+    beside = (
+        original_beside(options.against, checkpoint, tokenizer, batches, options, progress)
+        if options.against
+        else nullcontext()
+    )
+    with beside as comparison:
+        model = load_for(checkpoint, options.device, options.compute_dtype, progress)
+        synthesis = apply_synthesis(model, options.synthesize)
+        if options.keep is not None:
+            set_keep(model, options.keep)
+        if encoder:
+            with phase(progress, "Evaluate", len(windows)):
+                nll = pseudo_losses(model, windows, tokenizer, batch, progress.advance).mean().item()
+        else:
+            losses = []
+            with phase(progress, "Evaluate", len(batches)):
+                for number, rows in enumerate(batches):
+                    logits = next_logits(model, rows)
+                    losses.append(next_losses(logits, rows))
+                    if comparison is not None:
+                        comparison.add(number, rows, logits, losses[-1])
+                    progress.advance()
+            nll = torch.cat(losses).mean().item()
     if not math.isfinite(nll):
         raise VerificationError(f"{path} gives a loss of {nll} on {options.data}: its weights are damaged.")
     return Evaluation(
@@ -109,4 +123,5 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
         synthesis=SynthesisTold(reason=synthesis.reason, needed_bytes=synthesis.needed, free_bytes=synthesis.free),
         batch_rows=batch,
         depends_on_batch=depends_on_batch(model),
+        against=None if comparison is None else comparison.told(),
     )

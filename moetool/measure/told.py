@@ -51,38 +51,6 @@ class Generation(Printed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation(Printed):
-    """How well a model predicts a text.
-
-    Attributes:
-        model, data: as they were given.
-        perplexity: exp of `nll`.
-        nll: mean loss per token in nats.
-        windows, tokens, sequence_length: of the text.
-        begin: the token that every window begins with; `None` for the text itself.
-        protocol: the loss is of the next token, or of an encoder's hidden one.
-        synthesized: when a compressed model's experts were made dense.
-        synthesis: why.
-        batch_rows: windows in a batch; of an encoder, copies of a window.
-        depends_on_batch: whether `nll` depends on that.
-    """
-
-    model: str
-    data: str
-    perplexity: float
-    nll: float
-    windows: int
-    tokens: int
-    sequence_length: int
-    begin: str | None
-    protocol: Literal["perplexity", "pseudo-perplexity"]
-    synthesized: Literal["load", "on-the-fly"]
-    synthesis: SynthesisTold
-    batch_rows: int
-    depends_on_batch: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class TextRouting(Printed):
     """What is chosen on one text.
 

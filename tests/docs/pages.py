@@ -55,6 +55,7 @@ SMALLER = {
     "calibration": "--samples 4 --sequence-length 32",
     "moefy": "--samples 16 --sequence-length 64 --experts 4",
     "tune": "--sequence-length 32 --steps 2",
+    "compare": "--sequence-length 32 --windows 4 --samples 4",
     "evaluation": "--sequence-length 32 --windows 4",
     "bench": "--lengths 16 --new-tokens 2 --rounds 1",
     "groups": "--group-size 32",
@@ -62,6 +63,7 @@ SMALLER = {
 
 # What no page shows, for fields that nothing else prints.
 RUN_FOR_JSON = [
+    ["compare", "MODEL", "--models", "MODEL", "--methods", "d2moe", "--ratios", "0.99", "--data", "TEXT.txt"],
     ["upcycle", "demo/dense", "x", "--method", "simoe", "--dry-run"],
     ["prune-base", "SPLIT", "x", "--ratio", "0.2", "--dry-run"],
     ["inspect", "config-alone"],
@@ -122,6 +124,8 @@ def smaller(arguments: list[str]) -> list[str]:
         more.append(SMALLER["moefy"])
     elif name == "tune":
         more.append(SMALLER["tune"])
+    elif name == "compare":
+        more.append(SMALLER["compare"])
     elif name in ("eval", "routing"):
         more.append(SMALLER["evaluation"])
     elif name == "bench":

@@ -10,7 +10,7 @@ from pages import RUN_FOR_JSON, RUNNING, sections
 from moetool.cli.app import COMMANDS
 from moetool.demo import DemoModel
 
-OWN = {"eval", "generate", "routing", "bench", "inspect", "verify", "list", "demo"}
+OWN = {"eval", "compare", "generate", "routing", "bench", "inspect", "verify", "list", "demo"}
 
 
 def printed(value: Any, path: str = "") -> Iterator[str]:
@@ -56,6 +56,7 @@ SECTIONS = [
     "--dry-run",
     "Commands that write a checkpoint",
     "eval",
+    "compare",
     "generate",
     "routing",
     "bench",

@@ -7,8 +7,8 @@ import typer
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
+from moetool.measure.evaluated import Divergence, Evaluation
 from moetool.measure.perplexity import EvaluationOptions, perplexity
-from moetool.measure.told import Evaluation
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 
@@ -33,12 +33,24 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
                 ("data", f"{result.data} ({tokens})"),
                 (result.protocol, f"{result.perplexity:.4f}"),
                 ("nll", f"{result.nll:.6f}"),
+                *(_against(result.against) if result.against else ()),
                 *_synthesis(result),
                 *(_batches(result.batch_rows) if result.depends_on_batch else ()),
             ]
         )
 
     return make_command(name, with_options(command, EvaluationOptions), COMMANDS[name][1])
+
+
+def _against(found: Divergence) -> list[tuple[str, str]]:
+    """How far it is from the original."""
+    error = "" if found.excess_error is None else f" ± {found.excess_error:.6f}"
+    return [
+        ("against", f"{found.model} (perplexity {found.perplexity:.4f}, nll {found.nll:.6f})"),
+        ("excess", f"{found.excess:.6f}{error} nats per token"),
+        ("KL", f"{found.kl:.6f} nats per token"),
+        ("top-1 agreement", f"{found.agreement:.2%}"),
+    ]
 
 
 def _synthesis(result: Evaluation) -> list[tuple[str, str]]:

@@ -1,0 +1,111 @@
+"""`moetool compare`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moetool.checkpoint.sizes import format_bytes
+from moetool.cli.app import COMMANDS
+from moetool.cli.display import Display, print_json, print_table
+from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
+from moetool.compare.candidates import candidates
+from moetool.compare.options import CompareOptions
+from moetool.compare.picture import plot_compared
+from moetool.compare.running import compare
+from moetool.compare.told import Compared, ComparedModel
+from moetool.job.execute import output_directory
+from moetool.job.forecast import format_seconds
+from moetool.measure.plots import pictured
+
+HEADERS = ("model", "asked", "saved", "size", "perplexity", "excess, mnat", "KL, mnat", "top-1", "time", "memory")
+
+
+def build(name: str, arguments: list[str]) -> HintingCommand:
+    """The command."""
+
+    def command(
+        model: Annotated[str, typer.Argument(help="The original: a directory or a hub id.", show_default=False)],
+        work: Annotated[Path, typer.Option(help="Where models are made and rows noted.")] = Path("compare"),
+        keep: Annotated[bool, typer.Option("--keep", help="Leave the models there.")] = False,
+        output: Annotated[Path | None, typer.Option(help="Write the table to FILE.md, too.")] = None,
+        plot: Annotated[Path | None, typer.Option(help="Draw it: FILE.svg, .png or .pdf.")] = None,
+        json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+        **typed: object,
+    ) -> None:
+        options = build_options(CompareOptions, typed)
+        wanted = candidates(options, build_options)
+        table = None if output is None else output_file(output)
+        display = Display()
+
+        def run() -> Compared:
+            display.log("  ".join(HEADERS))
+            return compare(
+                model, options, wanted, work, keep=keep, progress=display, seen=lambda row: display.log(line(row))
+            )
+
+        result = pictured(plot, run, plot_compared)
+        if table is not None:
+            table.write_text(markdown(result), encoding="utf-8")
+        if json:
+            print_json(result.to_json())
+            return
+        print(headline(result))
+        print_table(HEADERS, [cells(row) for row in result.rows if row.error is None])
+        for row in result.rows:
+            if row.error is not None:
+                print(line(row))
+
+    return make_command(name, with_options(command, CompareOptions), COMMANDS[name][1])
+
+
+def output_file(path: Path) -> Path:
+    """Where the table goes. Raises `UsageError` where none can be written."""
+    from moetool.errors import UsageError
+
+    found = output_directory(path)
+    if found.is_dir() or not found.absolute().parent.is_dir():
+        raise UsageError(f"--output {path}: a file in a folder that is there.")
+    return found
+
+
+def headline(result: Compared) -> str:
+    """What all rows are measured against."""
+    return (
+        f"{result.model}: {format_bytes(result.bytes)}, perplexity {result.perplexity:.4f} on {result.data} "
+        f"({result.windows:,} windows of {result.sequence_length} tokens)"
+    )
+
+
+def cells(row: ComparedModel) -> tuple[str, ...]:
+    """A row's columns."""
+    error = "" if row.excess_error is None else f" ± {1000 * row.excess_error:.2f}"
+    return (
+        row.name,
+        "" if row.asked is None else f"{row.asked:.1%}",
+        "" if row.saved is None else f"{row.saved:.2%}",
+        "" if row.bytes is None else format_bytes(row.bytes),
+        "" if row.perplexity is None else f"{row.perplexity:.3f}",
+        "" if row.excess is None else f"{1000 * row.excess:.2f}{error}",
+        "" if row.kl is None else f"{1000 * row.kl:.2f}",
+        "" if row.agreement is None else f"{row.agreement:.2%}",
+        "" if row.seconds is None else format_seconds(row.seconds),
+        "" if row.peak_memory_bytes is None else format_bytes(row.peak_memory_bytes),
+    )
+
+
+def line(row: ComparedModel) -> str:
+    """A row as one line of text."""
+    if row.error is not None:
+        return f"{row.name}{'' if row.asked is None else f' at {row.asked:.1%}'}: {row.error}"
+    return "  ".join(cell or "–" for cell in cells(row))
+
+
+def markdown(result: Compared) -> str:
+    """The table as a page of its own."""
+    rows: list[Sequence[str]] = [HEADERS, ["---", *["---:"] * (len(HEADERS) - 1)]]
+    rows += [cells(row) for row in result.rows if row.error is None]
+    lines = [headline(result), "", *(f"| {' | '.join(row)} |" for row in rows)]
+    failed = [f"- {line(row)}" for row in result.rows if row.error is not None]
+    return "\n".join([*lines, *(["", *failed] if failed else [])]) + "\n"

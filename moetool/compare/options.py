@@ -1,0 +1,72 @@
+"""What is compared, and on what."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from moetool.calibration.opening import BOS_HELP, Bos
+from moetool.checkpoint.sizes import ByteSize
+from moetool.job.options import Options
+from moetool.runtime.synthesis import Synthesis
+
+
+def _names(value: object) -> object:
+    """`a,b` → [a, b], and the same of every entry of a list; anything but text passes through."""
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple):
+        return parts
+    return [word for part in parts for word in (_words(part) if isinstance(part, str) else [part])]
+
+
+def _words(text: str) -> list[str]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise ValueError("write names or numbers with commas between them")
+    return words
+
+
+def _shares(value: object) -> object:
+    found = _names(value)
+    if isinstance(found, list) and not all(0 < float(ratio) < 1 for ratio in found):
+        raise ValueError("write shares above 0 and below 1")
+    return found
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+AskedRatios = Annotated[tuple[float, ...], BeforeValidator(_shares)]
+
+
+class CompareOptions(Options):
+    """Which models to make of one, which there are, and what to measure them on."""
+
+    methods: Names = Field(
+        (),
+        description="Methods of `compress`, with commas; NAME=METHOD gives a row a name of its own, so that a method "
+        "can stand there several times, with other options.",
+    )
+    ratios: AskedRatios = Field((), description="Shares of the bytes to save, with commas: every method at every one.")
+    option: tuple[str, ...] = Field(
+        (), description="An option of one row, NAME:OPTION=VALUE (hybrid:base_bits=3); several times."
+    )
+    models: Names = Field((), description="Checkpoints that are there and belong in the table, too, with commas.")
+    calibration: str | None = Field(None, description="Calibration text, as for `compress`.")
+    samples: int | None = Field(None, ge=1, description="Windows of calibration text [default: the method's].")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of everything random.")
+    data: str = Field(description="Text to evaluate on: a file, folder or hub data set, as for --calibration.")
+    windows: int | None = Field(None, ge=1, description="Only the first so many windows of it.")
+    sequence_length: int | None = Field(
+        None, ge=2, description="Tokens per window of both texts [default: the context, at most 2048]."
+    )
+    bos: Bos = Field("auto", description=BOS_HELP)
+    batch_tokens: int = Field(2048, ge=1, description="Tokens per batch of the evaluation.")
+    synthesize: Synthesis = Field("auto", description="When experts are made dense, as for `eval`.")
+    device: str = Field("auto", description="cpu, cuda, cuda:1 … (auto: CUDA when there is a card).")
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="For running models (auto: float32 on CPU, else as stored)."
+    )
+    memory: ByteSize | None = Field(None, description="Memory that making a model may use, e.g. 8GiB.")
+
+
+def chosen(options: Options, fields: frozenset[str]) -> dict[str, object]:
+    """Those of the fields that were given or have a default other than `None`."""
+    return {name: value for name, value in options if name in fields and value is not None}

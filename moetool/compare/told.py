@@ -1,0 +1,65 @@
+"""What `moetool compare` tells (docs/json.md)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moetool.job.result import Printed
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedModel(Printed):
+    """One row of the table.
+
+    Attributes:
+        name: what the row is called.
+        method: that made it; `None` of a model that was there.
+        asked: the ratio it was asked for, if any.
+        saved: `1 − bytes / the original's`.
+        bytes: of the weight files.
+        perplexity: on the text.
+        excess, excess_error: its loss less the original's, in nats per token, and the standard error of that.
+        kl: mean KL(original ‖ model) in nats.
+        agreement: share of the predictions where both find the same token likeliest.
+        seconds: that making it took; `None` where it was interrupted, and of a model that was there.
+        peak_memory_bytes: of anonymous memory, meanwhile.
+        path: where it is, if it is kept.
+        error: why there is no such model; then of the others only the first three say anything.
+    """
+
+    name: str
+    method: str | None
+    asked: float | None
+    saved: float | None = None
+    bytes: int | None = None
+    perplexity: float | None = None
+    excess: float | None = None
+    excess_error: float | None = None
+    kl: float | None = None
+    agreement: float | None = None
+    seconds: float | None = None
+    peak_memory_bytes: int | None = None
+    path: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared(Printed):
+    """The whole table.
+
+    Attributes:
+        model, data: as they were given.
+        bytes, perplexity, nll: of the original: weight files, and on the text.
+        windows, tokens, sequence_length, begin: of the text, as `moetool eval` has them.
+        rows: models that were there, then every method at every ratio.
+    """
+
+    model: str
+    data: str
+    bytes: int
+    perplexity: float
+    nll: float
+    windows: int
+    tokens: int
+    sequence_length: int
+    begin: str | None
+    rows: Sequence[ComparedModel]

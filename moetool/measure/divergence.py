@@ -1,0 +1,207 @@
+"""How far a model's predictions are from an original's, exactly and in bounded memory.
+
+The original comes first. Where both fit in memory, it stays and runs beside the model, batch by batch; elsewhere its
+logits go to a temporary file, as the dtype in which it computed them, and it is gone before the model is loaded.
+"""
+
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moetool.architectures.base import whole_number
+from moetool.architectures.dense import is_encoder
+from moetool.calibration.windows import load_tokenizer
+from moetool.checkpoint.files import storage_errors
+from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.sizes import format_bytes
+from moetool.errors import InvalidInputError, ResourceError, UsageError, VerificationError
+from moetool.job.progress import Progress, phase
+from moetool.measure.evaluated import Divergence
+from moetool.measure.loading import both_fit, computed_in, load_for
+from moetool.measure.options import LoadedOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+POSITIONS = 256  # whose distributions are compared at once, in fp64
+
+Batches: TypeAlias = Sequence[Tensor]
+# The number of a batch → the original's logits of it `[batch, positions, vocabulary]`.
+Reference: TypeAlias = Callable[[int], Tensor]
+Noted: TypeAlias = tuple[int, torch.Size, torch.dtype]  # where in the file logits begin, and what they are
+
+
+@torch.inference_mode()
+def next_logits(model: Any, windows: Tensor) -> Tensor:
+    """Logits after every token but the last of windows `[batch, length]`: `[batch, length − 1, vocabulary]`."""
+    logits: Tensor = model(input_ids=windows.to(model.device), use_cache=False).logits[:, :-1]
+    return logits
+
+
+@torch.inference_mode()
+def next_losses(logits: Tensor, windows: Tensor) -> Tensor:
+    """Mean next-token loss of each window, from the logits that `next_logits` gives: `[batch]` fp64."""
+    targets = windows[:, 1:].to(logits.device)
+    losses = [F.cross_entropy(row.float(), target) for row, target in zip(logits, targets, strict=True)]
+    return torch.stack(losses).double().cpu()
+
+
+@torch.inference_mode()
+def compared(original: Tensor, logits: Tensor) -> tuple[float, int]:
+    """`Σ KL(original ‖ model)` in nats over all positions, and at how many both find the same token likeliest.
+
+    Args:
+        original: `[batch, positions, vocabulary]`, of any dtype; in fp64 from here on.
+        logits: the model's, the same.
+    """
+    kl, same = 0.0, 0
+    pairs = zip(original.flatten(0, 1).split(POSITIONS), logits.flatten(0, 1).split(POSITIONS), strict=True)
+    for ours, theirs in pairs:
+        ours = ours.to(theirs.device)
+        p, q = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
+        kl += (p.exp() * (p - q)).sum().item()
+        same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+    return kl, same
+
+
+class AgainstOriginal:
+    """Sums over the batches of a text; `told` says what came of them.
+
+    Args:
+        model: the original, as it was given.
+        reference: its logits of every batch.
+    """
+
+    def __init__(self, model: str, reference: Reference) -> None:
+        self._model, self._reference = model, reference
+        self._losses: list[Tensor] = []
+        self._others: list[Tensor] = []
+        self._kl, self._same, self._predictions = 0.0, 0, 0
+
+    def add(self, number: int, windows: Tensor, logits: Tensor, losses: Tensor) -> None:
+        """Batch `number` of the text, the model's logits of it and its losses. Raises `VerificationError` where the
+        original's are no numbers."""
+        original = self._reference(number)
+        own = next_losses(original, windows)
+        if not own.isfinite().all():
+            raise VerificationError(f"{self._model} gives a loss of {own.mean().item()}: its weights are damaged.")
+        kl, same = compared(original, logits)
+        self._losses.append(losses)
+        self._others.append(own)
+        self._kl += kl
+        self._same += same
+        self._predictions += logits.shape[0] * logits.shape[1]
+
+    def told(self) -> Divergence:
+        """Of all batches."""
+        losses, own = torch.cat(self._losses), torch.cat(self._others)
+        deltas, nll = losses - own, own.mean().item()
+        return Divergence(
+            model=self._model,
+            perplexity=math.exp(nll) if nll < 700 else math.inf,
+            nll=nll,
+            excess=deltas.mean().item(),
+            excess_error=deltas.std().item() / math.sqrt(len(deltas)) if len(deltas) > 1 else None,
+            kl=self._kl / self._predictions,
+            agreement=self._same / self._predictions,
+        )
+
+
+@contextmanager
+def original_beside(
+    path: str,
+    checkpoint: Checkpoint,
+    tokenizer: "PreTrainedTokenizerBase",
+    batches: Batches,
+    options: LoadedOptions,
+    progress: Progress,
+) -> Iterator[AgainstOriginal]:
+    """The original at `path`, to compare with the model in `checkpoint`, which is loaded inside the `with` block.
+
+    Args:
+        path: of the original.
+        checkpoint: of the model.
+        tokenizer: the model's.
+        batches: windows of tokens `[batch, length]`.
+        options: how models are loaded.
+        progress: told what is kept where.
+
+    Raises:
+        UsageError: the models are encoders.
+        InvalidInputError: their vocabularies are not the same.
+        ResourceError: the original does not fit in memory, or its logits not on the disk.
+    """
+    original = Checkpoint.open(path)
+    check_comparable(original, checkpoint, tokenizer)
+    if both_fit(original, checkpoint, options.device, options.compute_dtype):
+        model = load_for(original, options.device, options.compute_dtype, progress)
+        yield AgainstOriginal(path, lambda number: next_logits(model, batches[number]))
+        return
+    place = Path(tempfile.gettempdir())
+    _check_room(original, batches, computed_in(original, options.device, options.compute_dtype), place, progress)
+    with tempfile.TemporaryFile(dir=place) as file:
+        noted = _note_all(file, place, original, batches, options, progress)
+        yield AgainstOriginal(path, lambda number: _read(file, *noted[number]))
+
+
+def _check_room(original: Checkpoint, batches: Batches, dtype: torch.dtype, place: Path, progress: Progress) -> None:
+    """Say what the original's logits take on the disk. Raises `ResourceError` if that is more than there is."""
+    vocabulary = whole_number(original.config, "vocab_size") or 0
+    needed = sum(len(rows) * (rows.shape[1] - 1) for rows in batches) * vocabulary * dtype.itemsize
+    size, free = format_bytes(needed), shutil.disk_usage(place).free
+    progress.log(f"Both models do not fit in memory: the logits of {original.path} wait in {place}, {size}.")
+    if needed > free:
+        raise ResourceError(
+            f"The logits of {original.path} take {size} of disk in {place}, which has {format_bytes(free)} free. "
+            "Evaluate fewer windows (--windows), or set TMPDIR to a place with room."
+        )
+
+
+def _note_all(
+    file: BinaryIO, place: Path, original: Checkpoint, batches: Batches, options: LoadedOptions, progress: Progress
+) -> list[Noted]:
+    """Write the logits of every batch, and let go of the model."""
+    model = load_for(original, options.device, options.compute_dtype, progress)
+    with phase(progress, "Original", len(batches)):
+        return [_note(file, place, next_logits(model, rows), progress) for rows in batches]
+
+
+def check_comparable(original: Checkpoint, model: Checkpoint, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raise unless both predict tokens of the same vocabulary, each after those before it."""
+    for one in (original, model):
+        if is_encoder(one.config):
+            raise UsageError(f"--against compares what comes next, and {one.path} is an encoder: leave it out.")
+    sizes = [whole_number(one.config, "vocab_size") for one in (original, model)]
+    if None not in sizes and sizes[0] != sizes[1]:
+        raise InvalidInputError(
+            f"{original.path} predicts {sizes[0]} tokens and {model.path} {sizes[1]}: models of different vocabularies "
+            "cannot be compared token by token."
+        )
+    theirs, ours = load_tokenizer(original.path).get_vocab(), tokenizer.get_vocab()
+    if theirs != ours:
+        different = len(theirs.items() ^ ours.items())
+        raise InvalidInputError(
+            f"The tokenizers of {original.path} and {model.path} differ in {different} entries: the same text is "
+            "other tokens to each, so their predictions cannot be compared."
+        )
+
+
+def _note(file: BinaryIO, place: Path, logits: Tensor, progress: Progress) -> Noted:
+    start, plain = file.tell(), logits.cpu().contiguous()
+    with storage_errors(place):
+        file.write(plain.view(torch.uint8).numpy().tobytes())
+    progress.advance()
+    return start, plain.shape, plain.dtype
+
+
+def _read(file: BinaryIO, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    file.seek(start)
+    return torch.frombuffer(bytearray(file.read(shape.numel() * dtype.itemsize)), dtype=dtype).view(shape)

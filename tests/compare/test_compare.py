@@ -1,0 +1,185 @@
+"""`moetool compare`: what a row says, what is not made again, and what is wrong."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetool.compare import running
+from moetool.job.progress import Silent
+
+FEW = ("--sequence-length", 32, "--windows", 6)
+CALIBRATED = ("--samples", 4, *FEW)
+
+
+@pytest.fixture
+def compare(run_cli: Any, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path) -> Any:
+    """`compare("d2moe", "--ratios", .4, model=…)`: the command on the tiny model and text."""
+
+    def run(methods: str, *more: object, model: Path = tiny_mixtral, data: Path = tiny_text) -> Any:
+        named = ("--methods", methods) if methods else ()
+        texts = ("--calibration", tiny_text, "--data", data)
+        return run_cli("compare", model, *named, *texts, *CALIBRATED, "--work", tmp_path / "work", *more, "--json")
+
+    return run
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of all models that are begun."""
+    names: list[str] = []
+    before = running.run_stage
+
+    def noting(kind: Any, source: Any, target: Path, *more: Any, **others: Any) -> Any:
+        names.append(target.name.rpartition("-")[0])
+        return before(kind, source, target, *more, **others)
+
+    monkeypatch.setattr(running, "run_stage", noting)
+    return names
+
+
+def test_rows_are_what_compress_and_eval_say(compare, run_cli, tiny_mixtral, tiny_text, tmp_path):
+    pytest.importorskip("matplotlib")
+    table, chart = tmp_path / "table.md", tmp_path / "chart.svg"
+    told = compare("ders-quantize", "--keep", "--output", table, "--plot", chart).json
+    [row] = told["rows"]
+    evaluated = run_cli("eval", row["path"], "--data", tiny_text, *FEW, "--against", tiny_mixtral, "--json").json
+    against = evaluated["against"]
+    assert {name: row[name] for name in ("excess", "excess_error", "kl", "agreement")} == pytest.approx(
+        {name: against[name] for name in ("excess", "excess_error", "kl", "agreement")}
+    )
+    assert (row["perplexity"], told["nll"]) == pytest.approx((evaluated["perplexity"], against["nll"]))
+    inspected = run_cli("inspect", row["path"], "--json").json
+    assert (row["bytes"], told["bytes"]) == (inspected["bytes"], inspected["original_bytes"])
+    assert row["saved"] == pytest.approx(inspected["ratio"])
+    assert row["seconds"] > 0
+    assert f"{row['perplexity']:.3f}" in table.read_text()
+    assert "ders-quantize" in chart.read_text() or chart.stat().st_size > 1000
+
+
+def test_models_go_and_rows_stay(compare, made, tmp_path, tiny_mixtral):
+    """More of the same makes only what is new; another text, all of it."""
+    first = compare("d2moe", "--ratios", "0.3").json
+    assert made == ["d2moe-30"]
+    assert [path for path in (tmp_path / "work").iterdir() if path.is_dir()] == []
+    second = compare("d2moe", "--ratios", "0.3,0.2", "--models", tiny_mixtral).json
+    assert made == ["d2moe-30", "d2moe-20"]
+    assert second["rows"][1] == first["rows"][0]
+    assert (second["rows"][0]["kl"], second["rows"][0]["saved"]) == (0, 0)
+    assert [row["asked"] for row in second["rows"]] == [None, 0.3, 0.2]
+    other = tmp_path / "other.txt"
+    other.write_text("Something else. " * 200)
+    assert compare("d2moe", "--ratios", "0.3", data=other).json["rows"][0] != first["rows"][0]
+    assert made[2:] == ["d2moe-30"]
+
+
+class Stopping(Silent):
+    """SIGTERM at the third step."""
+
+    steps = 0
+
+    def advance(self) -> None:
+        self.steps += 1
+        if self.steps == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_stopped_while_a_model_is_made_it_goes_on_there(compare, made, monkeypatch, tmp_path):
+    noting = running.run_stage
+
+    def stopped(*arguments: Any, progress: Any, **more: Any) -> Any:
+        return noting(*arguments, progress=Stopping(), **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "run_stage", stopped)
+        result = compare("ders-quantize,d2moe", "--ratios", "0.3")
+    assert result.code == 75
+    assert "the same command goes on" in result.stderr
+    assert made == ["ders-quantize"]
+    [left] = [path for path in (tmp_path / "work").iterdir() if path.is_dir()]
+    rows = compare("ders-quantize,d2moe", "--ratios", "0.3").json["rows"]
+    assert made == ["ders-quantize", "ders-quantize", "d2moe-30"]
+    assert not left.exists()
+    assert ["seconds" in row for row in rows] == [False, True]
+    shutil.rmtree(tmp_path / "work")
+    undisturbed = compare("ders-quantize,d2moe", "--ratios", "0.3").json["rows"]
+    assert [row["kl"] for row in rows] == [row["kl"] for row in undisturbed]
+
+
+def test_killed_while_it_evaluates_no_model_is_made_again(compare, made, monkeypatch):
+    """What killing the process would leave: the model, and the line that it is there."""
+
+    def killed(path: str, *_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    compare("", "--models", "/no/model")  # the original is evaluated
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "perplexity", killed)
+        assert compare("ders-quantize").code == 75
+    [row] = compare("ders-quantize").json["rows"]
+    assert row["seconds"] > 0
+    assert made == ["ders-quantize"] * 2  # the second finds it finished
+
+
+def test_what_cannot_be_made_is_a_row(compare, tiny_mixtral, make_mixtral, save_model, tmp_path):
+    larger = save_model(make_mixtral(vocab_size=300), tmp_path / "larger")
+    result = compare("d2moe,ders-quantize", "--ratios", "0.99", "--models", f"/no/model,{larger}")
+    missing, other, impossible, possible = result.json["rows"]
+    assert "/no/model" in missing["error"]
+    assert "different vocabularies" in other["error"]
+    assert "0.99 is not possible" in impossible["error"]
+    assert "error" not in possible
+    assert "0.99 is not possible" in result.stderr
+
+
+def test_a_method_with_other_options_has_a_row_of_its_own(compare):
+    more = ("--option", "two:bits=2", "--option", "two:group-size=16")
+    four, two = compare("ders-quantize,two=ders-quantize", *more).json["rows"]
+    assert (two["name"], two["method"]) == ("two", "ders-quantize")
+    assert two["bytes"] != four["bytes"]
+    assert two["kl"] > four["kl"]
+
+
+@pytest.mark.parametrize(
+    ("methods", "more", "words"),
+    [
+        ("hybird", (), "Did you mean hybrid?"),
+        ("d2moe,d2moe", (), "a name of its own"),
+        ("d2moe", ("--ratios", "1.5"), "--ratios"),
+        ("d2moe", ("--ratios", "much"), "--ratios"),
+        ("d2moe", ("--option", "hybrid:base_bits=3"), "--methods has d2moe"),
+        ("hybrid", ("--ratios", 0.5, "--option", "hybrid:base_bit=3"), "Did you mean base_bits?"),
+        ("hybrid", ("--option", "hybrid:base_bits"), "NAME:OPTION=VALUE"),
+        ("hybrid", (), "--ratio is required"),
+        ("", (), "Nothing to compare"),
+    ],
+)
+def test_what_is_refused(compare, methods, more, words):
+    result = compare(methods, *more)
+    assert result.code == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_folder_with_something_else_is_left_alone(compare, tmp_path):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "mine.txt").write_text("mine")
+    result = compare("ders-quantize")
+    assert result.code == 2
+    assert "holds no comparison" in result.stderr
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["mine.txt"]
+
+
+def test_a_torn_line_is_made_again(compare, made, tmp_path):
+    first = compare("ders-quantize").json
+    journal = tmp_path / "work" / "journal.jsonl"
+    content = journal.read_text()
+    journal.write_text(content[: len(content) - 40])
+    again = compare("ders-quantize").json
+    assert again["rows"][0]["kl"] == first["rows"][0]["kl"]
+    assert json.loads(journal.read_text().splitlines()[-1])["told"]["kl"] == first["rows"][0]["kl"]
+    assert made == ["ders-quantize"] * 2
