@@ -202,11 +202,15 @@ class Group:
         loss = np.cumsum(left[::-1])[::-1]
         return falling[order], self.least + np.append(0, np.cumsum(np.concatenate(sizes)[order])), loss
 
-    def at(self, price: float) -> int | None:
-        """Bytes of the best choice at a price; `None` if that is to leave the group as it was."""
+    def spent(self, price: float) -> tuple[int, float]:
+        """Bytes and loss of the items, each in its best form at a price."""
         slopes, sizes, losses = self._edges
         taken = bisect_left(slopes, -price, key=neg)
-        size, loss = int(sizes[taken]), float(losses[taken])
+        return int(sizes[taken]), float(losses[taken])
+
+    def at(self, price: float) -> int | None:
+        """Bytes of the best choice at a price; `None` if that is to leave the group as it was."""
+        size, loss = self.spent(price)
         if self.native_bytes is not None and loss + price * size >= price * self.native_bytes:
             return None
         return size

@@ -1,0 +1,77 @@
+"""What the experts of a layer can stand on, and the forms that their matrices are offered in there."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moetool.architectures import MoEShape, Role
+from moetool.compress.base.layer_base import LayerBase
+from moetool.compress.encoding import base_representations, in_groups
+from moetool.format.layout import NO_BASE
+from moetool.representations import Representation
+from moetool.representations.dense import Dense
+from moetool.representations.low_rank import LowRank, break_even_rank
+from moetool.representations.quantized import Quantized
+from moetool.representations.quantized_low_rank import QuantizedLowRank
+
+_BITS = (1, 2, 3, 4, 8)
+# Forms are offered from a third to three times the bits that every number can have on average.
+_REACH = 3.0
+_LOW_RANK_BITS = 3  # of factors; 3 bits of twice the rank beat 4 and 8 bits on trained experts
+# Of the rank at which full-precision factors break even. With all of it, factors would take as much as codes of the
+# whole matrix in so many bits, which lose less.
+_LOW_RANK_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
+
+
+@dataclass(frozen=True, eq=False)
+class Footing:
+    """A base, or none, and what is offered on it.
+
+    Attributes:
+        name: tells it from others: the bits of its base, or `none`.
+        base: by role, how it is stored.
+        forms: by role, what every delta to it is offered in; without a base, every matrix.
+    """
+
+    name: str
+    base: Mapping[Role, Representation]
+    forms: Mapping[Role, Sequence[Representation]]
+
+    def under(self, merged: LayerBase) -> LayerBase:
+        """A layer's base as it is stored here, of the merge of its experts."""
+        return merged.stored_as(
+            {
+                role: (form, form.encode(merged.full(role), merged.matrices[role].dtype))
+                for role, form in self.base.items()
+                if not form.is_whole
+            }
+        )
+
+
+def on_base(shape: MoEShape, base_bits: str, bits: float, group: int) -> Footing:
+    """On a base in few bits, where every number of a delta can have `bits` on average."""
+    near = [b for b in _BITS if bits / _REACH <= b <= bits * _REACH] or [1 if bits < 1 else 8]
+    if bits <= _LOW_RANK_BITS:
+        near = sorted({*near, _LOW_RANK_BITS})
+    forms: dict[Role, list[Representation]] = {}
+    for role in shape.roles:
+        matrix = shape.matrix(role)
+        own: list[Representation] = [LowRank(0), *(in_groups(Quantized(b, group), matrix, group) for b in near)]
+        if bits <= _LOW_RANK_BITS:
+            ranks = sorted({max(1, math.floor(break_even_rank(matrix) * share)) for share in _LOW_RANK_SHARES})
+            own += [in_groups(QuantizedLowRank(rank, _LOW_RANK_BITS, group), matrix, group) for rank in ranks]
+        if bits * _REACH >= 16 or not near[1:]:
+            own.append(Dense())
+        forms[role] = own
+    return Footing(base_bits, base_representations(shape, base_bits, group), forms)
+
+
+def without_base(shape: MoEShape, bits: float, group: int) -> Footing:
+    """Every matrix on its own, where every number can have `bits` on average."""
+    near = [b for b in _BITS if bits / _REACH <= b <= bits * _REACH] or [8]
+    whole = [Dense()] if bits * _REACH >= 16 else []
+    forms = {
+        role: [*(in_groups(Quantized(b, group), shape.matrix(role), group) for b in near), *whole]
+        for role in shape.roles
+    }
+    return Footing("none", {role: NO_BASE[role] for role in shape.roles}, forms)
