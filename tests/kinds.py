@@ -1,6 +1,7 @@
 """A tiny checkpoint of every kind that moetool writes, filled with random numbers: layouts, and custom modules."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,11 @@ def layout(
     weights = {role: None if role in native else stored for role in shape.roles}
     bases = dict.fromkeys(shape.roles, parse_representation(base))
     return LayerLayout(shape, weights, channels or shape.intermediate, dynamic, bases)
+
+
+def rotated(*specs: str, **seeds: int) -> LayerLayout:
+    """Without a base, the inputs of some roles rotated."""
+    return replace(layout(MIXTRAL, *specs, base="low-rank:0"), rotation=seeds)
 
 
 def _mixtral(*layouts: LayerLayout) -> Any:
@@ -130,6 +136,11 @@ KINDS: dict[str, Callable[[], Any]] = {
         layout(QWEN, "low-rank:3", "dense", extended=True),
         layout(QWEN, "shared-u:3", extended=True),
         layout(QWEN, "low-rank:3", base="quantised-weight:4:8", dynamic=5, extended=True),
+    ),
+    "rotated": lambda: _mixtral(
+        rotated("quantised:2:16", gate=1, up=1, down=2),
+        rotated("low-rank:5", "quantised:4:8", "low-rank:0", down=3),
+        rotated("quantised-low-rank:8:4:16", gate=5, up=5),
     ),
     "shared-expert-without-base": lambda: _qwen(
         *(layout(QWEN, "quantised:4:8", base="low-rank:0", extended=True) for _ in range(3))

@@ -18,6 +18,8 @@ STORED = (
     "quantised",
     "sparse",
     "formats",
+    "no-base",
+    "rotated",
     "shared-expert-on-base",
     "mixture-on-base-with-biases",
 )

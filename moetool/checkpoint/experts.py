@@ -291,7 +291,10 @@ class ExpertReader:
             lambda tensor: delta_name(expert, role, tensor),
             lambda tensor: shared_name(role, tensor),
         ).float()
-        has_base = representation.uses_base and self.layout(layer).has_base(role)
+        layout = self.layout(layer)
+        if (turn := layout.turning(role)) is not None:
+            matrix = turn.back(matrix)
+        has_base = representation.uses_base and layout.has_base(role)
         whole = self.full_base(layer, role) + matrix if has_base else matrix
         return self._checked(whole, layer, expert, role)
 

@@ -294,6 +294,8 @@ def _encoded(
             continue
         delta, representation = deltas.of(role, expert), (layout.weights[role] or ())[expert]
         gram = grams.gram(expert, role) if grams is not None and expert < routed else None
+        if (turn := layout.turning(role)) is not None:
+            delta, gram = turn(delta), None if gram is None else turn.gram(gram)
         factors = reader.factors(layer, expert, role)
         basis = None if factors is None else factors[0].float().to(job.device)
         encoded = representation.encode(delta, reader.dtype, Measured(gram, basis=basis))

@@ -20,6 +20,7 @@ import torch
 from moetool.architectures import ROLES, MoEShape, Role
 from moetool.errors import InvalidInputError
 from moetool.format.kinds.base import PLACEHOLDER
+from moetool.numerics.rotation import Rotation
 from moetool.representations import Representation, Stored, parse_representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
@@ -50,7 +51,8 @@ class LayerLayout:
 
     `base_channels` intermediate channels of the base are stored (all, unless it was pruned statically), and
     `dynamic_channels` more of its down matrix are skipped for every batch at run time. `base` says how the base of each
-    role is stored, of those that have one.
+    role is stored, of those that have one. Of a role in `rotation`, stored matrices are multiplied with rotated inputs,
+    by the rotation of that seed.
     """
 
     shape: MoEShape
@@ -58,6 +60,7 @@ class LayerLayout:
     base_channels: int
     dynamic_channels: int = 0
     base: Mapping[Role, Representation] = field(default_factory=lambda: DENSE_BASE)
+    rotation: Mapping[Role, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.stored_experts not in (self.shape.experts, self.shape.experts + 1):
@@ -89,6 +92,8 @@ class LayerLayout:
             raise ValueError(f"{self.dynamic_channels} dynamic channels of {self.base_channels}")
         if (self.is_pruned or self.dynamic_channels) and self.is_baseless:
             raise ValueError("there is no base to prune")
+        for role in self.rotation:
+            _check_rotation(self, role)
 
     @classmethod
     def uniform(
@@ -130,6 +135,10 @@ class LayerLayout:
     def is_baseless(self) -> bool:
         """Whether experts are stored by moetool and nothing is their base."""
         return not self.is_native and not any(self.has_base(role) for role in self.shape.roles)
+
+    def turning(self, role: Role) -> Rotation | None:
+        """The rotation of a role's inputs, if they are rotated."""
+        return Rotation(self.shape.matrix(role)[1], self.rotation[role]) if role in self.rotation else None
 
     def base_shape(self, role: Role) -> tuple[int, int]:
         """Shape of the stored base, without its pruned channels."""
@@ -233,6 +242,8 @@ class LayerLayout:
             config["dynamic_channels"] = self.dynamic_channels
         if compact := {role: representation.spec for role, representation in self.compact_bases()}:
             config["base"] = compact
+        if self.rotation:
+            config["rotation"] = dict(self.rotation)
         return config
 
     @classmethod
@@ -242,7 +253,7 @@ class LayerLayout:
         Raises:
             InvalidInputError: the entry is not one this version writes.
         """
-        unknown = set(config) - {*shape.roles, "base_channels", "dynamic_channels", "base"}
+        unknown = set(config) - {*shape.roles, "base_channels", "dynamic_channels", "base", "rotation"}
         if unknown:
             raise InvalidInputError(f"has entries this moetool does not know: {sorted(unknown)}.")
         channels = _whole(config, "base_channels", shape.intermediate)
@@ -257,8 +268,12 @@ class LayerLayout:
         if not isinstance(compact, Mapping) or set(compact) - set(shape.roles):
             raise InvalidInputError(f"base must be an object by role, not {compact!r}.")
         base = {role: parse_representation(compact[role]) if role in compact else Dense() for role in shape.roles}
+        rotation = config.get("rotation", {})
+        if not isinstance(rotation, Mapping) or set(rotation) - set(shape.roles):
+            raise InvalidInputError(f"rotation must be an object by role, not {rotation!r}.")
+        seeds = {role: _whole(rotation, role, 0) for role in shape.roles if role in rotation}
         try:
-            return cls(shape, weights, channels, dynamic, base)
+            return cls(shape, weights, channels, dynamic, base, seeds)
         except (ValueError, TypeError) as error:
             raise InvalidInputError(f"does not fit the model: {error}.") from error
 
@@ -275,6 +290,17 @@ def _check(representation: Representation, role: Role, shape: tuple[int, int]) -
         representation.tensors(shape)
     except ValueError as error:
         raise ValueError(f"{role} cannot be stored as '{representation.spec}': {error}") from error
+
+
+def _check_rotation(layout: LayerLayout, role: Role) -> None:
+    if not layout.is_baseless or layout.is_extended:
+        raise ValueError("only routed experts without a base can be rotated")
+    if layout.rotation[role] < 0:
+        raise ValueError(f"a rotation's seed cannot be {layout.rotation[role]}")
+    if len({layout.rotation.get(other) for other in layout.shape.group(role)}) > 1:
+        raise ValueError("gate and up are given the same inputs, rotated in the same way or not at all")
+    if any(weight.is_whole for weight in layout.weights[role] or ()):
+        raise ValueError("a matrix that is stored as it is cannot be rotated")
 
 
 def native_layout(shape: MoEShape) -> LayerLayout:

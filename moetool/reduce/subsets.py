@@ -18,7 +18,7 @@ from moetool.reduce.scores import Scores
 from moetool.runtime.building import empty_model
 
 LOSSES = "losses"
-_AT_ONCE = 1 << 24  # numbers in the outputs of all experts for some tokens
+NUMBERS_AT_ONCE = 1 << 22  # in the outputs of all experts for some tokens
 
 Subset = tuple[int, ...]
 Weigh = Callable[
@@ -130,7 +130,7 @@ class SubsetLosses(Scores):
     def _products(self, inputs: Tensor) -> Iterator[Tensor]:
         """F Fᵀ of each token, `[tokens, experts, experts]` fp64."""
         width = inputs.shape[1] * len(self._experts.experts)
-        for rows in inputs.split(max(1, _AT_ONCE // width)):
+        for rows in inputs.split(max(1, NUMBERS_AT_ONCE // width)):
             outputs = [self._experts.run(expert, rows).output for expert in self._experts.experts]
             stacked = torch.stack(outputs, dim=1).double()
             yield stacked @ stacked.transpose(1, 2)

@@ -98,21 +98,8 @@ class Bench:
         return self.kept.get(f"rounded {bits}", make)
 
     def without_base(self, bits: int) -> dict[str, Any]:
-        """Every expert in our own codes, chosen on the text: its difference to nothing, whose bytes are not counted."""
-        zeros = self.options.work / "zeros"
-        shutil.rmtree(zeros, ignore_errors=True)
-        shutil.copytree(self.options.base, zeros)
-        tensors = load_file(zeros / "model.safetensors")
-        for name, tensor in tensors.items():
-            if ".mlp." in name:
-                tensor.zero_()
-        save_file(tensors, zeros / "model.safetensors", {"format": "pt"})
-        options = ("--method", "ders-quantize", "--base", zeros, "--bits", bits, *self.text)
-        result = self.run(("compress", *options))
-        source = Source.open(self.options.model)
-        experts, checkpoint = source.experts, source.checkpoint
-        base = len(experts.moe_layers) * experts.shape.expert_parameters * experts.dtype.itemsize
-        return {**result, "saved": result["saved"] + base / checkpoint.weight_bytes}
+        """Every expert by itself in our own codes, chosen on the text."""
+        return self.run(("compress", "--method", "quantize", "--bits", bits, *self.text))
 
     def row(self, name: str, result: dict[str, Any]) -> str:
         loss = excess(result["perplexity"], self.original)

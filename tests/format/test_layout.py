@@ -34,6 +34,9 @@ LAYOUTS = {
     "dynamic": LayerLayout(SHAPE, dict.fromkeys(("gate", "up", "down"), (LowRank(2),) * 3), 9, 4),
     "native down": LayerLayout(SHAPE, {"gate": (LowRank(1),) * 3, "up": (Dense(),) * 3, "down": None}, 12),
     "native gate and up": LayerLayout(SHAPE, {"gate": None, "up": None, "down": (LowRank(1),) * 3}, 10, 2),
+    "rotated": LayerLayout(
+        SHAPE, dict.fromkeys(ROLES, (Quantized(4, 4),) * 3), 12, base=NO_BASE, rotation={"gate": 3, "up": 3}
+    ),
     "no base": LayerLayout.uniform(SHAPE, Quantized(4, 4), base=NO_BASE),
     "native": native_layout(SHAPE),
 }
@@ -91,7 +94,7 @@ def test_names_shapes_and_numbers_are_those_of_the_module(layout: LayerLayout) -
 def test_meaning(layout: LayerLayout) -> None:
     assert layout.is_native == (layout is LAYOUTS["native"])
     assert layout.is_pruned == (layout.base_channels < 12)
-    assert layout.is_baseless == (layout is LAYOUTS["no base"])
+    assert layout.is_baseless == (layout in (LAYOUTS["no base"], LAYOUTS["rotated"]))
     assert len(list(layout.deltas())) == 3 * sum(weights is not None for weights in layout.weights.values())
 
 
@@ -109,6 +112,20 @@ def test_no_base_takes_a_placeholder_per_role() -> None:
     assert layout.nbytes(torch.bfloat16) == 3 * (3 * (codes + scales) + 2)
     assert layout.to_config()["base"] == dict.fromkeys(ROLES, "low-rank:0")
     assert not [name for name, _ in layout.own_tensors() if ".base." in name]
+
+
+@pytest.mark.parametrize(
+    ("rotation", "form", "says"),
+    [
+        ({"gate": 1, "up": 2}, LowRank(1), "gate and up are given the same inputs"),
+        ({"down": -1}, LowRank(1), "seed cannot be -1"),
+        ({"down": 1}, Dense(), "stored as it is cannot be rotated"),
+    ],
+)
+def test_rotations_that_cannot_be(rotation: Any, form: Any, says: str) -> None:
+    weights = dict.fromkeys(ROLES, (LowRank(1), LowRank(1), form))
+    with pytest.raises(ValueError, match=says):
+        LayerLayout(SHAPE, weights, 12, base=NO_BASE, rotation=rotation)
 
 
 def test_delta_names() -> None:
@@ -132,6 +149,8 @@ def test_delta_names() -> None:
         ({"base_channels": 5, "dynamic_channels": 5}, "5 dynamic channels of 5"),
         ({"base_channels": "many"}, "base_channels must be a whole number, not .many"),
         ({"down": ["dense", "low-rank", "dense"]}, "takes one argument"),
+        ({"rotation": {"down": 1}}, "only routed experts without a base can be rotated"),
+        ({"rotation": 3}, "rotation must be an object by role"),
         ({"spline": 3}, r"does not know: \['spline'\]"),
     ],
 )

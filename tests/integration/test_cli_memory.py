@@ -33,6 +33,8 @@ def twice(run_cli, tmp_path: Path, *arguments: object) -> tuple[dict, dict]:
         ("d2moe", "--ratio", 0.4, "--prune-base", 0.25, "--pruning", "svd", "--merge", "fisher-frequency"),
         ("hybrid", "--ratio", 0.5, "--group-size", 16, "--merge", "regmean", "--refine", 2),
         ("ders-quantize", "--bits", 3, "--group-size", 16),
+        ("reap", "--experts", 2),
+        ("m-smoe", "--experts", 3),
     ],
 )
 def test_less_memory_same_model(run_cli, tiny_mixtral_bf16, calibration, tmp_path, method) -> None:

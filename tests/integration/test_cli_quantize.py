@@ -13,15 +13,18 @@ import moetool
 from moetool.architectures import ROLES
 from moetool.job.job import Source
 from moetool.numerics.quantization import dequantize, quantize
+from moetool.numerics.rotation import Rotation
 
 GROUP = ("--group-size", 16)
 CHOICES: dict[str, tuple[object, ...]] = {
     "nearest": ("--bits", 8, *GROUP, "--rounding", "nearest"),
     "on text": ("--bits", 3, *GROUP),
+    "rotated": ("--bits", 2, *GROUP, "--rotate"),
+    "rotated, nearest": ("--bits", 4, *GROUP, "--rotate", "--rounding", "nearest"),
     "nf4": ("--bits", "nf4"),
     "int8": ("--bits", "int8"),
     "ratio": ("--ratio", 0.5, *GROUP),
-    "ratio, one per role": ("--ratio", 0.5, *GROUP, "--scheme", "role"),
+    "ratio, one per role": ("--ratio", 0.5, *GROUP, "--scheme", "role", "--rotate"),
     "ratio, one per layer": ("--ratio", 0.5, *GROUP, "--scheme", "layer", "--sensitivity", "none"),
 }
 METHOD = ("--method", "quantize")
@@ -98,6 +101,30 @@ def test_feedback_on_a_text_loses_less(run_cli: Any, compress: Any, tiny_mixtral
     assert relative_error(logits(fed, tokens), expected) < relative_error(logits(nearest, tokens), expected)
 
 
+def test_rotated_codes_are_those_of_the_rotated_matrix(compress: Any, tiny_mixtral: Path) -> None:
+    path = compress(tiny_mixtral, *METHOD, *CHOICES["rotated, nearest"]).path
+    source, result = (Source.open(path).experts for path in (tiny_mixtral, path))
+    seeds = [layer["rotation"] for layer in layers(path).values()]
+    assert all(own["gate"] == own["up"] != own["down"] for own in seeds)
+    assert len({own["up"] for own in seeds}) == len(seeds), "every layer has its own"
+    for role in ROLES:
+        matrix, turn = source.dense(1, 2, role), Rotation(source.shape.matrix(role)[1], seeds[1][role])
+        codes, scales = quantize(turn(matrix), 4, 16, source.dtype)
+        expected = turn.back(dequantize(codes, scales, 4, torch.float32))
+        torch.testing.assert_close(result.dense(1, 2, role), expected)
+        assert relative_error(result.dense(1, 2, role), matrix) < 0.12
+
+
+def test_rotation_takes_no_bytes_and_depends_on_the_seed(compress: Any, tiny_mixtral: Path) -> None:
+    plain, turned, other = (
+        compress(tiny_mixtral, *METHOD, "--bits", 2, *GROUP, *more).path
+        for more in ((), ("--rotate",), ("--rotate", "--seed", 1))
+    )
+    assert weight_bytes(plain) == weight_bytes(turned) == weight_bytes(other)
+    assert layers(turned)["0"]["rotation"] != layers(other)["0"]["rotation"]
+    assert "rotation" not in layers(plain)["0"]
+
+
 def test_inspection_says_so(run_cli: Any, compress: Any, tiny_mixtral: Path) -> None:
     path = compress(tiny_mixtral, *METHOD, *CHOICES["on text"]).path
     entry = run_cli("inspect", path, "--json").json["moe"][0]
@@ -122,6 +149,7 @@ def test_killed_runs_resume_to_the_same_bytes(
     [
         ((), "give --bits or --ratio"),
         (("--bits", 4, "--ratio", 0.5), "give --bits or --ratio"),
+        (("--bits", "nf4", "--rotate"), "knows no rotation"),
         (("--ratio", 0.5), "give --calibration"),
         (("--bits", 4, "--rounding", "error-feedback"), "give --calibration"),
         (("--bits", "nf4", "--rounding", "error-feedback"), "use --bits 4 or 8"),

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from moetool.format.layout import LayerLayout
 from moetool.representations.base import Stored
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import experts_per_token, is_placeholder
@@ -160,7 +161,7 @@ def _(module: SharedBaseExperts, chosen: int) -> Cost:
         for rows, columns in [shape.matrix(role)]
     ]
     deltas = total(_delta(module, expert) for expert in range(shape.experts)).times(share)
-    return total([biases, *native, deltas, _bases(module)])
+    return total([biases, *native, deltas, _bases(module), _rotations(layout, chosen)])
 
 
 @of_module.register
@@ -181,6 +182,14 @@ def _bases(module: SharedBaseExperts) -> Cost:
             nbytes = base.nbytes(matrix, dtype) + _nbytes(layout.shared_tensors(role).values(), dtype)
             found.append(Cost(Fraction(base.multiplications(matrix)), Fraction(nbytes)))
     return total(found)
+
+
+def _rotations(layout: LayerLayout, chosen: int) -> Cost:
+    """Of a token's input once for gate and up, and of the activations of the experts that it chose."""
+    turns = {role: turn for role in ("up", "down") if (turn := layout.turning(role)) is not None}
+    return total(
+        Cost(Fraction(turn.multiplications * (chosen if role == "down" else 1))) for role, turn in turns.items()
+    )
 
 
 def _delta(module: SharedBaseExperts, expert: int) -> Cost:

@@ -20,7 +20,7 @@ from moetool.reduce.costs import every_expert, tokens_in_layers
 from moetool.reduce.options import ReduceOptions
 from moetool.reduce.scores import Scores
 from moetool.reduce.stage import Reduction
-from moetool.reduce.subsets import LOSSES, Subset, SubsetLosses, SubsetRouters, subset_count, subsets
+from moetool.reduce.subsets import LOSSES, NUMBERS_AT_ONCE, Subset, SubsetLosses, SubsetRouters, subset_count, subsets
 
 _MOST = 20_000  # subsets that are tried unless more are asked for
 
@@ -78,7 +78,7 @@ class Naee(Reduction[NaeeOptions]):
     def _measuring(self) -> Measuring:
         """Outputs of all experts for some tokens, and their products for a batch."""
         tokens = max(1024, self.options.sequence_length)
-        return Measuring(common=(1 << 24) * 16 + 3 * 8 * tokens * self.fewer.experts**2)
+        return Measuring(common=16 * NUMBERS_AT_ONCE + 3 * 8 * tokens * self.fewer.experts**2)
 
     def _choose(self, measured: Mapping[str, Tensor]) -> list[Merged]:
         return pruned(self._subsets[int(measured[LOSSES].argmin())])

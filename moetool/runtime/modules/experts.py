@@ -55,6 +55,7 @@ class SharedBaseExperts(RoutedExperts):
         )
         self.native_class = type(native)
         self._has_base = {role: layout.has_base(role) for role in shape.roles}
+        self._turns = {role: turn for role in shape.roles if (turn := layout.turning(role)) is not None}
         for roles in shape.groups:
             is_native = layout.weights[roles[0]] is None
             rows, columns = shape.matrix(roles[0]) if is_native else layout.native_shape(roles[0])
@@ -221,7 +222,8 @@ class SharedBaseExperts(RoutedExperts):
                 base = Table([single], self.layout.base_shape(role), ())
             deltas = tuple(self._uses_base(expert, role) for expert in experts)
             uses = torch.tensor(deltas, dtype=torch.float32, device=self.down_proj.device)[:, None]
-            roles[role] = RoleMatrices(Table(products, matrix, ()), base, deltas, uses, biases.get(role))
+            table, turn = Table(products, matrix, ()), self._turns.get(role)
+            roles[role] = RoleMatrices(table, base, deltas, uses, biases.get(role), turn)
         tables = [table for own in roles.values() for table in (own.table, own.base) if table is not None]
         apart = [[*self.moetool[str(expert)].modules()] for expert in range(self.layout.stored_experts)]
         private = {module for modules in apart for module in modules}
@@ -238,6 +240,8 @@ class SharedBaseExperts(RoutedExperts):
         experts, order = top_k_index.reshape(-1).sort(stable=True)
         weights = top_k_weights.reshape(-1, 1)
         ends = torch.bincount(experts, minlength=self.num_experts).cumsum(0).tolist()
+        if (turn := self._turns.get("up")) is not None:
+            hidden_states = turn(hidden_states)
         base = self._base_gate_up(hidden_states)
         stored = all(weights is not None for weights in self.layout.weights.values())
         recomputes = torch.is_grad_enabled() and stored
@@ -275,6 +279,8 @@ class SharedBaseExperts(RoutedExperts):
         biases = self._biases(expert)
         activation = self._activation(expert, hidden[rows], base, rows, biases)
         activation = (activation * weights).to(hidden.dtype)
+        if (turn := self._turns.get("down")) is not None:
+            activation = turn(activation)
         if self.layout.weights["down"] is not None:
             product = self.delta(expert, "down")(activation)
         else:
@@ -327,6 +333,8 @@ class SharedBaseExperts(RoutedExperts):
         if self.layout.weights[role] is None:
             return self._native(expert, role).float()
         delta = self.delta(expert, role).dense().float()
+        if (turn := self._turns.get(role)) is not None:
+            delta = turn.back(delta)
         if not self._uses_base(expert, role):
             return delta
         base = self._base(role)

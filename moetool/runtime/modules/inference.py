@@ -22,6 +22,7 @@ from moetool.kernels.held import Held
 from moetool.kernels.operands import UnsupportedMatrixError
 from moetool.kernels.products import is_packed, linear, problem, routed, tokens_met_once
 from moetool.kernels.table import Table
+from moetool.numerics.rotation import Rotation
 from moetool.representations.operand import Products
 from moetool.runtime.modules.fused import activated
 from moetool.runtime.modules.offloading import is_fetched
@@ -40,6 +41,7 @@ class RoleMatrices:
         deltas: of every expert whether it has a delta, not a whole matrix.
         uses_base: the same, [experts, 1] fp32, 1 for deltas and 0 for whole matrices.
         bias: [experts, out] as it lies in memory, if they have some.
+        turn: what inputs are rotated by before any of it is multiplied.
     """
 
     table: Table
@@ -47,6 +49,11 @@ class RoleMatrices:
     deltas: tuple[bool, ...]
     uses_base: Tensor
     bias: Tensor | None
+    turn: Rotation | None = None
+
+    def turned(self, inputs: Tensor) -> Tensor:
+        """Inputs `[…, in]` as the matrices want them."""
+        return inputs if self.turn is None else self.turn(inputs)
 
 
 @dataclass(frozen=True)
@@ -187,7 +194,8 @@ class KernelExperts:
         first, second, down = self._first, self._second, self.roles["down"]
         weights, safe = weights.view(tokens, k, 1), chosen.clamp_min(0)
         joined = tokens <= first.joined
-        found = first(chosen, hidden.float().unsqueeze(1).expand(tokens, k + joined, hidden.shape[1]))
+        given = self.roles["up"].turned(hidden.float())  # gate, too
+        found = first(chosen, given.unsqueeze(1).expand(tokens, k + joined, hidden.shape[1]))
         values, bases = found[:, :, :k], found[:, :, k:]
         if not joined and (apart := [self._base(own.base, hidden) for own in first.roles if own.base]):
             bases = torch.stack(apart).unsqueeze(2)
@@ -197,7 +205,7 @@ class KernelExperts:
             value if own.bias is None else value + own.bias[safe]
             for value, own in zip(values.unbind(), first.roles, strict=True)
         ]
-        activation = activated(self._act_fn, both) * weights
+        activation = down.turned(activated(self._act_fn, both) * weights)
         if down.base is None:
             output = second(chosen, activation)[0].sum(1)
         else:
@@ -210,7 +218,7 @@ class KernelExperts:
         return output if down.bias is None else output + (down.bias[safe] * weights).sum(1)
 
     def _many(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        sorted_by = _Sorted.of(chosen, self._experts)
+        sorted_by, hidden = _Sorted.of(chosen, self._experts), self.roles["up"].turned(hidden)  # gate, too
         spans = {expert: slice(*span) for expert, span in enumerate(pairwise(sorted_by.ends)) if span[0] < span[1]}
         wholes = {role: self._wholes(own, list(spans), hidden) for role, own in self.roles.items()}
         met = {
@@ -241,7 +249,7 @@ class KernelExperts:
                 if role in bases and expert in met[role].experts:
                     value = value + bases[role].index_select(0, met[role].places[span])
                 values.append(value if own.bias is None else value + own.bias[expert])
-            activation = activated(self._act_fn, values).to(hidden.dtype)
+            activation = down.turned(activated(self._act_fn, values).to(hidden.dtype))
             value = linear(wholes["down"].get(expert, down.table.products[expert]), activation, down.table.shape[0])
             torch.mul(value if down.bias is None else value + down.bias[expert], shares[span], out=outputs[span])
             if expert in apart:
