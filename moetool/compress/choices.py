@@ -5,6 +5,7 @@ from typing import Literal
 Merge = Literal["fisher", "fisher-frequency", "mean", "frequency", "ties", "regmean"]
 Svd = Literal["truncation-aware", "vanilla", "activation-aware"]
 Allocation = Literal["water-filling", "adaptive", "uniform"]
+Scheme = Literal["matrix", "role", "layer"]
 Sensitivity = Literal["channel", "matrix", "none"]
 SharedFactor = Literal["none", "v", "u"]
 Pruning = Literal["static", "semi-dynamic"]

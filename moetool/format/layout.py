@@ -293,7 +293,7 @@ def _check(representation: Representation, role: Role, shape: tuple[int, int]) -
 
 
 def _check_rotation(layout: LayerLayout, role: Role) -> None:
-    if not layout.is_baseless or layout.is_extended:
+    if layout.weights[role] is None or layout.has_base(role) or layout.is_extended:
         raise ValueError("only routed experts without a base can be rotated")
     if layout.rotation[role] < 0:
         raise ValueError(f"a rotation's seed cannot be {layout.rotation[role]}")

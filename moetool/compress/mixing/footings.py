@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from moetool.architectures import MoEShape, Role
 from moetool.compress.base.layer_base import LayerBase
 from moetool.compress.encoding import base_representations, in_groups
+from moetool.compress.rotated import seeds
 from moetool.format.layout import NO_BASE
+from moetool.numerics.rotation import Rotation
 from moetool.representations import Representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank, break_even_rank
@@ -31,11 +33,27 @@ class Footing:
         name: tells it from others: the bits of its base, or `none`.
         base: by role, how it is stored.
         forms: by role, what every delta to it is offered in; without a base, every matrix.
+        seed: of the rotations of inputs, if these are rotated.
     """
 
     name: str
     base: Mapping[Role, Representation]
     forms: Mapping[Role, Sequence[Representation]]
+    seed: int | None = None
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether inputs are rotated."""
+        return self.seed is not None
+
+    def rotation(self, shape: MoEShape, layer: int) -> Mapping[Role, int]:
+        """Seeds of the rotations of a layer's inputs, by role, if they are rotated."""
+        return {} if self.seed is None else seeds(shape, layer, self.seed)
+
+    def turning(self, shape: MoEShape, layer: int, role: Role) -> Rotation | None:
+        """The rotation of a role's inputs, if they are rotated."""
+        found = self.rotation(shape, layer)
+        return Rotation(shape.matrix(role)[1], found[role]) if found else None
 
     def under(self, merged: LayerBase) -> LayerBase:
         """A layer's base as it is stored here, of the merge of its experts."""
@@ -66,12 +84,13 @@ def on_base(shape: MoEShape, base_bits: str, bits: float, group: int) -> Footing
     return Footing(base_bits, base_representations(shape, base_bits, group), forms)
 
 
-def without_base(shape: MoEShape, bits: float, group: int) -> Footing:
-    """Every matrix on its own, where every number can have `bits` on average."""
+def without_base(shape: MoEShape, bits: float, group: int, rotated_by: int | None = None) -> Footing:
+    """Every matrix on its own, where every number can have `bits` on average; for rotated inputs with a seed."""
     near = [b for b in _BITS if bits / _REACH <= b <= bits * _REACH] or [8]
-    whole = [Dense()] if bits * _REACH >= 16 else []
+    whole = [Dense()] if bits * _REACH >= 16 and rotated_by is None else []
     forms = {
         role: [*(in_groups(Quantized(b, group), shape.matrix(role), group) for b in near), *whole]
         for role in shape.roles
     }
-    return Footing("none", {role: NO_BASE[role] for role in shape.roles}, forms)
+    name = "none" if rotated_by is None else "rotated"
+    return Footing(name, {role: NO_BASE[role] for role in shape.roles}, forms, rotated_by)
