@@ -1,0 +1,244 @@
+"""A job that measures what every form of every matrix loses, buys the mix that loses least, and writes it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from moetool.architectures import Role
+from moetool.calibration.input_grams import InputGramCollector
+from moetool.calibration.observation import Collector
+from moetool.calibration.peers import Owned
+from moetool.calibration.routed_tokens import RoutedTokens
+from moetool.calibration.sweep import Sweep
+from moetool.compress.base.layer_base import LayerBase, agreed, base_path, measured_base
+from moetool.compress.choices import Merge
+from moetool.compress.delta import Deltas
+from moetool.compress.encoded import Encoding, encoded_bytes
+from moetool.compress.mixing.choosing import Choosing, Losses, Mix
+from moetool.compress.mixing.footings import Footing
+from moetool.compress.mixing.measuring import encoded, loss_name, losses_path, measure
+from moetool.compress.mixing.options import MixingOptions
+from moetool.compress.refining.expert import BATCH_TOKENS
+from moetool.compress.refining.layer import MOST_TOKENS, Refining
+from moetool.compress.refining.metric import OutputGradients, metric_path
+from moetool.compress.told import MixedLayer, MixedTold
+from moetool.errors import UsageError
+from moetool.format.layout import LayerLayout
+from moetool.job.building_blocks import moe_size, refine
+from moetool.job.calibrated import CalibratedJob
+from moetool.job.job import Job, Source, pick_compute_dtype, pick_device
+from moetool.job.layer_memory import LayerMemory, Measuring
+from moetool.job.phases import menu_phases
+from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.result import Json
+from moetool.job.writing import OutputPlan, entry_for, original_bytes, write_model
+
+Choose = Callable[[Losses], Mix]  # by what every form loses
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """What is mixed.
+
+    Attributes:
+        name: of the method.
+        source: the model.
+        options: of the job.
+        footings: that experts may get.
+        merge: how bases are made of the experts.
+    """
+
+    name: str
+    source: Source
+    options: MixingOptions
+    footings: Sequence[Footing]
+    merge: Merge
+
+    def plan(self, output: int, details: Mapping[str, Json]) -> Plan:
+        """For a result of so many bytes."""
+        source, options, reader = self.source, self.options, self.source.experts
+        cost, shape, at_once = self._cost, reader.shape, self.experts_at_once
+        layers = source.architecture.layers(source.checkpoint.config)
+        stored = [(role, form) for footing in self.footings for role, form in footing.base.items()]
+        bases = sum(form.nbytes(shape.matrix(role), reader.dtype) for role, form in stored)
+        forward = cost.forward_bytes(shape.hidden) + encoded_bytes(reader, output, options.shard_size)
+        backward = cost.gradient_bytes(shape.hidden, layers)
+        if at_once < shape.experts:
+            forward += cost.recorded_bytes(shape, gradients=False, sums=False)
+            backward += cost.recorded_bytes(shape, gradients=True, sums=True)
+        if options.refine:
+            forward += RoutedTokens.nbytes(cost.samples, cost.length, shape.hidden)
+        forms = {role: [form for footing in self.footings for form in footing.forms[role]] for role in shape.roles}
+        refining = refine(shape, options.refine, BATCH_TOKENS) if options.refine else None
+        return Plan(
+            stage=self.name,
+            input_bytes=source.checkpoint.weight_bytes,
+            output_bytes=output,
+            scratch_bytes=max(backward, forward) + len(reader.moe_layers) * bases,
+            memory_bytes=self._memory.nbytes(at_once),
+            phases=menu_phases(cost, moe_size(reader), output, forms, self.footings[0].base, refining),
+            details={
+                "original_bytes": original_bytes(source),
+                **details,
+                "moe_layers": len(reader.moe_layers),
+                "experts": shape.experts,
+                "experts_at_once": at_once,
+                "forms_per_matrix": len(forms["down"]),
+            },
+        )
+
+    def require_text(self) -> None:
+        """Raise `UsageError` without a calibration text, or for a model that is not an ordinary one."""
+        if self.source.experts.layouts:
+            raise UsageError(
+                f"{self.source.checkpoint.path} is already a moetool checkpoint: start from an ordinary one."
+            )
+        if self.options.calibration is None:
+            raise UsageError(f"--method {self.name} measures what every form loses: give --calibration.")
+
+    @cached_property
+    def _cost(self) -> CalibrationCost:
+        options, dtype = self.options, self.source.experts.dtype
+        device = pick_device(options.device)
+        return CalibrationCost.of(
+            options, pick_compute_dtype(options.compute_dtype, device, dtype, gradients=True), dtype
+        )
+
+    @cached_property
+    def _memory(self) -> LayerMemory:
+        reader, regression = self.source.experts, self.merge == "regmean"
+        base = Measuring.fisher(reader.shape, regression=regression)
+        codes = Measuring.codes(reader.shape, refined_on=MOST_TOKENS if self.options.refine else 0)
+        return self._cost.layer_memory(reader, base, codes, gradients=True)
+
+    @cached_property
+    def experts_at_once(self) -> int:
+        """How many of a layer's experts are in memory together."""
+        return self._memory.at_once(self.options.memory)
+
+    def run(self, job: Job, choose: Choose) -> MixedTold:
+        """Do it."""
+        reader, options = self.source.experts, self.options
+        calibrated = CalibratedJob(job, options, gradients=True, experts_at_once=self.experts_at_once)
+        running = _Running(self, job, calibrated)
+        calibrated.reverse(running.visit, passes=2)
+        mix = job.ranks.broadcast(choose(running.losses()))
+        if job.ranks.is_first:
+            running.keep_bases(mix)
+        job.ranks.barrier()
+        encoding = Encoding(job, mix.layouts, running.encode, calibrated, whole_experts=running.refining is not None)
+        statistics = {
+            layer: own
+            for layer in reader.moe_layers
+            if (own := LayerBase.load(base_path(job.work, layer)).statistics) is not None
+        }
+        write_model(
+            job,
+            OutputPlan(self.source, mix.layouts, options.shard_size),
+            encoding.tensors,
+            entry=entry_for(mix.layouts, self.source, method=self.name),
+            statistics=statistics,
+            calibration=calibrated.facts_with_loss,
+            layers=lambda: running.told(mix),
+            seed=options.seed,
+            making=encoding,
+        )
+        planned = OutputPlan(self.source, mix.layouts, options.shard_size).nbytes
+        return MixedTold(
+            calibration=calibrated.facts_with_loss,
+            ratio=1 - planned / original_bytes(self.source),
+            layers=running.told(mix),
+        )
+
+
+class _Running:
+    """The same at work."""
+
+    def __init__(self, mixing: Mixing, job: Job, calibrated: CalibratedJob) -> None:
+        self._mixing, self._job, self._calibrated = mixing, job, calibrated
+        self._reader, options = mixing.source.experts, mixing.options
+        self.refining = (
+            Refining(self._reader, job.work, job.device, options.refine, options.seed) if options.refine else None
+        )
+
+    def _grams(
+        self, sweep: Sweep, layer: int, module: nn.Module, owned: Owned, *others: Collector, keep: bool
+    ) -> InputGramCollector:
+        job, calibrated = self._job, self._calibrated
+        grams = InputGramCollector(self._reader.shape, job.device, owned, calibrated.experts_at_once)
+        sweep.forward(layer, module, [grams, *others], keep=keep)
+        return grams
+
+    def visit(self, index: int, layer: nn.Module) -> None:
+        """Make a layer's base, and measure."""
+        mixing, job, calibrated = self._mixing, self._job, self._calibrated
+        blamed = [OutputGradients(calibrated.gradient_sweep, job.device)] if self.refining else []
+        merged = measured_base(calibrated, index, layer, mixing.merge, blamed)
+        if blamed and job.ranks.is_first:
+            blamed[0].save(metric_path(job.work, index))
+        footings = [
+            (footing, agreed(job.ranks, self._base_path(index, footing), footing.under(merged)))
+            for footing in mixing.footings
+        ]
+        owned = Owned(self._reader.shape, job.ranks)
+        grams = self._grams(calibrated.gradient_sweep, index, layer, owned, keep=False)
+        weights, path = calibrated.weights(index, layer), losses_path(job.work, index)
+        deltas = [(footing, Deltas(weights, base, job.device)) for footing, base in footings]
+        measure(self._reader, index, deltas, grams, mixing.options.sensitivity, path, owned)
+
+    def _base_path(self, layer: int, footing: Footing):  # type: ignore[no-untyped-def]
+        return self._job.work / f"base-{layer:05d}-{footing.name}.safetensors"
+
+    def losses(self) -> Losses:
+        """What every form loses, as it was measured."""
+        found = {layer: load_file(losses_path(self._job.work, layer)) for layer in self._reader.moe_layers}
+
+        def of(layer: int, footing: Footing, role: Role, expert: int) -> Sequence[float]:
+            own: list[float] = found[layer][loss_name(footing, role, expert)].tolist()
+            return own
+
+        return of
+
+    def keep_bases(self, mix: Mix) -> None:
+        """Leave each layer's base, by role that of the footing it got, in its place in the work directory."""
+        for layer, by_role in mix.footings.items():
+            bases = {
+                footing.name: LayerBase.load(self._base_path(layer, footing))
+                for footing in self._mixing.footings
+                if footing.name in by_role.values()
+            }
+            one = next(iter(bases.values()))
+            matrices = {role: bases[name].matrices[role] for role, name in by_role.items()}
+            compact = {
+                role: bases[name].compact[role] for role, name in by_role.items() if role in bases[name].compact
+            }
+            replace(one, matrices=matrices, compact=compact).save(base_path(self._job.work, layer))
+
+    def encode(self, index: int, layer: nn.Module, layout: LayerLayout, owned: Owned) -> Iterator[tuple[str, Tensor]]:
+        """The deltas of a layer that this process has."""
+        job, calibrated, choice = self._job, self._calibrated, self._mixing.options.sensitivity
+        base, weights = LayerBase.load(base_path(job.work, index)), calibrated.weights(index, layer)
+        deltas = Deltas(weights, base, job.device)
+        if self.refining is None:
+            grams = self._grams(calibrated.sweep, index, layer, owned, keep=True)
+            yield from encoded(self._reader, deltas, layout, grams, choice, owned)
+            return
+        with RoutedTokens(calibrated.sweep, index).kept() as examples:
+            grams = self._grams(calibrated.sweep, index, layer, owned, examples, keep=True)
+            moved = self.refining.layer(index, calibrated.experts(layer), weights, base, layout, examples)
+            yield from encoded(self._reader, deltas, layout, grams, choice, owned, moved)
+
+    def told(self, mix: Mix) -> dict[int, MixedLayer]:
+        """Of every layer; what refinement made of it once it is written."""
+        several = len(self._mixing.footings) > 1
+        return {
+            layer: MixedLayer(
+                loss,
+                self.refining.told(layer) if self.refining is not None else None,
+                mix.footings[layer] if several else None,
+            )
+            for layer, loss in mix.losses.items()
+        }
