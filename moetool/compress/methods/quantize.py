@@ -84,7 +84,7 @@ class QuantizeOptions(RunOptions, CalibrationOptions):
     rotate: bool = Field(
         False,
         description="Rotate inputs by blocks of a Hadamard matrix with random signs, and store matrices accordingly: "
-        "loses less at 1 and 2 bits, for a small product per token.",
+        "loses less at 2 bits, for a small product per token.",
     )
     sensitivity: Sensitivity = Field(
         "channel",
