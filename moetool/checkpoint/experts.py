@@ -265,6 +265,8 @@ class ExpertReader:
         kept, because all experts of a layer are read one after the other."""
         if self._last_base is None or self._last_base[0] != (layer, role):
             base = self.base(layer, role).float()
+            if (turn := self.layout(layer).turning(role)) is not None:
+                base = turn.back(base)
             if self.layout(layer).is_pruned:
                 dimension = 1 if role == "down" else 0
                 full = torch.zeros(self.shape.matrix(role))

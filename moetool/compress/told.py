@@ -54,10 +54,12 @@ class MixedLayer(Printed):
     Attributes:
         loss: by role, what all experts are estimated to lose together.
         refined: what refinement made of it.
+        base: by role, what its deltas are to, where there was a choice.
     """
 
     loss: Mapping[Role, float]
     refined: RefinedLayer | None = None
+    base: Mapping[Role, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -293,8 +293,10 @@ def _check(representation: Representation, role: Role, shape: tuple[int, int]) -
 
 
 def _check_rotation(layout: LayerLayout, role: Role) -> None:
-    if layout.weights[role] is None or layout.has_base(role) or layout.is_extended:
-        raise ValueError("only routed experts without a base can be rotated")
+    if layout.weights[role] is None or layout.has_dense_base(role) or layout.is_pruned or layout.dynamic_channels:
+        raise ValueError("only routed experts on a quantized base, or on none, can be rotated")
+    if layout.is_extended:
+        raise ValueError("a shared expert cannot be rotated")
     if layout.rotation[role] < 0:
         raise ValueError(f"a rotation's seed cannot be {layout.rotation[role]}")
     if len({layout.rotation.get(other) for other in layout.shape.group(role)}) > 1:

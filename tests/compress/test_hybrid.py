@@ -1,6 +1,6 @@
 """What a hybrid tells of itself."""
 
-from moetool.compress.methods.hybrid import summed
+from moetool.compress.mixing.choosing import summed
 
 
 def test_many_small_losses_add_up() -> None:

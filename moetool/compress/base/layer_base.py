@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors.torch import load_file
@@ -27,6 +28,7 @@ from moetool.format.layout import BASE_CHANNELS, NO_BASE, LayerLayout, base_name
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import to_cpu
 from moetool.numerics.factorize import factorize
+from moetool.numerics.rotation import Rotation
 from moetool.representations import Measured, Representation, parse_representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
@@ -43,6 +45,8 @@ class LayerBase:
         intermediate: how many there were.
         statistics: `None` if nothing was measured.
         compact: by role, the form a base is stored in, and its tensors, for those that are not dense.
+        rotation: by role, the seed of the rotation of inputs that a compact form is multiplied with, if any; `matrices`
+            are what it comes to on inputs as they are.
     """
 
     matrices: dict[Role, Tensor]
@@ -50,6 +54,7 @@ class LayerBase:
     intermediate: int
     statistics: LayerStatistics | None
     compact: Mapping[Role, tuple[Representation, dict[str, Tensor]]] = field(default_factory=dict)
+    rotation: Mapping[Role, int] = field(default_factory=dict)
 
     def full(self, role: Role) -> Tensor:
         """The base in fp32, with zeros where channels are gone: what deltas are taken against."""
@@ -65,13 +70,21 @@ class LayerBase:
         matrices = prune_base(self.matrices, kept)
         return replace(self, matrices=matrices, channels=self.channels[kept])
 
-    def stored_as(self, compact: Mapping[Role, tuple[Representation, dict[str, Tensor]]]) -> "LayerBase":
+    def stored_as(
+        self,
+        compact: Mapping[Role, tuple[Representation, dict[str, Tensor]]],
+        rotation: Mapping[Role, int] = MappingProxyType({}),
+    ) -> "LayerBase":
         """In compact forms; the matrices become what these stand for, so that deltas make up for their errors."""
         decoded = {
-            role: representation.decode(tensors, self._shape(role), self.matrices[role].dtype).float()
+            role: _turned_back(
+                representation.decode(tensors, self._shape(role), self.matrices[role].dtype).float(),
+                rotation.get(role),
+            )
             for role, (representation, tensors) in compact.items()
         }
-        return replace(self, matrices={**self.matrices, **decoded}, compact={**self.compact, **compact})
+        matrices, forms = {**self.matrices, **decoded}, {**self.compact, **compact}
+        return replace(self, matrices=matrices, compact=forms, rotation={**self.rotation, **rotation})
 
     def _shape(self, role: Role) -> tuple[int, int]:
         rows, columns = self.matrices[role].shape
@@ -90,6 +103,8 @@ class LayerBase:
         for role, (representation, own) in self.compact.items():
             tensors[f"shape.{role}"] = torch.tensor(self.matrices[role].shape)
             tensors.update({f"compact.{role}.{representation.spec}/{name}": tensor for name, tensor in own.items()})
+            if role in self.rotation:
+                tensors[f"rotation.{role}"] = torch.tensor(self.rotation[role])
         if self.statistics is not None:
             tensors.update(self.statistics.tensors())
         save_tensors(path, tensors)
@@ -101,6 +116,7 @@ class LayerBase:
         statistics = LayerStatistics.from_tensors(tensors) if "tokens" in tensors else None
         matrices = {role: tensors[f"base.{role}"] for role in ROLES if f"base.{role}" in tensors}
         compact: dict[Role, tuple[Representation, dict[str, Tensor]]] = {}
+        rotation = {role: int(tensors[f"rotation.{role}"]) for role in ROLES if f"rotation.{role}" in tensors}
         for role in ROLES:
             own = {name.removeprefix(f"compact.{role}."): name for name in tensors if f"compact.{role}." in name}
             if f"shape.{role}" in tensors:
@@ -108,8 +124,13 @@ class LayerBase:
                 parts = {name.partition("/")[2]: tensors[full] for name, full in own.items()}
                 compact[role] = form, parts = parse_representation(spec), parts
                 rows, columns = tensors[f"shape.{role}"].tolist()
-                matrices[role] = form.decode(parts, (rows, columns), torch.float32).float()
-        return cls(matrices, tensors["channels"], int(tensors["intermediate"]), statistics, compact)
+                matrix = form.decode(parts, (rows, columns), torch.float32).float()
+                matrices[role] = _turned_back(matrix, rotation.get(role))
+        return cls(matrices, tensors["channels"], int(tensors["intermediate"]), statistics, compact, rotation)
+
+
+def _turned_back(matrix: Tensor, seed: int | None) -> Tensor:
+    return matrix if seed is None else Rotation(matrix.shape[1], seed).back(matrix)
 
 
 def base_path(work: Path, layer: int) -> Path:

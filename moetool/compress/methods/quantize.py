@@ -9,51 +9,39 @@ compressed-tensors' `pack-quantized` stores as q + 128. At 1 to 4 bits levels ar
 integer group W = s · (q − 2^(b−1)) expresses them: those would have to be chosen anew.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
-from safetensors.torch import load_file
-from torch import Tensor, nn
 
 from moetool.architectures import Role
-from moetool.calibration.peers import Owned
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.base.given import base_form
-from moetool.compress.base.layer_base import LayerBase, agreed, base_path, measured_base, no_base
-from moetool.compress.budget.items import Group, Key, offered
-from moetool.compress.budget.spending import fit
-from moetool.compress.choices import Sensitivity
-from moetool.compress.encoded import Encoding, encoded_bytes
+from moetool.compress.base.layer_base import LayerBase, no_base
+from moetool.compress.choices import Scheme
 from moetool.compress.encoding import BaseBits, encoding_memory, encoding_plan, in_groups, run_encoding, with_text
-from moetool.compress.methods.hybrid import cook, encoded, losses_path, summed
-from moetool.compress.rotated import RotatedDeltas, RotatedGrams, seeds
-from moetool.compress.told import LayersTold, MixedLayer, MixedTold
+from moetool.compress.mixing.choosing import Choosing
+from moetool.compress.mixing.footings import Footing, average_bits, without_base
+from moetool.compress.mixing.mixing import Mixing
+from moetool.compress.mixing.options import MixingOptions
+from moetool.compress.rotated import seeds
+from moetool.compress.told import LayersTold
 from moetool.errors import UsageError
 from moetool.format.layout import NO_BASE, LayerLayout
-from moetool.job.building_blocks import moe_size
-from moetool.job.calibrated import CalibratedJob
-from moetool.job.job import Job, pick_compute_dtype, pick_device
-from moetool.job.layer_memory import LayerMemory, Measuring
-from moetool.job.options import CalibrationOptions, RunOptions, TextOptions
-from moetool.job.phases import menu_phases
-from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.job import Job
+from moetool.job.options import RunOptions, TextOptions
+from moetool.job.plan import Plan
 from moetool.job.stage import Stage
-from moetool.job.writing import OutputPlan, entry_for, original_bytes, write_model
-from moetool.numerics.quantization import BITS
+from moetool.job.writing import original_bytes
 from moetool.representations import Representation
-from moetool.representations.dense import Dense
 from moetool.representations.quantized import Quantized
 
 Rounding = Literal["nearest", "error-feedback"]
-Scheme = Literal["matrix", "role", "layer"]
-
-_REACH = 3.0  # bits are offered from a third to three times those that every number can have on average
 
 
-class QuantizeOptions(RunOptions, CalibrationOptions):
+class QuantizeOptions(MixingOptions):
     """Bits for all, or a budget of bytes."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("bits", "ratio")  # one typed replaces the other of a preset
@@ -68,9 +56,6 @@ class QuantizeOptions(RunOptions, CalibrationOptions):
         description="Instead of bits: share of the weight files' bytes that disappears. Every matrix gets the bits "
         "that lose least in all.",
     )
-    group_size: int = Field(
-        128, ge=1, description="Inputs that share a scale; the largest divisor below if it does not divide a row."
-    )
     rounding: Rounding | None = Field(
         None,
         description="The nearest codes, or codes that make good for each other's errors on the calibration text "
@@ -84,12 +69,7 @@ class QuantizeOptions(RunOptions, CalibrationOptions):
     rotate: bool = Field(
         False,
         description="Rotate inputs by blocks of a Hadamard matrix with random signs, and store matrices accordingly: "
-        "loses less at 2 bits, for a small product per token.",
-    )
-    sensitivity: Sensitivity = Field(
-        "channel",
-        description="With a ratio: weigh errors by what they cost in loss, by output channel, by matrix, or not at "
-        "all.",
+        "loses less in few bits, for a small product per token.",
     )
 
     @model_validator(mode="after")
@@ -100,6 +80,8 @@ class QuantizeOptions(RunOptions, CalibrationOptions):
             raise ValueError("--ratio chooses bits by what codes with error feedback lose: take --rounding out")
         if self.rotate and self.bits in ("nf4", "int8"):
             raise ValueError(f"--bits {self.bits} is bitsandbytes' format, which knows no rotation: use --bits 4 or 8")
+        if self.refine and (self.rounding == "nearest" or self.bits in ("nf4", "int8")):
+            raise ValueError("--refine goes on from codes with error feedback, in 1, 2, 3, 4 or 8 bits")
         if self.rounding == "error-feedback" and self.bits in ("nf4", "int8"):
             raise ValueError(f"--bits {self.bits} has the nearest codes, as bitsandbytes does: use --bits 4 or 8")
         return self
@@ -120,19 +102,24 @@ class Quantize(Stage[QuantizeOptions]):
             raise UsageError(f"{source.checkpoint.path} is already a moetool checkpoint: start from an ordinary one.")
         if options.calibration is None and options.rounding == "error-feedback":
             raise UsageError("--rounding error-feedback measures inputs: give --calibration.")
-        if options.ratio is not None:
-            return self._menu_plan(options.ratio)
+        if self._is_mixed:
+            return self._mixing_plan()
         return encoding_plan(self.name, source, options, self._alike(), self._text, self._experts_at_once)
 
     def run(self, job: Job) -> LayersTold:
         reader, options = self.source.experts, self.options
-        if options.ratio is not None:
-            return self._buy(job, options.ratio)
+        if self._is_mixed:
+            return self._mix(job)
 
         def base(layer: int, weights: Weights) -> LayerBase:
             return no_base(reader.shape, reader.dtype)
 
         return run_encoding(job, self.name, self._alike(), base, {}, options.seed, self._text, self._experts_at_once)
+
+    @property
+    def _is_mixed(self) -> bool:
+        """Whether gradients are needed, too."""
+        return self.options.ratio is not None or self.options.refine > 0
 
     # The same bits for all.
 
@@ -161,171 +148,54 @@ class Quantize(Stage[QuantizeOptions]):
 
     @cached_property
     def _experts_at_once(self) -> int:
-        memory = encoding_memory(self.source, self.options, self._text)
-        return (memory if self.options.ratio is None else self._memory).at_once(self.options.memory)
+        return encoding_memory(self.source, self.options, self._text).at_once(self.options.memory)
 
-    # A budget.
+    # A budget, or codes that are refined: everything is measured.
 
-    def _menu_plan(self, ratio: float) -> Plan:
-        source, options, reader = self.source, self.options, self.source.experts
-        if options.calibration is None:
-            raise UsageError("--ratio chooses bits by what each loses: give --calibration, or --bits without a text.")
-        original, shape, at_once = original_bytes(source), reader.shape, self._experts_at_once
-        if ratio > (highest := 1 - self._smallest / original):
-            raise UsageError(
-                f"--ratio {ratio:g} is not possible here: of {format_bytes(original)}, {format_bytes(self._smallest)} "
-                f"are left with one bit for every number of an expert, so the ratio can be at most "
-                f"{int(highest * 1000) / 1000:g}."
-            )
-        cost, output = self._cost, round(original * (1 - ratio))
-        forms = {role: [self._fitted(form, role) for form in self._menu] for role in shape.roles}
-        forward = cost.forward_bytes(shape.hidden) + encoded_bytes(reader, output, options.shard_size)
-        backward = cost.gradient_bytes(shape.hidden, source.architecture.layers(source.checkpoint.config))
-        if at_once < shape.experts:
-            forward += cost.recorded_bytes(shape, gradients=False, sums=False)
-            backward += cost.recorded_bytes(shape, gradients=True, sums=True)
-        return Plan(
-            stage=self.name,
-            input_bytes=source.checkpoint.weight_bytes,
-            output_bytes=output,
-            scratch_bytes=max(backward, forward),
-            memory_bytes=self._memory.nbytes(at_once),
-            phases=menu_phases(cost, moe_size(reader), output, forms, NO_BASE),
-            details={
-                "original_bytes": original,
-                "smallest_possible_bytes": self._smallest,
-                "moe_layers": len(reader.moe_layers),
-                "experts": shape.experts,
-                "experts_at_once": at_once,
-                "bits_per_number": round(self._average_bits, 2),
-                "bits_offered": [form.bits for form in self._menu if isinstance(form, Quantized)],
-            },
-        )
+    @property
+    def _target(self) -> int:
+        ratio = self.options.ratio
+        return self._smallest if ratio is None else round(original_bytes(self.source) * (1 - ratio))
 
-    @cached_property
-    def _cost(self) -> CalibrationCost:
-        options, dtype = self.options, self.source.experts.dtype
-        device = pick_device(options.device)
-        computed = pick_compute_dtype(options.compute_dtype, device, dtype, gradients=True)
-        return CalibrationCost.of(options, computed, dtype)
+    def _footing(self, bits: float) -> Footing:
+        options, shape = self.options, self.source.experts.shape
+        rotated_by = options.seed if options.rotate else None
+        exact = None if options.bits is None else int(options.bits)
+        return without_base(shape, bits, options.group_size, rotated_by, exact)
 
-    @cached_property
-    def _memory(self) -> LayerMemory:
-        reader = self.source.experts
-        measured = Measuring.fisher(reader.shape), Measuring.codes(reader.shape)
-        return self._cost.layer_memory(reader, *measured, gradients=True)
-
-    @cached_property
-    def _average_bits(self) -> float:
-        """Bits that the budget leaves for every number beside its share of a scale."""
-        reader, options = self.source.experts, self.options
-        left = original_bytes(self.source) * (1 - (options.ratio or 0)) - self._smallest
-        return 1 + 8 * left / (reader.shape.expert_parameters * reader.shape.experts * len(reader.moe_layers))
+    def _choosing(self, footing: Footing) -> Choosing:
+        scheme = self.options.scheme if self.options.bits is None else "matrix"
+        return Choosing(self.source, [footing], scheme, self.options.shard_size)
 
     @cached_property
     def _smallest(self) -> int:
-        """Bytes of the result with one bit for every number."""
-        return self._planned(dict.fromkeys(self._units, Quantized(1, self.options.group_size)))
+        """Bytes of the result with one bit for every number, or as many as were asked for."""
+        return self._choosing(self._footing(1.0)).smallest
 
     @cached_property
-    def _menu(self) -> list[Representation]:
-        """What every matrix is offered, with groups that may not fit it yet."""
-        bits, group = self._average_bits, self.options.group_size
-        near: list[Representation] = [Quantized(b, group) for b in BITS if bits / _REACH <= b <= bits * _REACH]
-        near = near or [Quantized(8, group)]
-        return [*near, Dense()] if bits * _REACH >= 16 and not self.options.rotate else near
+    def _bits(self) -> float:
+        """Bits that the budget leaves for every number beside its share of a scale."""
+        return 1 + average_bits(self.source.experts, self._target - self._smallest)
 
-    def _fitted(self, form: Representation, role: Role) -> Representation:
-        return in_groups(form, self.source.experts.shape.matrix(role), self.options.group_size)
+    @property
+    def _mixing(self) -> Mixing:
+        return Mixing(self.name, self.source, self.options, [self._footing(self._bits)], "mean")
 
-    @cached_property
-    def _units(self) -> dict[Key, list[Key]]:
-        """The matrices that get the same bits, by the first of them."""
-        reader, scheme = self.source.experts, self.options.scheme
-        units: dict[Key, list[Key]] = {}
-        for layer in reader.moe_layers:
-            for role in reader.shape.roles:
-                for expert in range(reader.shape.experts):
-                    first = layer, "down" if scheme == "layer" else role, expert if scheme == "matrix" else 0
-                    units.setdefault(first, []).append((layer, role, expert))
-        return units
-
-    def _layouts(self, chosen: Mapping[Key, Representation]) -> dict[int, LayerLayout]:
-        """With the form of every unit."""
-        reader = self.source.experts
-        forms = {key: self._fitted(chosen[first], key[1]) for first, keys in self._units.items() for key in keys}
-        experts = range(reader.shape.experts)
-        return {
-            layer: self._layout(
-                layer, {role: tuple(forms[layer, role, expert] for expert in experts) for role in reader.shape.roles}
+    def _mixing_plan(self) -> Plan:
+        options, original = self.options, original_bytes(self.source)
+        if options.calibration is None:
+            raise UsageError("--ratio and --refine go by what codes lose: give --calibration, or --bits alone.")
+        if options.ratio is not None and options.ratio > (highest := 1 - self._smallest / original):
+            raise UsageError(
+                f"--ratio {options.ratio:g} is not possible here: of {format_bytes(original)}, "
+                f"{format_bytes(self._smallest)} are left with one bit for every number of an expert, so the ratio can "
+                f"be at most {int(highest * 1000) / 1000:g}."
             )
-            for layer in reader.moe_layers
-        }
+        details = {"smallest_possible_bytes": self._smallest, "bits_per_number": round(self._bits, 2)}
+        return self._mixing.plan(self._target, details)
 
-    def _planned(self, chosen: Mapping[Key, Representation]) -> int:
-        return OutputPlan(self.source, self._layouts(chosen), self.options.shard_size).nbytes
-
-    def _buy(self, job: Job, ratio: float) -> MixedTold:
-        options, reader = self.options, self.source.experts
-        calibrated = CalibratedJob(job, options, gradients=True, experts_at_once=self._experts_at_once)
-        forms = {role: [self._fitted(form, role) for form in self._menu] for role in reader.shape.roles}
-
-        smallest = self._layouts(dict.fromkeys(self._units, self._menu[0]))
-
-        def deltas_of(index: int, layer: nn.Module) -> RotatedDeltas:
-            base = LayerBase.load(base_path(job.work, index))
-            return RotatedDeltas(calibrated.weights(index, layer), base, job.device, smallest[index])
-
-        def visit(index: int, layer: nn.Module) -> None:
-            measured = measured_base(calibrated, index, layer, "mean").statistics
-            agreed(job.ranks, base_path(job.work, index), no_base(reader.shape, reader.dtype, measured))
-            owned = Owned(reader.shape, job.ranks)
-            grams = RotatedGrams(smallest[index], job.device, owned, calibrated.experts_at_once)
-            calibrated.gradient_sweep.forward(index, layer, [grams], keep=False)
-            path = losses_path(job.work, index)
-            cook(reader, deltas_of(index, layer), forms, grams, options.sensitivity, path, owned)
-
-        def encode(index: int, layer: nn.Module, layout: LayerLayout, owned: Owned) -> Iterator[tuple[str, Tensor]]:
-            grams = RotatedGrams(layout, job.device, owned, calibrated.experts_at_once)
-            calibrated.sweep.forward(index, layer, [grams], keep=True)
-            return encoded(reader, deltas_of(index, layer), layout, grams, options.sensitivity, owned)
-
-        calibrated.reverse(visit, passes=2)
-        layouts, lost = job.ranks.broadcast(self._choose(job, ratio))
-        encoding = Encoding(job, layouts, encode, calibrated)
-        bases = {layer: LayerBase.load(base_path(job.work, layer)).statistics for layer in reader.moe_layers}
-        write_model(
-            job,
-            OutputPlan(self.source, layouts, options.shard_size),
-            encoding.tensors,
-            entry=entry_for(layouts, self.source, method=self.name),
-            statistics={layer: own for layer, own in bases.items() if own is not None},
-            calibration=calibrated.facts_with_loss,
-            layers=lambda: lost,
-            seed=options.seed,
-            making=encoding,
-        )
-        return MixedTold(calibration=calibrated.facts_with_loss, ratio=ratio, layers=lost)
-
-    def _choose(self, job: Job, ratio: float) -> tuple[dict[int, LayerLayout], dict[int, MixedLayer]]:
-        """Layouts within the budget, and what their forms lose."""
-        reader, menu = self.source.experts, self._menu
-        measured = {layer: load_file(losses_path(job.work, layer)) for layer in reader.moe_layers}
-        losses = {
-            (layer, role, expert): measured[layer][f"{role}.{expert}"].tolist()
-            for keys in self._units.values()
-            for layer, role, expert in keys
-        }
-        items = {}
-        for first, keys in self._units.items():
-            sizes = [
-                sum(self._fitted(form, key[1]).nbytes(reader.shape.matrix(key[1]), reader.dtype) for key in keys)
-                for form in menu
-            ]
-            items[first] = offered(menu, sizes, [sum(own) for own in zip(*(losses[key] for key in keys), strict=True)])
-        target = round(original_bytes(self.source) * (1 - ratio))
-        chosen = fit("water-filling", [Group(items)], target, self._planned)
-        lost = summed(
-            (key, losses[key][menu.index(chosen[first])]) for first, keys in self._units.items() for key in keys
-        )
-        return self._layouts(chosen), {layer: MixedLayer(by_role) for layer, by_role in lost.items()}
+    def _mix(self, job: Job) -> LayersTold:
+        mixing, options = self._mixing, self.options
+        choosing, target = self._choosing(mixing.footings[0]), self._target
+        ratio = 1 - target / original_bytes(self.source) if options.ratio is None else options.ratio
+        return mixing.run(job, lambda losses: choosing.mix(target, losses), ratio)

@@ -57,8 +57,12 @@ class Choosing:
     scheme: Scheme
     shard_size: int
 
-    def smallest(self, footing: Footing) -> int:
-        """Bytes of all weight files with the smallest form of everything on one footing."""
+    @property
+    def smallest(self) -> int:
+        """Bytes of all weight files with the smallest form of everything, all on the footing where that is least."""
+        return min(map(self._smallest_on, self.footings))
+
+    def _smallest_on(self, footing: Footing) -> int:
         return self.planned(dict.fromkeys(self._places, footing), dict.fromkeys(self._units, 0))
 
     def planned(self, standing: Mapping[Place, Footing], chosen: Mapping[Key, int]) -> int:
@@ -73,7 +77,7 @@ class Choosing:
         """
         groups = {place: [self._group(place, own, target, losses) for own in self.footings] for place in self._places}
         least = self.footings[0]
-        beside = self.smallest(least) - sum(own[0].least for own in groups.values())
+        beside = self._smallest_on(least) - sum(own[0].least for own in groups.values())
         taken = cheapest(list(groups.values()), target - beside)
         standing = {place: self.footings[index] for place, index in zip(self._places, taken, strict=True)}
         chosen = [groups[place][index] for place, index in zip(self._places, taken, strict=True)]
@@ -82,7 +86,9 @@ class Choosing:
         def numbers(forms: Mapping[Key, Representation]) -> dict[Key, int]:
             return {key: list(standing[self._place(key)].forms[key[1]]).index(form) for key, form in forms.items()}
 
-        found = numbers(fit("water-filling", [Group(items)], target, lambda forms: self.planned(standing, numbers(forms))))
+        found = numbers(
+            fit("water-filling", [Group(items)], target, lambda forms: self.planned(standing, numbers(forms)))
+        )
         lost = summed(
             (key, losses(key[0], standing[self._place(key)], key[1], key[2])[found[first]])
             for first, keys in self._units.items()

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moetool.architectures import MoEShape, Role
+from moetool.checkpoint.experts import ExpertReader
 from moetool.compress.base.layer_base import LayerBase
 from moetool.compress.encoding import base_representations, in_groups
 from moetool.compress.rotated import seeds
@@ -55,19 +56,25 @@ class Footing:
         found = self.rotation(shape, layer)
         return Rotation(shape.matrix(role)[1], found[role]) if found else None
 
-    def under(self, merged: LayerBase) -> LayerBase:
+    def under(self, shape: MoEShape, layer: int, merged: LayerBase) -> LayerBase:
         """A layer's base as it is stored here, of the merge of its experts."""
-        return merged.stored_as(
-            {
-                role: (form, form.encode(merged.full(role), merged.matrices[role].dtype))
-                for role, form in self.base.items()
-                if not form.is_whole
-            }
-        )
+        compact = {}
+        for role, form in self.base.items():
+            turn, matrix = self.turning(shape, layer, role), merged.full(role)
+            turned = matrix if turn is None else turn(matrix)
+            compact[role] = form, form.encode(turned, merged.matrices[role].dtype)
+        return merged.stored_as(compact, self.rotation(shape, layer))
 
 
-def on_base(shape: MoEShape, base_bits: str, bits: float, group: int) -> Footing:
-    """On a base in few bits, where every number of a delta can have `bits` on average."""
+def average_bits(experts: ExpertReader, left: int) -> float:
+    """Of every number of the experts, if there are so many bytes `left` for all."""
+    numbers = experts.shape.expert_parameters * experts.shape.experts * len(experts.moe_layers)
+    return max(8 * left / numbers, 1e-3)
+
+
+def on_base(shape: MoEShape, base_bits: str, bits: float, group: int, rotated_by: int | None = None) -> Footing:
+    """On a base in few bits, where every number of a delta can have `bits` on average; for rotated inputs with a
+    seed."""
     near = [b for b in _BITS if bits / _REACH <= b <= bits * _REACH] or [1 if bits < 1 else 8]
     if bits <= _LOW_RANK_BITS:
         near = sorted({*near, _LOW_RANK_BITS})
@@ -78,19 +85,27 @@ def on_base(shape: MoEShape, base_bits: str, bits: float, group: int) -> Footing
         if bits <= _LOW_RANK_BITS:
             ranks = sorted({max(1, math.floor(break_even_rank(matrix) * share)) for share in _LOW_RANK_SHARES})
             own += [in_groups(QuantizedLowRank(rank, _LOW_RANK_BITS, group), matrix, group) for rank in ranks]
-        if bits * _REACH >= 16 or not near[1:]:
+        if rotated_by is None and (bits * _REACH >= 16 or not near[1:]):
             own.append(Dense())
         forms[role] = own
-    return Footing(base_bits, base_representations(shape, base_bits, group), forms)
+    return Footing(_named(base_bits, rotated_by), base_representations(shape, base_bits, group), forms, rotated_by)
 
 
-def without_base(shape: MoEShape, bits: float, group: int, rotated_by: int | None = None) -> Footing:
-    """Every matrix on its own, where every number can have `bits` on average; for rotated inputs with a seed."""
+def without_base(
+    shape: MoEShape, bits: float, group: int, rotated_by: int | None = None, exact: int | None = None
+) -> Footing:
+    """Every matrix on its own, where every number can have `bits` on average, or has an `exact` number of them; for
+    rotated inputs with a seed."""
     near = [b for b in _BITS if bits / _REACH <= b <= bits * _REACH] or [8]
     whole = [Dense()] if bits * _REACH >= 16 and rotated_by is None else []
+    if exact is not None:
+        near, whole = [exact], []
     forms = {
         role: [*(in_groups(Quantized(b, group), shape.matrix(role), group) for b in near), *whole]
         for role in shape.roles
     }
-    name = "none" if rotated_by is None else "rotated"
-    return Footing(name, {role: NO_BASE[role] for role in shape.roles}, forms, rotated_by)
+    return Footing(_named("none", rotated_by), {role: NO_BASE[role] for role in shape.roles}, forms, rotated_by)
+
+
+def _named(base: str, rotated_by: int | None) -> str:
+    return base if rotated_by is None else f"{base}, rotated"

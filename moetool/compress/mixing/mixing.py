@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from moetool.compress.base.layer_base import LayerBase, agreed, base_path, measu
 from moetool.compress.choices import Merge
 from moetool.compress.delta import Deltas
 from moetool.compress.encoded import Encoding, encoded_bytes
-from moetool.compress.mixing.choosing import Choosing, Losses, Mix
+from moetool.compress.mixing.choosing import Losses, Mix
 from moetool.compress.mixing.footings import Footing
 from moetool.compress.mixing.measuring import encoded, loss_name, losses_path, measure
 from moetool.compress.mixing.options import MixingOptions
@@ -90,7 +91,7 @@ class Mixing:
             },
         )
 
-    def require_text(self) -> None:
+    def check(self) -> None:
         """Raise `UsageError` without a calibration text, or for a model that is not an ordinary one."""
         if self.source.experts.layouts:
             raise UsageError(
@@ -119,8 +120,8 @@ class Mixing:
         """How many of a layer's experts are in memory together."""
         return self._memory.at_once(self.options.memory)
 
-    def run(self, job: Job, choose: Choose) -> MixedTold:
-        """Do it."""
+    def run(self, job: Job, choose: Choose, ratio: float) -> MixedTold:
+        """Do it; `ratio` was asked for."""
         reader, options = self.source.experts, self.options
         calibrated = CalibratedJob(job, options, gradients=True, experts_at_once=self.experts_at_once)
         running = _Running(self, job, calibrated)
@@ -146,12 +147,7 @@ class Mixing:
             seed=options.seed,
             making=encoding,
         )
-        planned = OutputPlan(self.source, mix.layouts, options.shard_size).nbytes
-        return MixedTold(
-            calibration=calibrated.facts_with_loss,
-            ratio=1 - planned / original_bytes(self.source),
-            layers=running.told(mix),
-        )
+        return MixedTold(calibration=calibrated.facts_with_loss, ratio=ratio, layers=running.told(mix))
 
 
 class _Running:
@@ -179,18 +175,18 @@ class _Running:
         merged = measured_base(calibrated, index, layer, mixing.merge, blamed)
         if blamed and job.ranks.is_first:
             blamed[0].save(metric_path(job.work, index))
-        footings = [
-            (footing, agreed(job.ranks, self._base_path(index, footing), footing.under(merged)))
-            for footing in mixing.footings
-        ]
+        weights, path, deltas = calibrated.weights(index, layer), losses_path(job.work, index), []
+        for footing in mixing.footings:
+            own = footing.under(self._reader.shape, index, merged)
+            base = agreed(job.ranks, self._base_path(index, footing), own)
+            deltas.append((footing, Deltas(weights, base, job.device)))
         owned = Owned(self._reader.shape, job.ranks)
         grams = self._grams(calibrated.gradient_sweep, index, layer, owned, keep=False)
-        weights, path = calibrated.weights(index, layer), losses_path(job.work, index)
-        deltas = [(footing, Deltas(weights, base, job.device)) for footing, base in footings]
         measure(self._reader, index, deltas, grams, mixing.options.sensitivity, path, owned)
 
-    def _base_path(self, layer: int, footing: Footing):  # type: ignore[no-untyped-def]
-        return self._job.work / f"base-{layer:05d}-{footing.name}.safetensors"
+    def _base_path(self, layer: int, footing: Footing) -> Path:
+        place = self._mixing.footings.index(footing)
+        return self._job.work / f"base-{layer:05d}-{place}.safetensors"
 
     def losses(self) -> Losses:
         """What every form loses, as it was measured."""
@@ -212,10 +208,12 @@ class _Running:
             }
             one = next(iter(bases.values()))
             matrices = {role: bases[name].matrices[role] for role, name in by_role.items()}
-            compact = {
-                role: bases[name].compact[role] for role, name in by_role.items() if role in bases[name].compact
+            compact = {role: bases[name].compact[role] for role, name in by_role.items() if role in bases[name].compact}
+            rotation = {
+                role: bases[name].rotation[role] for role, name in by_role.items() if role in bases[name].rotation
             }
-            replace(one, matrices=matrices, compact=compact).save(base_path(self._job.work, layer))
+            whole = replace(one, matrices=matrices, compact=compact, rotation=rotation)
+            whole.save(base_path(self._job.work, layer))
 
     def encode(self, index: int, layer: nn.Module, layout: LayerLayout, owned: Owned) -> Iterator[tuple[str, Tensor]]:
         """The deltas of a layer that this process has."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from moetool.architectures import Role
 from moetool.calibration.routed_tokens import Given
 from moetool.numerics.precision import has_fast_bf16
+from moetool.numerics.rotation import Rotation
 from moetool.representations import Representation
 from moetool.representations.trainable import Pace, Trainable
 
@@ -33,12 +34,14 @@ class StoredMatrix:
         tensors: by name.
         matrix: what they were made of, fp32.
         base: what they are added to, fp32; `None` if they are the whole matrix.
+        turn: the rotation of inputs that they are for, if any; `matrix` is for such inputs, too, and `base` is not.
     """
 
     form: Representation
     tensors: Mapping[str, Tensor]
     matrix: Tensor
     base: Tensor | None
+    turn: Rotation | None = None
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -54,8 +57,13 @@ class StoredMatrix:
         return self.on_base(self.form.decode(tensors, self._shape, dtype).to(self.matrix))
 
     def on_base(self, value: Tensor) -> Tensor:
-        """A matrix or a delta as a matrix."""
+        """A matrix or a delta as a matrix, for inputs as they are."""
+        value = value if self.turn is None else self.turn.back(value)
         return value if self.base is None else self.base + value
+
+    def blamed(self, gradient: Tensor) -> Tensor:
+        """The gradient in a matrix or a delta, of that in what `on_base` makes of it."""
+        return gradient if self.turn is None else self.turn(gradient)
 
 
 @dataclass(frozen=True)
@@ -134,7 +142,7 @@ class Refinement:
             for role, trainable in trainables.items():
                 gradient = matrices[role].grad
                 assert gradient is not None
-                trainable.step(gradient, Pace(_PACE.codes * left, _PACE.scales * left))
+                trainable.step(stored[role].blamed(gradient), Pace(_PACE.codes * left, _PACE.scales * left))
 
     def _values(
         self, stored: Mapping[Role, StoredMatrix], tensors: Mapping[Role, Mapping[str, Tensor]]

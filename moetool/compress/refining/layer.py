@@ -93,9 +93,9 @@ class LayerRefining:
         for role in shape.roles:
             form = (self._layout.weights[role] or ())[expert]
             base = self._base.get(role) if form.uses_base else None
-            matrix = original[role] if base is None else original[role] - base
+            matrix, turn = original[role] if base is None else original[role] - base, self._layout.turning(role)
             own = {name: tensor.to(device) for name, tensor in tensors[role].items()}
-            stored[role] = StoredMatrix(form, own, matrix, base)
+            stored[role] = StoredMatrix(form, own, matrix if turn is None else turn(matrix), base, turn)
         task = Refinement(
             partial(_run, self._native, shape, expert), original, self._metric, self._all.steps, self._all.reader.dtype
         )

@@ -332,12 +332,12 @@ class SharedBaseExperts(RoutedExperts):
         """The matrix `[out, in]` that an expert's stored form stands for, in fp32 (dynamic pruning left out)."""
         if self.layout.weights[role] is None:
             return self._native(expert, role).float()
-        delta = self.delta(expert, role).dense().float()
-        if (turn := self._turns.get(role)) is not None:
-            delta = turn.back(delta)
+        delta, turn = self.delta(expert, role).dense().float(), self._turns.get(role)
         if not self._uses_base(expert, role):
-            return delta
+            return delta if turn is None else turn.back(delta)
         base = self._base(role)
+        if turn is not None:  # of both at once: one rounding less
+            return turn.back(base.float() + delta)
         if not self.layout.is_pruned:
             return base.float() + delta
         dimension = 1 if role == "down" else 0
