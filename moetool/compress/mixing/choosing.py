@@ -18,7 +18,7 @@ from moetool.job.writing import OutputPlan
 from moetool.representations import Representation
 
 Place = tuple[int, tuple[Role, ...]]  # a layer, and the roles that have one footing there
-Losses = Callable[[int, Footing, Role, int], Sequence[float]]  # of every form: layer, footing, role, expert
+FormLosses = Callable[[int, Footing, Role, int], Sequence[float]]  # of every form: layer, footing, role, expert
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Choosing:
         """Exact bytes of all weight files."""
         return OutputPlan(self.source, self._layouts(standing, chosen), self.shard_size).nbytes
 
-    def mix(self, target: int, losses: Losses) -> Mix:
+    def mix(self, target: int, losses: FormLosses) -> Mix:
         """The mix of at most `target` bytes that loses least.
 
         Raises:
@@ -146,7 +146,7 @@ class Choosing:
             )
         return layouts
 
-    def _group(self, place: Place, footing: Footing, target: int, losses: Losses) -> Group:
+    def _group(self, place: Place, footing: Footing, target: int, losses: FormLosses) -> Group:
         (layer, roles), start = place, min(target, self.shard_size)  # of a tensor's data, no further
         items = {}
         for first, keys in self._units.items():

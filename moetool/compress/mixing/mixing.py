@@ -18,7 +18,7 @@ from moetool.compress.base.layer_base import LayerBase, agreed, base_path, measu
 from moetool.compress.choices import Merge
 from moetool.compress.delta import Deltas
 from moetool.compress.encoded import Encoding, encoded_bytes
-from moetool.compress.mixing.choosing import Losses, Mix
+from moetool.compress.mixing.choosing import FormLosses, Mix
 from moetool.compress.mixing.footings import Footing
 from moetool.compress.mixing.measuring import encoded, loss_name, losses_path, measure
 from moetool.compress.mixing.options import MixingOptions
@@ -37,7 +37,7 @@ from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.result import Json
 from moetool.job.writing import OutputPlan, entry_for, original_bytes, write_model
 
-Choose = Callable[[Losses], Mix]  # by what every form loses
+Choose = Callable[[FormLosses], Mix]  # by what every form loses
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class _Running:
         place = self._mixing.footings.index(footing)
         return self._job.work / f"base-{layer:05d}-{place}.safetensors"
 
-    def losses(self) -> Losses:
+    def losses(self) -> FormLosses:
         """What every form loses, as it was measured."""
         found = {layer: load_file(losses_path(self._job.work, layer)) for layer in self._reader.moe_layers}
 

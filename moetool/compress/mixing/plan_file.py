@@ -1,0 +1,88 @@
+"""What was chosen, as a file that a user can read, edit and give back."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from moetool.architectures import MoEShape, Role
+from moetool.errors import InvalidInputError
+from moetool.format.layout import NO_BASE, LayerLayout
+from moetool.representations import Representation, parse_representation
+
+_HEAD = """\
+# What each expert is stored as. Edit it and give it to `moetool compress --method auto --plan FILE`.
+# base: what a role's deltas are to, the same for gate and up, or `none`; rotation: a seed, where inputs are rotated;
+# forms: for each the experts that have it. `moetool list representations` names them all.
+"""
+_VERSION = 1
+
+
+def plan_text(layouts: Mapping[int, LayerLayout]) -> str:
+    """The file."""
+    layers = {layer: {str(role): _entry(layout, role) for role in layout.shape.roles} for layer, layout in layouts.items()}
+    content = {"format": _VERSION, "layers": layers}
+    return _HEAD + yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=120)
+
+
+def _entry(layout: LayerLayout, role: Role) -> dict[str, object]:
+    forms: dict[str, list[int]] = {}
+    for expert, form in enumerate(layout.weights[role] or ()):
+        forms.setdefault(form.spec, []).append(expert)
+    turned = {"rotation": layout.rotation[role]} if role in layout.rotation else {}
+    return {"base": layout.base[role].spec if layout.has_base(role) else "none", **turned, "forms": forms}
+
+
+def read_plan(file: Path, shape: MoEShape, layers: tuple[int, ...]) -> dict[int, LayerLayout]:
+    """Inverse of `plan_text`, for a model with experts in these `layers`.
+
+    Raises:
+        InvalidInputError: the file cannot be read, is not of that model, or says something that cannot be.
+    """
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidInputError(f"Cannot read the plan {file}: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != _VERSION or not isinstance(content.get("layers"), dict):
+        raise InvalidInputError(f"{file} is not a plan: it needs `format: {_VERSION}` and `layers`.")
+    if set(content["layers"]) != set(layers):
+        raise InvalidInputError(
+            f"{file} is for layers {', '.join(map(str, content['layers']))}; the model has experts in "
+            f"{', '.join(map(str, layers))}."
+        )
+    return {layer: _layout(f"{file}, layer {layer}", content["layers"][layer], shape) for layer in layers}
+
+
+def _layout(where: str, entries: object, shape: MoEShape) -> LayerLayout:
+    if not isinstance(entries, dict) or set(entries) != set(shape.roles):
+        raise InvalidInputError(f"{where}: needs {', '.join(shape.roles)}, each once.")
+    weights: dict[Role, tuple[Representation, ...]] = {}
+    base: dict[Role, Representation] = {}
+    rotation: dict[Role, int] = {}
+    for role in shape.roles:
+        entry, here = entries[role], f"{where}, {role}"
+        if not isinstance(entry, dict) or set(entry) - {"rotation"} != {"base", "forms"}:
+            raise InvalidInputError(f"{here}: needs `base` and `forms`, and may have `rotation`.")
+        base[role] = NO_BASE[role] if entry["base"] == "none" else parse_representation(str(entry["base"]))
+        weights[role] = _forms(here, entry["forms"], shape.experts)
+        if "rotation" in entry:
+            if not isinstance(entry["rotation"], int):
+                raise InvalidInputError(f"{here}: a rotation is a seed, not {entry['rotation']!r}.")
+            rotation[role] = entry["rotation"]
+    try:
+        return LayerLayout(shape, weights, shape.intermediate, base=base, rotation=rotation)
+    except ValueError as error:
+        raise InvalidInputError(f"{where}: {error}.") from error
+
+
+def _forms(where: str, entry: object, experts: int) -> tuple[Representation, ...]:
+    found: dict[int, Representation] = {}
+    for spec, own in entry.items() if isinstance(entry, dict) else ():
+        form = parse_representation(str(spec))
+        for expert in own if isinstance(own, list) else ():
+            if expert in found:
+                raise InvalidInputError(f"{where}: expert {expert} has more than one form.")
+            found[expert] = form
+    if set(found) != set(range(experts)):
+        raise InvalidInputError(f"{where}: `forms` must name each of the experts 0 to {experts - 1} once.")
+    return tuple(found[expert] for expert in range(experts))
