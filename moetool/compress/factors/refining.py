@@ -27,7 +27,7 @@ RunExpert = Callable[
 ]  # an expert of these matrices on [tokens, hidden], fp32
 
 TOKENS_PER_STEP = 2048  # tokens per step
-_PACE = 0.004  # a step, at most, as a share of how large the factors' numbers, or those of their products, are
+_PACE = 0.008  # a step, at most, as a share of how large the factors' numbers, or those of their products, are
 _BETAS = (0.9, 0.99)
 _WARMING = 5  # steps until a step is that large
 _HELD_OUT = 8  # of so many tokens one is not learnt from
