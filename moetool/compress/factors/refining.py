@@ -22,7 +22,7 @@ from moetool.compress.factors.routed_text import RoutedText
 from moetool.numerics.precision import bf16_products, has_fast_bf16
 
 MatrixKey = tuple[Role, int]  # of a matrix: its role and expert
-RunExpert = Callable[
+RunRouted = Callable[
     [int, Mapping[Role, Tensor], Tensor], Tensor
 ]  # an expert of these matrices on [tokens, hidden], fp32
 
@@ -122,7 +122,7 @@ class JointTask:
         dtype: of what is stored.
     """
 
-    run: RunExpert
+    run: RunRouted
     text: RoutedText
     target: Tensor
     metric: Tensor
@@ -171,7 +171,7 @@ class JointTask:
         return sum(0.5 * float(error.square().sum(dtype=torch.float64)) for error in errors) / (rows.stop - rows.start)
 
 
-def outputs(run: RunExpert, matrices: Callable[[int], Mapping[Role, Tensor]], text: RoutedText) -> Tensor:
+def outputs(run: RunRouted, matrices: Callable[[int], Mapping[Role, Tensor]], text: RoutedText) -> Tensor:
     """What experts of these matrices give together: `[tokens, hidden]` fp32."""
     result = torch.zeros(text.inputs.shape, device=text.inputs.device)
     for expert in range(text.weights.shape[1]):

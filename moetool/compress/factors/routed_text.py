@@ -9,7 +9,7 @@ from moetool.calibration.held_experts import RoutedBatch
 from moetool.calibration.observation import Collector
 from moetool.calibration.sweep import Sweep
 
-MOST_TOKENS = 1 << 16  # that are kept in memory
+MOST_KEPT = 1 << 16  # that are kept in memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class TextCollector(Collector):
 
     def __init__(self, sweep: Sweep, experts: int) -> None:
         """For a pass of `sweep` forwards."""
-        self._experts, self._stride = experts, -(-sweep.count * sweep.length // MOST_TOKENS)
+        self._experts, self._stride = experts, -(-sweep.count * sweep.length // MOST_KEPT)
         self._seen = sweep.own.start * sweep.length
         self._first = 0
         self._inputs: list[Tensor] = []

@@ -29,7 +29,7 @@ from moetool.compress.factors.ranking import (
     same_rank,
 )
 from moetool.compress.factors.refining import TOKENS_PER_STEP
-from moetool.compress.factors.routed_text import MOST_TOKENS, TextCollector
+from moetool.compress.factors.routed_text import MOST_KEPT, TextCollector
 from moetool.compress.told import RankedLayer, RankedTold
 from moetool.errors import UsageError
 from moetool.format.layout import DENSE_BASE, LayerLayout
@@ -253,7 +253,7 @@ def factor_memory(source: Source, options: FactorOptions, merge: Merge | None, *
     reader, gradients = source.experts, merge is not None
     factors = Measuring.factors(reader.shape, jointly=options.share != "none")
     if refine:
-        tokens = min(options.samples * options.sequence_length, MOST_TOKENS)
+        tokens = min(options.samples * options.sequence_length, MOST_KEPT)
         factors = factors.refined(reader.shape, 1 - (options.ratio or 0), tokens)
     measuring = [factors]
     if gradients:
