@@ -7,6 +7,19 @@ from moetool.architectures import Role
 from moetool.job.result import Printed, Told
 
 
+@dataclass(frozen=True)
+class JointlyRefined(Printed):
+    """A layer whose base and deltas were moved together.
+
+    Attributes:
+        before, after: what errors of its experts cost on tokens held out, in nats per token; the same where it was left
+            as it was.
+    """
+
+    before: float
+    after: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankedLayer(Printed):
     """A layer whose deltas were cut to ranks.
@@ -14,10 +27,12 @@ class RankedLayer(Printed):
     Attributes:
         tokens: calibration tokens per expert, if it was calibrated.
         lost_energy: by role and expert, the share of the delta's energy that its rank has cut off.
+        refined: what refinement made of it.
     """
 
     tokens: Sequence[int] | None = None
     lost_energy: Mapping[Role, Sequence[float]]
+    refined: JointlyRefined | None = None
 
 
 @dataclass(frozen=True)

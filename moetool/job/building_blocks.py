@@ -312,6 +312,18 @@ def refine(shape: MoEShape, steps: int, tokens: int) -> Work:
     return Work(products={"bfloat16": products}, moved=steps * 120.0 * shape.expert_parameters, calls=steps * 220.0)
 
 
+def refine_together(size: ModelSize, steps: int, tokens: int, share: float) -> Work:
+    """Bases and deltas, that have a `share` of the experts' numbers, moved in so many steps of so many tokens: what the
+    experts give forwards and backwards, and a dozen numbers for each that is moved."""
+    shape = _of(size)
+    numbers = share * shape.experts * shape.expert_parameters
+    products = 3.0 * tokens * (shape.top_k * shape.expert_parameters + shape.hidden**2)
+    products += 3 * numbers * min(shape.hidden, shape.intermediate) / 2  # factors with each other
+    moved = 48 * numbers + 24 * shape.experts * shape.expert_parameters
+    each = Work({"bfloat16": products}, moved=moved, calls=60 * shape.experts)
+    return each * (steps * size.moe_layers)
+
+
 def feed_back(matrix: tuple[int, int]) -> Work:
     """Codes chosen one input after the other, and what both they and the nearest ones lose."""
     rows, columns = matrix

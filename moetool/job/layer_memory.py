@@ -1,7 +1,7 @@
 """What going through a model layer by layer takes at its peak, and how many experts of a layer that leaves room for."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moetool.architectures import MoEShape
 from moetool.architectures.base import whole_number
@@ -49,6 +49,14 @@ class Measuring:
         sample = _FP64 * small * shape.intermediate
         together = 3 * 4 * small * large if jointly else 0  # all deltas of a role: as they are, scaled, and in one
         return cls(grams + sample + 4 * shape.expert_parameters, grams + together, _FP64 * small * 6 * large)
+
+    def refined(self, shape: MoEShape, share: float, tokens: int) -> "Measuring":
+        """The same, when then a base and deltas that have that `share` of the experts' numbers are moved by gradients
+        on so many tokens."""
+        numbers = shape.experts * shape.expert_parameters
+        moved = 4 * round(5 * share * numbers)  # as they were, as they are, and what Adam keeps
+        text = tokens * (10 * shape.hidden + 4 * shape.experts)
+        return replace(self, work=max(self.work, moved + 4 * numbers + text))
 
     @classmethod
     def codes(cls, shape: MoEShape, *, refined_on: int = 0) -> "Measuring":

@@ -69,9 +69,11 @@ def base_phases(cost: CalibrationCost | None, size: ModelSize, written: int) -> 
     return gradient_phases(gradient_cost(cost), size)
 
 
-def factor_phases(cost: CalibrationCost | None, size: ModelSize, written: int, *, gradients: bool) -> Phases:
+def factor_phases(
+    cost: CalibrationCost | None, size: ModelSize, written: int, *, gradients: bool, refined: Work | None = None
+) -> Phases:
     """Low-rank deltas: what each loses is measured on the way back if there are gradients, else on the whole text if
-    there is one; factors are then made on the whole text."""
+    there is one; factors are then made on the whole text, and `refined` if they are to be."""
     shape, deltas = _shape(size), _shape(size).experts * size.moe_layers
     rank = _rank_for(size, written)
     spectra, factors = Work(), Work()
@@ -85,7 +87,7 @@ def factor_phases(cost: CalibrationCost | None, size: ModelSize, written: int, *
     if cost is None:
         return Phase(FACTORIZE, Work(read=size.nbytes) + spectra), Phase(ENCODE, factors + write)
     running = calibration_forward(cost, size) + factor_grams(cost, size)
-    last = Phase(ENCODE, running + factors + write)
+    last = Phase(ENCODE, running + factors + write + (refined or Work()))
     if not gradients:
         return Phase(FORWARD, running + spectra), last
     few = gradient_cost(cost)

@@ -11,6 +11,7 @@ has changed.
 """
 
 import argparse
+import os
 import shutil
 import subprocess
 import tempfile
@@ -28,6 +29,8 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.format.families import architecture_of
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 
+# Else glibc keeps what tuning frees, and the process grows to several GB.
+SPARING = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "2"}
 WORKER = Path(__file__).parent / "peers" / "autoround.py"
 ROLES: tuple[Role, ...] = ("gate", "up", "down")
 
@@ -103,7 +106,9 @@ def main() -> None:
         more = {"bits": bits, "group-size": group, "iterations": options.iterations, "seed": seed}
         words = [word for name, value in more.items() for word in (f"--{name}", str(value))]
         files = [str(place / name) for name in ("windows.safetensors", "experts.safetensors")]
-        subprocess.run([options.python, str(WORKER), options.model, *files, *words], check=True)
+        subprocess.run(
+            [options.python, str(WORKER), options.model, *files, *words], check=True, env=os.environ | SPARING
+        )
         seconds = time.monotonic() - began
         with_experts(source, reader, Path(files[1]), place / "model")
         found = perplexity(str(place / "model"), evaluation).against

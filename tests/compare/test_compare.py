@@ -96,18 +96,16 @@ def test_stopped_while_a_model_is_made_it_goes_on_there(compare, made, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(running, "run_stage", stopped)
-        result = compare("ders-quantize,d2moe", "--ratios", "0.3")
+        result = compare("ders-quantize")
     assert result.code == 75
     assert "the same command goes on" in result.stderr
-    assert made == ["ders-quantize"]
     [left] = [path for path in (tmp_path / "work").iterdir() if path.is_dir()]
-    rows = compare("ders-quantize,d2moe", "--ratios", "0.3").json["rows"]
-    assert made == ["ders-quantize", "ders-quantize", "d2moe-30"]
+    [row] = compare("ders-quantize").json["rows"]
+    assert made == ["ders-quantize"] * 2
     assert not left.exists()
-    assert ["seconds" in row for row in rows] == [False, True]
+    assert "seconds" not in row
     shutil.rmtree(tmp_path / "work")
-    undisturbed = compare("ders-quantize,d2moe", "--ratios", "0.3").json["rows"]
-    assert [row["kl"] for row in rows] == [row["kl"] for row in undisturbed]
+    assert compare("ders-quantize").json["rows"][0]["kl"] == row["kl"]
 
 
 def test_killed_while_it_evaluates_no_model_is_made_again(compare, made, monkeypatch):

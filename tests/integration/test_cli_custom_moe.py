@@ -19,7 +19,7 @@ COMPRESS: dict[str, tuple[object, ...]] = {
     "d2moe": ("--method", "d2moe", "--ratio", 0.2),
     "d2moe, everything": ("--method", "d2moe", "--ratio", 0.3, "--merge", "regmean", "--prune-base", 0.2, "--trim", 1),
     "shared factors": ("--method", "d2moe", "--ratio", 0.3, "--share", "v", "--svd", "vanilla"),
-    "hybrid": ("--method", "hybrid", "--ratio", 0.4, "--group-size", 16),
+    "hybrid": ("--method", "hybrid", "--ratio", 0.4, "--group-size", 16, "--refine", 2),
     "quantized": ("--method", "ders-quantize", "--bits", 4, "--group-size", 16, "--base-bits", 8),
     "sparse": ("--method", "ders-sparsify", "--drop", 0.5, "--select", "magnitude"),
 }

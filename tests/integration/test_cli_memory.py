@@ -29,7 +29,7 @@ def twice(run_cli, tmp_path: Path, *arguments: object) -> tuple[dict, dict]:
 @pytest.mark.parametrize(
     "method",
     [
-        ("d2moe", "--ratio", 0.4),
+        ("d2moe", "--ratio", 0.4, "--refine", 2),
         ("d2moe", "--ratio", 0.4, "--prune-base", 0.25, "--pruning", "svd", "--merge", "fisher-frequency"),
         ("hybrid", "--ratio", 0.5, "--group-size", 16, "--merge", "regmean", "--refine", 2),
         ("ders-quantize", "--bits", 3, "--group-size", 16),

@@ -70,6 +70,10 @@ class LayerBase:
         matrices = prune_base(self.matrices, kept)
         return replace(self, matrices=matrices, channels=self.channels[kept])
 
+    def moved(self, matrices: Mapping[Role, Tensor]) -> "LayerBase":
+        """With other matrices for some roles, as they are stored."""
+        return replace(self, matrices={**self.matrices, **matrices})
+
     def stored_as(
         self,
         compact: Mapping[Role, tuple[Representation, dict[str, Tensor]]],

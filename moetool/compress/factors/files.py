@@ -4,7 +4,7 @@ Which rank a matrix gets depends on all others, in all layers. So each layer lea
 again when the ranks are known.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moetool.architectures import ROLES, MoEShape, Role
 from moetool.calibration.collectors import GramCollector
+from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Owned, Peers
 from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.files import save_tensors
@@ -109,9 +110,10 @@ def measured_grams(
     owned: Owned,
     *,
     keep: bool,
+    others: Sequence[Collector] = (),
 ) -> GramCollector:
-    """Run a loaded layer forwards and collect the second moments its factors need; `keep` writes its output. What a
-    delta's factors need is gathered for the process that has it."""
+    """Run a loaded layer forwards and collect the second moments its factors need, and what `others` do; `keep` writes
+    its output. What a delta's factors need is gathered for the process that has it."""
     shape, device, matrix = calibrated.source.experts.shape, calibrated.job.device, calibrated.model.matrix
     down = base.full("down").to(device)
     each = sweep.length * shape.top_k  # of a window
@@ -121,7 +123,7 @@ def measured_grams(
 
     before, at_once = sweep.own.start * each, calibrated.experts_at_once
     grams = GramCollector(shape, down_delta, sweep.count * each, device, owned, before, at_once)
-    sweep.forward(index, layer, [grams], keep=keep)
+    sweep.forward(index, layer, [grams, *others], keep=keep)
     return grams
 
 

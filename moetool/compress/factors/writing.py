@@ -1,6 +1,7 @@
 """What `svd-compress` and `compress` share: options, costs, and the way from factorisations to a written checkpoint."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,6 +16,8 @@ from moetool.compress.choices import Allocation, Merge, Sensitivity, SharedFacto
 from moetool.compress.delta import Deltas
 from moetool.compress.encoded import Encoding, encoded_bytes
 from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams
+from moetool.compress.factors.layer_refining import JointRefining
+from moetool.compress.factors.layer_refining import told as refining_told
 from moetool.compress.factors.ranking import (
     FACTORS,
     LayerSpectra,
@@ -25,10 +28,12 @@ from moetool.compress.factors.ranking import (
     least_routed,
     same_rank,
 )
+from moetool.compress.factors.refining import TOKENS_PER_STEP
+from moetool.compress.factors.routed_text import MOST_KEPT, TextCollector
 from moetool.compress.told import RankedLayer, RankedTold
 from moetool.errors import UsageError
 from moetool.format.layout import DENSE_BASE, LayerLayout
-from moetool.job.building_blocks import moe_size
+from moetool.job.building_blocks import moe_size, refine_together
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, Source, pick_compute_dtype, pick_device
 from moetool.job.layer_memory import LayerMemory, Measuring
@@ -118,7 +123,14 @@ class FactoredLayers:
         )
 
     def write(
-        self, encoding: Encoding, layouts: Mapping[int, LayerLayout], told: RankedTold, *, seed: int, method: str
+        self,
+        encoding: Encoding,
+        layouts: Mapping[int, LayerLayout],
+        calibration: CalibrationFacts | None,
+        layers: Callable[[], Mapping[int, RankedLayer]],
+        *,
+        seed: int,
+        method: str,
     ) -> None:
         """Write the checkpoint, encoding its layers on the way."""
         statistics = {entry.layer: entry.statistics for entry in self.spectra if entry.statistics is not None}
@@ -128,8 +140,8 @@ class FactoredLayers:
             encoding.tensors,
             entry=entry_for(layouts, self.job.source, method=method),
             statistics=statistics,
-            calibration=told.calibration,
-            layers=lambda: told.layers,
+            calibration=calibration,
+            layers=layers,
             seed=seed,
             making=encoding,
         )
@@ -166,8 +178,9 @@ def finish(
     method: str,
     calibrated: CalibratedJob | None,
     facts: CalibrationFacts | None,
+    refine: int = 0,
 ) -> RankedTold:
-    """Choose ranks, encode, write, and report."""
+    """Choose ranks, encode, write, and report; with `refine` move what was encoded in so many steps per layer."""
     missed = [f"layer {entry.layer} expert {expert}" for entry in factored.spectra for expert in unreached(entry)]
     if missed:
         job.progress.log(
@@ -178,24 +191,38 @@ def finish(
     reader = job.source.experts
 
     def encode(layer: int, module: nn.Module, layout: LayerLayout, owned: Owned) -> Iterator[tuple[str, Tensor]]:
-        base, grams = LayerBase.load(base_path(job.work, layer)), None
-        weights = reader.weights(layer)
+        refining = JointRefining(job.work, layer, layout, job.device, reader.dtype, refine, options.seed)
+        base = refining.base(owned.peers) if refine else LayerBase.load(base_path(job.work, layer))
+        weights, grams, text = reader.weights(layer), None, None
         if calibrated is not None:
-            grams = measured_grams(calibrated, calibrated.sweep, layer, module, base, owned, keep=True)
+            text = TextCollector(calibrated.sweep, reader.shape.experts) if refine else None
+            others = [] if text is None else [text]
+            grams = measured_grams(calibrated, calibrated.sweep, layer, module, base, owned, keep=True, others=others)
             weights = calibrated.weights(layer, module)
         deltas = Deltas(weights, base, job.device)
-        yield from LayerFactors(reader.shape, deltas, options, grams, owned).encode(layout, reader.dtype)
+        encoded = LayerFactors(reader.shape, deltas, options, grams, owned).encode(layout, reader.dtype)
+        if calibrated is not None and text is not None:
+            native = calibrated.experts(module)
+            encoded = refining.refined(native, weights, base, text.text(), encoded, owned)
+        yield from encoded
 
-    told = RankedTold(
+    lost = factored.lost(layouts)
+
+    def layers() -> dict[int, RankedLayer]:
+        if not refine:
+            return lost
+        return {layer: replace(own, refined=refining_told(job.work, layer)) for layer, own in lost.items()}
+
+    encoding = Encoding(job, layouts, encode, calibrated)
+    factored.write(encoding, layouts, facts, layers, seed=options.seed, method=method)
+    return RankedTold(
         calibration=facts,
         ratio=options.ratio,
         unreached_experts=missed,
         depends_on_batch=any(layout.dynamic_channels for layout in layouts.values()),
         notes=() if (note := factored.trim_note(layouts, options)) is None else (note,),
-        layers=factored.lost(layouts),
+        layers=layers(),
     )
-    factored.write(Encoding(job, layouts, encode, calibrated), layouts, told, seed=options.seed, method=method)
-    return told
 
 
 def _trim_note(options: FactorOptions, largest: int, original: int) -> str | None:
@@ -221,10 +248,14 @@ def factor_cost(source: Source, options: FactorOptions, *, gradients: bool) -> C
     return CalibrationCost.of(options if options.calibration else None, computed, dtype)
 
 
-def factor_memory(source: Source, options: FactorOptions, merge: Merge | None) -> LayerMemory:
+def factor_memory(source: Source, options: FactorOptions, merge: Merge | None, *, refine: int = 0) -> LayerMemory:
     """What a stage needs that calibrates and factorises, and if it has a `merge` makes the bases so."""
     reader, gradients = source.experts, merge is not None
-    measuring = [Measuring.factors(reader.shape, jointly=options.share != "none")]
+    factors = Measuring.factors(reader.shape, jointly=options.share != "none")
+    if refine:
+        tokens = min(options.samples * options.sequence_length, MOST_KEPT)
+        factors = factors.refined(reader.shape, 1 - (options.ratio or 0), tokens)
+    measuring = [factors]
     if gradients:
         measuring.append(Measuring.fisher(reader.shape, regression=merge == "regmean"))
     return factor_cost(source, options, gradients=gradients).layer_memory(reader, *measuring, gradients=gradients)
@@ -245,6 +276,7 @@ def factor_plan(
     *,
     gradients: bool,
     base: Mapping[Role, Representation] | None = None,
+    refine: int = 0,
 ) -> Plan:
     """Costs of a stage that calibrates and factorises; raises `UsageError` for a ratio that cannot be reached."""
     reader, checkpoint = source.experts, source.checkpoint
@@ -274,7 +306,10 @@ def factor_plan(
     layers, hidden = source.architecture.layers(checkpoint.config), reader.shape.hidden
     base_bytes = len(reader.shape.roles) * base_channels * hidden * reader.dtype.itemsize
     for_each = SpectrumFile(Path(), 0, reader.shape, options.share).nbytes + base_bytes
+    if refine:  # the bases as they were, and what errors cost
+        for_each += base_bytes + 4 * hidden**2
     backward = cost.gradient_bytes(hidden, layers) if gradients else 0
+    refined = refine_together(moe_size(reader), refine, TOKENS_PER_STEP, output / original) if refine else None
     forward = cost.forward_bytes(hidden) + encoded_bytes(reader, output, options.shard_size)
     if at_once < reader.shape.experts:
         forward += cost.recorded_bytes(reader.shape, gradients=False, sums=False)
@@ -286,7 +321,11 @@ def factor_plan(
         scratch_bytes=max(backward, forward) + len(reader.moe_layers) * for_each,
         memory_bytes=memory.nbytes(at_once),
         phases=factor_phases(
-            cost if options.calibration or gradients else None, moe_size(reader), output, gradients=gradients
+            cost if options.calibration or gradients else None,
+            moe_size(reader),
+            output,
+            gradients=gradients,
+            refined=refined,
         ),
         details={
             "original_bytes": original,
@@ -296,6 +335,7 @@ def factor_plan(
             "experts": reader.shape.experts,
             "experts_at_once": at_once,
             "calibration_tokens": options.samples * options.sequence_length,
+            **({"refining_steps": refine} if refine else {}),
             **({} if note is None else {"note": note}),
         },
     )

@@ -23,6 +23,7 @@ from moetool.compress.factors.writing import (
     finish,
 )
 from moetool.compress.paper_counting import PaperRank, paper_rank
+from moetool.compress.refining.metric import OutputGradients, metric_path
 from moetool.compress.told import RankedTold
 from moetool.errors import UsageError
 from moetool.job.calibrated import CalibratedJob
@@ -53,6 +54,19 @@ class D2MoEOptions(FactorOptions, CalibrationOptions):
         description="Take --ratio as the paper counts it: parameters, one rank for all, and channels that are skipped "
         "at run time as gone although the file holds them.",
     )
+
+    refine: int = Field(
+        0,
+        ge=0,
+        description="Move each layer's base and factors together in so many steps, by gradients of what errors cost "
+        "in the layer's output, unless that makes it worse on text held out: 64, say.",
+    )
+
+    @model_validator(mode="after")
+    def _apart(self) -> "D2MoEOptions":
+        if self.refine and self.share != "none":
+            raise ValueError(f"--refine {self.refine} and --share {self.share} exclude each other")
+        return self
 
     @model_validator(mode="after")
     def _ratio_to_count(self) -> "D2MoEOptions":
@@ -93,6 +107,7 @@ class D2MoE(Stage[D2MoEOptions]):
             self._experts_at_once,
             gradients=True,
             base=bases,
+            refine=options.refine,
         )
         if not options.paper_counting:
             return plan
@@ -101,7 +116,7 @@ class D2MoE(Stage[D2MoEOptions]):
 
     @cached_property
     def _memory(self) -> LayerMemory:
-        return factor_memory(self.source, self.options, self.options.merge)
+        return factor_memory(self.source, self.options, self.options.merge, refine=self.options.refine)
 
     @cached_property
     def _experts_at_once(self) -> int:
@@ -133,7 +148,11 @@ class D2MoE(Stage[D2MoEOptions]):
         calibrated = CalibratedJob(job, options, gradients=True, experts_at_once=self._experts_at_once)
 
         def visit(index: int, layer: nn.Module) -> None:
-            base = measured_base(calibrated, index, layer, options.merge).pruned(pruning)
+            blame = OutputGradients(calibrated.gradient_sweep, job.device)
+            others = [blame] if options.refine else []
+            base = measured_base(calibrated, index, layer, options.merge, others).pruned(pruning)
+            if options.refine and job.ranks.is_first:
+                blame.save(metric_path(job.work, index))
             if self._factored_base:
                 base = factored_base(calibrated, index, layer, base, options.prune_base)
             base = agreed(job.ranks, base_path(job.work, index), base)
@@ -145,4 +164,4 @@ class D2MoE(Stage[D2MoEOptions]):
 
         calibrated.reverse(visit, passes=2)
         factored = FactoredLayers(job, pruning.dynamic, options)
-        return finish(job, factored, options, self.name, calibrated, calibrated.facts_with_loss)
+        return finish(job, factored, options, self.name, calibrated, calibrated.facts_with_loss, options.refine)

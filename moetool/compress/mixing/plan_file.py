@@ -20,7 +20,9 @@ _VERSION = 1
 
 def plan_text(layouts: Mapping[int, LayerLayout]) -> str:
     """The file."""
-    layers = {layer: {str(role): _entry(layout, role) for role in layout.shape.roles} for layer, layout in layouts.items()}
+    layers = {
+        layer: {str(role): _entry(layout, role) for role in layout.shape.roles} for layer, layout in layouts.items()
+    }
     content = {"format": _VERSION, "layers": layers}
     return _HEAD + yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=120)
 
@@ -43,7 +45,11 @@ def read_plan(file: Path, shape: MoEShape, layers: tuple[int, ...]) -> dict[int,
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InvalidInputError(f"Cannot read the plan {file}: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != _VERSION or not isinstance(content.get("layers"), dict):
+    if (
+        not isinstance(content, dict)
+        or content.get("format") != _VERSION
+        or not isinstance(content.get("layers"), dict)
+    ):
         raise InvalidInputError(f"{file} is not a plan: it needs `format: {_VERSION}` and `layers`.")
     if set(content["layers"]) != set(layers):
         raise InvalidInputError(

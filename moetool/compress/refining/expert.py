@@ -20,7 +20,7 @@ RunExpert = Callable[
 ]  # an expert of these matrices [out, in] on [tokens, hidden], fp32
 
 BATCH_TOKENS = 512  # tokens per step
-_PACE = Pace(codes=0.01, scales=0.003)
+_PACE = Pace(codes=0.01, scales=0.006)
 _AT_ONCE = 4096  # tokens in evaluation
 FEWEST = 32  # tokens to learn from, and as few to see what it was good for
 
