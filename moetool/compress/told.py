@@ -91,9 +91,15 @@ class LayersTold(Told):
 
 @dataclass(frozen=True, kw_only=True)
 class MixedTold(LayersTold):
-    """What a stage tells that keeps to a `ratio` of the bytes."""
+    """What a stage tells that keeps to a budget.
+
+    Attributes:
+        ratio: of the bytes, as it was asked for.
+        notes: on what was chosen.
+    """
 
     ratio: float
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from moetool.cli.app import commands
 from moetool.cli.display import Display, print_fields, print_json
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
 from moetool.cli.presets import preset_method, preset_options
-from moetool.compress.told import RankedTold
+from moetool.compress.told import MixedTold, RankedTold
 from moetool.convert.told import Activations, ConversionTold, Proof
 from moetool.errors import MoetoolError, UsageError, did_you_mean
 from moetool.job.forecast import format_seconds
@@ -198,7 +198,7 @@ def _print_result(result: Result) -> None:
         fields.append(("size", _size(sizes)))
     if isinstance(result.told, ConversionTold):
         fields += _conversion(result.told)
-    if isinstance(result.told, RankedTold | ReducedTold):
+    if isinstance(result.told, RankedTold | ReducedTold | MixedTold):
         fields += [("note", note) for note in result.told.notes]
     if result.status == "finished":
         print_fields([*fields, ("status", "finished already; nothing was done")])

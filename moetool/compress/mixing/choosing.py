@@ -1,6 +1,7 @@
 """Which footing the experts of each group get within a budget, and which form each of their matrices."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,7 @@ from moetool.compress.budget.items import Group, Key, offered
 from moetool.compress.budget.places import cheapest
 from moetool.compress.budget.spending import fit
 from moetool.compress.choices import Scheme
-from moetool.compress.mixing.footings import Footing
+from moetool.compress.mixing.footings import NONE, Footing
 from moetool.format.layout import LayerLayout, base_name, delta_name
 from moetool.job.job import Source
 from moetool.job.writing import OutputPlan
@@ -172,6 +173,19 @@ class Choosing:
             for tensor, stored in form.tensors(reader.shape.matrix(role)).items()
         ]
         return sum(spec.nbytes + entry_nbytes(spec, start) for spec in specs)
+
+
+def notes_on(mix: Mix) -> Sequence[str]:
+    """What was chosen, and what that says of the model."""
+    counts = Counter(name for by_role in mix.footings.values() for name in by_role.values())
+    total, none = sum(counts.values()), sum(count for name, count in counts.items() if name.startswith(NONE))
+    if not total:
+        return ()
+    if none == total:
+        return ["A base earns nothing here: every matrix loses less for its bytes on its own."]
+    if none:
+        return [f"A base earns its bytes for {total - none} of {total} kinds of matrices, counted by layer."]
+    return ["A base earns its bytes in every layer."]
 
 
 def summed(losses: Iterable[tuple[Key, float]]) -> dict[int, dict[Role, float]]:

@@ -17,6 +17,7 @@ from moetool.representations.low_rank import LowRank, break_even_rank
 from moetool.representations.quantized import Quantized
 from moetool.representations.quantized_low_rank import QuantizedLowRank
 
+NONE = "none"  # the name of where matrices stand on their own
 _BITS = (1, 2, 3, 4, 8)
 # Forms are offered from a third to three times the bits that every number can have on average.
 _REACH = 3.0
@@ -58,12 +59,18 @@ class Footing:
 
     def under(self, shape: MoEShape, layer: int, merged: LayerBase) -> LayerBase:
         """A layer's base as it is stored here, of the merge of its experts."""
-        compact = {}
-        for role, form in self.base.items():
-            turn, matrix = self.turning(shape, layer, role), merged.full(role)
-            turned = matrix if turn is None else turn(matrix)
+        return stored_base(merged, self.base, self.rotation(shape, layer))
+
+
+def stored_base(merged: LayerBase, forms: Mapping[Role, Representation], rotation: Mapping[Role, int]) -> LayerBase:
+    """The merge of a layer's experts as it is stored, by role; for rotated inputs where there is a seed."""
+    compact = {}
+    for role, form in forms.items():
+        matrix = merged.full(role)
+        turned = Rotation(matrix.shape[1], rotation[role])(matrix) if role in rotation else matrix
+        if not form.is_whole:
             compact[role] = form, form.encode(turned, merged.matrices[role].dtype)
-        return merged.stored_as(compact, self.rotation(shape, layer))
+    return merged.stored_as(compact, rotation)
 
 
 def average_bits(experts: ExpertReader, left: int) -> float:
@@ -104,7 +111,7 @@ def without_base(
         role: [*(in_groups(Quantized(b, group), shape.matrix(role), group) for b in near), *whole]
         for role in shape.roles
     }
-    return Footing(_named("none", rotated_by), {role: NO_BASE[role] for role in shape.roles}, forms, rotated_by)
+    return Footing(_named(NONE, rotated_by), {role: NO_BASE[role] for role in shape.roles}, forms, rotated_by)
 
 
 def _named(base: str, rotated_by: int | None) -> str:

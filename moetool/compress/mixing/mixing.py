@@ -18,8 +18,8 @@ from moetool.compress.base.layer_base import LayerBase, agreed, base_path, measu
 from moetool.compress.choices import Merge
 from moetool.compress.delta import Deltas
 from moetool.compress.encoded import Encoding, encoded_bytes
-from moetool.compress.mixing.choosing import FormLosses, Mix
-from moetool.compress.mixing.footings import Footing
+from moetool.compress.mixing.choosing import FormLosses, Mix, notes_on
+from moetool.compress.mixing.footings import Footing, stored_base
 from moetool.compress.mixing.measuring import encoded, loss_name, losses_path, measure
 from moetool.compress.mixing.options import MixingOptions
 from moetool.compress.refining.expert import BATCH_TOKENS
@@ -50,6 +50,7 @@ class Mixing:
         options: of the job.
         footings: that experts may get.
         merge: how bases are made of the experts.
+        given: layouts by layer, if there is nothing to choose.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Mixing:
     options: MixingOptions
     footings: Sequence[Footing]
     merge: Merge
+    given: Mapping[int, LayerLayout] | None = None
 
     def plan(self, output: int, details: Mapping[str, Json]) -> Plan:
         """For a result of so many bytes."""
@@ -126,10 +128,13 @@ class Mixing:
         calibrated = CalibratedJob(job, options, gradients=True, experts_at_once=self.experts_at_once)
         running = _Running(self, job, calibrated)
         calibrated.reverse(running.visit, passes=2)
-        mix = job.ranks.broadcast(choose(running.losses()))
-        if job.ranks.is_first:
-            running.keep_bases(mix)
-        job.ranks.barrier()
+        if self.given is None:
+            mix = job.ranks.broadcast(choose(running.losses()))
+            if job.ranks.is_first:
+                running.keep_bases(mix)
+            job.ranks.barrier()
+        else:
+            mix = Mix(self.given, {}, {layer: {} for layer in self.given})
         encoding = Encoding(job, mix.layouts, running.encode, calibrated, whole_experts=running.refining is not None)
         statistics = {
             layer: own
@@ -147,7 +152,8 @@ class Mixing:
             seed=options.seed,
             making=encoding,
         )
-        return MixedTold(calibration=calibrated.facts_with_loss, ratio=ratio, layers=running.told(mix))
+        notes = notes_on(mix) if len(self.footings) > 1 else ()
+        return MixedTold(calibration=calibrated.facts_with_loss, ratio=ratio, layers=running.told(mix), notes=notes)
 
 
 class _Running:
@@ -175,6 +181,10 @@ class _Running:
         merged = measured_base(calibrated, index, layer, mixing.merge, blamed)
         if blamed and job.ranks.is_first:
             blamed[0].save(metric_path(job.work, index))
+        if mixing.given is not None:
+            layout = mixing.given[index]
+            agreed(job.ranks, base_path(job.work, index), stored_base(merged, layout.base, layout.rotation))
+            return
         weights, path, deltas = calibrated.weights(index, layer), losses_path(job.work, index), []
         for footing in mixing.footings:
             own = footing.under(self._reader.shape, index, merged)
@@ -236,7 +246,7 @@ class _Running:
             layer: MixedLayer(
                 loss,
                 self.refining.told(layer) if self.refining is not None else None,
-                mix.footings[layer] if several else None,
+                mix.footings.get(layer) if several else None,
             )
             for layer, loss in mix.losses.items()
         }
