@@ -23,7 +23,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"runtime"}),
     frozenset({"calibration"}),
     frozenset({"job"}),
-    frozenset({"convert"}),
+    frozenset({"convert", "bases"}),
     frozenset({"compress", "reduce", "upcycle", "moefy", "tune", "measure"}),
     frozenset({"stages", "demo"}),
     frozenset({"compare"}),

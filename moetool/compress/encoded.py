@@ -10,10 +10,10 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from moetool.bases.layer_base import LayerBase, base_path, base_tensors
 from moetool.calibration.peers import Owned, Peers
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.writer import CheckpointWriter, TensorSpec
-from moetool.compress.base.layer_base import LayerBase, base_path, base_tensors
 from moetool.compress.owning import encoded_names, encoding_owners
 from moetool.format.layout import LayerLayout
 from moetool.job.calibrated import CalibratedJob

@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moetool.architectures import ROLES, MoEShape, Role
+from moetool.bases.delta import Deltas
+from moetool.bases.given import base_form
+from moetool.bases.layer_base import LayerBase, agreed, base_path
 from moetool.calibration.collectors import LayerStatistics
 from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.peers import Owned
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.files import save_tensors
-from moetool.compress.base.given import base_form
-from moetool.compress.base.layer_base import LayerBase, agreed, base_path
-from moetool.compress.delta import Deltas
 from moetool.compress.encoded import Encoding, encoded_bytes
 from moetool.compress.told import EncodedLayer, LayersTold
 from moetool.errors import InvalidInputError, UsageError

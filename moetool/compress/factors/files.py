@@ -14,14 +14,14 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from moetool.architectures import ROLES, MoEShape, Role
+from moetool.bases.delta import Deltas, delta
+from moetool.bases.layer_base import LayerBase
 from moetool.calibration.collectors import GramCollector
 from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Owned, Peers
 from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.files import save_tensors
-from moetool.compress.base.layer_base import LayerBase
 from moetool.compress.choices import Sensitivity, SharedFactor, Svd
-from moetool.compress.delta import Deltas, delta
 from moetool.compress.factors.sensitivity import LayerSensitivity, MatrixSensitivity
 from moetool.compress.factors.svd import LayerSvd, Whitened
 from moetool.format.layout import LayerLayout, delta_name, shared_name

@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moetool.architectures import MoEShape, Role
+from moetool.bases.layer_base import LayerBase, agreed, base_path
+from moetool.bases.pruning import spread
 from moetool.calibration.held_experts import HeldExperts
 from moetool.calibration.peers import Owned, Peers
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.files import save_tensors
-from moetool.compress.base.layer_base import LayerBase, agreed, base_path
-from moetool.compress.base.pruning import spread
 from moetool.compress.factors.refining import JointTask, MatrixKey, MovableExperts, outputs
 from moetool.compress.factors.routed_text import RoutedText
 from moetool.compress.owning import encoded_names

@@ -9,11 +9,12 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moetool.architectures import ROLES, Role
+from moetool.bases.choices import Merge
+from moetool.bases.delta import Deltas
+from moetool.bases.layer_base import LayerBase, base_path
 from moetool.calibration.peers import Owned
 from moetool.checkpoint.sizes import format_bytes
-from moetool.compress.base.layer_base import LayerBase, base_path
-from moetool.compress.choices import Allocation, Merge, Sensitivity, SharedFactor, Svd
-from moetool.compress.delta import Deltas
+from moetool.compress.choices import Allocation, Sensitivity, SharedFactor, Svd
 from moetool.compress.encoded import Encoding, encoded_bytes
 from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams
 from moetool.compress.factors.layer_refining import JointRefining

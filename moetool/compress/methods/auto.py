@@ -13,10 +13,10 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
+from moetool.bases.choices import Merge
 from moetool.checkpoint.files import atomically
 from moetool.checkpoint.sizes import ByteSize, format_bytes
 from moetool.checkpoint.source import local_path
-from moetool.compress.choices import Merge
 from moetool.compress.encoding import BaseBits
 from moetool.compress.mixing.choosing import Choosing, FormLosses, Mix
 from moetool.compress.mixing.footings import Footing, average_bits, on_base, without_base
@@ -81,7 +81,7 @@ class Auto(Stage[AutoOptions]):
         mixing.check()
         if self.given is None and not self._smallest <= self._target < original:
             raise UsageError(
-                f"{format_bytes(self._target)} are not possible here: the weight files take {format_bytes(original)} now "
+                f"{format_bytes(self._target)} are not possible here: the weight files take {format_bytes(original)}, "
                 f"and {format_bytes(self._smallest)} at the least, so the ratio must be above 0 and at most "
                 f"{int((1 - self._smallest / original) * 1000) / 1000:g}."
             )

@@ -8,11 +8,11 @@ from pydantic import Field, model_validator
 from torch import nn
 
 from moetool.architectures import Role
+from moetool.bases.choices import BaseCompression, Merge
+from moetool.bases.delta import Deltas
+from moetool.bases.layer_base import agreed, base_path, base_rank, factored_base, measured_base
+from moetool.bases.pruning import plan_pruning
 from moetool.checkpoint.counting import parameter_counts
-from moetool.compress.base.layer_base import agreed, base_path, base_rank, factored_base, measured_base
-from moetool.compress.base.pruning import plan_pruning
-from moetool.compress.choices import BaseCompression, Merge
-from moetool.compress.delta import Deltas
 from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams, measuring_owners
 from moetool.compress.factors.writing import (
     FactoredLayers,

@@ -6,14 +6,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-from moetool.checkpoint.experts import Weights
-from moetool.compress.base.given import (
+from moetool.bases.given import (
     GivenBase,
     in_few_bits,
     kinship_warning,
     open_base,
 )
-from moetool.compress.base.layer_base import LayerBase
+from moetool.bases.layer_base import LayerBase
+from moetool.checkpoint.experts import Weights
 from moetool.compress.encoding import (
     CodeOptions,
     ExtendedOptions,

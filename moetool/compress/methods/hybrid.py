@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from moetool.compress.choices import Merge
+from moetool.bases.choices import Merge
 from moetool.compress.encoding import BaseBits
 from moetool.compress.factors.ranking import check_ratio
 from moetool.compress.mixing.choosing import Choosing

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from moetool.architectures import Role
+from moetool.bases.layer_base import LayerBase, unweighted_base
 from moetool.checkpoint.experts import Weights
-from moetool.compress.base.layer_base import LayerBase, unweighted_base
 from moetool.compress.methods.plain_svd import UnmeasuredSvd
 from moetool.representations import Representation
 

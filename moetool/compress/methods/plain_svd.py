@@ -12,9 +12,9 @@ from typing import ClassVar
 from pydantic import Field, model_validator
 
 from moetool.architectures import Role
+from moetool.bases.delta import Deltas
+from moetool.bases.layer_base import LayerBase, base_path, no_base
 from moetool.checkpoint.experts import Weights
-from moetool.compress.base.layer_base import LayerBase, base_path, no_base
-from moetool.compress.delta import Deltas
 from moetool.compress.factors.files import LayerFactors, SpectrumFile
 from moetool.compress.factors.writing import FactoredLayers, FactorOptions, factor_memory, factor_plan, finish
 from moetool.compress.told import RankedTold

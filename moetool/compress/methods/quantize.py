@@ -16,10 +16,10 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from moetool.architectures import Role
+from moetool.bases.given import base_form
+from moetool.bases.layer_base import LayerBase, no_base
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.sizes import format_bytes
-from moetool.compress.base.given import base_form
-from moetool.compress.base.layer_base import LayerBase, no_base
 from moetool.compress.choices import Scheme
 from moetool.compress.encoding import BaseBits, encoding_memory, encoding_plan, in_groups, run_encoding, with_text
 from moetool.compress.mixing.choosing import Choosing

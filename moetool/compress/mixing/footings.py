@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moetool.architectures import MoEShape, Role
+from moetool.bases.layer_base import LayerBase
 from moetool.checkpoint.experts import ExpertReader
-from moetool.compress.base.layer_base import LayerBase
 from moetool.compress.encoding import base_representations, in_groups
 from moetool.compress.rotated import seeds
 from moetool.format.layout import NO_BASE

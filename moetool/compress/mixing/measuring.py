@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Role
+from moetool.bases.delta import Deltas
 from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.peers import Owned
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.files import save_tensors
 from moetool.compress.choices import Sensitivity
-from moetool.compress.delta import Deltas
 from moetool.compress.factors.sensitivity import LayerSensitivity
 from moetool.compress.menu import losses, prepared
 from moetool.compress.mixing.footings import Footing

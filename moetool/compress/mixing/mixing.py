@@ -9,14 +9,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moetool.architectures import Role
+from moetool.bases.choices import Merge
+from moetool.bases.delta import Deltas
+from moetool.bases.layer_base import LayerBase, agreed, base_path, measured_base
 from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Owned
 from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.calibration.sweep import Sweep
-from moetool.compress.base.layer_base import LayerBase, agreed, base_path, measured_base
-from moetool.compress.choices import Merge
-from moetool.compress.delta import Deltas
 from moetool.compress.encoded import Encoding, encoded_bytes
 from moetool.compress.mixing.choosing import FormLosses, Mix, notes_on
 from moetool.compress.mixing.footings import Footing, stored_base

@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moetool.architectures import MoEShape, Role
+from moetool.bases.layer_base import LayerBase
 from moetool.calibration.held_experts import HeldExperts
 from moetool.calibration.peers import Peers
 from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.checkpoint.experts import ExpertReader, Weights
 from moetool.checkpoint.files import save_tensors
-from moetool.compress.base.layer_base import LayerBase
 from moetool.compress.refining.expert import ExpertMatrices, Refinement, StoredMatrix
 from moetool.compress.refining.metric import load_metric, metric_path
 from moetool.compress.told import RefinedLayer

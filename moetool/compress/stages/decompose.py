@@ -7,8 +7,8 @@ from typing import ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from moetool.compress.base.given import GivenBase, in_few_bits, kinship_warning, open_base
-from moetool.compress.base.layer_base import base_tensors
+from moetool.bases.given import GivenBase, in_few_bits, kinship_warning, open_base
+from moetool.bases.layer_base import base_tensors
 from moetool.compress.encoding import ExtendedOptions, base_representations
 from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.building_blocks import moe_size

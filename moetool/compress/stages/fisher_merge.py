@@ -6,9 +6,9 @@ from typing import ClassVar
 from pydantic import Field
 from torch import nn
 
+from moetool.bases.choices import UNMEASURED_MERGES, Merge
+from moetool.bases.layer_base import agreed, base_path, measured_base, unweighted_base
 from moetool.checkpoint.files import place
-from moetool.compress.base.layer_base import agreed, base_path, measured_base, unweighted_base
-from moetool.compress.choices import UNMEASURED_MERGES, Merge
 from moetool.compress.told import LayersTold, MergedLayer
 from moetool.errors import UsageError
 from moetool.job.building_blocks import moe_size

@@ -9,11 +9,11 @@ from pydantic import Field
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from moetool.bases.choices import Pruning
+from moetool.bases.layer_base import base_tensors, stored_base
+from moetool.bases.pruning import PruningPlan, plan_pruning
 from moetool.calibration.collectors import LayerStatistics, UsageCollector
 from moetool.checkpoint.files import save_tensors
-from moetool.compress.base.layer_base import base_tensors, stored_base
-from moetool.compress.base.pruning import PruningPlan, plan_pruning
-from moetool.compress.choices import Pruning
 from moetool.compress.told import PrunedTold
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.layout import BASE_CHANNELS, LayerLayout

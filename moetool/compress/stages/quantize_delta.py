@@ -3,8 +3,8 @@
 from functools import cached_property
 from typing import ClassVar
 
+from moetool.bases.layer_base import LayerBase, stored_base
 from moetool.checkpoint.experts import Weights
-from moetool.compress.base.layer_base import LayerBase, stored_base
 from moetool.compress.encoding import (
     CodeOptions,
     encoded_layouts,

@@ -2,8 +2,8 @@
 
 from typing import ClassVar
 
+from moetool.bases.layer_base import LayerBase, stored_base
 from moetool.checkpoint.experts import Weights
-from moetool.compress.base.layer_base import LayerBase, stored_base
 from moetool.compress.encoding import SparsityOptions, encoded_layouts, encoding_plan, run_encoding, sparse
 from moetool.compress.told import LayersTold
 from moetool.format.layout import LayerLayout

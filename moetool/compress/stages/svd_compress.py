@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from torch import nn
 
-from moetool.compress.base.layer_base import agreed, base_path, stored_base
-from moetool.compress.delta import Deltas
+from moetool.bases.delta import Deltas
+from moetool.bases.layer_base import agreed, base_path, stored_base
 from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams, measuring_owners
 from moetool.compress.factors.writing import (
     FactoredLayers,

@@ -13,10 +13,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moetool.architectures import ROLES, MoEShape, Role
-from moetool.compress.base.layer_base import LayerBase
+from moetool.bases.delta import Deltas
+from moetool.bases.layer_base import LayerBase
 from moetool.compress.budget.items import Forms, byte_range
 from moetool.compress.choices import Sensitivity, SharedFactor, Svd
-from moetool.compress.delta import Deltas
 from moetool.compress.factors.files import LayerFactors, SpectrumFile
 from moetool.compress.factors.ranking import (
     LayerSpectra,

@@ -11,11 +11,11 @@ from conftest import RunCli
 from torch import Tensor
 
 from moetool.architectures import ROLES, Role, find_architecture
+from moetool.bases.delta import Deltas
+from moetool.bases.layer_base import LayerBase
 from moetool.calibration.streaming import StreamedModel
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
-from moetool.compress.base.layer_base import LayerBase
-from moetool.compress.delta import Deltas
 from moetool.job.calibrated import CalibratedJob
 
 CPU = torch.device("cpu")

@@ -9,13 +9,13 @@ from safetensors import SafetensorError
 from torch.nn import functional as F
 
 from moetool.architectures import Role
+from moetool.bases.choices import UNMEASURED_MERGES, Merge
+from moetool.bases.layer_base import LayerBase, base_path, unweighted_base
 from moetool.calibration.collectors import LayerStatistics
 from moetool.checkpoint.experts import ExpertReader, Weights
 from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import CONFIG, MANIFEST, Checkpoint
 from moetool.checkpoint.source import local_path
-from moetool.compress.base.layer_base import LayerBase, base_path, unweighted_base
-from moetool.compress.choices import UNMEASURED_MERGES, Merge
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.writing import down_scale
 from moetool.representations import Representation, parse_representation

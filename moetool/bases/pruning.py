@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Role
-from moetool.compress.choices import BaseCompression
+from moetool.bases.choices import BaseCompression
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Role
+from moetool.bases.layer_base import LayerBase
 from moetool.checkpoint.experts import Weights
-from moetool.compress.base.layer_base import LayerBase
 
 
 def delta(weight: Tensor, base: Tensor) -> Tensor:

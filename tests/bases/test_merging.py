@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moetool.compress.base.merging import (
+from moetool.bases.choices import UNMEASURED_MERGES, Merge
+from moetool.bases.merging import (
     Regression,
     fisher_base,
     frequency_base,
@@ -15,7 +16,6 @@ from moetool.compress.base.merging import (
     regmean_base,
     ties_base,
 )
-from moetool.compress.choices import UNMEASURED_MERGES, Merge
 from moetool.errors import UsageError
 
 E, SHAPE = 4, (6, 5)

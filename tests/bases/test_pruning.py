@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moetool.compress.base.pruning import PruningPlan, kept_channels, plan_pruning, prune_base, spread
+from moetool.bases.pruning import PruningPlan, kept_channels, plan_pruning, prune_base, spread
 
 HIDDEN, CHANNELS = 4, 9
 

@@ -10,6 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moetool.architectures import ROLES, MoEShape, Role
+from moetool.bases.choices import Merge
+from moetool.bases.merging import Matrices, Regression, merge
+from moetool.bases.pruning import PruningPlan, kept_channels, prune_base, spread
 from moetool.calibration.collectors import (
     BaseGramCollector,
     FisherCollector,
@@ -21,9 +24,6 @@ from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Peers
 from moetool.checkpoint.experts import ExpertReader, Weights
 from moetool.checkpoint.files import save_tensors
-from moetool.compress.base.merging import Matrices, Regression, merge
-from moetool.compress.base.pruning import PruningPlan, kept_channels, prune_base, spread
-from moetool.compress.choices import Merge
 from moetool.format.layout import BASE_CHANNELS, NO_BASE, LayerLayout, base_name
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import to_cpu

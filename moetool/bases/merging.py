@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Role
+from moetool.bases.choices import Merge
 from moetool.checkpoint.experts import Weights
-from moetool.compress.choices import Merge
 from moetool.errors import UsageError
 
 # Below this, a sum of squared gradients has lost its digits in fp32 and says nothing about the experts' importance.
