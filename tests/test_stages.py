@@ -27,6 +27,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "g-moefication": {"experts": 4},
     **{method: {"experts": 3} for method in ("frequency", "hc-smoe", "m-smoe", "naee", "reap")},
     "prune-base": {"ratio": 0.2},
+    "auto": {"ratio": 0.75, "group_size": 16},
     "mean-svd": {"ratio": 0.2},
     "plain-svd": {"ratio": 0.2},
     "quantize": {"bits": "4", "group_size": 16},
@@ -46,6 +47,7 @@ Inputs = Callable[[str], Path]
 
 def test_labels_are_for_stages_that_take_gradients() -> None:
     assert {name for name, stage in stages().items() if "labels" in stage.options_type.model_fields} == {
+        "auto",
         "d2moe",
         "fisher-merge",
         "hybrid",

@@ -149,7 +149,7 @@ def test_delta_names() -> None:
         ({"base_channels": 5, "dynamic_channels": 5}, "5 dynamic channels of 5"),
         ({"base_channels": "many"}, "base_channels must be a whole number, not .many"),
         ({"down": ["dense", "low-rank", "dense"]}, "takes one argument"),
-        ({"rotation": {"down": 1}}, "only routed experts without a base can be rotated"),
+        ({"rotation": {"down": 1}}, "only routed experts on a quantized base, or on none, can be rotated"),
         ({"rotation": 3}, "rotation must be an object by role"),
         ({"spline": 3}, r"does not know: \['spline'\]"),
     ],

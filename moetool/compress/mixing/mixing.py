@@ -74,13 +74,14 @@ class Mixing:
             backward += cost.recorded_bytes(shape, gradients=True, sums=True)
         if options.refine:
             forward += RoutedTokens.nbytes(cost.samples, cost.length, shape.hidden)
+        metrics = 4 * shape.hidden**2 if options.refine else 0
         forms = {role: [form for footing in self.footings for form in footing.forms[role]] for role in shape.roles}
         refining = refine(shape, options.refine, BATCH_TOKENS) if options.refine else None
         return Plan(
             stage=self.name,
             input_bytes=source.checkpoint.weight_bytes,
             output_bytes=output,
-            scratch_bytes=max(backward, forward) + len(reader.moe_layers) * bases,
+            scratch_bytes=max(backward, forward) + len(reader.moe_layers) * (bases + metrics),
             memory_bytes=self._memory.nbytes(at_once),
             phases=menu_phases(cost, moe_size(reader), output, forms, self.footings[0].base, refining),
             details={
