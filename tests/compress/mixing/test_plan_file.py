@@ -1,0 +1,67 @@
+"""Plans as files: what is written is read again, and what cannot be is refused."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moetool.architectures import MoEShape
+from moetool.compress.mixing.plan_file import plan_text, read_plan
+from moetool.errors import InvalidInputError
+from moetool.format.layout import NO_BASE, LayerLayout
+from moetool.representations import parse_representation
+
+SHAPE = MoEShape(hidden=16, intermediate=32, experts=3, top_k=2)
+FORMS = tuple(map(parse_representation, ("quantised:2:16", "low-rank:0", "quantised:2:16")))
+BASE = parse_representation("quantised:2:16")
+BASED = LayerLayout(
+    SHAPE,
+    dict.fromkeys(SHAPE.roles, FORMS),
+    32,
+    base=dict.fromkeys(SHAPE.roles, parse_representation("quantised:2:16")),
+)
+TURNED = LayerLayout(
+    SHAPE,
+    dict.fromkeys(SHAPE.roles, (FORMS[0],) * 3),
+    32,
+    base=NO_BASE,
+    rotation={"gate": 5, "up": 5, "down": 7},
+)
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text(plan_text({0: BASED, 2: TURNED}))
+    found = read_plan(file, SHAPE, (0, 2))
+    for layer, layout in ((0, BASED), (2, TURNED)):
+        assert found[layer].weights == layout.weights
+        assert found[layer].rotation == layout.rotation
+        assert all(found[layer].base[role] == layout.base[role] for role in SHAPE.roles)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"forms": {"quantised:2:16": [0, 1]}}, "each of the experts 0 to 2 once"),
+        ({"forms": {"quantised:2:16": [0, 1, 2], "low-rank:0": [2]}}, "expert 2 has more than one form"),
+        ({"forms": {"magic:2": [0, 1, 2]}}, "Unknown representation 'magic:2'"),
+        ({"forms": {"quantised:2:13": [0, 1, 2]}}, "cannot be stored as 'quantised:2:13'"),
+        ({"base": "none"}, "gate and up have either both a base or both none"),
+        ({"rotation": "often"}, "a rotation is a seed, not 'often'"),
+        ({"more": 1}, "needs `base` and `forms`"),
+    ],
+)
+def test_what_cannot_be(tmp_path: Path, change: dict[str, object], says: str) -> None:
+    file = tmp_path / "plan.yaml"
+    content = yaml.safe_load(plan_text({0: BASED}))
+    content["layers"][0]["up"] |= change
+    file.write_text(yaml.safe_dump(content))
+    with pytest.raises(InvalidInputError, match=says):
+        read_plan(file, SHAPE, (0,))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "format: 2\nlayers: {}\n", "format: 1\nlayers: [1]\n"])
+def test_other_files(tmp_path: Path, text: str) -> None:
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(InvalidInputError, match=r"plan\.yaml"):
+        read_plan(tmp_path / "plan.yaml", SHAPE, (0,))

@@ -1,0 +1,186 @@
+"""A base or none, whatever loses least: `compress --method auto`."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from checkpoints import (
+    CrashDriver,
+    change_tensors,
+    config_of,
+    contents,
+    copy_of,
+    load,
+    logits,
+    relative_error,
+    weight_bytes,
+    weights,
+)
+from torch import Tensor
+
+import moetool
+from moetool.job.job import Source
+
+GROUP = ("--group-size", 16)
+METHOD = ("--method", "auto", *GROUP)
+
+
+@pytest.fixture(scope="module")
+def tokens(tiny_tokens: Tensor) -> Tensor:
+    return tiny_tokens[1000:1128].view(2, 64)
+
+
+def related(tensors: dict[str, Tensor]) -> None:
+    """Experts that are one expert and a little of their own."""
+    torch.manual_seed(0)
+    for name in tensors:
+        if ".experts." in name:
+            expert = int(name.split(".experts.")[1].split(".")[0])
+            common = tensors[name.replace(f".experts.{expert}.", ".experts.0.")]
+            tensors[name] = common + 0.02 * common.std() * torch.randn_like(common) * (expert > 0)
+
+
+def opposed(tensors: dict[str, Tensor]) -> None:
+    """Pairs of experts, one minus the other: there is no mean."""
+    for name in tensors:
+        if ".experts.1." in name or ".experts.3." in name:
+            other = name.replace(".experts.1.", ".experts.0.").replace(".experts.3.", ".experts.2.")
+            tensors[name] = -tensors[other]
+
+
+@pytest.fixture(scope="module")
+def unlike(tiny_mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return change_tensors(copy_of(tiny_mixtral, tmp_path_factory.mktemp("unlike") / "model"), opposed)
+
+
+@pytest.fixture(scope="module")
+def alike(tiny_mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return change_tensors(copy_of(tiny_mixtral, tmp_path_factory.mktemp("alike") / "model"), related)
+
+
+def bases(made: Any) -> set[str]:
+    return {base for layer in made.told["layers"].values() for base in layer["base"].values()}
+
+
+def test_a_base_where_experts_are_alike_and_none_where_they_are_not(compress: Any, unlike: Path, alike: Path) -> None:
+    apart, together = (compress(model, *METHOD, "--ratio", 0.5) for model in (unlike, alike))
+    assert bases(apart) == {"none"}
+    assert apart.told["notes"] == ["A base earns nothing here: every matrix loses less for its bytes on its own."]
+    assert bases(together) == {"2"}
+    assert together.told["notes"] == ["A base earns its bytes in every layer."]
+    readers = [Source.open(made.path).experts for made in (apart, together)]
+    assert [all(reader.layout(layer).is_baseless for layer in reader.moe_layers) for reader in readers] == [True, False]
+
+
+@pytest.mark.parametrize("more", [(), ("--rotate",)], ids=["plain", "rotated, too"])
+def test_the_result_runs(
+    run_cli: Any, compress: Any, alike: Path, tokens: Tensor, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    made = compress(alike, *METHOD, "--ratio", 0.6, *more)
+    assert 0.6 <= made.told["achieved_ratio"] < 0.605
+    expected = logits(made.path, tokens)
+    with torch.no_grad():
+        assert relative_error(moetool.synthesize(load(made.path))(tokens).logits, expected) < 1e-4
+    assert run_cli("export", made.path, tmp_path / "dense").code == 0
+    assert relative_error(logits(tmp_path / "dense", tokens), expected) < 1e-4
+    assert run_cli("verify", made.path, "--against", alike).code == 0
+
+
+@pytest.mark.parametrize("method", ["hybrid", "quantize"])
+def test_no_worse_than_either_alone(compress: Any, tiny_mixtral: Path, alike: Path, method: str) -> None:
+    """By the measure that it goes by."""
+
+    def lost(made: Any) -> float:
+        return sum(sum(layer["loss"].values()) for layer in made.told["layers"].values())
+
+    for model in (tiny_mixtral, alike):
+        one, best = (compress(model, "--method", name, *GROUP, "--ratio", 0.5) for name in (method, "auto"))
+        assert lost(best) <= 1.01 * lost(one)
+
+
+def rotated_hybrid(compress: Any, alike: Path) -> Any:
+    return compress(alike, "--method", "hybrid", *GROUP, "--ratio", 0.6, "--rotate")
+
+
+def test_a_rotated_base(compress: Any, alike: Path, tokens: Tensor) -> None:
+    made = rotated_hybrid(compress, alike)
+    for layer in config_of(made.path)["quantization_config"]["layers"].values():
+        assert layer["rotation"]["gate"] == layer["rotation"]["up"] != layer["rotation"]["down"]
+    with torch.no_grad():
+        dense = moetool.synthesize(load(made.path))(tokens).logits
+    assert relative_error(dense, logits(made.path, tokens)) < 1e-4
+    plain = compress(alike, "--method", "hybrid", *GROUP, "--ratio", 0.6)
+    expected = logits(alike, tokens)
+    assert relative_error(dense, expected) < 1.2 * relative_error(logits(plain.path, tokens), expected)
+
+
+def test_so_many_bytes(compress: Any, tiny_mixtral: Path) -> None:
+    room = weight_bytes(tiny_mixtral) // 2
+    made = compress(tiny_mixtral, *METHOD, "--bytes", room)
+    assert 0.99 * room <= weight_bytes(made.path) <= room
+
+
+def test_a_plan_is_followed(run_cli: Any, calibration: Any, alike: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    command = ("compress", alike)
+    saved = run_cli(*command, tmp_path / "one", *METHOD, "--ratio", 0.6, "--save-plan", file, *calibration, "--json")
+    assert saved.code == 0, saved.stderr
+    followed = run_cli(*command, tmp_path / "two", *METHOD, "--plan", file, *calibration, "--json")
+    assert followed.code == 0, followed.stderr
+    assert weights(tmp_path / "one") == weights(tmp_path / "two")
+    plan = yaml.safe_load(file.read_text())
+    plan["layers"][1]["down"] = {"base": "none", "forms": {"quantised:4:16": [3, 1], "quantised:8:16": [0, 2]}}
+    file.write_text(yaml.safe_dump(plan))
+    assert run_cli(*command, tmp_path / "three", *METHOD, "--plan", file, *calibration).code == 0
+    layout = Source.open(tmp_path / "three").experts.layout(1)
+    assert not layout.has_base("down")
+    assert layout.has_base("up")
+    assert [form.spec for form in layout.weights["down"] or ()] == [f"quantised:{bits}:16" for bits in (8, 4, 8, 4)]
+
+
+def test_killed_runs_resume_to_the_same_bytes(
+    crash: CrashDriver, calibration: Any, tiny_mixtral_bf16: Path, tmp_path: Path
+) -> None:
+    arguments = ("compress", tiny_mixtral_bf16, *METHOD, "--ratio", 0.4, *calibration, "--shard-size", "40kB")
+    assert crash(tmp_path / "whole", arguments)["code"] == 0
+    assert crash(tmp_path / "out", arguments, at=40)["code"] == -signal.SIGKILL
+    assert crash(tmp_path / "out", (*arguments, "--resume"))["code"] == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        ((), 2, "give --ratio, --bytes or --plan"),
+        (("--ratio", 0.5, "--bytes", "1MB"), 2, "give --ratio, --bytes or --plan"),
+        (("--plan", "PLAN", "--save-plan", "x.yaml"), 2, "with --plan nothing is"),
+        (("--bytes", "1kB"), 2, "at the least, so the ratio must be above 0 and at most"),
+        (("--plan", "none.yaml"), 3, "Cannot read the plan"),
+        (("--plan", "PLAN"), 3, "is for layers 0; the model has experts in"),
+    ],
+)
+def test_what_cannot_be(
+    run_cli: Any,
+    calibration: Any,
+    tiny_mixtral: Path,
+    tmp_path: Path,
+    options: tuple[object, ...],
+    code: int,
+    says: str,
+) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("format: 1\nlayers: {0: {}}\n")
+    given = [plan if option == "PLAN" else option for option in options]
+    result = run_cli("compress", tiny_mixtral, tmp_path / "out", *METHOD, *given, *calibration)
+    assert result.code == code
+    assert says in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_text(run_cli: Any, tiny_mixtral: Path, tmp_path: Path) -> None:
+    result = run_cli("compress", tiny_mixtral, tmp_path / "out", *METHOD, "--ratio", 0.5)
+    assert result.code == 2
+    assert "give --calibration" in result.stderr
