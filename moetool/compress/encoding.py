@@ -28,11 +28,11 @@ from moetool.errors import InvalidInputError, UsageError
 from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.building_blocks import moe_size
 from moetool.job.calibrated import CalibratedJob
-from moetool.job.job import Job, Source, pick_compute_dtype, pick_device, to_cpu
+from moetool.job.job import Job, Source, to_cpu
 from moetool.job.layer_memory import LayerMemory, Measuring
 from moetool.job.options import Options, RunOptions, TextOptions
 from moetool.job.phases import encoding_phases
-from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.plan import Plan, calibration_cost
 from moetool.job.result import Json
 from moetool.job.writing import OutputPlan, entry_for, write_model
 from moetool.representations import Measured, Representation
@@ -179,19 +179,11 @@ def sparse(options: SparsityOptions) -> Form:
     return form
 
 
-def encoding_cost(source: Source, options: RunOptions, text: TextOptions | None) -> CalibrationCost:
-    """Costs of encoding on a text, if there is one."""
-    stored = source.experts.dtype
-    return CalibrationCost.of(
-        text, pick_compute_dtype(options.compute_dtype, pick_device(options.device), stored), stored
-    )
-
-
 def encoding_memory(source: Source, options: RunOptions, text: TextOptions | None) -> LayerMemory:
-    """What that needs."""
+    """What encoding needs, on a text if there is one."""
     reader = source.experts
     measuring = [] if text is None else [Measuring.codes(reader.shape)]
-    return encoding_cost(source, options, text).layer_memory(reader, *measuring, gradients=False)
+    return calibration_cost(source, options, text).layer_memory(reader, *measuring, gradients=False)
 
 
 def encoding_plan(
@@ -207,7 +199,7 @@ def encoding_plan(
     (default: all); sizes are exact."""
     reader = source.experts
     output = OutputPlan(source, layouts, options.shard_size).nbytes
-    cost = encoding_cost(source, options, text)
+    cost = calibration_cost(source, options, text)
     bases = sum(
         layout.base[role].nbytes(layout.base_shape(role), reader.dtype)
         for layout in layouts.values()

@@ -19,8 +19,9 @@ from moetool.calibration.boundaries import boundaries_at_once, kept_dtype
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import ResourceError
+from moetool.job.job import Source, pick_compute_dtype, pick_device
 from moetool.job.layer_memory import LayerMemory, Measuring, attention_bytes, layer_numbers
-from moetool.job.options import CalibrationOptions, TextOptions
+from moetool.job.options import CalibrationOptions, RunOptions, TextOptions
 from moetool.job.result import Json
 from moetool.job.work import Phase
 from moetool.runtime.dense import DenseModel
@@ -192,3 +193,13 @@ class CalibrationCost:
         windows = self.gradient_samples if gradients else self.samples
         width = (5 if gradients else 2) * shape.hidden + (shape.intermediate if sums else 0)
         return windows * self.length * width * self.itemsize
+
+
+def calibration_cost(
+    source: Source, options: RunOptions, text: TextOptions | None, *, gradients: bool = False
+) -> CalibrationCost:
+    """Of a job with these options on an MoE model, on a text if there is one."""
+    stored, device = source.experts.dtype, pick_device(options.device)
+    return CalibrationCost.of(
+        text, pick_compute_dtype(options.compute_dtype, device, stored, gradients=gradients), stored
+    )

@@ -13,10 +13,10 @@ from moetool.checkpoint.files import save_tensors
 from moetool.errors import VerificationError
 from moetool.job.building_blocks import ModelSize, calibration_forward, moe_size
 from moetool.job.calibrated import CalibratedJob
-from moetool.job.job import Job, Source, pick_compute_dtype, pick_device
+from moetool.job.job import Job, Source
 from moetool.job.layer_memory import LayerMemory, Measuring
 from moetool.job.phases import FORWARD, rewriting_phases
-from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.plan import CalibrationCost, Plan, calibration_cost
 from moetool.job.result import Json, Sizes
 from moetool.job.stage import Stage
 from moetool.job.work import Phase, Work
@@ -88,10 +88,7 @@ class Reduction(Stage[ReduceOptionsT]):
 
     @cached_property
     def _cost(self) -> CalibrationCost:
-        options, dtype = self.options, self.source.experts.dtype
-        return CalibrationCost.of(
-            options, pick_compute_dtype(options.compute_dtype, pick_device(options.device), dtype), dtype
-        )
+        return calibration_cost(self.source, self.options, self.options)
 
     @cached_property
     def _memory(self) -> LayerMemory:

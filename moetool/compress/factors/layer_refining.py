@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from moetool.architectures import MoEShape, Role
+from moetool.architectures import Role
 from moetool.bases.layer_base import LayerBase, agreed, base_path
 from moetool.bases.pruning import spread
-from moetool.calibration.held_experts import HeldExperts
 from moetool.calibration.peers import Owned, Peers
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.files import save_tensors
@@ -21,6 +20,7 @@ from moetool.compress.factors.refining import JointTask, MatrixKey, MovableExper
 from moetool.compress.factors.routed_text import RoutedText
 from moetool.compress.owning import encoded_names
 from moetool.compress.refining.metric import load_metric, metric_path
+from moetool.compress.refining.running import run_expert
 from moetool.compress.told import JointlyRefined
 from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.job import to_cpu
@@ -88,7 +88,7 @@ class JointRefining:
         self, native: nn.Module, weights: Weights, base: LayerBase, text: RoutedText, encoded: EncodedDeltas
     ) -> tuple[dict[str, Tensor], LayerBase]:
         shape, device = self.layout.shape, self.device
-        run = partial(_run, native, shape)
+        run = partial(run_expert, native, shape)
 
         def original(expert: int) -> dict[Role, Tensor]:
             return {role: weights(expert, role).to(device).float() for role in shape.roles}
@@ -147,10 +147,3 @@ def told(work: Path, layer: int) -> JointlyRefined:
 
 def _told_path(work: Path, layer: int) -> Path:
     return work / f"refined-{layer:05d}.safetensors"
-
-
-def _run(native: nn.Module, shape: MoEShape, expert: int, matrices: Mapping[Role, Tensor], inputs: Tensor) -> Tensor:
-    """An expert of these matrices on `[tokens, hidden]`."""
-    entering = torch.cat([matrices[role] for role in shape.entering]).unsqueeze(0)
-    held = HeldExperts(native, range(expert, expert + 1), entering, matrices["down"].unsqueeze(0))
-    return held.run(expert, inputs).output

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moetool.architectures import Role
 from moetool.compress.factors.routed_text import RoutedText
+from moetool.compress.refining.running import batches
 from moetool.numerics.precision import bf16_products, has_fast_bf16
 
 MatrixKey = tuple[Role, int]  # of a matrix: its role and expert
@@ -138,15 +139,16 @@ class JointTask:
         before = self.cost(experts, held_out)
         moved = experts.apart()
         with _few_digits(self.target.device):
-            self._move(moved, _batches(learnt, steps, stream), steps)
+            self._move(moved, learnt, steps, stream)
         found = moved.rounded(self.dtype)
         after = self.cost(found, held_out)
         return JointResult(found, before, after) if after < before else JointResult(experts, before, before)
 
-    def _move(self, experts: MovableExperts, batches: Iterator[Tensor], steps: int) -> None:
+    def _move(self, experts: MovableExperts, learnt: int, steps: int, stream: torch.Generator) -> None:
+        """On the first `learnt` tokens."""
         paces = list(experts.paces(_PACE))
         adam = torch.optim.Adam([{"params": [tensor], "lr": pace} for tensor, pace in paces], betas=_BETAS)
-        for step, rows in enumerate(batches):
+        for step, rows in enumerate(batches(learnt, TOKENS_PER_STEP, steps, stream)):
             rows = rows.to(self.target.device)
             share = min(1.0, (step + 1) / _WARMING) * 0.5 * (1 + math.cos(math.pi * step / steps))
             for group, (_, pace) in zip(adam.param_groups, paces, strict=True):
@@ -179,17 +181,6 @@ def outputs(run: RunRouted, matrices: Callable[[int], Mapping[Role, Tensor]], te
         if len(rows):
             result = result.index_add(0, rows, run(expert, matrices(expert), inputs) * weights)
     return result
-
-
-def _batches(tokens: int, steps: int, stream: torch.Generator) -> Iterator[Tensor]:
-    """Rows of some tokens for every step: all once, in any order, before one comes again."""
-    left = torch.empty(0, dtype=torch.int64)
-    size = min(TOKENS_PER_STEP, tokens)
-    for _ in range(steps):
-        if len(left) < size:
-            left = torch.randperm(tokens, generator=stream)
-        rows, left = left[:size], left[size:]
-        yield rows
 
 
 def _few_digits(device: torch.device) -> AbstractContextManager[None]:

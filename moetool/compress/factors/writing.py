@@ -36,11 +36,11 @@ from moetool.errors import UsageError
 from moetool.format.layout import DENSE_BASE, LayerLayout
 from moetool.job.building_blocks import moe_size, refine_together
 from moetool.job.calibrated import CalibratedJob
-from moetool.job.job import Job, Source, pick_compute_dtype, pick_device
+from moetool.job.job import Job, Source
 from moetool.job.layer_memory import LayerMemory, Measuring
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.phases import factor_phases
-from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.plan import CalibrationCost, Plan, calibration_cost
 from moetool.job.result import CalibrationFacts
 from moetool.job.writing import OutputPlan, entry_for, original_bytes, write_model
 from moetool.representations import Representation
@@ -244,9 +244,7 @@ def unreached(entry: LayerSpectra) -> list[int]:
 
 def factor_cost(source: Source, options: FactorOptions, *, gradients: bool) -> CalibrationCost:
     """Costs of calibrating for factors."""
-    device, dtype = pick_device(options.device), source.experts.dtype
-    computed = pick_compute_dtype(options.compute_dtype, device, dtype, gradients=gradients)
-    return CalibrationCost.of(options if options.calibration else None, computed, dtype)
+    return calibration_cost(source, options, options if options.calibration else None, gradients=gradients)
 
 
 def factor_memory(source: Source, options: FactorOptions, merge: Merge | None, *, refine: int = 0) -> LayerMemory:

@@ -30,10 +30,10 @@ from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout
 from moetool.job.building_blocks import moe_size, refine
 from moetool.job.calibrated import CalibratedJob
-from moetool.job.job import Job, Source, pick_compute_dtype, pick_device
+from moetool.job.job import Job, Source
 from moetool.job.layer_memory import LayerMemory, Measuring
 from moetool.job.phases import menu_phases
-from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.plan import CalibrationCost, Plan, calibration_cost
 from moetool.job.result import Json
 from moetool.job.writing import OutputPlan, entry_for, original_bytes, write_model
 
@@ -105,11 +105,7 @@ class Mixing:
 
     @cached_property
     def _cost(self) -> CalibrationCost:
-        options, dtype = self.options, self.source.experts.dtype
-        device = pick_device(options.device)
-        return CalibrationCost.of(
-            options, pick_compute_dtype(options.compute_dtype, device, dtype, gradients=True), dtype
-        )
+        return calibration_cost(self.source, self.options, self.options, gradients=True)
 
     @cached_property
     def _memory(self) -> LayerMemory:

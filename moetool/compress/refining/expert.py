@@ -1,6 +1,6 @@
 """One expert, whose stored tensors are moved so that its output comes nearer to what it was."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moetool.architectures import Role
 from moetool.calibration.routed_tokens import Given
+from moetool.compress.refining.running import batches
 from moetool.numerics.precision import has_fast_bf16
 from moetool.numerics.rotation import Rotation
 from moetool.representations import Representation
@@ -127,8 +128,7 @@ class Refinement:
     ) -> None:
         target = self._outputs(self.original, given)
         fixed = {role: own.value(own.tensors, self.dtype) for role, own in stored.items() if role not in trainables}
-        batches = _batches(len(target), self.steps, stream)
-        for step, rows in enumerate(batches):
+        for step, rows in enumerate(batches(len(target), BATCH_TOKENS, self.steps, stream)):
             rows = rows.to(target.device)
             matrices = dict(fixed)
             for role, trainable in trainables.items():
@@ -161,17 +161,6 @@ class Refinement:
     def _cost(self, matrices: ExpertMatrices, given: Given, goal: Tensor) -> float:
         error = (self._outputs(matrices, given) - goal) @ self.metric
         return 0.5 * float(error.square().sum(dtype=torch.float64))
-
-
-def _batches(tokens: int, steps: int, stream: torch.Generator) -> Iterator[Tensor]:
-    """Rows of some tokens for every step: all once, in any order, before one comes again."""
-    left = torch.empty(0, dtype=torch.int64)
-    size = min(BATCH_TOKENS, tokens)
-    for _ in range(steps):
-        if len(left) < size:
-            left = torch.randperm(tokens, generator=stream)
-        rows, left = left[:size], left[size:]
-        yield rows
 
 
 def _in_few_digits(device: torch.device) -> AbstractContextManager[object]:

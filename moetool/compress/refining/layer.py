@@ -9,15 +9,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from moetool.architectures import MoEShape, Role
+from moetool.architectures import Role
 from moetool.bases.layer_base import LayerBase
-from moetool.calibration.held_experts import HeldExperts
 from moetool.calibration.peers import Peers
 from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.checkpoint.experts import ExpertReader, Weights
 from moetool.checkpoint.files import save_tensors
-from moetool.compress.refining.expert import ExpertMatrices, Refinement, StoredMatrix
+from moetool.compress.refining.expert import Refinement, StoredMatrix
 from moetool.compress.refining.metric import load_metric, metric_path
+from moetool.compress.refining.running import run_expert
 from moetool.compress.told import RefinedLayer
 from moetool.format.layout import LayerLayout
 from moetool.numerics.seeding import generator
@@ -97,7 +97,11 @@ class LayerRefining:
             own = {name: tensor.to(device) for name, tensor in tensors[role].items()}
             stored[role] = StoredMatrix(form, own, matrix if turn is None else turn(matrix), base, turn)
         task = Refinement(
-            partial(_run, self._native, shape, expert), original, self._metric, self._all.steps, self._all.reader.dtype
+            partial(run_expert, self._native, shape, expert),
+            original,
+            self._metric,
+            self._all.steps,
+            self._all.reader.dtype,
         )
         examples = self._examples
         count = examples.windows
@@ -119,10 +123,3 @@ class LayerRefining:
 def refined_path(work: Path, layer: int) -> Path:
     """Where what was done to a layer waits for the end of the job."""
     return work / f"refined-{layer:05d}.safetensors"
-
-
-def _run(native: nn.Module, shape: MoEShape, expert: int, matrices: ExpertMatrices, inputs: Tensor) -> Tensor:
-    """An expert of these matrices on `[tokens, hidden]`."""
-    entering = torch.cat([matrices[role] for role in shape.entering]).unsqueeze(0)
-    held = HeldExperts(native, range(expert, expert + 1), entering, matrices["down"].unsqueeze(0))
-    return held.run(expert, inputs).output

@@ -13,11 +13,11 @@ from moetool.compress.told import LayersTold, MergedLayer
 from moetool.errors import UsageError
 from moetool.job.building_blocks import moe_size
 from moetool.job.calibrated import CalibratedJob
-from moetool.job.job import Job, pick_compute_dtype, pick_device
+from moetool.job.job import Job
 from moetool.job.layer_memory import LayerMemory, Measuring
 from moetool.job.options import CalibrationOptions, RunOptions
 from moetool.job.phases import base_phases
-from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.plan import CalibrationCost, Plan, calibration_cost
 from moetool.job.result import Json
 from moetool.job.stage import Stage
 from moetool.job.writing import record_origin
@@ -67,11 +67,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
 
     @cached_property
     def _cost(self) -> CalibrationCost:
-        options, dtype = self.options, self.source.experts.dtype
-        device = pick_device(options.device)
-        return CalibrationCost.of(
-            options, pick_compute_dtype(options.compute_dtype, device, dtype, gradients=True), dtype
-        )
+        return calibration_cost(self.source, self.options, self.options, gradients=True)
 
     @cached_property
     def _memory(self) -> LayerMemory:

@@ -19,11 +19,11 @@ from moetool.errors import InvalidInputError, UsageError
 from moetool.format.layout import BASE_CHANNELS, LayerLayout
 from moetool.job.building_blocks import moe_size
 from moetool.job.calibrated import CalibratedJob
-from moetool.job.job import Job, pick_compute_dtype, pick_device, refuse_shared_expert
+from moetool.job.job import Job, refuse_shared_expert
 from moetool.job.layer_memory import LayerMemory
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.phases import pruning_phases
-from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.plan import CalibrationCost, Plan, calibration_cost
 from moetool.job.result import CalibrationFacts, Json
 from moetool.job.stage import Stage
 from moetool.job.writing import OutputPlan, entry_for, read_statistics, write_model
@@ -108,9 +108,7 @@ class PruneBase(Stage[PruneBaseOptions]):
 
     @cached_property
     def _cost(self) -> CalibrationCost:
-        options, dtype = self.options, self.source.experts.dtype
-        computed = pick_compute_dtype(options.compute_dtype, pick_device(options.device), dtype)
-        return CalibrationCost.of(None if read_statistics(self.source) else options, computed, dtype)
+        return calibration_cost(self.source, self.options, None if read_statistics(self.source) else self.options)
 
     @cached_property
     def _memory(self) -> LayerMemory:
