@@ -88,6 +88,30 @@ def test_what_is_slow_has_its_numbers(
     assert "take 33 min" in told  # 100 GB
 
 
+def test_a_card(run_cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "get_device_name": lambda device: "Card of Cards",
+        "mem_get_info": lambda device: (3_000_000_000, 8_000_000_000),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(hardware.card, "problem", lambda device: "there is no triton")
+    found = run_cli("doctor", tmp_path, "--json").json
+    assert found["cards"] == [
+        {
+            "name": "Card of Cards",
+            "memory_bytes": 8_000_000_000,
+            "free_bytes": 3_000_000_000,
+            "kernels_problem": "there is no triton",
+        }
+    ]
+    assert found["speed"]["device"] == "cuda"
+    assert "Compressed models on Card of Cards run in plain torch: there is no triton." in found["slow"]
+    assert not any("no card" in said for said in found["slow"])
+    assert "Card of Cards, 3.0 GB free of 8.0 GB, but there is no triton" in run_cli("doctor", tmp_path).stdout
+
+
 def test_a_machine_that_may_not_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(device: torch.device, output: Path) -> Machine:
         raise OSError("MOETOOL_MEASURE=off is set")
