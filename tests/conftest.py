@@ -328,7 +328,8 @@ def measured_machine() -> Iterator[Machine]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOETOOL_MEASURE", "off")
-        patch.setattr("moetool.job.estimate.this_machine", lambda device, output: machine)
+        for user in ("moetool.job.estimate", "moetool.measure.hardware"):
+            patch.setattr(f"{user}.this_machine", lambda device, output: machine)
         yield machine
 
 

@@ -54,8 +54,7 @@ def _attempt() -> str:
         return "MOETOOL_KERNELS=off is set"
     if os.name != "posix":
         return f"they are compiled on Linux and macOS, not on {platform.system()}"
-    compiler = shlex.split(os.environ.get("CXX", "")) or [*filter(shutil.which, ("c++", "g++", "clang++"))][:1]
-    if not compiler:
+    if not (compiler := compiler_command()):
         return "there is no C++ compiler (c++, g++ or clang++) on the path; Debian has one in the package g++"
     said = ""
     for flags in _VARIANTS:
@@ -68,6 +67,11 @@ def _attempt() -> str:
         else:
             return ""
     return f"{compiler[0]} cannot compile or load them: {said}"
+
+
+def compiler_command() -> list[str]:
+    """`$CXX` in words, or the first compiler on the path; nothing if there is none."""
+    return shlex.split(os.environ.get("CXX", "")) or [*filter(shutil.which, ("c++", "g++", "clang++"))][:1]
 
 
 _LOADED: list[ctypes.CDLL] = []

@@ -3,6 +3,7 @@
 import ctypes
 import threading
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -57,7 +58,13 @@ def unpacked_linear(operands: Sequence[Operand], inputs: Tensor) -> Tensor:
 
 def multiplies(dtype: torch.dtype) -> bool:
     """Whether kernels unpack and multiply in one, a part in the cache at a time: the processor has products of bf16."""
-    return dtype == torch.bfloat16 and bool(library().moetool_multiplies())
+    return dtype == torch.bfloat16 and multiplies_by() is not None
+
+
+def multiplies_by() -> Literal["AVX-512", "AMX"] | None:
+    """The instructions by which kernels multiply in bf16; `None` where the processor has neither."""
+    found: tuple[Literal["AVX-512", "AMX"] | None, ...] = (None, "AVX-512", "AMX")
+    return found[library().moetool_multiplies()]
 
 
 def _part_by_part(numbers: Tensor, shape: tuple[int, int], inputs: Tensor) -> Tensor:

@@ -56,10 +56,10 @@ static void write(const float* sums, long width, const Rows& rows, long out, uin
     }
 }
 #endif
-// Whether there is `moetool_multiply`: not every processor has products of bf16.
+// Whether there is `moetool_multiply`: not every processor has products of bf16. 2 if they are AMX's.
 extern "C" int moetool_multiplies() {
 #if defined(MOETOOL_TILES)
-  return 1;
+  return has_amx() ? 2 : 1;
 #else
   return 0;
 #endif

@@ -10,7 +10,7 @@ from pages import RUN_FOR_JSON, RUNNING, sections
 from moetool.cli.app import COMMANDS
 from moetool.demo import DemoModel
 
-OWN = {"eval", "compare", "generate", "routing", "bench", "inspect", "verify", "list", "demo"}
+OWN = {"eval", "compare", "generate", "routing", "bench", "inspect", "verify", "list", "doctor", "demo"}
 
 
 def printed(value: Any, path: str = "") -> Iterator[str]:
@@ -63,6 +63,7 @@ SECTIONS = [
     "inspect",
     "verify",
     "list",
+    "doctor",
 ]
 
 
