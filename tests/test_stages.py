@@ -28,6 +28,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     **{method: {"experts": 3} for method in ("frequency", "hc-smoe", "m-smoe", "naee", "reap")},
     "prune-base": {"ratio": 0.2},
     "auto": {"ratio": 0.5, "group_size": 16},
+    "compressed-tensors": {"group_size": 16},
     "mean-svd": {"ratio": 0.2},
     "plain-svd": {"ratio": 0.2},
     "quantize": {"bits": "4", "group_size": 16},

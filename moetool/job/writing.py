@@ -58,13 +58,17 @@ class ShardPlan:
     Args:
         units: by layer, the tensors to write; -1 stands for everything that belongs to no layer.
         shard_size: most bytes in a shard, if a layer is not larger.
+
+    Attributes:
+        units: as given.
+        shards: indices of the units of each.
     """
 
     def __init__(self, units: Iterable[tuple[int, Sequence[TensorSpec]]], shard_size: int) -> None:
-        self._units = list(units)
+        self.units = list(units)
         self.shards: list[list[int]] = []
         size = 0
-        for unit, (_, specs) in enumerate(self._units):
+        for unit, (_, specs) in enumerate(self.units):
             nbytes = sum(spec.nbytes for spec in specs)
             if not self.shards or size + nbytes > shard_size:
                 self.shards.append([])
@@ -74,15 +78,15 @@ class ShardPlan:
 
     def layers(self, shard: int) -> list[int]:
         """The layers of a shard."""
-        return [self._units[unit][0] for unit in self.shards[shard]]
+        return [self.units[unit][0] for unit in self.shards[shard]]
 
     def specs(self, shard: int) -> list[TensorSpec]:
         """The tensors of a shard."""
-        return [spec for unit in self.shards[shard] for spec in self._units[unit][1]]
+        return [spec for unit in self.shards[shard] for spec in self.units[unit][1]]
 
     def unit(self, layer: int) -> Sequence[TensorSpec]:
         """The tensors of a layer."""
-        return next(specs for owner, specs in self._units if owner == layer)
+        return next(specs for owner, specs in self.units if owner == layer)
 
     def writer(self, directory: Path) -> CheckpointWriter:
         """The writer for this plan."""

@@ -21,7 +21,8 @@ from moetool.measure.told import Comparison, Verification
 from moetool.runtime.building import check_sizes
 
 # Stages whose input moetool wrote itself: without its manifest nobody knows what that was made from.
-_CHAINED = {"svd-compress", "prune-base", "quantize-delta", "sparsify-delta", "dense-experts", "dense"}
+_EXPORTS = {"dense-experts", "dense", "compressed-tensors"}
+_CHAINED = {"svd-compress", "prune-base", "quantize-delta", "sparsify-delta", *_EXPORTS}
 _TRAINING = "tune"
 
 

@@ -1,0 +1,217 @@
+"""To where vLLM and transformers run few-bit experts: compressed-tensors' `pack-quantized`."""
+
+import math
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from moetool.checkpoint.files import patch_config
+from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.writer import TensorSpec
+from moetool.errors import InvalidInputError, UsageError, VerificationError
+from moetool.format.compressed_tensors import (
+    KERNEL_GROUPS,
+    PACKED,
+    SCALE,
+    SHAPE,
+    packed_entry,
+    packed_name,
+    packed_tensors,
+)
+from moetool.format.kinds import custom_module
+from moetool.format.layout import native_layout
+from moetool.job.building_blocks import decoding, encode, moe_size
+from moetool.job.job import Job
+from moetool.job.options import RunOptions
+from moetool.job.phases import rewriting_phases
+from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.result import Sizes, Told
+from moetool.job.stage import Stage
+from moetool.job.work import Work, altogether
+from moetool.job.writing import OutputPlan, ShardPlan, original_bytes, write_checkpoint
+from moetool.numerics.whole_codes import WHOLE_BITS, pack_words, quantize_whole
+from moetool.representations.quantized import Quantized
+
+
+class ExportCompressedTensorsOptions(RunOptions):
+    """How many bits, and for which engine."""
+
+    bits: int = Field(4, description="Bits of every number of an expert: 4 or 8.")
+    group_size: int = Field(128, ge=1, description="Inputs that share a scale; vLLM's kernels take 32, 64 and 128.")
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        description="Cards that will share every expert (vLLM's --tensor-parallel-size): whole groups each.",
+    )
+
+    @field_validator("bits")
+    @classmethod
+    def _served(cls, bits: int) -> int:
+        if bits not in WHOLE_BITS:
+            raise ValueError(
+                f"there are 4 and 8, not {bits}: the format packs others, but vLLM's MoE kernels for it read these two"
+            )
+        return bits
+
+
+class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
+    """Codes every expert anew on an even grid, whatever it was stored as; everything else passes through."""
+
+    name: ClassVar[str] = "compressed-tensors"
+    summary: ClassVar[str] = "experts in 4 or 8 bits as vLLM and transformers read them (pack-quantized)"
+    options_type: ClassVar[type[RunOptions]] = ExportCompressedTensorsOptions
+    method_of: ClassVar[str | None] = "export"
+    is_parallel: ClassVar[bool] = True
+
+    @cached_property
+    def _shards(self) -> ShardPlan:
+        """What is written, of an input that can be."""
+        source, reader = self.source, self.source.experts
+        self._check_family()
+        self._check_groups()
+        native = dict.fromkeys(reader.moe_layers, native_layout(reader.shape))
+        whole = OutputPlan(source, native, self.options.shard_size)
+        packed = self._packed
+        units = []
+        for layer, specs in whole.units:
+            kept = [spec for spec in specs if spec.name not in packed]
+            units.append((layer, [*kept, *(part for spec in specs for part in packed.get(spec.name, []))]))
+        return ShardPlan(units, self.options.shard_size)
+
+    @cached_property
+    def _packed(self) -> dict[str, list[TensorSpec]]:
+        """The tensors in the place of each matrix of an expert, by the name of that."""
+        reader, options = self.source.experts, self.options
+        found = {}
+        for role in reader.shape.roles:
+            parts = packed_tensors(reader.shape.matrix(role), options.bits, options.group_size, reader.dtype)
+            for layer, expert in product(reader.moe_layers, range(reader.shape.experts)):
+                name = self.source.architecture.weight_name(layer, expert, role)
+                found[name] = [TensorSpec(packed_name(name, part), *parts[part]) for part in parts]
+        return found
+
+    def _check_family(self) -> None:
+        architecture, shape, config = self.source.architecture, self.source.experts.shape, self.source.checkpoint.config
+        if (spec := custom_module(config)) is not None:
+            raise InvalidInputError(
+                f"This model has modules that only moetool runs ('{spec.key}' in its quantization_config): no engine "
+                "that reads compressed-tensors knows them."
+            )
+        if architecture.is_fused:
+            raise InvalidInputError(
+                f"{architecture.name} has all experts of a layer in one tensor, {architecture.weights['down']}; "
+                "pack-quantized stores, and engines look for, a matrix for each expert. Export the others: "
+                "families with experts one by one, such as Mixtral or Qwen3-MoE."
+            )
+        if shape.biases:
+            raise InvalidInputError("These experts have biases, which engines that read packed experts leave out.")
+
+    def _check_groups(self) -> None:
+        shape, group, cards = self.source.experts.shape, self.options.group_size, self.options.tensor_parallel
+        if shape.intermediate % cards:
+            raise UsageError(f"--tensor-parallel {cards} does not divide the experts' width of {shape.intermediate}.")
+        width = shape.intermediate // cards
+        common = math.gcd(shape.hidden, width)
+        if common % group == 0:
+            return
+        share = f"{width}" if cards == 1 else f"{width} ({shape.intermediate} over {cards} cards)"
+        served = [size for size in KERNEL_GROUPS if common % size == 0]
+        fitting = served or [size for size in range(1, common + 1) if common % size == 0]
+        nearest = min(fitting, key=lambda size: (abs(size - group), -size))
+        raise UsageError(
+            f"Groups of {group} do not divide both a hidden size of {shape.hidden} and experts {share} wide. "
+            f"The nearest that do: --group-size {nearest}."
+        )
+
+    def _unserved(self) -> list[str]:
+        """What vLLM's Marlin kernels for experts want and this model does not have (vLLM, `marlin_utils.py`)."""
+        shape, group, cards = self.source.experts.shape, self.options.group_size, self.options.tensor_parallel
+        width, least = shape.intermediate // cards, max(64, group)
+        found = []
+        if group not in KERNEL_GROUPS:
+            found.append(f"groups of {', '.join(map(str, KERNEL_GROUPS))} (here {group})")
+        if shape.hidden % 128:
+            found.append(f"a hidden size that 128 divides (here {shape.hidden})")
+        if width % least:
+            found.append(f"experts whose width on a card {least} divides (here {width})")
+        return found
+
+    def plan(self) -> Plan:
+        reader, options, output = self.source.experts, self.options, self._shards.nbytes
+        size, matrices = moe_size(reader), [reader.shape.matrix(role) for role in reader.shape.roles]
+        coded = altogether(encode(Quantized(options.bits, options.group_size), matrix) for matrix in matrices)
+        work = coded * size.experts + (decoding(size) if reader.layouts else Work())
+        unserved = self._unserved()
+        return Plan(
+            stage=self.name,
+            input_bytes=self.source.checkpoint.weight_bytes,
+            output_bytes=output,
+            scratch_bytes=0,
+            memory_bytes=CalibrationCost(0, 1, 4).memory_bytes(reader, gradients=False, factors=False),
+            phases=rewriting_phases(size, output, work),
+            details={"vllm_kernels_want": "; ".join(unserved)} if unserved else {},
+        )
+
+    def run(self, job: Job) -> Told:
+        reader, plan, options = self.source.experts, self._shards, self.options
+        if unserved := self._unserved():
+            job.progress.log(
+                f"vLLM's Marlin kernels for experts want {'; '.join(unserved)}: it may refuse this checkpoint, or take "
+                "slower ones."
+            )
+
+        def packed(layer: int) -> Iterator[tuple[str, Tensor]]:
+            for expert in range(reader.shape.experts):
+                for role in reader.shape.roles:
+                    matrix = reader.dense(layer, expert, role).to(job.device)
+                    codes, scales = quantize_whole(matrix, options.bits, options.group_size, reader.dtype)
+                    name = self.source.architecture.weight_name(layer, expert, role)
+                    yield packed_name(name, PACKED), pack_words(codes, options.bits)
+                    yield packed_name(name, SCALE), scales
+                    yield packed_name(name, SHAPE), torch.tensor(matrix.shape)
+
+        def tensors(layer: int) -> Iterator[tuple[str, Tensor]]:
+            made: set[str] = set()
+            if layer in reader.moe_layers:
+                for name, tensor in packed(layer):
+                    made.add(name)
+                    yield name, tensor
+                if reader.layout(layer).is_extended:
+                    last = reader.shape.experts
+                    for name, tensor in reader.shared_expert_tensors(
+                        layer, lambda role: reader.dense(layer, last, role).to(reader.dtype)
+                    ):
+                        made.add(name)
+                        yield name, tensor
+            for spec in plan.unit(layer):
+                if spec.name not in made:
+                    yield spec.name, self.source.checkpoint.read(spec.name)
+
+        write_checkpoint(job, plan, tensors, config=self._config)
+        return Told()
+
+    @property
+    def _config(self) -> dict[str, object]:
+        reader, options = self.source.experts, self.options
+        specs = [spec for _, unit in self._shards.units for spec in unit]
+        others = [spec.name for spec in specs if len(spec.shape) == 2 and spec.name.endswith(".weight")]
+        entry = packed_entry(
+            self.source.architecture, reader.moe_layers, reader.shape.roles, others, options.bits, options.group_size
+        )
+        return patch_config(self.source.checkpoint.config, {"quantization_config": entry})
+
+    def verify(self, output: Path) -> Sizes:
+        made, plan = Checkpoint.open(output), self._shards
+        due = {spec.name: spec for _, unit in plan.units for spec in unit}
+        wrong = [name for name, spec in due.items() if name not in made.tensors or made.info(name).shape != spec.shape]
+        if wrong:
+            raise VerificationError(f"The output lacks {len(wrong)} tensors, the first {min(wrong)}.")
+        original, given = original_bytes(self.source), self.source.checkpoint.weight_bytes
+        written = made.weight_bytes
+        return Sizes(original, written, round(1 - written / original, 6), None if given == original else given)
