@@ -1,0 +1,150 @@
+"""`export --format compressed-tensors`: names, bytes and entry of the format, and the numbers of the experts."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import WEIGHTS, config_of, weight_bytes
+from families import FAMILIES, add_prediction_layer, build
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moetool.job.job import Source
+
+PARTS = ("weight_packed", "weight_scale", "weight_shape")
+FUSED = {"granitemoe", "granitemoeshared"}
+ONE_BY_ONE = sorted(set(FAMILIES) - FUSED)
+
+
+def decoded(path: Path, module: str) -> Tensor:
+    """A matrix from the three tensors of the format alone."""
+    stored, scheme = load_file(path / WEIGHTS), config_of(path)["quantization_config"]["config_groups"]["experts"]
+    bits, group = scheme["weights"]["num_bits"], scheme["weights"]["group_size"]
+    words, scales, shape = (stored[f"{module}.{part}"] for part in PARTS)
+    columns = int(shape[1])
+    plain = words.to(torch.int64) & 0xFFFFFFFF
+    codes = torch.stack([(plain >> low) & (2**bits - 1) for low in range(0, 32, bits)], 2).flatten(1)[:, :columns]
+    return (codes - 2 ** (bits - 1)).float() * scales.float().repeat_interleave(group, 1)
+
+
+def export(run_cli: Any, source: Path, target: Path, *options: object) -> Any:
+    return run_cli("export", source, target, "--format", "compressed-tensors", *options)
+
+
+@pytest.mark.parametrize(("bits", "most"), [(4, 0.1), (8, 0.01)])
+def test_experts_are_packed_and_the_rest_is_as_it_was(
+    run_cli: Any, tiny_mixtral_bf16: Path, tmp_path: Path, bits: int, most: float
+) -> None:
+    plan = export(
+        run_cli, tiny_mixtral_bf16, tmp_path / "none", "--bits", bits, "--group-size", 16, "--dry-run", "--json"
+    )
+    result = export(run_cli, tiny_mixtral_bf16, tmp_path / "out", "--bits", bits, "--group-size", 16, "--json")
+    assert result.code == 0, result.stderr
+    assert plan.json["output_bytes"] == weight_bytes(tmp_path / "out") == result.json["bytes_after"]
+    before, after = load_file(tiny_mixtral_bf16 / WEIGHTS), load_file(tmp_path / "out" / WEIGHTS)
+    experts = {name.removesuffix(".weight") for name in before if ".experts." in name}
+    assert set(after) == {f"{module}.{part}" for module in experts for part in PARTS} | {
+        name for name in before if ".experts." not in name
+    }
+    assert all(torch.equal(after[name], before[name]) for name in after if name in before)
+    for module in experts:
+        rows, columns = before[f"{module}.weight"].shape
+        packed, scale, shape = (after[f"{module}.{part}"] for part in PARTS)
+        assert (packed.dtype, packed.shape) == (torch.int32, (rows, columns * bits // 32))
+        assert (scale.dtype, scale.shape) == (torch.bfloat16, (rows, columns // 16))
+        assert shape.tolist() == [rows, columns]
+        own = before[f"{module}.weight"].float()
+        assert (decoded(tmp_path / "out", module) - own).norm() < most * own.norm()
+
+
+def test_a_compressed_model_is_decoded_first(run_cli: Any, small: Path, tmp_path: Path) -> None:
+    """The nearest codes of what the compressed checkpoint stands for, not of what it came from."""
+    result = export(run_cli, small, tmp_path / "out", "--bits", 8, "--group-size", 16)
+    assert result.code == 0, result.stderr
+    assert run_cli("export", small, tmp_path / "dense").code == 0
+    dense = load_file(tmp_path / "dense" / WEIGHTS)
+    entry = config_of(tmp_path / "out")["quantization_config"]
+    assert (entry["quant_method"], entry["format"]) == ("compressed-tensors", "pack-quantized")
+    assert "moetool" not in str(entry)
+    for name in (name for name in dense if ".experts." in name):
+        own = dense[name].float()
+        assert (decoded(tmp_path / "out", name.removesuffix(".weight")) - own).norm() < 0.01 * own.norm()
+
+
+@pytest.mark.parametrize("family", ONE_BY_ONE)
+def test_every_family_names_its_experts_and_nothing_else(
+    run_cli: Any, save_model: Any, tmp_path: Path, family: str
+) -> None:
+    """A reader finds a scheme for exactly the packed modules, and is told to leave every other matrix."""
+    source = save_model(build(family), tmp_path / "model")
+    add_prediction_layer(source)
+    result = export(run_cli, source, tmp_path / "out", "--bits", 4, "--group-size", 8)
+    assert result.code == 0, result.stderr
+    stored = load_file(tmp_path / "out" / WEIGHTS)
+    entry = config_of(tmp_path / "out")["quantization_config"]
+    [target] = entry["config_groups"]["experts"]["targets"]
+    packed = {name.removesuffix(".weight_packed") for name in stored if name.endswith("weight_packed")}
+    plain = {
+        name.removesuffix(".weight") for name, tensor in stored.items() if name.endswith(".weight") and tensor.ndim == 2
+    }
+    reader = Source.open(source).experts
+    assert len(packed) == len(reader.moe_layers) * reader.shape.experts * 3
+    assert {module for module in packed | plain if matches(module, [target])} == packed
+    assert {module for module in packed | plain if matches(module, entry["ignore"])} == plain
+    assert matches("lm_head", entry["ignore"])
+    # How vLLM asks, whatever the family.
+    first = reader.architecture.experts_prefix(reader.moe_layers[0])
+    assert all(matches(f"{first}0.{role}_proj", [target]) for role in reader.shape.roles)
+
+
+def matches(module: str, patterns: list[str]) -> bool:
+    """As compressed-tensors and vLLM compare names."""
+    return any(
+        re.match(pattern.removeprefix("re:"), module) is not None if pattern.startswith("re:") else pattern == module
+        for pattern in patterns
+    )
+
+
+@pytest.mark.parametrize("family", sorted(FUSED))
+def test_experts_in_one_tensor_are_refused(run_cli: Any, save_model: Any, tmp_path: Path, family: str) -> None:
+    source = save_model(build(family), tmp_path / "model")
+    result = export(run_cli, source, tmp_path / "out", "--group-size", 16)
+    assert result.code == 3
+    assert "in one tensor" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ((), ["Groups of 128", "32", "48", "--group-size 16"]),
+        (("--group-size", 12), ["--group-size 16"]),
+        (("--group-size", 16, "--tensor-parallel", 5), ["--tensor-parallel 5", "48"]),
+        (("--group-size", 16, "--tensor-parallel", 6), ["48 over 6 cards", "--group-size 8"]),
+        (("--group-size", 16, "--bits", 3), ["not 3", "vLLM"]),
+    ],
+)
+def test_what_does_not_fit_is_said_with_what_does(
+    run_cli: Any, tiny_mixtral: Path, tmp_path: Path, options: tuple[object, ...], says: list[str]
+) -> None:
+    result = export(run_cli, tiny_mixtral, tmp_path / "out", *options)
+    assert result.code == 2, result.stderr
+    assert all(part in result.stderr for part in says), result.stderr
+
+
+def test_what_vllm_may_refuse_is_said(run_cli: Any, make_mixtral: Any, save_model: Any, tmp_path: Path) -> None:
+    source = save_model(make_mixtral(hidden_size=128, intermediate_size=64, num_hidden_layers=1), tmp_path / "model")
+    fits = export(run_cli, source, tmp_path / "fits", "--group-size", 64)
+    assert fits.code == 0
+    assert "vLLM" not in fits.stderr
+    narrow = export(run_cli, source, tmp_path / "narrow", "--group-size", 32, "--tensor-parallel", 2)
+    assert "whose width on a card 64 divides (here 32)" in narrow.stderr
+
+
+def test_an_export_is_no_input(run_cli: Any, tiny_mixtral: Path, tmp_path: Path) -> None:
+    assert export(run_cli, tiny_mixtral, tmp_path / "out", "--group-size", 16).code == 0
+    again = export(run_cli, tmp_path / "out", tmp_path / "again", "--group-size", 16)
+    assert again.code == 3
+    assert "already quantized (quant_method 'compressed-tensors')" in again.stderr
