@@ -4,6 +4,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 RunCli = Callable[..., Any]
+Perplexity = Callable[[Path], float]
 VARIABLE = "MOETOOL_SMOLLM2"
-TEXT = Path(__file__).parents[2] / "LICENSE"
+PROSE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 QUESTION, ANSWER = ("What is the capital of France?", "--max-new-tokens", 16), "Paris"
-EVALUATED = ("--data", TEXT, "--sequence-length", 256, "--windows", 2)
-CALIBRATED = ("--calibration", TEXT, "--samples", 4, "--sequence-length", 128)
+SAMPLES = ("--samples", 4, "--sequence-length", 128)
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,23 +31,36 @@ def published() -> Path:
 
 
 @pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copyfile(PROSE, tmp_path_factory.mktemp("text") / "prose.txt"))
+
+
+@pytest.fixture(scope="module")
+def perplexity(run_cli: RunCli, text: Path) -> Perplexity:
+    """On so little text that it is quick."""
+
+    def of(model: Path) -> float:
+        result = run_cli("eval", model, "--data", text, "--sequence-length", 256, "--windows", 2, "--json")
+        assert result.code == 0, result.stderr
+        return result.json["perplexity"]
+
+    return of
+
+
+@pytest.fixture(scope="module")
 def upcycled(published: Path, run_cli: RunCli, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("upcycled") / "model"
     assert run_cli("upcycle", published, output, "--experts", 4).code == 0
     return output
 
 
-def perplexity(run_cli: RunCli, model: Path) -> float:
-    return run_cli("eval", model, *EVALUATED, "--json").json["perplexity"]
-
-
 def says(run_cli: RunCli, model: Path) -> str:
     return run_cli("generate", model, *QUESTION, "--json").json["text"]
 
 
-def test_it_speaks(published: Path, run_cli: RunCli) -> None:
+def test_it_speaks(published: Path, run_cli: RunCli, perplexity: Perplexity) -> None:
     assert ANSWER in says(run_cli, published)
-    assert 1 < perplexity(run_cli, published) < 30
+    assert 1 < perplexity(published) < 30
 
 
 def test_its_tokenizer_takes_digits_apart(published: Path) -> None:
@@ -55,8 +69,10 @@ def test_its_tokenizer_takes_digits_apart(published: Path) -> None:
     assert tokenizer.tokenize("in  1984") == ["in", "ĠĠ", "1", "9", "8", "4"]
 
 
-def test_upcycled_it_is_the_same_model(published: Path, upcycled: Path, run_cli: RunCli) -> None:
-    assert perplexity(run_cli, upcycled) == pytest.approx(perplexity(run_cli, published), rel=1e-5)
+def test_upcycled_it_is_the_same_model(
+    published: Path, upcycled: Path, run_cli: RunCli, perplexity: Perplexity
+) -> None:
+    assert perplexity(upcycled) == pytest.approx(perplexity(published), rel=1e-5)
     assert says(run_cli, upcycled) == says(run_cli, published)
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (upcycled / name).read_bytes() == (published / name).read_bytes()
@@ -73,12 +89,12 @@ def test_upcycled_transformers_runs_it(upcycled: Path) -> None:
 
 @pytest.mark.parametrize("options", [("--method", "hybrid", "--ratio", 0.6), ("--method", "d2moe", "--ratio", 0.4)])
 def test_compressed_it_still_knows(
-    upcycled: Path, run_cli: RunCli, tmp_path: Path, options: tuple[object, ...]
+    upcycled: Path, text: Path, run_cli: RunCli, perplexity: Perplexity, tmp_path: Path, options: tuple[object, ...]
 ) -> None:
     output = tmp_path / "model"
-    made = run_cli("compress", upcycled, output, *options, *CALIBRATED, "--json")
+    made = run_cli("compress", upcycled, output, *options, "--calibration", text, *SAMPLES, "--json")
     assert made.code == 0, made.stderr
     assert made.json["bytes_after"] <= (1 - float(str(options[-1]))) * made.json["bytes_before"] * 1.001
-    assert perplexity(run_cli, output) < 1.2 * perplexity(run_cli, upcycled)
+    assert perplexity(output) < 1.2 * perplexity(upcycled)
     assert ANSWER in says(run_cli, output)
     assert "moetool" in json.loads((output / "config.json").read_text())["model_type"]
