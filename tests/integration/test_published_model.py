@@ -2,7 +2,6 @@
 `scripts/get_smollm2.py` wrote it.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -15,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 RunCli = Callable[..., Any]
 Perplexity = Callable[[Path], float]
 VARIABLE = "MOETOOL_SMOLLM2"
-PROSE = Path(__file__).parents[2] / "CONTRIBUTING.md"
+PROSE = Path(__file__).parents[2] / "LICENSE"
 QUESTION, ANSWER = ("What is the capital of France?", "--max-new-tokens", 16), "Paris"
-SAMPLES = ("--samples", 4, "--sequence-length", 128)
+SAMPLES = ("--samples", 2, "--sequence-length", 64)
 
 pytestmark = [
     pytest.mark.slow,
@@ -97,4 +96,3 @@ def test_compressed_it_still_knows(
     assert made.json["bytes_after"] <= (1 - float(str(options[-1]))) * made.json["bytes_before"] * 1.001
     assert perplexity(output) < 1.2 * perplexity(upcycled)
     assert ANSWER in says(run_cli, output)
-    assert "moetool" in json.loads((output / "config.json").read_text())["model_type"]
