@@ -133,8 +133,10 @@ def main() -> None:
     for line in lines_of(options, kept):
         print(line, flush=True)
         lines.append(line)
+        missing = [step.name for step in STEPS if not any(line.startswith(f"| {step.name} |") for line in lines)]
         if options.output:
-            options.output.write_text("\n".join(lines) + "\n")
+            rest = ["", f"Not run yet: {'; '.join(missing)}."] if missing else []
+            options.output.write_text("\n".join([*lines, *rest]) + "\n")
 
 
 if __name__ == "__main__":
