@@ -65,7 +65,7 @@ def find_architecture(config: Mapping[str, object]) -> Architecture:
     if not any((whole_number(config, key) or 0) > 1 for key in EXPERT_KEYS):
         raise InvalidInputError(
             f"model_type {model_type!r} is not an MoE model: its config.json names no experts "
-            f"({', '.join(EXPERT_KEYS)}). Known MoE families: {known}."
+            f"({', '.join(EXPERT_KEYS)}). `moetool upcycle` makes one of a dense model. Known MoE families: {known}."
         )
     close = difflib.get_close_matches(str(model_type), by_type, n=1)
     hint = f" Did you mean '{close[0]}'?" if close else ""

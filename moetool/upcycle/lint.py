@@ -71,4 +71,8 @@ def lint(target: Target, dense: DenseModel, spec: MoESpec, config: Mapping[str, 
         spec.intermediate % 256,
         f"experts are {spec.intermediate} wide, no multiple of 256: llama.cpp's K-quants fall back to larger types",
     )
+    note(
+        spec.hidden % 256,
+        f"hidden states are {spec.hidden} wide, no multiple of 256: llama.cpp's K-quants fall back to larger types",
+    )
     return notes

@@ -85,7 +85,7 @@ def test_more_routed_than_there_are(mixtral: Architecture) -> None:
 
 
 def test_a_dense_model_is_called_dense() -> None:
-    with pytest.raises(InvalidInputError, match=r"'llama' is not an MoE model.*mixtral"):
+    with pytest.raises(InvalidInputError, match=r"'llama' is not an MoE model.*moetool upcycle.*mixtral"):
         find_architecture({"model_type": "llama", "hidden_size": 32})
 
 

@@ -22,12 +22,21 @@ def notes(
     layers: tuple[int, ...] = (0, 1),
     shared: Any = "none",
     width: int = 512,
+    hidden: int = 256,
     head: bool = False,
 ) -> list[str]:
     tensors = {"lm_head.weight": None} if head else {}
     dense: Any = SimpleNamespace(features=features, checkpoint=SimpleNamespace(tensors=tensors))
     spec = MoESpec(
-        experts=4, top_k=2, intermediate=width, layers=layers, shared=shared, of=2, hidden=64, roles=ROLES, biases=()
+        experts=4,
+        top_k=2,
+        intermediate=width,
+        layers=layers,
+        shared=shared,
+        of=2,
+        hidden=hidden,
+        roles=ROLES,
+        biases=(),
     )
     return lint(targets()[target], dense, spec, {**PLAIN, **(config or {})})
 
@@ -78,6 +87,7 @@ RULES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "vLLM ignores windows in some layers",
     ),
     ({"of": ("mixtral",), "width": 192}, {"of": ("mixtral",)}, "experts are 192 wide, no multiple of 256"),
+    ({"of": ("mixtral",), "hidden": 576}, {"of": ("mixtral",)}, "hidden states are 576 wide, no multiple of 256"),
     ({"of": ("mixtral",), "width": 257}, {"of": ("mixtral",), "width": 1024}, "experts are 257 wide"),
 ]
 
