@@ -359,6 +359,8 @@ def main() -> None:
                 lines.append(row)
             gc.collect()
     if not options.no_model:
+        if options.work is not None:
+            options.work.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(dir=options.work, prefix="moetool-runtime-"))
         try:
             depth, hidden, width, length = (2, 256, 512, 64) if options.small else (DEPTH, HIDDEN, WIDTH, 512)
