@@ -31,7 +31,13 @@ COMPRESSED = {
     "codes": "ders-quantize --bits 4 --group-size 16 --base-bits 8",
     "few numbers": "ders-sparsify --drop 0.5 --select magnitude",
     "few numbers and a rank": "ders-sparsify --drop 0.7 --rank 4",
+    "auto": "auto --ratio 0.4 --group-size 16",
+    "no base": "quantize --bits 4 --group-size 16 --rotate",
+    "factors of deltas to the mean": "mean-svd --ratio 0.3",
+    "factors of experts": "plain-svd --ratio 0.2",
+    **{f"fewer by {name}": f"{name} --experts 3" for name in ("reap", "frequency", "naee", "hc-smoe", "m-smoe")},
 }
+WITHOUT_TEXT = ("ders-sparsify", "mean-svd", "plain-svd")
 UPCYCLED = {
     "vanilla": "vanilla",
     "drop": "drop",
@@ -127,7 +133,7 @@ def result(
         chosen, _, then = (COMPRESSED if command == "compress" else UPCYCLED)[name].partition(" | ")
         more: tuple[object, ...] = ("--experts", 4, "--no-proof")
         if command == "compress":
-            more = () if chosen.startswith("ders-sparsify") else ("--calibration", tiny_text, *TEXT)
+            more = () if chosen.startswith(WITHOUT_TEXT) else ("--calibration", tiny_text, *TEXT)
         if name == "branch-train-mix":
             more = ("--source", source, "--source", source, "--no-proof")
         made = run_cli(command, source, output, "--method", *chosen.split(), *more)

@@ -82,6 +82,7 @@ def average_bits(experts: ExpertReader, left: int) -> float:
 def on_base(shape: MoEShape, base_bits: str, bits: float, group: int, rotated_by: int | None = None) -> Footing:
     """On a base in few bits, where every number of a delta can have `bits` on average; for rotated inputs with a
     seed."""
+    base = base_representations(shape, base_bits, group)
     near = [b for b in _BITS if bits / _REACH <= b <= bits * _REACH] or [1 if bits < 1 else 8]
     if bits <= _LOW_RANK_BITS:
         near = sorted({*near, _LOW_RANK_BITS})
@@ -95,7 +96,7 @@ def on_base(shape: MoEShape, base_bits: str, bits: float, group: int, rotated_by
         if rotated_by is None and (bits * _REACH >= 16 or not near[1:]):
             own.append(Dense())
         forms[role] = own
-    return Footing(_named(base_bits, rotated_by), base_representations(shape, base_bits, group), forms, rotated_by)
+    return Footing(_named(base_bits, rotated_by), base, forms, rotated_by)
 
 
 def without_base(
