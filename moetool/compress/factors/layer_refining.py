@@ -19,6 +19,7 @@ from moetool.checkpoint.files import save_tensors
 from moetool.compress.factors.refining import JointTask, MatrixKey, MovableExperts, outputs
 from moetool.compress.factors.routed_text import RoutedText
 from moetool.compress.owning import encoded_names
+from moetool.compress.refining.layer import refined_path
 from moetool.compress.refining.metric import load_metric, metric_path
 from moetool.compress.refining.running import run_expert
 from moetool.compress.told import JointlyRefined
@@ -99,7 +100,7 @@ class JointRefining:
         found = task.refine(
             self._movable(weights, base, encoded), self.steps, generator(self.seed, "refine", self.layer)
         )
-        save_tensors(_told_path(self.work, self.layer), {"costs": torch.tensor([found.before, found.after]).double()})
+        save_tensors(refined_path(self.work, self.layer), {"costs": torch.tensor([found.before, found.after]).double()})
         moved = dict(encoded)
         for (role, expert), (u, v) in found.experts.factors.items():
             moved[delta_name(expert, role, "u")] = to_cpu(u.to(self.dtype))
@@ -141,9 +142,5 @@ class JointRefining:
 
 def told(work: Path, layer: int) -> JointlyRefined:
     """What was done to a layer that has been written."""
-    before, after = load_file(_told_path(work, layer))["costs"].tolist()
+    before, after = load_file(refined_path(work, layer))["costs"].tolist()
     return JointlyRefined(float(f"{before:.4g}"), float(f"{after:.4g}"))
-
-
-def _told_path(work: Path, layer: int) -> Path:
-    return work / f"refined-{layer:05d}.safetensors"

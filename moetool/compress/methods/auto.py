@@ -109,7 +109,7 @@ class Auto(Stage[AutoOptions]):
         reader = self.source.experts
         return read_plan(local_path(self.options.plan), reader.shape, tuple(reader.moe_layers))
 
-    @property
+    @cached_property
     def _target(self) -> int:
         if self.given is not None:
             return OutputPlan(self.source, self.given, self.options.shard_size).nbytes

@@ -36,11 +36,6 @@ class Mix:
     footings: Mapping[int, Mapping[Role, str]]
     losses: Mapping[int, Mapping[Role, float]]
 
-    @property
-    def lost(self) -> float:
-        """What all is estimated to lose."""
-        return math.fsum(loss for by_role in self.losses.values() for loss in by_role.values())
-
 
 @dataclass(frozen=True, eq=False)
 class Choosing:
@@ -122,6 +117,14 @@ class Choosing:
                     units.setdefault(unit, []).append((layer, role, expert))
         return units
 
+    @cached_property
+    def _units_at(self) -> dict[Place, list[Key]]:
+        """The first of every unit, by place."""
+        found: dict[Place, list[Key]] = {place: [] for place in self._places}
+        for first in self._units:
+            found[self._place(first)].append(first)
+        return found
+
     def _layouts(self, standing: Mapping[Place, Footing], chosen: Mapping[Key, int]) -> dict[int, LayerLayout]:
         """With the number of every unit's form on its footing."""
         reader, forms, layouts = self.source.experts, dict[Key, Representation](), dict[int, LayerLayout]()
@@ -150,9 +153,8 @@ class Choosing:
     def _group(self, place: Place, footing: Footing, target: int, losses: FormLosses) -> Group:
         (layer, roles), start = place, min(target, self.shard_size)  # of a tensor's data, no further
         items = {}
-        for first, keys in self._units.items():
-            if first[0] != layer or first[1] not in roles:
-                continue
+        for first in self._units_at[place]:
+            keys = self._units[first]
             sizes = [
                 sum(self._bytes(layer, role, delta_name(expert, role, ""), footing.forms[role][index], start)
                     for _, role, expert in keys)

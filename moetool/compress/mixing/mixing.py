@@ -23,7 +23,7 @@ from moetool.compress.mixing.footings import Footing, stored_base
 from moetool.compress.mixing.measuring import encoded, loss_name, losses_path, measure
 from moetool.compress.mixing.options import MixingOptions
 from moetool.compress.refining.expert import BATCH_TOKENS
-from moetool.compress.refining.layer import MOST_TOKENS, Refining
+from moetool.compress.refining.layer import MOST_TOKENS, LayerRefining, Refining
 from moetool.compress.refining.metric import OutputGradients, metric_path
 from moetool.compress.told import MixedLayer, MixedTold
 from moetool.errors import UsageError
@@ -124,7 +124,7 @@ class Mixing:
         reader, options = self.source.experts, self.options
         calibrated = CalibratedJob(job, options, gradients=True, experts_at_once=self.experts_at_once)
         running = _Running(self, job, calibrated)
-        calibrated.reverse(running.visit, passes=2)
+        calibrated.reverse(running.visit, passes=2 if self.given is None else 1)
         if self.given is None:
             mix = job.ranks.broadcast(choose(running.losses()))
             if job.ranks.is_first:
@@ -233,7 +233,8 @@ class _Running:
             return
         with RoutedTokens(calibrated.sweep, index).kept() as examples:
             grams = self._grams(calibrated.sweep, index, layer, owned, examples, keep=True)
-            moved = self.refining.layer(index, calibrated.experts(layer), weights, base, layout, examples)
+            native = calibrated.experts(layer)
+            moved = LayerRefining(self.refining, index, native, weights, base, layout, examples)
             yield from encoded(self._reader, deltas, layout, grams, choice, owned, moved)
 
     def told(self, mix: Mix) -> dict[int, MixedLayer]:

@@ -45,18 +45,6 @@ class Refining:
     steps: int
     seed: int
 
-    def layer(
-        self,
-        layer: int,
-        native: nn.Module,
-        weights: Weights,
-        base: LayerBase | None,
-        layout: LayerLayout,
-        examples: RoutedTokens,
-    ) -> "LayerRefining":
-        """For one layer with transformers' fused experts `native`, whose matrices `weights` gives."""
-        return LayerRefining(self, layer, native, weights, base, layout, examples)
-
     def told(self, layer: int) -> RefinedLayer:
         """What was done to a layer that has been written."""
         costs = load_file(refined_path(self.work, layer))["costs"]
@@ -65,7 +53,7 @@ class Refining:
 
 
 class LayerRefining:
-    """The same for one layer."""
+    """The same for one layer, with transformers' fused experts `native`, whose matrices `weights` gives."""
 
     def __init__(
         self,
