@@ -58,9 +58,9 @@ def layout(
     return LayerLayout(shape, weights, channels or shape.intermediate, dynamic, bases)
 
 
-def rotated(*specs: str, **seeds: int) -> LayerLayout:
-    """Without a base, the inputs of some roles rotated."""
-    return replace(layout(MIXTRAL, *specs, base="low-rank:0"), rotation=seeds)
+def rotated(*specs: str, base: str = "low-rank:0", **seeds: int) -> LayerLayout:
+    """Without a base if none is said, the inputs of some roles rotated."""
+    return replace(layout(MIXTRAL, *specs, base=base), rotation=seeds)
 
 
 def _mixtral(*layouts: LayerLayout) -> Any:
@@ -141,6 +141,11 @@ KINDS: dict[str, Callable[[], Any]] = {
         rotated("quantised:2:16", gate=1, up=1, down=2),
         rotated("low-rank:5", "quantised:4:8", "low-rank:0", down=3),
         rotated("quantised-low-rank:8:4:16", gate=5, up=5),
+    ),
+    "rotated-base": lambda: _mixtral(
+        rotated("quantised:2:16", "low-rank:0", base="quantised-weight:2:16", gate=1, up=1, down=2),
+        rotated("quantised:4:8", base="quantised-weight:4:8", down=3),
+        rotated("low-rank:0", "quantised-low-rank:8:4:16", base="nf4", gate=5, up=5),
     ),
     "shared-expert-without-base": lambda: _qwen(
         *(layout(QWEN, "quantised:4:8", base="low-rank:0", extended=True) for _ in range(3))

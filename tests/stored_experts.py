@@ -20,6 +20,7 @@ STORED = (
     "formats",
     "no-base",
     "rotated",
+    "rotated-base",
     "shared-expert-on-base",
     "mixture-on-base-with-biases",
 )

@@ -197,7 +197,7 @@ class KernelExperts:
         given = self.roles["up"].turned(hidden.float())  # gate, too
         found = first(chosen, given.unsqueeze(1).expand(tokens, k + joined, hidden.shape[1]))
         values, bases = found[:, :, :k], found[:, :, k:]
-        if not joined and (apart := [self._base(own.base, hidden) for own in first.roles if own.base]):
+        if not joined and (apart := [self._base(own.base, given.to(hidden.dtype)) for own in first.roles if own.base]):
             bases = torch.stack(apart).unsqueeze(2)
         if bases.numel():
             values = values + (bases if first.uses_base is None else bases * first.uses_base[:, safe])
