@@ -8,7 +8,15 @@ from functools import cache
 from moetool.job.stage import AnyStage, Stage
 
 # Where stages are: in every file of a package, or in the one module.
-_PLACES = ("compress.methods", "compress.stages", "reduce.methods", "upcycle.methods", "moefy.stage", "tune.stage")
+_PLACES = (
+    "compress.methods",
+    "compress.stages",
+    "export.formats",
+    "reduce.methods",
+    "upcycle.methods",
+    "moefy.stage",
+    "tune.stage",
+)
 
 
 @cache

@@ -25,6 +25,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"job"}),
     frozenset({"convert", "bases"}),
     frozenset({"compress", "reduce", "upcycle", "moefy", "tune", "measure"}),
+    frozenset({"export"}),
     frozenset({"stages", "demo"}),
     frozenset({"compare"}),
     frozenset({"cli"}),

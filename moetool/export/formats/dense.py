@@ -14,6 +14,7 @@ from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.manifest import Upcycling
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
+from moetool.export.unmerging import Unmerging, dense_config
 from moetool.format.families import architecture_of
 from moetool.job.blueprint import imagine
 from moetool.job.building_blocks import moe_size
@@ -25,7 +26,6 @@ from moetool.job.result import Sizes, Told
 from moetool.job.stage import Stage
 from moetool.job.writing import ShardPlan, down_scale, passed_on, write_checkpoint
 from moetool.runtime.dense import DenseModel
-from moetool.upcycle.unmerging import Unmerging, dense_config
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.parts import REST
 from moetool.errors import InvalidInputError
+from moetool.export.unmerging import Unmerging, dense_config
 from moetool.format.families import architecture_of
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.experts import FromSources, PartlyRedrawn, Pieces
-from moetool.upcycle.unmerging import Unmerging, dense_config
 from moetool.upcycle.upcycling import Upcycled
 
 
