@@ -12,7 +12,9 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 # As published, in billions: total and active per token (embeddings counted).
 PUBLISHED = {
     "mixtral-8x7b": (46.70, 12.88),
+    "mixtral-8x22b": (140.62, 39.15),
     "qwen3-30b-a3b": (30.53, 3.35),
+    "qwen3-235b-a22b": (235.09, 22.19),
     "qwen2-57b-a14b": (57.41, 14.25),
     "qwen1.5-moe-a2.7b": (14.32, 2.69),
     "deepseek-moe-16b": (16.38, 2.83),
