@@ -20,6 +20,7 @@ def _ascending(layers: tuple[int, ...]) -> tuple[int, ...]:
 Count = Annotated[int, Field(strict=True, ge=1, le=MOST)]
 LayerCount = Annotated[int, Field(strict=True, ge=1, le=MOST_LAYERS)]
 ExpertCount = Annotated[int, Field(strict=True, ge=1, le=MOST_EXPERTS)]
+Bytes = Annotated[int, Field(strict=True, ge=1, lt=2**63)]
 Whole = Annotated[int, Field(strict=True, ge=0, le=MOST)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]

@@ -17,7 +17,7 @@ from moetool.architectures.dense import DenseArchitecture, dense_architectures, 
 from moetool.errors import InvalidInputError
 from moetool.format.entry import check_format_version, layer_layouts
 from moetool.format.families import CustomMoE, architecture_of
-from moetool.format.fields import MOST, MOST_EXPERTS, Count, LayerCount, Name, Positive, Share, explain
+from moetool.format.fields import MOST, MOST_EXPERTS, Bytes, Count, LayerCount, Name, Positive, Share, explain
 from moetool.format.kinds import custom_module
 from moetool.format.kinds.moe import MoESpec
 from moetool.format.marker import METHOD
@@ -131,7 +131,7 @@ class _Entry(_Entries):
 
     format_version: Count = 1
     layers: dict[str, dict[str, object]] = {}
-    original_bytes: Count | None = None
+    original_bytes: Bytes | None = None
 
 
 def check_depth(parsed: object, file: Path) -> None:

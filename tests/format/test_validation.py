@@ -108,6 +108,7 @@ ACCEPTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({key: value for key, value in MIXTRAL.items() if key != "num_local_experts"}, {}),
     (MIXTRAL, stored()),
     (MIXTRAL, own(layers={})),
+    (MIXTRAL, own(layers={}, original_bytes=1_340_000_000_000)),
     (LLAMA, own(mixture=MIXTURE)),
     (LLAMA, own(adapter_experts=ADAPTERS)),
     (LLAMA, own(interpolated=MASKS)),
