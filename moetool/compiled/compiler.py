@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 _LOGGER = logging.getLogger(__name__)
-_SOURCES = [Path(__file__).with_name(name) for name in ("routed.cpp", "many.cpp")]
+_SOURCES = [Path(__file__).with_name(name) for name in ("routed.cpp", "many.cpp", "trellis.cpp")]
 _HEADERS = [Path(__file__).with_name(name) for name in ("matrices.h", "rows.h", "sparse.h", "tiles.h", "vectors.h")]
 _SECONDS = 60  # that a compiler may take; it takes about ten
 # Not `-ffast-math`: older compilers then let the library turn off denormal numbers for the whole process.

@@ -35,6 +35,10 @@ static void add_row(const Operand& m, long r, long begin, long end, float* row, 
     case CODES8: return add_row<CODES8>(m, r, begin, end, row);
     case NF4: return add_row<NF4>(m, r, begin, end, row);
     case INT8: return add_row<INT8>(m, r, begin, end, row);
+    case TRELLIS1: return add_row<TRELLIS1>(m, r, begin, end, row);
+    case TRELLIS2: return add_row<TRELLIS2>(m, r, begin, end, row);
+    case TRELLIS3: return add_row<TRELLIS3>(m, r, begin, end, row);
+    case TRELLIS4: return add_row<TRELLIS4>(m, r, begin, end, row);
   }
 }
 // `row` has room for whole vectors.
@@ -54,7 +58,7 @@ static bool has_octets(const Operand* matrices, long count) {
   if (count > 2) return false;
   for (long i = 0; i < count; i++) {
     const Operand& m = matrices[i];
-    if (!aligned(m) || m.rows % 8 || (i == 0 && !(bits((Form)m.form)))) return false;
+    if (!aligned(m) || m.rows % 8 || (i == 0 && (!bits((Form)m.form) || in_trellis((Form)m.form)))) return false;
     if (i && !(m.form == BF16 || (m.form >= CODES2 && m.form <= CODES8))) return false;
   }
   return true;

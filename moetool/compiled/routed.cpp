@@ -156,6 +156,10 @@ static void product(const Operand& m, long begin, long end, const Batch& batch) 
     case CODES8: return product<CODES8>(m, begin, end, batch);
     case NF4: return product<NF4>(m, begin, end, batch);
     case INT8: return product<INT8>(m, begin, end, batch);
+    case TRELLIS1: return product<TRELLIS1>(m, begin, end, batch);
+    case TRELLIS2: return product<TRELLIS2>(m, begin, end, batch);
+    case TRELLIS3: return product<TRELLIS3>(m, begin, end, batch);
+    case TRELLIS4: return product<TRELLIS4>(m, begin, end, batch);
   }
 }
 
@@ -168,7 +172,7 @@ static void cut(std::vector<Piece>& pieces, const Operand& m, const Batch& batch
     units = m.columns;
     size = std::max(1L, (1L << 18) / std::max(1L, (long)m.rows) / TILE) * TILE;
   } else if (aligned(m)) {
-    units = m.rows / (m.form == CODES4 ? 2 : m.form >= CODES1 && m.form <= CODES3 ? 4 : 1);
+    units = m.rows / served((Form)m.form);
   }
   size = (size + 3) / 4 * 4;
   for (long begin = 0; begin < units; begin += size) pieces.push_back({&m, begin, std::min(units, begin + size), batch});
