@@ -30,7 +30,7 @@ def found(table: torch.Tensor, bits: int, numbers: torch.Tensor) -> tuple[torch.
 def learnt(bits: int, seed: int) -> tuple[torch.Tensor, float]:
     """Values [2^window], and the error that they leave."""
     generator = torch.Generator().manual_seed(seed)
-    size = 2 ** trellis.WINDOW[bits]
+    size = 2**trellis.WINDOW
     quantiles = (torch.arange(size) + 0.5) / size
     table = (2**0.5 * torch.erfinv(2 * quantiles - 1))[torch.randperm(size, generator=generator)]
     for _ in range(ROUNDS):
@@ -46,7 +46,7 @@ def learnt(bits: int, seed: int) -> tuple[torch.Tensor, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--bits", type=int, nargs="+", default=trellis.BITS)
+    parser.add_argument("--bits", type=int, nargs="+", default=trellis.WIDTHS)
     options = parser.parse_args()
     if reason := compiler.problem():
         sys.exit(f"This takes the compiled path search: {reason}.")

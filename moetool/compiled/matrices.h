@@ -89,9 +89,9 @@ static inline vi triple(const Operand& m, long q, int eighths, long column) {
 template <Form F> static inline vi windows(const Operand& m, long q, int j, long column) {
   const long n = m.columns;
   if (F == TRELLIS3) {
-    vi found = triple(m, q, j, column) << 6;
-    for (int back = 1; back < 3; back++)
-      if (j >= back || q) found |= triple(m, q - (j < back), (j + 8 - back) % 8, column) << (6 - 3 * back);
+    vi found = triple(m, q, j, column) << 5;
+    if (j >= 1 || q) found |= triple(m, q - (j < 1), (j + 7) % 8, column) << 2;
+    if (j >= 2 || q) found |= triple(m, q - (j < 2), (j + 6) % 8, column) & 3;
     return found;
   }
   const uint8_t* own = m.data + q * n + column;
@@ -144,19 +144,19 @@ template <Form F> static inline vf decode_row(const Operand& m, vf levels, long 
 }
 // The window of one number, wherever it lies.
 static int window(const Operand& m, long row, long column) {
-  const int own = bits((Form)m.form), served = own % 2 ? 8 : 8 / own, all = own == 3 ? 9 : 8;
+  const int own = bits((Form)m.form), served = own % 2 ? 8 : 8 / own;
   const long stripe = m.rows / served;
   long q = row % stripe;
   int j = (int)(row / stripe), found = 0;
-  for (int low = all - own; low >= 0 && q >= 0; low -= own) {
-    int code;
+  for (int low = 8 - own; low > -own && q >= 0; low -= own) {
+    int code;  // of the oldest one the lower bits
     if (own == 3) {
       const int two = m.data[(q + j % 2 * stripe) * m.columns + column] >> (j / 2 * 2);
       code = (two & 3) | ((m.data[(2 * stripe + q) * m.columns + column] >> j & 1) << 2);
     } else {
       code = m.data[q * m.columns + column] >> (own * j) & ((1 << own) - 1);
     }
-    found |= code << low;
+    found |= low < 0 ? code & ((1 << (own + low)) - 1) : code << low;
     if (--j < 0) j = served - 1, q--;
   }
   return found;

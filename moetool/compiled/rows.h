@@ -3,9 +3,14 @@
 #include <vector>
 #include "matrices.h"
 #include "sparse.h"
+#include "trellis_rows.h"
 
 // row += M[r, begin to end], scaled. Where a row is cut, bytes and groups of 16 columns are not.
 template <Form F> static void add_row(const Operand m, long r, long begin, long end, float* row) {
+#if defined(__AVX512VBMI__)
+  if constexpr (in_trellis(F))
+    if (has_many(m) && begin % MANY == 0 && end % MANY == 0) return add_row_many<F>(m, r, begin, end, row);
+#endif
   const vf levels = looked_up(F) ? load(m.levels) : vf{};
   const long group = coded(F) ? m.group : m.columns, groups = m.columns / group;
   for (long i = begin; i < end;) {

@@ -1,13 +1,13 @@
 """Trellis-coded quantization: few-bit codes of which several together say what each number is.
 
 A code of k bits by itself has 2^k values. Here the value of a number is looked up by its own code and those of the
-numbers before it, a window of `WINDOW[k]` bits that moves on by one code a number: a path through a trellis of 2^window
+numbers before it, a window of `WINDOW` bits that moves on by one code a number: a path through a trellis of 256
 states, of which every state has 2^k successors. The values of these are chosen so that any number is near to one of
 them, and the whole path by Viterbi's algorithm, so that the squared error of all numbers together is least. Nothing is
 stored beside the codes (M. Marcellin and T. Fischer, "Trellis coded quantization of memoryless and Gauss-Markov
 sources", IEEE Trans. Commun., 1990; with a window of bits as the state: Tseng et al., QTIP, arXiv:2406.11235).
 
-Of a normal variable it leaves .280, .077, .020, .0058 at 1, 2, 3, 4 bits, where the best levels leave .363, .117,
+Of a normal variable it leaves .280, .077, .021, .0058 at 1, 2, 3, 4 bits, where the best levels leave .363, .117,
 .035, .0095, and no code of any length less than .250, .063, .016, .004.
 """
 
@@ -21,21 +21,22 @@ from torch import Tensor
 from moetool.compiled import compiler
 from moetool.numerics.error_feedback import Feedback, fed_back
 
-BITS = (1, 2, 3, 4)
-WINDOW = {1: 8, 2: 8, 3: 9, 4: 8}  # bits that say what a number is: whole codes
+WIDTHS = (1, 2, 3, 4)
+WINDOW = 8  # bits that say what a number is: its code, and those before it; of the oldest one the lower bits
 _CHUNK = 1 << 18  # elements worked on at a time
+_FITS = 2  # of scales to the paths, which are found anew for them
 _SEGMENT = 1024  # numbers on one of which a path is found at a time; the next begin where that ended
 
 
 @cache
 def values(bits: int, device: torch.device) -> Tensor:
-    """What each window stands for, [2^window] fp32 numbers of bf16, the newest code in its highest bits.
+    """What each window stands for, [256] fp32 numbers of bf16, the newest code in its highest bits.
 
     Raises:
-        ValueError: `bits` is not one of `BITS`.
+        ValueError: `bits` is not one of `WIDTHS`.
     """
-    if bits not in BITS:
-        raise ValueError(f"codes in a trellis have {', '.join(map(str, BITS))} bits, not {bits}")
+    if bits not in WIDTHS:
+        raise ValueError(f"codes in a trellis have {', '.join(map(str, WIDTHS))} bits, not {bits}")
     stored = files("moetool.numerics").joinpath(f"trellis-{bits}.bf16").read_bytes()
     with torch.inference_mode(False):
         return torch.frombuffer(bytearray(stored), dtype=torch.bfloat16).float().to(device)
@@ -47,8 +48,9 @@ def windows(codes: Tensor, bits: int) -> Tensor:
     Before the first number all codes are zero.
     """
     found = torch.zeros(codes.shape, dtype=torch.int32, device=codes.device)
-    for back in range(WINDOW[bits] // bits):
-        found[back:] |= codes[: len(codes) - back].int() << (WINDOW[bits] - (back + 1) * bits)
+    for back, low in enumerate(range(WINDOW - bits, -bits, -bits)):
+        own = codes[: max(0, len(codes) - back)].int()
+        found[back:] |= own << low if low >= 0 else own & (2 ** (bits + low) - 1)
     return found
 
 
@@ -94,7 +96,7 @@ def encoded(
 
     Args:
         matrix: [out, in], floating and finite.
-        bits: one of `BITS`.
+        bits: one of `WIDTHS`.
         group: inputs that share a scale, a divisor of `in`.
         dtype: of the scales.
         importance: [in], how much the squared error of each input counts for scales; None for all the same.
@@ -112,7 +114,10 @@ def encoded(
     if not bool(numbers.isfinite().all()):
         raise ValueError("a matrix with values that are not finite cannot be quantized")
     grouped = numbers.view(rows, -1, group)
-    scales = grouped.square().mean(2).sqrt().to(dtype).float()
+    size = grouped.abs().amax(2)  # by which groups are brought to unit size, so that no square under- or overflows
+    size = torch.where(size > 0, size, 1)
+    grouped = grouped / size.unsqueeze(2)
+    scales = (grouped.square().mean(2).sqrt() * size).to(dtype).float()
     weights = torch.ones(columns) if importance is None else importance.float().cpu()
     weights = weights.view(1, -1, group).clamp_min(1e-4 * float(weights.mean()) or 1.0)
     lines = numbers.T.contiguous()
@@ -120,13 +125,15 @@ def encoded(
 
     def nearest() -> Tensor:
         """Unscaled, [rows, groups, group], each number by itself."""
-        unit = (grouped / torch.where(scales > 0, scales, 1).unsqueeze(2)).view(rows, columns).T.contiguous()
+        inverse = size / torch.where(scales > 0, scales, size)
+        unit = (grouped * inverse.unsqueeze(2)).view(rows, columns).T.contiguous()
         return path(unit, bits, codes).T.reshape(grouped.shape)
 
-    near = nearest()
-    norm = (weights * near.square()).sum(2)
-    fitted = (weights * near * grouped).sum(2) / torch.where(norm > 0, norm, 1)
-    scales = torch.where(fitted > 0, fitted, scales).to(dtype).float()
+    for _ in range(_FITS):
+        near = nearest()
+        norm = (weights * near.square()).sum(2)
+        fitted = (weights * near * grouped).sum(2) / torch.where(norm > 0, norm, 1)
+        scales = torch.where(fitted > 0, fitted * size, scales).to(dtype).float()
     if feedback is None:
         nearest()
     else:
@@ -164,7 +171,7 @@ def path(numbers: Tensor, bits: int, codes: Tensor) -> Tensor:
         ctypes.c_long(len(numbers) if numbers.dim() > 1 else 1),
         ctypes.c_long(numbers.shape[-1]),
         ctypes.c_int(bits),
-        ctypes.c_int(WINDOW[bits]),
+        ctypes.c_int(WINDOW),
         ctypes.c_long(_SEGMENT),
         ctypes.c_void_p(table.data_ptr()),
         ctypes.c_void_p(codes.data_ptr()),
@@ -175,17 +182,18 @@ def path(numbers: Tensor, bits: int, codes: Tensor) -> Tensor:
 
 
 def reordered(states: Tensor, bits: int) -> Tensor:
-    """Windows with the newest code in the lowest bits as such with the newest in the highest, and back."""
-    count = WINDOW[bits] // bits
+    """Windows with the newest code in the lowest bits as such with the newest in the highest."""
     found = torch.zeros_like(states)
-    for place in range(count):
-        found |= (states >> (place * bits) & (2**bits - 1)) << ((count - 1 - place) * bits)
+    for low in range(WINDOW - bits, -bits, -bits):
+        code = states & (2 ** min(bits, bits + low) - 1)
+        found |= code << max(low, 0)
+        states = states >> bits
     return found
 
 
 @cache
 def _newest_lowest(bits: int) -> Tensor:
-    return values(bits, torch.device("cpu"))[reordered(torch.arange(2 ** WINDOW[bits]), bits)].contiguous()
+    return values(bits, torch.device("cpu"))[reordered(torch.arange(2**WINDOW), bits)].contiguous()
 
 
 def _by_torch(numbers: Tensor, bits: int, codes: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ class Trellis(Quantized):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bits not in trellis.BITS:
-            raise ValueError(f"codes in a trellis have {', '.join(map(str, trellis.BITS))} bits, not {self.bits}")
+        if self.bits not in trellis.WIDTHS:
+            raise ValueError(f"codes in a trellis have {', '.join(map(str, trellis.WIDTHS))} bits, not {self.bits}")
 
     def fitted(self, shape: tuple[int, int]) -> Self:
         trellis.in_order(shape[0], self.bits)
@@ -70,7 +70,7 @@ class TrellisMatrix(Trellis):
 
 def takes_trellis(bits: int, rows: int) -> bool:
     """Whether a matrix of so many rows can have codes of `bits` in a trellis."""
-    return bits in trellis.BITS and rows % trellis.rows_served(bits) == 0
+    return bits in trellis.WIDTHS and rows % trellis.rows_served(bits) == 0
 
 
 class TrellisWeight(QuantizedWeight):

@@ -79,6 +79,8 @@ class QuantizeOptions(MixingOptions):
             raise ValueError("--ratio chooses bits by what codes with error feedback lose: take --rounding out")
         if self.rotate and self.bits in ("nf4", "int8"):
             raise ValueError(f"--bits {self.bits} is bitsandbytes' format, which knows no rotation: use --bits 4 or 8")
+        if self.trellis and self.bits in ("8", "nf4", "int8"):
+            raise ValueError(f"--trellis is for codes of 1 to 4 bits, not for --bits {self.bits}")
         if self.refine and (self.rounding == "nearest" or self.bits in ("nf4", "int8")):
             raise ValueError("--refine goes on from codes with error feedback, in 1, 2, 3, 4 or 8 bits")
         if self.rounding == "error-feedback" and self.bits in ("nf4", "int8"):
