@@ -147,6 +147,11 @@ KINDS: dict[str, Callable[[], Any]] = {
         rotated("quantised:4:8", base="quantised-weight:4:8", down=3),
         rotated("low-rank:0", "quantised-low-rank:8:4:16", base="nf4", gate=5, up=5),
     ),
+    "trellis": lambda: _mixtral(
+        layout(MIXTRAL, "trellis:2:16", "trellis:3:8", "low-rank:0", base="trellis-weight:2:16"),
+        rotated("trellis:1:16", "trellis:4:8", "quantised:2:16", gate=1, up=1),
+        layout(MIXTRAL, "quantised:3:8", "trellis:2:16", "quantised-low-rank:8:4:16", base="trellis-weight:3:16"),
+    ),
     "shared-expert-without-base": lambda: _qwen(
         *(layout(QWEN, "quantised:4:8", base="low-rank:0", extended=True) for _ in range(3))
     ),

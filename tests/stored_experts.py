@@ -21,6 +21,7 @@ STORED = (
     "no-base",
     "rotated",
     "rotated-base",
+    "trellis",
     "shared-expert-on-base",
     "mixture-on-base-with-biases",
 )

@@ -15,7 +15,7 @@ ROOT = ""  # files beside the rooms
 
 # From the ground up. A room imports from those below it, and from no other room of its own floor.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "version"}),
+    frozenset({"errors", "version", "compiled"}),
     frozenset({"numerics", "architectures"}),
     frozenset({"representations"}),
     frozenset({"format", "kernels"}),

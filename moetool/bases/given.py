@@ -20,6 +20,7 @@ from moetool.errors import InvalidInputError, UsageError
 from moetool.job.writing import down_scale
 from moetool.representations import Representation, parse_representation
 from moetool.representations.quantized import QuantizedMatrix
+from moetool.representations.trellis import TrellisMatrix, takes_trellis
 from moetool.runtime.dense import DenseModel
 
 # Experts that were upcycled from a dense FFN stay close to it; below this it is hardly theirs.
@@ -181,14 +182,18 @@ def kinship_warning(base: GivenBase) -> str | None:
     )
 
 
-def base_form(bits: str, group: int, shape: tuple[int, int]) -> Representation:
+def base_form(bits: str, group: int, shape: tuple[int, int], trellis: bool = False) -> Representation:
     """The form that `--base-bits` names for a matrix `[out, in]`; its own codes have a scale per `group` inputs, or
-    per as many below that as divide them.
+    per as many below that as divide them, and are in a `trellis` where the matrix can have one.
 
     Raises:
         UsageError: only groups of one would.
     """
-    form = QuantizedMatrix(int(bits), group) if bits.isdigit() else parse_representation(bits)
+    if bits.isdigit():
+        kind = TrellisMatrix if trellis and takes_trellis(int(bits), shape[0]) else QuantizedMatrix
+        form: Representation = kind(int(bits), group)
+    else:
+        form = parse_representation(bits)
     try:
         return form.fitted(shape)
     except ValueError as error:

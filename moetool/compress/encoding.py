@@ -95,9 +95,13 @@ class SparsityOptions(Options):
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of what is dropped.")
 
 
-def base_representations(shape: MoEShape, bits: str | None, group: int) -> dict[Role, Representation]:
+def base_representations(
+    shape: MoEShape, bits: str | None, group: int, trellis: bool = False
+) -> dict[Role, Representation]:
     """How the base of each role is stored. Raises `UsageError` if it cannot be cut into groups."""
-    return {role: Dense() if bits is None else base_form(bits, group, shape.matrix(role)) for role in shape.roles}
+    return {
+        role: Dense() if bits is None else base_form(bits, group, shape.matrix(role), trellis) for role in shape.roles
+    }
 
 
 def encoded_layouts(source: Source, form: Form) -> dict[int, LayerLayout]:

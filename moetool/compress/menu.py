@@ -22,6 +22,7 @@ from moetool.representations.quantized import Quantized, encode_together
 from moetool.representations.quantized_low_rank import QuantizedLowRank
 
 _ROWS = 192  # of a matrix that are quantized on trial: the mean of so many was right within a few percent
+_SERVED = 8  # rows that come together in a trellis
 _BRACKET_ROWS = 32  # of W between one rank on offer and the next
 
 
@@ -63,7 +64,8 @@ def losses(
     if counts.row_scale is not None:
         scale = counts.row_scale.to(delta.device).square()
     brackets = _brackets(delta, forms, measured, trial) if len(delta) > _ROWS else []
-    few = slice(None, None, max(1, len(delta) // _ROWS))
+    few = torch.arange(0, len(delta), max(1, len(delta) // _ROWS), device=delta.device)
+    few = few[: len(few) // _SERVED * _SERVED or None]
     size = feedback.sizes(delta) * scale
     by_row = [form for form in forms if isinstance(form, Quantized)]
     # All of these rows in one go: few rows of one form take as long.
@@ -101,7 +103,10 @@ class _Trial:
 
     def errors(self, parts: Sequence[tuple[Tensor, Quantized]]) -> list[Tensor]:
         """Output errors of the rows of matrices [rows, in], each in its form: [rows] of every one."""
-        encoded = encode_together(parts, self.dtype, self.measured)
+        together = iter(encode_together([own for own in parts if not own[1].is_alone], self.dtype, self.measured))
+        encoded = [
+            form.encode(rows, self.dtype, self.measured) if form.is_alone else next(together) for rows, form in parts
+        ]
         lost = [
             rows - form.decode(tensors, (rows.shape[0], rows.shape[1]), self.dtype).to(rows)
             for (rows, form), tensors in zip(parts, encoded, strict=True)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
+from moetool.compiled.compiler import cache_directories
 from moetool.job.work import PRECISIONS, Precision, Work
-from moetool.kernels.compiler import cache_directories
 
 Speeds = Mapping[str, float]
 

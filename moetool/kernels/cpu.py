@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moetool.kernels.compiler import library, threads
+from moetool.compiled.compiler import library, threads
 from moetool.kernels.operands import NUMBERS, operand_row
 from moetool.kernels.table import Table
 from moetool.representations.operand import Operand

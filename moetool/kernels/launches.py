@@ -16,6 +16,7 @@ from moetool.kernels.operands import (
     FORMS,
     OPERANDS,
     TERMS,
+    TRELLIS,
     UnsupportedMatrixError,
     operand_row,
 )
@@ -119,6 +120,8 @@ def kind(operand: Operand) -> OperandKind:
     form, rows, columns, group, transposed, data, _, numbers, *_ = operand_row(operand)
     if rows * columns >= _MOST:
         raise UnsupportedMatrixError(f"a matrix has {rows} × {columns} numbers; kernels of cards know up to {_MOST}")
+    if form in TRELLIS.values():
+        raise UnsupportedMatrixError("codes are in a trellis")
     if form == FORMS["sparse"]:
         if transposed:
             raise UnsupportedMatrixError("a sparse matrix is transposed")

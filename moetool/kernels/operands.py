@@ -5,6 +5,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from moetool.numerics import trellis
 from moetool.numerics.quantization import levels
 from moetool.representations.bitsandbytes_formats import NF4_LEVELS
 from moetool.representations.operand import Operand
@@ -13,6 +14,7 @@ from moetool.representations.operand import Operand
 FIELDS, OPERANDS, TERMS = 10, 2, 2  # of an operand, of a term, of a matrix
 NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 CODES = {1: 4, 2: 5, 3: 6, 4: 7, 8: 8}
+TRELLIS = {1: 12, 2: 13, 3: 14, 4: 15}
 FORMS = {"nf4": 9, "int8": 10, "sparse": 11}
 _LEVELS = 16
 
@@ -37,7 +39,8 @@ def operand_row(operand: Operand) -> list[int]:
     if operand.kind == "numbers":
         form = NUMBERS[data.dtype]
     else:
-        form = CODES[operand.bits] if operand.kind == "codes" else FORMS[operand.kind]
+        by_bits = {"codes": CODES, "trellis": TRELLIS}.get(operand.kind)
+        form = FORMS[operand.kind] if by_bits is None else by_bits[operand.bits]
     table = operand_levels(operand)
     return [
         form,
@@ -53,7 +56,10 @@ def operand_row(operand: Operand) -> list[int]:
 
 
 def operand_levels(operand: Operand) -> Tensor | None:
-    """What codes stand for, [16] fp32 on their device; None where they are numbers themselves. Kept for good."""
+    """What codes stand for, [16] fp32 on their device, or of those in a trellis what windows do; None where they are
+    numbers themselves. Kept for good."""
+    if operand.kind == "trellis":
+        return trellis.values(operand.bits, operand.data.device)
     if operand.kind not in ("codes", "nf4") or operand.bits == 8:
         return None
     return _levels(operand.kind, operand.bits, operand.data.device)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moetool.kernels import card, compiler, cpu
+from moetool.compiled import compiler
+from moetool.kernels import card, cpu
 from moetool.kernels.table import Table
 from moetool.representations.operand import Operand, Products
 

@@ -12,12 +12,13 @@ from typing import Literal
 import psutil
 import torch
 
+from moetool.compiled import compiler
 from moetool.job.forecast import format_seconds
 from moetool.job.job import pick_device
 from moetool.job.machine import Machine, this_machine
 from moetool.job.result import Inlined, Printed
 from moetool.job.work import PRECISIONS, Precision, Work
-from moetool.kernels import card, compiler, cpu
+from moetool.kernels import card, cpu
 from moetool.runtime.memory import free_bytes
 
 _SOLVED = 4096  # the width of usual models

@@ -12,7 +12,7 @@ R_ik / R_kk as small as it can. That is the same choice (Chen et al., arXiv:2507
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -117,6 +117,25 @@ def feed_back(matrix: Tensor, codes: Tensor, scales: Tensor, bits: int, feedback
     return feed_back_together([Coded(matrix, codes, scales, bits)], feedback)[0]
 
 
+class Nearest(Protocol):
+    """Chooses codes for one input of all outputs."""
+
+    def nearest(self, values: Tensor, group: int, codes: Tensor) -> Tensor:
+        """What the codes for `values` [out] stand for, with the scales of a group; writes `codes` [out] uint8."""
+
+
+def fed_back(inputs: Tensor, lookup: Nearest, scale_groups: int, feedback: Feedback) -> Tensor:
+    """Codes [in, out] uint8 for a matrix by its `inputs` [in, out] fp32, which is left as it is, chosen by `lookup`.
+
+    Raises:
+        ValueError: there are other inputs behind the feedback.
+    """
+    feedback.check(len(inputs))
+    order = feedback.order.to(inputs.device)
+    chosen, _ = _chosen(inputs[order], lookup, scale_groups, feedback)
+    return torch.empty_like(chosen).index_copy_(0, order, chosen)
+
+
 class Coded(NamedTuple):
     """Rows [out, in] with codes, scales and their bits, as `feed_back` takes them."""
 
@@ -149,7 +168,7 @@ def feed_back_together(parts: Sequence[Coded], feedback: Feedback) -> list[Tenso
     return list(codes.split(counts))
 
 
-def _chosen(errors: Tensor, lookup: Lookup, scale_groups: int, feedback: Feedback) -> tuple[Tensor, Tensor]:
+def _chosen(errors: Tensor, lookup: Nearest, scale_groups: int, feedback: Feedback) -> tuple[Tensor, Tensor]:
     """Codes [in, out], and the damped output error of every row [out].
 
     `errors` [in, out] holds the elements, of which their codes' values are subtracted.

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Kind = Literal["numbers", "codes", "nf4", "int8", "sparse"]
+Kind = Literal["numbers", "codes", "trellis", "nf4", "int8", "sparse"]
 WORD = 64  # columns of a sparse matrix whose bits lie in one number
 
 
@@ -16,8 +16,8 @@ class Operand:
     """One stored matrix M `[rows, columns]`.
 
     Attributes:
-        kind: how `data` stands for it: `numbers` as they are, packed `codes` of `bits` bits (`numerics.packing`), `nf4`
-            or `int8` as bitsandbytes has them, or the values of a `sparse` matrix.
+        kind: how `data` stands for it: `numbers` as they are, packed `codes` of `bits` bits (`numerics.packing`), the
+            same in a `trellis`, `nf4` or `int8` as bitsandbytes has them, or the values of a `sparse` matrix.
         shape: rows and columns.
         data: the stored numbers, codes or values.
         scales: what codes are multiplied by, one per `group` of a row (of the flattened matrix for nf4); of a sparse

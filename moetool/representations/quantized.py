@@ -17,7 +17,7 @@ from moetool.numerics.quantization import BITS, dequantize, quantize
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
 from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.operand import Operand, Products
-from moetool.representations.trainable import TrainableCodes
+from moetool.representations.trainable import Trainable, TrainableCodes
 
 ROW = "row"  # how a spec says that a whole row shares one scale
 
@@ -36,6 +36,7 @@ class Quantized(Representation):
     kind: ClassVar[str] = "quantised"
     uses_base: ClassVar[bool] = True
     is_cheap: ClassVar[bool] = False
+    is_alone: ClassVar[bool] = False  # whether it cannot be encoded together with others
     examples: ClassVar[tuple[str, ...]] = ("quantised:4:8", "quantised:3:row", "quantised:1:32")
 
     def __post_init__(self) -> None:
@@ -77,7 +78,7 @@ class Quantized(Representation):
 
     def trainable(
         self, tensors: Mapping[str, Tensor], shape: tuple[int, int], matrix: Tensor | None = None
-    ) -> TrainableCodes:
+    ) -> Trainable:
         return TrainableCodes(tensors["codes"], tensors["scales"], self.bits, shape, matrix)
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:

@@ -125,10 +125,32 @@ class TrainableCodes(Trainable):
         return {"codes": pack(codes.reshape(-1), self._bits), "scales": self._stored_scales()}
 
 
+class TrainableScales(Trainable):
+    """The scales of groups alone, of codes that stay."""
+
+    def __init__(self, codes: Tensor, scales: Tensor, values: Tensor) -> None:
+        """`scales` `[out, groups]`; `values` `[out, in]` fp32 is what the stored `codes` stand for before scaling."""
+        self._codes, self._dtype = codes, scales.dtype
+        self._values = values.view(*scales.shape, -1)
+        self._scales = scales.detach().float().clone()
+        self._moments = _Moments(self._scales)
+
+    def dense(self) -> Tensor:
+        scaled = self._values * self._scales.to(self._dtype).float().unsqueeze(2)
+        return scaled.view(len(scaled), -1)
+
+    def step(self, gradient: Tensor, pace: Pace) -> None:
+        by_factor = (gradient.view_as(self._values) * self._values).sum(2).mul_(self._scales)
+        self._scales.mul_(1 - pace.scales * self._moments.direction(by_factor))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"codes": self._codes, "scales": self._scales.to(self._dtype)}
+
+
 class TrainableFactors(Trainable):
     """`U^T [rank, out]` and `V [rank, in]`, whose product is the matrix."""
 
-    def __init__(self, u: TrainableCodes, v: TrainableCodes) -> None:
+    def __init__(self, u: Trainable, v: Trainable) -> None:
         self._u, self._v = u, v
         self._last = torch.empty(0), torch.empty(0)
 

@@ -21,10 +21,12 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "on text": ("--bits", 3, *GROUP),
     "rotated": ("--bits", 2, *GROUP, "--rotate"),
     "rotated, nearest": ("--bits", 4, *GROUP, "--rotate", "--rounding", "nearest"),
+    "trellis": ("--bits", 2, *GROUP, "--trellis"),
     "nf4": ("--bits", "nf4"),
     "int8": ("--bits", "int8"),
     "ratio": ("--ratio", 0.5, *GROUP),
     "ratio, one per role": ("--ratio", 0.5, *GROUP, "--scheme", "role", "--rotate"),
+    "ratio, trellis": ("--ratio", 0.5, *GROUP, "--trellis", "--rotate"),
     "ratio, one per layer": ("--ratio", 0.5, *GROUP, "--scheme", "layer", "--sensitivity", "none"),
 }
 METHOD = ("--method", "quantize")
@@ -69,6 +71,29 @@ def test_no_base_is_stored_and_the_result_runs(
     assert run_cli("export", path, tmp_path / "dense").code == 0
     assert relative_error(logits(tmp_path / "dense", tokens), expected) < 1e-4
     assert run_cli("verify", path, "--against", tiny_mixtral).code == 0
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_a_trellis_loses_less_in_as_many_bytes(compress: Any, tiny_mixtral: Path, bits: int) -> None:
+    ways = [(), ("--trellis",)]
+    levels, trellis = (
+        compress(tiny_mixtral, *METHOD, "--bits", bits, "--group-size", 32, "--rounding", "nearest", *way)
+        for way in ways
+    )
+    assert weight_bytes(trellis.path) == weight_bytes(levels.path)
+
+    def lost(made: Any) -> float:
+        layers = made.told["layers"].values()
+        return sum(error for layer in layers for own in layer["relative_error"].values() for error in own)
+
+    assert lost(trellis) < 0.95 * lost(levels)
+
+
+def test_refinement_moves_the_scales_of_a_trellis(compress: Any, tiny_mixtral: Path) -> None:
+    chosen = (*METHOD, "--bits", 2, *GROUP, "--trellis")
+    layers = compress(tiny_mixtral, *chosen, "--refine", 8).told["layers"].values()
+    assert all(layer["refined"]["after"] <= layer["refined"]["before"] for layer in layers)
+    assert any(layer["refined"]["after"] < layer["refined"]["before"] for layer in layers)
 
 
 @pytest.mark.parametrize("name", ["ratio", "ratio, one per role", "ratio, one per layer"])

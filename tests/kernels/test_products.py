@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moetool.kernels import compiler
+from moetool.compiled import compiler
 from moetool.kernels.products import linear, routed
 from moetool.kernels.table import Table
 from moetool.numerics.packing import packed_size

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from moetool.compiled import compiler
 from moetool.job.machine import Machine
-from moetool.kernels import compiler
 from moetool.measure import hardware
 from moetool.measure.doctor import EXTRAS, LEAST_BYTES, REQUIRED, doctor
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from moetool.checkpoint.reader import Checkpoint
-from moetool.kernels.compiler import problem
+from moetool.compiled.compiler import problem
 from moetool.runtime.loading import model_class
 from moetool.runtime.quiet import quiet
 

@@ -124,8 +124,8 @@ class Auto(Stage[AutoOptions]):
             footing
             for seed in turns
             for footing in (
-                on_base(shape, options.base_bits, on, options.group_size, seed),
-                without_base(shape, alone, options.group_size, seed),
+                on_base(shape, options.base_bits, on, options.group_size, seed, options.trellis),
+                without_base(shape, alone, options.group_size, seed, trellis=options.trellis),
             )
         ]
 

@@ -53,7 +53,9 @@ class Hybrid(Stage[HybridOptions]):
     def _footing(self, bits: float) -> Footing:
         options = self.options
         rotated_by = options.seed if options.rotate else None
-        return on_base(self.source.experts.shape, options.base_bits, bits, options.group_size, rotated_by)
+        return on_base(
+            self.source.experts.shape, options.base_bits, bits, options.group_size, rotated_by, options.trellis
+        )
 
     @cached_property
     def _smallest(self) -> int:

@@ -21,9 +21,9 @@ from moetool.bases.layer_base import LayerBase, no_base
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.choices import Scheme
-from moetool.compress.encoding import BaseBits, encoding_memory, encoding_plan, in_groups, run_encoding, with_text
+from moetool.compress.encoding import BaseBits, encoding_memory, encoding_plan, run_encoding, with_text
 from moetool.compress.mixing.choosing import Choosing
-from moetool.compress.mixing.footings import Footing, average_bits, without_base
+from moetool.compress.mixing.footings import Footing, average_bits, codes_form, without_base
 from moetool.compress.mixing.mixing import Mixing
 from moetool.compress.mixing.options import MixingOptions
 from moetool.compress.rotated import seeds
@@ -36,7 +36,6 @@ from moetool.job.plan import Plan
 from moetool.job.stage import Stage
 from moetool.job.writing import original_bytes
 from moetool.representations import Representation
-from moetool.representations.quantized import Quantized
 
 Rounding = Literal["nearest", "error-feedback"]
 
@@ -80,6 +79,8 @@ class QuantizeOptions(MixingOptions):
             raise ValueError("--ratio chooses bits by what codes with error feedback lose: take --rounding out")
         if self.rotate and self.bits in ("nf4", "int8"):
             raise ValueError(f"--bits {self.bits} is bitsandbytes' format, which knows no rotation: use --bits 4 or 8")
+        if self.trellis and self.bits in ("8", "nf4", "int8"):
+            raise ValueError(f"--trellis is for codes of 1 to 4 bits, not for --bits {self.bits}")
         if self.refine and (self.rounding == "nearest" or self.bits in ("nf4", "int8")):
             raise ValueError("--refine goes on from codes with error feedback, in 1, 2, 3, 4 or 8 bits")
         if self.rounding == "error-feedback" and self.bits in ("nf4", "int8"):
@@ -129,8 +130,10 @@ class Quantize(Stage[QuantizeOptions]):
         forms: dict[Role, Representation] = {}
         for role in reader.shape.roles:
             matrix = reader.shape.matrix(role)
-            own = Quantized(int(options.bits), options.group_size) if options.bits.isdigit() else None
-            forms[role] = in_groups(own, matrix, options.group_size) if own else base_form(options.bits, 0, matrix)
+            if options.bits.isdigit():
+                forms[role] = codes_form(int(options.bits), options.group_size, matrix, options.trellis)
+            else:
+                forms[role] = base_form(options.bits, 0, matrix)
         weights = {role: (form,) * reader.shape.experts for role, form in forms.items()}
         return {layer: self._layout(layer, weights) for layer in reader.moe_layers}
 
@@ -161,7 +164,7 @@ class Quantize(Stage[QuantizeOptions]):
         options, shape = self.options, self.source.experts.shape
         rotated_by = options.seed if options.rotate else None
         exact = None if options.bits is None else int(options.bits)
-        return without_base(shape, bits, options.group_size, rotated_by, exact)
+        return without_base(shape, bits, options.group_size, rotated_by, exact, options.trellis)
 
     def _choosing(self, footing: Footing) -> Choosing:
         scheme = self.options.scheme if self.options.bits is None else "matrix"

@@ -16,6 +16,7 @@ from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank, break_even_rank
 from moetool.representations.quantized import Quantized
 from moetool.representations.quantized_low_rank import QuantizedLowRank
+from moetool.representations.trellis import Trellis, takes_trellis
 
 NONE = "none"  # the name of where matrices stand on their own
 _BITS = (1, 2, 3, 4, 8)
@@ -79,17 +80,19 @@ def average_bits(experts: ExpertReader, left: int) -> float:
     return max(8 * left / numbers, 1e-3)
 
 
-def on_base(shape: MoEShape, base_bits: str, bits: float, group: int, rotated_by: int | None = None) -> Footing:
+def on_base(
+    shape: MoEShape, base_bits: str, bits: float, group: int, rotated_by: int | None = None, trellis: bool = False
+) -> Footing:
     """On a base in few bits, where every number of a delta can have `bits` on average; for rotated inputs with a
-    seed."""
-    base = base_representations(shape, base_bits, group)
+    seed, codes in a trellis if that is wanted."""
+    base = base_representations(shape, base_bits, group, trellis)
     near = [b for b in _BITS if bits / _REACH <= b <= bits * _REACH] or [1 if bits < 1 else 8]
     if bits <= _LOW_RANK_BITS:
         near = sorted({*near, _LOW_RANK_BITS})
     forms: dict[Role, list[Representation]] = {}
     for role in shape.roles:
         matrix = shape.matrix(role)
-        own: list[Representation] = [LowRank(0), *(in_groups(Quantized(b, group), matrix, group) for b in near)]
+        own: list[Representation] = [LowRank(0), *(codes_form(b, group, matrix, trellis) for b in near)]
         if bits <= _LOW_RANK_BITS:
             ranks = sorted({max(1, math.floor(break_even_rank(matrix) * share)) for share in _LOW_RANK_SHARES})
             own += [in_groups(QuantizedLowRank(rank, _LOW_RANK_BITS, group), matrix, group) for rank in ranks]
@@ -100,19 +103,31 @@ def on_base(shape: MoEShape, base_bits: str, bits: float, group: int, rotated_by
 
 
 def without_base(
-    shape: MoEShape, bits: float, group: int, rotated_by: int | None = None, exact: int | None = None
+    shape: MoEShape,
+    bits: float,
+    group: int,
+    rotated_by: int | None = None,
+    exact: int | None = None,
+    trellis: bool = False,
 ) -> Footing:
     """Every matrix on its own, where every number can have `bits` on average, or has an `exact` number of them; for
-    rotated inputs with a seed."""
+    rotated inputs with a seed, in a trellis if that is wanted."""
     near = [b for b in _BITS if bits / _REACH <= b <= bits * _REACH] or [8]
     whole = [Dense()] if bits * _REACH >= 16 and rotated_by is None else []
     if exact is not None:
         near, whole = [exact], []
-    forms = {
-        role: [*(in_groups(Quantized(b, group), shape.matrix(role), group) for b in near), *whole]
-        for role in shape.roles
-    }
+    forms = {role: [*(codes_form(b, group, shape.matrix(role), trellis) for b in near), *whole] for role in shape.roles}
     return Footing(_named(NONE, rotated_by), {role: NO_BASE[role] for role in shape.roles}, forms, rotated_by)
+
+
+def codes_form(bits: int, group: int, matrix: tuple[int, int], trellis: bool) -> Representation:
+    """Codes of so many bits for a matrix `[out, in]`, in a trellis if that is wanted and can be.
+
+    Raises:
+        UsageError: only groups of one would fit.
+    """
+    kind = Trellis if trellis and takes_trellis(bits, matrix[0]) else Quantized
+    return in_groups(kind(bits, group), matrix, group)
 
 
 def _named(base: str, rotated_by: int | None) -> str:

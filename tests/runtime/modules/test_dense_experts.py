@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moetool.architectures import find_architecture
-from moetool.kernels.compiler import problem
+from moetool.compiled.compiler import problem
 from moetool.runtime.modules import dense_experts
 from moetool.runtime.modules.dense_experts import MOETOOL_EXPERTS, fits_grouped_products, run_dense_experts
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import CompileConfig
 
 import moetool
+from moetool.compiled.compiler import problem
 from moetool.errors import UsageError
-from moetool.kernels.compiler import problem
 
 TOKENS = torch.arange(3, 83).view(2, 40)
 GENERATE: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}

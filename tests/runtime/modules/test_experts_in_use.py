@@ -11,7 +11,7 @@ from stored_experts import STORED, batch, distance, experts_in, experts_of, is_o
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from moetool.kernels.compiler import problem
+from moetool.compiled.compiler import problem
 from moetool.runtime.loading import run_experts_of_any_width
 from moetool.runtime.quiet import quiet
 

@@ -13,7 +13,7 @@ from stored_experts import STORED, batch, distance, experts_of, is_on_kernels, m
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from moetool.kernels.compiler import problem
+from moetool.compiled.compiler import problem
 from moetool.representations.base import Weight
 from moetool.representations.low_rank_sparse import LowRankSparseWeight
 from moetool.representations.sparse import ScatteredWeight

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from moetool.architectures.dense import find_dense_architecture
+from moetool.compiled.compiler import problem
 from moetool.format.kinds.moefied import MoefiedSpec, SelectorKind
-from moetool.kernels.compiler import problem
 from moetool.runtime.modules.insertion import is_placeholder
 from moetool.runtime.modules.moefied import NeuronExperts, insert
 from moetool.runtime.modules.networks import activation_of

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moetool.architectures import MoEShape
+from moetool.compiled.compiler import problem
 from moetool.format.kinds.pesc import PescSpec
-from moetool.kernels.compiler import problem
 from moetool.runtime.modules.moe import FusedExperts
 from moetool.runtime.modules.pesc import Adapters
 from moetool.runtime.modules.routed import RoutedExperts

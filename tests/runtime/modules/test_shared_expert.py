@@ -7,7 +7,7 @@ import pytest
 import torch
 from stored_experts import distance, model_of
 
-from moetool.kernels.compiler import problem
+from moetool.compiled.compiler import problem
 from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 
 pytestmark = pytest.mark.skipif(bool(problem()), reason=problem())

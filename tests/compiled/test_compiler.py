@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.kernels import compiler, products
+from moetool.compiled import compiler
+from moetool.kernels import products
 from moetool.kernels.table import Table
 from moetool.representations.operand import numbers
 
@@ -192,7 +193,7 @@ def test_no_compiler_and_turned_off(
 @needs_compiler
 def test_two_processes_at_once(runs: Path, fresh: Path) -> None:
     """Both get kernels, and one library is left."""
-    code = "from moetool.kernels.compiler import library; print(library().moetool())"
+    code = "from moetool.compiled.compiler import library; print(library().moetool())"
     command = [sys.executable, "-c", code]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [process.communicate(timeout=120)[0] for process in started] == ["1\n"] * 2

@@ -7,6 +7,7 @@
 #include <vector>
 #include "matrices.h"
 #include "sparse.h"
+#include "trellis_rows.h"
 
 constexpr int TOKENS = 4;
 // Tokens of one expert: their inputs and outputs.
@@ -41,7 +42,39 @@ template <Form F, int N, int B> static inline void dot(const Operand m, long q, 
     for (int j = 0; j < P; j++)
       for (int n = 0; n < N; n++) batch.y[n][row_of<F>(m, q + b, j)] += total(sums[b][j][n]);
 }
+#if defined(__AVX512VBMI__)
+// The same in a trellis, for all rows that a byte serves.
+template <Form F, int N> static inline void dot_many(const Operand m, const Halves& table, long q, const Batch& batch) {
+  constexpr int P = bits(F) % 2 ? 8 : 8 / bits(F);
+  const long groups = m.columns / m.group, stripe = m.rows / P;
+  vf sums[P][N] = {};
+  for (long g = 0; g < groups; g++) {
+    vf part[P][N] = {};
+    for (long i = g * m.group; i < (g + 1) * m.group; i += MANY)
+#pragma GCC unroll 8
+      for (int j = 0; j < P; j++) {
+        vf w[4];
+        decode_many<F>(m, table, q, j, i, w);
+        for (int n = 0; n < N; n++)
+          for (int k = 0; k < 4; k++) part[j][n] += w[k] * load(batch.x[n] + i + k * W);
+      }
+    for (int j = 0; j < P; j++)
+      for (int n = 0; n < N; n++) sums[j][n] += part[j][n] * scale(m, (q + j * stripe) * groups + g);
+  }
+  for (int j = 0; j < P; j++)
+    for (int n = 0; n < N; n++) batch.y[n][q + j * stripe] += total(sums[j][n]);
+}
+#endif
 template <Form F, int N> static void dots(const Operand& m, long begin, long end, const Batch& batch) {
+#if defined(__AVX512VBMI__)
+  if constexpr (in_trellis(F))
+    if (has_many(m)) {
+      constexpr int each = bits(F) % 2 ? 2 : 1;  // calls that a byte is for
+      const Halves& table = halves_of(m.levels);
+      for (long q = begin / each; q < end / each; q++) dot_many<F, N>(m, table, q, batch);
+      return;
+    }
+#endif
   constexpr int B = 4 / served(F);
   long q = begin;
   for (; q + B <= end; q += B) dot<F, N, B>(m, q, batch);
@@ -156,6 +189,10 @@ static void product(const Operand& m, long begin, long end, const Batch& batch) 
     case CODES8: return product<CODES8>(m, begin, end, batch);
     case NF4: return product<NF4>(m, begin, end, batch);
     case INT8: return product<INT8>(m, begin, end, batch);
+    case TRELLIS1: return product<TRELLIS1>(m, begin, end, batch);
+    case TRELLIS2: return product<TRELLIS2>(m, begin, end, batch);
+    case TRELLIS3: return product<TRELLIS3>(m, begin, end, batch);
+    case TRELLIS4: return product<TRELLIS4>(m, begin, end, batch);
   }
 }
 
@@ -168,7 +205,7 @@ static void cut(std::vector<Piece>& pieces, const Operand& m, const Batch& batch
     units = m.columns;
     size = std::max(1L, (1L << 18) / std::max(1L, (long)m.rows) / TILE) * TILE;
   } else if (aligned(m)) {
-    units = m.rows / (m.form == CODES4 ? 2 : m.form >= CODES1 && m.form <= CODES3 ? 4 : 1);
+    units = m.rows / served((Form)m.form);
   }
   size = (size + 3) / 4 * 4;
   for (long begin = 0; begin < units; begin += size) pieces.push_back({&m, begin, std::min(units, begin + size), batch});

@@ -3,9 +3,14 @@
 #include <vector>
 #include "matrices.h"
 #include "sparse.h"
+#include "trellis_rows.h"
 
 // row += M[r, begin to end], scaled. Where a row is cut, bytes and groups of 16 columns are not.
 template <Form F> static void add_row(const Operand m, long r, long begin, long end, float* row) {
+#if defined(__AVX512VBMI__)
+  if constexpr (in_trellis(F))
+    if (has_many(m) && begin % MANY == 0 && end % MANY == 0) return add_row_many<F>(m, r, begin, end, row);
+#endif
   const vf levels = looked_up(F) ? load(m.levels) : vf{};
   const long group = coded(F) ? m.group : m.columns, groups = m.columns / group;
   for (long i = begin; i < end;) {
@@ -35,6 +40,10 @@ static void add_row(const Operand& m, long r, long begin, long end, float* row, 
     case CODES8: return add_row<CODES8>(m, r, begin, end, row);
     case NF4: return add_row<NF4>(m, r, begin, end, row);
     case INT8: return add_row<INT8>(m, r, begin, end, row);
+    case TRELLIS1: return add_row<TRELLIS1>(m, r, begin, end, row);
+    case TRELLIS2: return add_row<TRELLIS2>(m, r, begin, end, row);
+    case TRELLIS3: return add_row<TRELLIS3>(m, r, begin, end, row);
+    case TRELLIS4: return add_row<TRELLIS4>(m, r, begin, end, row);
   }
 }
 // `row` has room for whole vectors.
@@ -54,7 +63,7 @@ static bool has_octets(const Operand* matrices, long count) {
   if (count > 2) return false;
   for (long i = 0; i < count; i++) {
     const Operand& m = matrices[i];
-    if (!aligned(m) || m.rows % 8 || (i == 0 && !(bits((Form)m.form)))) return false;
+    if (!aligned(m) || m.rows % 8 || (i == 0 && (!bits((Form)m.form) || in_trellis((Form)m.form)))) return false;
     if (i && !(m.form == BF16 || (m.form >= CODES2 && m.form <= CODES8))) return false;
   }
   return true;

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 _LOGGER = logging.getLogger(__name__)
-_SOURCES = [Path(__file__).with_name(name) for name in ("routed.cpp", "many.cpp")]
-_HEADERS = [Path(__file__).with_name(name) for name in ("matrices.h", "rows.h", "sparse.h", "tiles.h", "vectors.h")]
+_SOURCES = [Path(__file__).with_name(name) for name in ("routed.cpp", "many.cpp", "trellis.cpp")]
+_HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _SECONDS = 60  # that a compiler may take; it takes about ten
 # Not `-ffast-math`: older compilers then let the library turn off denormal numbers for the whole process.
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-w")

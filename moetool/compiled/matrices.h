@@ -3,20 +3,23 @@
 // Codes lie in planes (moetool/numerics/packing.py): byte i of a plane holds the codes i, i + L, i + 2 L, … of the
 // flattened matrix, L being the bytes of the plane. Where the rows can be cut into as many equal stripes as a byte holds
 // codes, one byte serves that many rows in the same column, so that they share its load and the load of x.
+//
+// In a trellis (moetool/numerics/trellis.py) a column is one path, through all rows of a byte and then of the next byte
+// down: a number is looked up by a window of bits that reaches back into the byte above.
 #pragma once
 #include <algorithm>
 #include <type_traits>
 #include "vectors.h"
 
 // As moetool/kernels/operands.py numbers them.
-enum Form : int64_t { NONE, F32, BF16, F16, CODES1, CODES2, CODES3, CODES4, CODES8, NF4, INT8, SPARSE };
+enum Form : int64_t { NONE, F32, BF16, F16, CODES1, CODES2, CODES3, CODES4, CODES8, NF4, INT8, SPARSE, TRELLIS1, TRELLIS2, TRELLIS3, TRELLIS4 };
 
 struct Operand {            // one stored matrix [rows, columns]
   int64_t form, rows, columns, group, transposed;  // transposed: y = x M instead of y = x Mᵀ
   const uint8_t* data;      // numbers or codes; of a sparse matrix its values
   const uint8_t* scales;    // [rows, columns / group]; of a sparse matrix the positions [count] int32, ascending
   int64_t numbers;          // the form of scales, or of the values of a sparse matrix
-  const float* levels;      // 16 of them: what codes stand for, repeated where there are fewer
+  const float* levels;      // what codes stand for: 16 of them, repeated where there are fewer, or one for every window
   int64_t count;            // values of a sparse matrix
 };
 struct Term { Operand first, last; };    // y += last · (first · x), or first alone
@@ -32,25 +35,27 @@ static inline float scale(const Operand& m, long index) {
   const float s = number(m.scales, m.numbers, index);
   return m.form == INT8 ? s / 127 : s;
 }
+constexpr bool in_trellis(Form f) { return f >= TRELLIS1; }
 constexpr int bits(Form f) {
-  return f == CODES1 ? 1 : f == CODES2 ? 2 : f == CODES3 ? 3 : f == CODES4 || f == NF4 ? 4 : f == CODES8 ? 8 : 0;
+  return in_trellis(f) ? f - TRELLIS1 + 1 : f == CODES1 ? 1 : f == CODES2 ? 2 : f == CODES3 ? 3 : f == CODES4 || f == NF4 ? 4 : f == CODES8 ? 8 : 0;
 }
 constexpr bool coded(Form f) { return bits(f) || f == INT8; }
-constexpr bool looked_up(Form f) { return bits(f) && f != CODES8; }
+constexpr bool looked_up(Form f) { return bits(f) && f != CODES8 && !in_trellis(f); }
 // Rows that one byte serves in what `decode` makes of it, and bytes that are decoded beside each other: four rows.
-constexpr int served(Form f) { return f == CODES4 ? 2 : bits(f) && bits(f) < 4 ? 4 : 1; }
+constexpr int served(Form f) { return bits(f) == 4 && f != NF4 ? 2 : bits(f) && bits(f) < 4 ? 4 : 1; }
 
 static bool aligned(const Operand& m) {
   if (m.form == SPARSE || m.columns % W) return false;
   if (m.form >= CODES1 && (m.group % W || m.columns % m.group)) return false;  // those of NF4 may go over a row's end
-  long stripes = m.form == CODES2 ? 4 : m.form == CODES4 ? 2 : m.form == CODES1 || m.form == CODES3 ? 8 : 1;
+  const Form form = (Form)m.form;
+  const long stripes = form == NF4 ? 1 : bits(form) == 2 ? 4 : bits(form) == 4 ? 2 : bits(form) % 2 ? 8 : 1;
   return m.rows % stripes == 0;
 }
 // How many times `decode` is called for all rows, and which row its j-th vector belongs to.
 template <Form F> static inline long calls(const Operand& m) { return m.rows / served(F); }
 template <Form F> static inline long row_of(const Operand& m, long q, int j) {
-  if (F == CODES1) return q / 2 + (4 * (q % 2) + j) * (m.rows / 8);
-  if (F == CODES3) return q / 2 + (2 * j + q % 2) * (m.rows / 8);
+  if (bits(F) == 1) return q / 2 + (4 * (q % 2) + j) * (m.rows / 8);
+  if (bits(F) == 3) return q / 2 + (2 * j + q % 2) * (m.rows / 8);
   return q + j * (m.rows / served(F));
 }
 // The codes of a vector's columns from `column` on of the rows row_of(q, 0…); above them are those of neighbours.
@@ -74,6 +79,26 @@ template <Form F, class V> static inline void codes(const Operand& m, long q, lo
   if (F == CODES1) code = code >> (Number)(4 * (q % 2));
   for (int j = 0; j < served(F); j++) out[j] = code >> (Number)(j * bits(F));
 }
+// The three bits of the rows that are `eighths` of all of them down from row q, from 16 columns on.
+static inline vi triple(const Operand& m, long q, int eighths, long column) {
+  const long n = m.columns, eighth = m.rows / 8;
+  const vi two = bytes(m.data + (q + eighths % 2 * eighth) * n + column) >> (eighths / 2 * 2);
+  return (two & 3) | ((bytes(m.data + (2 * eighth + q) * n + column) >> eighths & 1) << 2);
+}
+// The windows of row `stripe` · j + q, where a byte serves the rows q, q + stripe, …
+template <Form F> static inline vi windows(const Operand& m, long q, int j, long column) {
+  const long n = m.columns;
+  if (F == TRELLIS3) {
+    vi found = triple(m, q, j, column) << 5;
+    if (j >= 1 || q) found |= triple(m, q - (j < 1), (j + 7) % 8, column) << 2;
+    if (j >= 2 || q) found |= triple(m, q - (j < 2), (j + 6) % 8, column) & 3;
+    return found;
+  }
+  const uint8_t* own = m.data + q * n + column;
+  vi both = bytes(own) << 8;
+  if (q) both |= bytes(own - n);
+  return (both >> (bits(F) * (j + 1))) & 255;
+}
 // 16 columns from `column` on of the rows row_of(q, 0…), unscaled.
 template <Form F> static inline void decode(const Operand& m, vf levels, long q, long column, vf* out) {
   const long n = m.columns;
@@ -87,6 +112,14 @@ template <Form F> static inline void decode(const Operand& m, vf levels, long q,
     return;
   }
   if (F == NF4) { out[0] = lookup(levels, nibbles(m.data + (q * n + column) / 2)); return; }
+  if (in_trellis(F)) {
+    constexpr bool is_halved = bits(F) % 2;  // a byte serves more rows than a call
+    for (int j = 0; j < served(F); j++) {
+      const int stripe = bits(F) == 1 ? 4 * (q % 2) + j : bits(F) == 3 ? 2 * j + q % 2 : j;
+      out[j] = gather(m.levels, windows<F>(m, is_halved ? q / 2 : q, stripe, column));
+    }
+    return;
+  }
   vi code[served(F)];
   codes<F>(m, q, column, code);
   for (int j = 0; j < served(F); j++) out[j] = lookup(levels, code[j]);
@@ -98,12 +131,35 @@ template <Form F> static inline vf decode_row(const Operand& m, vf levels, long 
     decode<F>(m, levels, row, column, &out);
     return out;
   }
-  const long n = m.columns, stripe = F == CODES4 ? m.rows / 2 : m.rows / 4, eighth = m.rows / 8;
+  const long n = m.columns, stripe = bits(F) == 4 ? m.rows / 2 : m.rows / 4, eighth = m.rows / 8;
+  if (in_trellis(F)) {
+    const long own = bits(F) % 2 ? eighth : stripe;
+    return gather(m.levels, windows<F>(m, row % own, (int)(row / own), column));
+  }
   if (F == CODES1) return lookup(levels, bytes(m.data + row % eighth * n + column) >> (int)(row / eighth));
   vi code = bytes(m.data + row % stripe * n + column) >> (int)(row / stripe * (F == CODES3 ? 2 : bits(F)));
   if (F == CODES3)
     code = (code & 3) | ((bytes(m.data + (stripe + row % eighth) * n + column) << 2 >> (int)(row / eighth)) & ~3);
   return lookup(levels, code);
+}
+// The window of one number, wherever it lies.
+static int window(const Operand& m, long row, long column) {
+  const int own = bits((Form)m.form), served = own % 2 ? 8 : 8 / own;
+  const long stripe = m.rows / served;
+  long q = row % stripe;
+  int j = (int)(row / stripe), found = 0;
+  for (int low = 8 - own; low > -own && q >= 0; low -= own) {
+    int code;  // of the oldest one the lower bits
+    if (own == 3) {
+      const int two = m.data[(q + j % 2 * stripe) * m.columns + column] >> (j / 2 * 2);
+      code = (two & 3) | ((m.data[(2 * stripe + q) * m.columns + column] >> j & 1) << 2);
+    } else {
+      code = m.data[q * m.columns + column] >> (own * j) & ((1 << own) - 1);
+    }
+    found |= low < 0 ? code & ((1 << (own + low)) - 1) : code << low;
+    if (--j < 0) j = served - 1, q--;
+  }
+  return found;
 }
 constexpr long TILE = 256;
 // Any piece of a row of any form, scaled.
@@ -121,7 +177,9 @@ static void unpack(const Operand& m, long row, long column, long length, float* 
     }
     return;
   }
-  if (m.form == INT8 || m.form == CODES8) {
+  if (in_trellis((Form)m.form)) {
+    for (long i = 0; i < length; i++) out[i] = m.levels[window(m, row, column + i)];
+  } else if (m.form == INT8 || m.form == CODES8) {
     for (long i = 0; i < length; i++) out[i] = m.form == INT8 ? (int8_t)m.data[first + i] : m.data[first + i] - 127;
   } else {
     const vf levels = load(m.levels);

@@ -76,6 +76,19 @@ static inline vf lookup(vf table, vi index) {
   vf v; for (int i = 0; i < W; i++) v[i] = table[index[i] & 15]; return v;
 #endif
 }
+// table[index], of any number of entries
+static inline vf gather(const float* table, vi index) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_i32gather_ps((__m512i)index, table, 4);
+#elif defined(__AVX2__)
+  union { __m256 half[2]; vf whole; } found; union { __m256i half[2]; vi whole; } at;
+  at.whole = index;
+  for (int h = 0; h < 2; h++) found.half[h] = _mm256_i32gather_ps(table, at.half[h], 4);
+  return found.whole;
+#else
+  vf v; for (int i = 0; i < W; i++) v[i] = table[index[i]]; return v;
+#endif
+}
 static inline vf halves(const uint16_t* p) {
 #if defined(__AVX512F__)
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));

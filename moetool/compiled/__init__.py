@@ -1,0 +1,1 @@
+"""C++ that is compiled where it runs."""

@@ -1,0 +1,96 @@
+// The path through a trellis that is nearest to given numbers, by Viterbi's algorithm (moetool/numerics/trellis.py).
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace {
+// Numbers of one segment: their least costs of reaching each state, and where each came from.
+struct Segment {
+  long begin, end;
+  std::vector<float> costs;
+  std::vector<uint8_t> origins;  // [numbers, states / branches]: the symbol that left the window on the best way
+};
+
+// A state is the last symbols, the newest one in the lowest bits; `values` has what each stands for.
+template <int BITS> void forward(const float* x, Segment& s, int window, const float* values, bool is_first) {
+  constexpr int BRANCHES = 1 << BITS;
+  const int states = 1 << window, stems = states / BRANCHES;
+  std::vector<float> least(stems);
+  s.costs.assign(states, is_first ? 1e30f : 0.f);
+  if (is_first) s.costs[0] = 0;
+  s.origins.resize((s.end - s.begin) * stems);
+  float *costs = s.costs.data(), *best = least.data();
+  for (long t = s.begin; t < s.end; t++) {
+    uint8_t* from = s.origins.data() + (t - s.begin) * stems;
+    for (int q = 0; q < stems; q++) best[q] = costs[q];
+    std::fill(from, from + stems, 0);
+    for (int p = 1; p < BRANCHES; p++) {
+      const float* other = costs + p * stems;
+      for (int q = 0; q < stems; q++) {
+        const bool better = other[q] < best[q];
+        best[q] = better ? other[q] : best[q];
+        from[q] = better ? (uint8_t)p : from[q];
+      }
+    }
+    const float least_of_all = t % 64 == 63 ? *std::min_element(best, best + stems) : 0.f;  // so that sums stay exact
+    const float own = x[t];
+    for (int q = 0; q < stems; q++) {
+      const float base = best[q] - least_of_all;
+      for (int c = 0; c < BRANCHES; c++) {
+        const float off = own - values[q * BRANCHES + c];
+        costs[q * BRANCHES + c] = base + off * off;
+      }
+    }
+  }
+}
+template <int BITS>
+void path(const float* x, long count, int window, long segment, const float* values, uint8_t* symbols, float* found,
+          int threads) {
+  constexpr int BRANCHES = 1 << BITS;
+  const int states = 1 << window, stems = states / BRANCHES;
+  std::vector<Segment> segments((count + segment - 1) / segment);
+#pragma omp parallel for schedule(dynamic) num_threads(std::min<long>(threads, segments.size()))
+  for (long i = 0; i < (long)segments.size(); i++) {
+    Segment& s = segments[i];
+    s.begin = i * segment, s.end = std::min(count, s.begin + segment);
+    forward<BITS>(x, s, window, values, i == 0);
+  }
+  long stem = -1;  // of the state that the next segment begins from: its oldest symbol is open
+  for (long i = (long)segments.size() - 1; i >= 0; i--) {
+    const Segment& s = segments[i];
+    int state = stem < 0 ? 0 : (int)stem, step = stem < 0 ? 1 : stems, last = stem < 0 ? states : BRANCHES;
+    int best = state;
+    for (int k = 0; k < last; k++, state += step)
+      if (s.costs[state] < s.costs[best]) best = state;
+    state = best;
+    for (long t = s.end - 1; t >= s.begin; t--) {
+      symbols[t] = (uint8_t)(state & (BRANCHES - 1));
+      found[t] = values[state];
+      const int q = state / BRANCHES;
+      const bool is_open = t == s.begin && i > 0;
+      stem = q;
+      if (!is_open) state = q + s.origins[(t - s.begin) * stems + q] * stems;
+    }
+  }
+}
+template <int BITS>
+void paths(const float* x, long lines, long count, int window, long segment, const float* values, uint8_t* symbols,
+           float* found, int threads) {
+  if (lines == 1) return path<BITS>(x, count, window, segment, values, symbols, found, threads);
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+  for (long i = 0; i < lines; i++)
+    path<BITS>(x + i * count, count, window, segment, values, symbols + i * count, found + i * count, 1);
+}
+}  // namespace
+
+// Of every line: symbols [lines, count] of the path, and the values [lines, count] that it goes through. A segment begins
+// in a state that is open, the first one in state 0.
+extern "C" void moetool_trellis(const float* x, long lines, long count, int bits, int window, long segment,
+                                const float* values, uint8_t* symbols, float* found, int threads) {
+  switch (bits) {
+    case 1: return paths<1>(x, lines, count, window, segment, values, symbols, found, threads);
+    case 2: return paths<2>(x, lines, count, window, segment, values, symbols, found, threads);
+    case 3: return paths<3>(x, lines, count, window, segment, values, symbols, found, threads);
+    case 4: return paths<4>(x, lines, count, window, segment, values, symbols, found, threads);
+  }
+}

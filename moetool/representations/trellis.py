@@ -1,0 +1,94 @@
+"""A matrix in few-bit codes of which several together say what each number is, see `numerics.trellis`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from moetool.numerics import trellis
+from moetool.numerics.packing import pack, unpack
+from moetool.representations.measured import NOTHING, Measured
+from moetool.representations.operand import Operand
+from moetool.representations.quantized import Quantized, QuantizedWeight, group_size
+from moetool.representations.trainable import TrainableScales
+
+
+@dataclass(frozen=True)
+class Trellis(Quantized):
+    """A delta to the shared base in codes of 1 to 4 bits in a trellis, with a scale per `group` inputs.
+
+    Tensors are those of `quantised`; rows are a multiple of those that a byte serves.
+    """
+
+    kind: ClassVar[str] = "trellis"
+    is_alone: ClassVar[bool] = True
+    examples: ClassVar[tuple[str, ...]] = ("trellis:2:8", "trellis:3:row", "trellis:1:16", "trellis:4:32")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits not in trellis.WIDTHS:
+            raise ValueError(f"codes in a trellis have {', '.join(map(str, trellis.WIDTHS))} bits, not {self.bits}")
+
+    def fitted(self, shape: tuple[int, int]) -> Self:
+        trellis.in_order(shape[0], self.bits)
+        return super().fitted(shape)
+
+    def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
+        """`matrix` is floating and finite, scales are in `dtype`. With a Gram matrix errors are chosen to cancel in the
+        output, see `numerics.error_feedback`."""
+        codes, scales = trellis.encoded(
+            matrix,
+            self.bits,
+            group_size(self.group, matrix.shape[1]),
+            dtype,
+            importance=measured.energy,
+            feedback=measured.with_feedback().feedback,
+        )
+        return {"codes": pack(codes.reshape(-1), self.bits), "scales": scales}
+
+    def trainable(
+        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], matrix: Tensor | None = None
+    ) -> TrainableScales:
+        weight = self.build(shape, torch.float32, tensors["codes"].device)
+        weight.load_state_dict(dict(tensors), assign=True)
+        return TrainableScales(tensors["codes"], tensors["scales"], weight.values(torch.float32))
+
+    def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> "TrellisWeight":
+        return TrellisWeight(self, shape, dtype, device)
+
+
+@dataclass(frozen=True)
+class TrellisMatrix(Trellis):
+    """The same for a matrix that is not a delta: an expert's own, or a base."""
+
+    kind: ClassVar[str] = "trellis-weight"
+    uses_base: ClassVar[bool] = False
+    examples: ClassVar[tuple[str, ...]] = ("trellis-weight:2:16",)
+
+
+def takes_trellis(bits: int, rows: int) -> bool:
+    """Whether a matrix of so many rows can have codes of `bits` in a trellis."""
+    return bits in trellis.WIDTHS and rows % trellis.rows_served(bits) == 0
+
+
+class TrellisWeight(QuantizedWeight):
+    """Run-time form of both."""
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """What codes stand for, before scaling: [out, in]."""
+        return trellis.decoded(self._codes(), self.scales.new_ones(self.shape[0], 1), self.bits, dtype)
+
+    def _codes(self) -> Tensor:
+        return unpack(self.codes, self.bits, self.shape[0] * self.shape[1]).view(self.shape)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        return trellis.decoded(self._codes(), self.scales, self.bits, dtype)
+
+    def _needs_no_matrix(self, inputs: Tensor) -> bool:
+        return False
+
+    def operand(self, *, transposed: bool = False) -> Operand:
+        group = self.shape[1] // max(1, self.scales.shape[1])
+        return Operand("trellis", self.shape, self.codes, self.scales, self.bits, group, transposed)

@@ -1,0 +1,120 @@
+"""Paths through the trellis are the nearest there are, compiled or not, and what is decoded is what they go through."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from moetool.compiled import compiler
+from moetool.numerics import trellis
+from moetool.numerics.error_feedback import Feedback
+
+CPU = torch.device("cpu")
+# Squared errors that a normal variable is left with, and those of the best levels (J. Max, 1960).
+LEFT = {1: (0.280, 0.3634), 2: (0.077, 0.1175), 3: (0.021, 0.03454), 4: (0.0058, 0.009497)}
+every_width = pytest.mark.parametrize("bits", trellis.WIDTHS)
+
+
+def found(numbers: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(numbers.shape, dtype=torch.uint8)
+    return trellis.path(numbers, bits, codes), codes
+
+
+@every_width
+def test_no_path_is_nearer(bits: int) -> None:
+    count = {1: 10, 2: 5, 3: 4, 4: 3}[bits]
+    numbers = torch.randn(count, generator=torch.Generator().manual_seed(bits))
+    own, codes = found(numbers, bits)
+    every = torch.tensor(list(product(range(2**bits), repeat=count)), dtype=torch.uint8).T
+    values = trellis.values(bits, CPU)[trellis.windows(every, bits)]
+    least = (values - numbers[:, None]).square().sum(0).min()
+    torch.testing.assert_close((own - numbers).square().sum(), least)
+    assert trellis.values(bits, CPU)[trellis.windows(codes, bits)].equal(own)
+
+
+@every_width
+@pytest.mark.parametrize("count", [1, 7, 1024, 2500])
+def test_compiled_and_plain_are_equal(bits: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for sums that are rounded otherwise, where one segment ends and the next begins, too; and so are lines
+    together and alone."""
+    numbers = torch.randn(2, count, generator=torch.Generator().manual_seed(count))
+    values, codes = found(numbers, bits)
+    assert values.equal(trellis.values(bits, CPU)[trellis.windows(codes.T, bits)].T)
+    assert found(numbers[1].contiguous(), bits)[1].equal(codes[1])
+    monkeypatch.setattr(compiler, "problem", lambda: "not here")
+    plain, other = found(numbers, bits)
+    assert (other != codes).float().mean() < 0.02
+    assert float((plain - numbers).square().sum()) == pytest.approx(float((values - numbers).square().sum()), rel=1e-4)
+
+
+@every_width
+def test_what_is_left_of_normal_numbers(bits: int) -> None:
+    numbers = torch.randn(1 << 15, generator=torch.Generator().manual_seed(0))
+    left, of_levels = LEFT[bits]
+    assert float((found(numbers, bits)[0] - numbers).square().mean()) == pytest.approx(left, rel=0.04)
+    assert left < 0.8 * of_levels
+
+
+@every_width
+def test_segments_cost_next_to_nothing(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = torch.randn(1 << 14, generator=torch.Generator().manual_seed(1))
+    cut = (found(numbers, bits)[0] - numbers).square().sum()
+    monkeypatch.setattr(trellis, "_SEGMENT", len(numbers))
+    whole = (found(numbers, bits)[0] - numbers).square().sum()
+    assert whole <= cut < 1.01 * whole
+
+
+@every_width
+@pytest.mark.parametrize("threads", [1, 2])
+def test_any_number_of_threads(bits: int, threads: int) -> None:
+    matrix = torch.randn(40, 32, generator=torch.Generator().manual_seed(2))
+    before = torch.get_num_threads()
+    expected = trellis.encoded(matrix, bits, 8, torch.float32)
+    torch.set_num_threads(threads)
+    try:
+        codes, scales = trellis.encoded(matrix, bits, 8, torch.float32)
+    finally:
+        torch.set_num_threads(before)
+    assert codes.equal(expected[0])
+    assert scales.equal(expected[1])
+
+
+@every_width
+def test_feedback_makes_outputs_better(bits: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(400, 48, generator=generator) @ torch.randn(48, 48, generator=generator)
+    matrix, gram = torch.randn(64, 48, generator=generator), inputs.T @ inputs
+    feedback = Feedback.of(gram)
+    assert feedback is not None
+
+    def lost(codes: Tensor, scales: Tensor) -> float:
+        return float(feedback.output_errors(trellis.decoded(codes, scales, bits, torch.float32) - matrix).sum())
+
+    plain = lost(*trellis.encoded(matrix, bits, 16, torch.float32))
+    fed = lost(*trellis.encoded(matrix, bits, 16, torch.float32, importance=gram.diagonal(), feedback=feedback))
+    assert fed < 0.9 * plain
+
+
+def test_extremes() -> None:
+    """Rows of zeros stay zeros; inputs that count nothing do no harm; no column, no row."""
+    matrix = torch.randn(16, 24, generator=torch.Generator().manual_seed(4))
+    matrix[3] = 0
+    matrix[4] *= 1e30
+    matrix[5] *= 1e-30
+    codes, scales = trellis.encoded(matrix, 2, 8, torch.bfloat16, importance=torch.zeros(24))
+    decoded = trellis.decoded(codes, scales, 2, torch.float32)
+    assert not decoded[3].any()
+    assert decoded.isfinite().all()
+    alike = torch.randn(16, 24).index_copy(0, torch.tensor([4, 5]), matrix[4:6])
+    errors = (trellis.decoded(*trellis.encoded(alike, 2, 8, torch.float32), 2, torch.float32) - alike).double()
+    assert (errors.square().sum(1) < 0.3 * alike.double().square().sum(1)).all()
+
+
+def test_what_cannot_be() -> None:
+    with pytest.raises(ValueError, match="multiple of 8 rows, not 12"):
+        trellis.encoded(torch.ones(12, 8), 3, 8, torch.float32)
+    with pytest.raises(ValueError, match="not finite"):
+        trellis.encoded(torch.full((8, 8), torch.nan), 2, 8, torch.float32)
+    with pytest.raises(ValueError, match="1, 2, 3, 4 bits, not 8"):
+        trellis.values(8, CPU)
