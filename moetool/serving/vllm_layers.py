@@ -65,11 +65,12 @@ class MoetoolServing(QuantizationConfig):  # type: ignore[misc]
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """Ours for the experts that the config lists; all else is as its family stores it."""
+        layouts = self._layouts  # before anything is built of a model that cannot be served
         if isinstance(layer, LinearBase):
             return UnquantizedLinearMethod()
-        if not isinstance(layer, RoutedExperts) or (index := layer_of(prefix)) not in self._layouts:
+        if not isinstance(layer, RoutedExperts) or (index := layer_of(prefix)) not in layouts:
             return None
-        return MoetoolExpertsMethod(layer.moe_config, self._config, self._checkpoint, index, self._layouts[index])
+        return MoetoolExpertsMethod(layer.moe_config, self._config, self._checkpoint, index, layouts[index])
 
     @cached_property
     def _config(self) -> Any:

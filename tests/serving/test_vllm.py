@@ -13,6 +13,7 @@ import torch
 import vllm_stub
 from families import build
 from safetensors.torch import load_file
+from stored_experts import model_of
 from torch import Tensor
 from transformers import AutoConfig
 from vllm_stub import FusedMoEConfig, MoERunner, RoutedExperts, load_by_modules, load_by_paths
@@ -29,6 +30,7 @@ METHODS: dict[str, tuple[object, ...]] = {
     "hybrid": ("--ratio", 0.55, "--group-size", 16, "--base-bits", "nf4"),
     "quantize": ("--bits", 3, "--group-size", 16, "--rotate"),
 }
+REFUSED = {"shared-expert-on-base": "shared expert on the base", "masks": "modules that only moetool runs"}
 PREFIX = "model.layers.{}.block_sparse_moe.experts."
 
 
@@ -204,6 +206,20 @@ def test_the_entry_point_is_there_and_costs_nothing() -> None:
     code = f"import sys, {module}; print({{'torch', 'transformers', 'vllm'}} & set(sys.modules))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(("kind", "says"), REFUSED.items())
+def test_what_is_more_than_routed_experts_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, kind: str, says: str
+) -> None:
+    """Before any layer is built, a linear one too."""
+    config = model_of(kind).config
+    vllm_stub.install(monkeypatch, config)
+    register()
+    entry = config.to_dict()["quantization_config"]
+    quantization = vllm_stub.get_quantization_config("moetool").from_config(entry)
+    with pytest.raises(UsageError, match=says):
+        quantization.get_quant_method(vllm_stub.LinearBase(), "model.layers.0.self_attn.qkv_proj")
 
 
 def test_families_that_vllm_names_otherwise_are_refused() -> None:
