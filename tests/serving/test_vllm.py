@@ -18,9 +18,11 @@ from torch import Tensor
 from transformers import AutoConfig
 from vllm_stub import FusedMoEConfig, MoERunner, RoutedExperts, load_by_modules, load_by_paths
 
+from moetool.architectures import Role
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.entry import format_entry
+from moetool.format.families import architecture_of
 from moetool.runtime.loading import load_model
 from moetool.serving.filling import layer_of, served_layouts
 from moetool.serving.vllm import register
@@ -31,7 +33,7 @@ METHODS: dict[str, tuple[object, ...]] = {
     "quantize": ("--bits", 3, "--group-size", 16, "--rotate"),
 }
 REFUSED = {"shared-expert-on-base": "shared expert on the base", "masks": "modules that only moetool runs"}
-PREFIX = "model.layers.{}.block_sparse_moe.experts."
+SHARDS: tuple[Role, ...] = ("gate", "down", "up")  # w1, w2 and w3
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +58,19 @@ class Served:
 
     def __init__(self, path: Path, layer: int = 0, **moe: int) -> None:
         register()
-        config = AutoConfig.from_pretrained(path)
-        kind = sys.modules["vllm.model_executor.layers.quantization"].get_quantization_config("moetool")  # type: ignore[attr-defined]
-        self.quantization = kind.from_config(Checkpoint.open(path).config["quantization_config"])
+        config = Checkpoint.open(path).config
+        architecture = architecture_of(config)
+        kind = sys.modules["vllm.model_executor.layers.quantization"].get_quantization_config("moetool")
+        self.quantization = kind.from_config(config["quantization_config"])
+        shape = architecture.numbers(config)
         sizes = {
-            "num_experts": config.num_local_experts,
-            "num_local_experts": config.num_local_experts,
-            "hidden_dim": config.hidden_size,
-            "intermediate_size_per_partition": config.intermediate_size,
+            "num_experts": shape.experts,
+            "num_local_experts": shape.experts,
+            "hidden_dim": shape.hidden,
+            "intermediate_size_per_partition": shape.intermediate,
         }
-        self.prefix, self.weights = PREFIX.format(layer), dict(load_file(path / "model.safetensors"))
+        self.prefix, self.weights = architecture.experts_prefix(layer), dict(load_file(path / "model.safetensors"))
+        self.names = [architecture.weights[role].split(".")[2] for role in SHARDS]
         self.routed = RoutedExperts(
             self.prefix[:-1], torch.float32, FusedMoEConfig(**{**sizes, **moe}), self.quantization
         )
@@ -77,7 +82,7 @@ class Served:
             assert loaded == {name.removeprefix(self.prefix) for name in self.weights if name.startswith(self.prefix)}
         else:
             mapper = self.quantization.get_cache_scale_mapper()
-            load_by_paths(self.runner, self.prefix, self.weights.items(), mapper, ["w1", "w2", "w3"])
+            load_by_paths(self.runner, self.prefix, self.weights.items(), mapper, self.names)
         self.routed.quant_method.process_weights_after_loading(self.routed)
 
 
@@ -116,6 +121,22 @@ def test_layers_run_as_in_transformers(
             found = served.routed.forward_modular(hidden, weights, chosen)
             assert found.shape == hidden.shape
             assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_families_have_names_of_their_own(
+    serve: Callable[..., Served], run_cli: Any, save_model: Any, tmp_path: Path
+) -> None:
+    source, path = save_model(build("qwen3_moe"), tmp_path / "model"), tmp_path / "out"
+    assert run_cli("compress", source, path, "--method", "quantize", "--bits", 4, "--group-size", 8).code == 0
+    model = load_model(Checkpoint.open(path), torch.float32)
+    layer = int(max(Checkpoint.open(path).config["quantization_config"]["layers"]))
+    for way in ("modules", "paths"):
+        served = serve(path, layer=layer)
+        served.load(way)
+        hidden, weights, chosen = given(5)
+        with torch.no_grad():
+            expected = model.model.layers[layer].mlp.experts(hidden, chosen.long(), weights)
+        assert (served.routed.forward_modular(hidden, weights, chosen) - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_every_tensor_has_its_place(serve: Callable[..., Served], compressed: Callable[[str], Path]) -> None:
@@ -184,8 +205,9 @@ def test_layers_that_are_stored_natively_are_vllms(
     served.quantization._entry["layers"] = {"1": served.quantization._entry["layers"]["1"]}
     vars(served.quantization).pop("_layouts", None)
     vars(served.quantization).pop("_checkpoint", None)
-    assert served.quantization.get_quant_method(served.routed, PREFIX.format(0)[:-1]) is None
-    assert served.quantization.get_quant_method(served.routed, PREFIX.format(1)[:-1]) is not None
+    for layer, is_ours in ((0, False), (1, True)):
+        method = served.quantization.get_quant_method(served.routed, f"model.layers.{layer}.block_sparse_moe.experts")
+        assert (method is not None) == is_ours
 
 
 def test_registering_twice_is_registering_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,10 +248,10 @@ def load_by_paths(
         for own, theirs, expert, shard in mapping:
             if theirs in name:
                 parameter = parameters[mapped := name.replace(theirs, own)]
-                assert parameter.weight_loader(  # type: ignore[attr-defined]
+                assert parameter.weight_loader(
                     parameter, tensor, mapped, shard_id=shard, expert_id=expert, return_success=True
                 )
                 break
         else:
             parameter = parameters[name]
-            parameter.weight_loader(parameter, tensor)  # type: ignore[attr-defined]
+            parameter.weight_loader(parameter, tensor)
