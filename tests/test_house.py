@@ -21,7 +21,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"format", "kernels"}),
     frozenset({"checkpoint"}),
     frozenset({"runtime"}),
-    frozenset({"calibration"}),
+    frozenset({"calibration", "serving"}),
     frozenset({"job"}),
     frozenset({"convert", "bases"}),
     frozenset({"compress", "reduce", "upcycle", "moefy", "tune", "measure"}),

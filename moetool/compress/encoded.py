@@ -4,7 +4,8 @@ Which form each delta gets is known by now. The calibration text goes through th
 its deltas are encoded into a file of the work directory, and when the layer's shard has been written that file is gone.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from safetensors import safe_open
@@ -24,30 +25,12 @@ Named = Iterator[tuple[str, Tensor]]
 Encode = Callable[[int, nn.Module, LayerLayout, Owned], Named]
 
 
-class EncodedFile:
-    """The encoded deltas of one layer, those that one process has."""
-
-    def __init__(self, work: Path, reader: ExpertReader, layer: int, layout: LayerLayout, owned: Owned) -> None:
-        self._prefix, own = reader.architecture.experts_prefix(layer), encoded_names(layout, owned)
-        specs = [
-            TensorSpec(self._prefix + name, stored.dtype or reader.dtype, stored.shape)
-            for name, stored in layout.delta_tensors()
-            if name in own
-        ]
-        self._writer = CheckpointWriter(work / f"encoded-{layer:05d}-{owned.peers.rank}", [specs]) if specs else None
-
-    @property
-    def nbytes(self) -> int:
-        """Size on disk."""
-        return 0 if self._writer is None else self._writer.nbytes
-
-    def write(self, encoded: Named) -> None:
-        """Write all, one tensor at a time, atomically."""
-        tensors = ((self._prefix + name, tensor) for name, tensor in encoded)
-        if self._writer is None:
-            assert not list(tensors)
-        else:
-            self._writer.write_shard(0, tensors)
+def write_encoded(work: Path, layer: int, rank: int, specs: Sequence[TensorSpec], encoded: Named) -> None:
+    """What one process has encoded of a layer: these tensors, of which there may be none, one at a time, atomically."""
+    if specs:
+        CheckpointWriter(work / f"encoded-{layer:05d}-{rank}", [specs]).write_shard(0, encoded)
+    else:
+        assert not list(encoded)
 
 
 def encoded_files(work: Path, layer: int) -> list[Path]:
@@ -61,41 +44,26 @@ def encoded_bytes(reader: ExpertReader, output: int, shard_size: int) -> int:
     return min(output, max(shard_size, layer))
 
 
-class Encoding:
+class EncodedLayers(ABC):
     """Encodes the layers of a job as their shards come to be written: a `Making`."""
 
-    def __init__(
-        self,
-        job: Job,
-        layouts: Mapping[int, LayerLayout],
-        encode: Encode,
-        calibrated: CalibratedJob | None = None,
-        *,
-        whole_experts: bool = False,
-    ) -> None:
-        """`encode` runs a layer that is loaded for it (`sweep.forward`); without a text none is, and it is given
-        an empty module. With a text all processes encode each layer together, else each those of its shards.
-        With `whole_experts` none of them shares an expert with another."""
-        self._job, self._layouts, self._encode = job, layouts, encode
-        self._whole_experts = whole_experts
-        self._pass = calibrated.forward_pass(self._visit, layouts, name="encode") if calibrated else None
-        self.steps = len(layouts) if self._pass is None else self._pass.steps
+    def __init__(self, job: Job, layers: Collection[int], calibrated: CalibratedJob | None) -> None:
+        """With a text all processes encode each of `layers` together, else each those of its shards."""
+        self._job, self._layers = job, layers
+        self._pass = calibrated.forward_pass(self._visit, layers, name="encode") if calibrated else None
+        self.steps = len(layers) if self._pass is None else self._pass.steps
+
+    @abstractmethod
+    def _visit(self, layer: int, module: nn.Module) -> None:
+        """Encode a layer, which is loaded and to be run if there is a text, else empty, and `write_encoded` it."""
 
     @property
     def is_chain(self) -> bool:
         return self._pass is not None
 
-    def _visit(self, layer: int, module: nn.Module) -> None:
-        job, layout = self._job, self._layouts[layer]
-        owned = Owned(layout.shape, Peers())
-        if self._pass is not None:
-            owned = encoding_owners(layout, job.ranks, whole_experts=self._whole_experts)
-        file = EncodedFile(job.work, job.source.experts, layer, layout, owned)
-        file.write(self._encode(layer, module, layout, owned))
-
     def make(self, layer: int) -> None:
         """Encode a layer, and all before it, if that is not done."""
-        if layer not in self._layouts:
+        if layer not in self._layers:
             return
         if self._pass is not None:
             self._pass.through(layer)
@@ -113,11 +81,48 @@ class Encoding:
         """What the file that the layer is written to makes superfluous."""
         return encoded_files(self._job.work, layer)
 
+    def encoded(self, layer: int) -> Named:
+        """What was encoded of a layer, by full name on disk."""
+        for path in encoded_files(self._job.work, layer):
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118  # not a mapping
+                    yield name, file.get_tensor(name).clone()
+
+
+class Encoding(EncodedLayers):
+    """The same for deltas in the forms of layouts."""
+
+    def __init__(
+        self,
+        job: Job,
+        layouts: Mapping[int, LayerLayout],
+        encode: Encode,
+        calibrated: CalibratedJob | None = None,
+        *,
+        whole_experts: bool = False,
+    ) -> None:
+        """`encode` runs a layer that is loaded for it (`sweep.forward`); without a text none is, and it is given
+        an empty module. With `whole_experts` no process shares an expert with another."""
+        self._layouts, self._encode, self._whole_experts = layouts, encode, whole_experts
+        super().__init__(job, layouts, calibrated)
+
+    def _visit(self, layer: int, module: nn.Module) -> None:
+        job, layout = self._job, self._layouts[layer]
+        reader, owned = job.source.experts, Owned(layout.shape, Peers())
+        if self.is_chain:
+            owned = encoding_owners(layout, job.ranks, whole_experts=self._whole_experts)
+        prefix, own = reader.architecture.experts_prefix(layer), encoded_names(layout, owned)
+        specs = [
+            TensorSpec(prefix + name, stored.dtype or reader.dtype, stored.shape)
+            for name, stored in layout.delta_tensors()
+            if name in own
+        ]
+        encoded = self._encode(layer, module, layout, owned)
+        full = ((prefix + name, tensor) for name, tensor in encoded)
+        write_encoded(job.work, layer, owned.peers.rank, specs, full)
+
     def tensors(self, layer: int, layout: LayerLayout) -> Named:
         """All tensors of a layer's experts, by full name on disk."""
         job = self._job
         yield from base_tensors(job.source.experts, layer, layout, LayerBase.load(base_path(job.work, layer)))
-        for path in encoded_files(job.work, layer):
-            with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118  # not a mapping
-                    yield name, file.get_tensor(name).clone()
+        yield from self.encoded(layer)

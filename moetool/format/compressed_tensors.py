@@ -15,8 +15,8 @@ from moetool.architectures import Architecture, Role
 
 METHOD_NAME, PACKED_FORMAT = "compressed-tensors", "pack-quantized"
 PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
-# Groups that vLLM's fused MoE kernels take.
-KERNEL_GROUPS = (32, 64, 128)
+# Bits and groups that vLLM's fused MoE kernels take.
+KERNEL_BITS, KERNEL_GROUPS = (4, 8), (32, 64, 128)
 
 
 def packed_tensors(

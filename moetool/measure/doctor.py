@@ -44,10 +44,11 @@ REQUIRED: dict[str, tuple[str, str | None, str]] = {
     "psutil": ("6.0", None, "7.2.2"),
     "xxhash": ("3.4", None, "4.1.0"),
 }
-# By library: the extra that brings it, the two versions, and what cannot be done without.
-EXTRAS: dict[str, tuple[str, str, str, str]] = {
+# By library: the extra that brings it, the two versions (`None`: not tested), and what cannot be done without.
+EXTRAS: dict[str, tuple[str, str, str | None, str]] = {
     "matplotlib": ("plots", "3.9", "3.11.2", "pictures: --plot"),
     "bitsandbytes": ("bitsandbytes", "0.46", "0.50.2", "tune --quantize-base nf4 and int8 (QLoRA)"),
+    "vllm": ("vllm", "0.28", None, "compressed experts in vLLM"),
 }
 _MODULES = {"pyyaml": "yaml"}  # that are called otherwise than the library
 
@@ -84,7 +85,7 @@ class Extra(Printed):
     name: str
     version: str | None
     at_least: str
-    tested: str
+    tested: str | None
     purpose: str
     install: str
 

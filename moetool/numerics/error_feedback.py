@@ -117,25 +117,6 @@ def feed_back(matrix: Tensor, codes: Tensor, scales: Tensor, bits: int, feedback
     return feed_back_together([Coded(matrix, codes, scales, bits)], feedback)[0]
 
 
-class Nearest(Protocol):
-    """Chooses codes for one input of all outputs."""
-
-    def nearest(self, values: Tensor, group: int, codes: Tensor) -> Tensor:
-        """What the codes for `values` [out] stand for, with the scales of a group; writes `codes` [out] uint8."""
-
-
-def fed_back(inputs: Tensor, lookup: Nearest, scale_groups: int, feedback: Feedback) -> Tensor:
-    """Codes [in, out] uint8 for a matrix by its `inputs` [in, out] fp32, which is left as it is, chosen by `lookup`.
-
-    Raises:
-        ValueError: there are other inputs behind the feedback.
-    """
-    feedback.check(len(inputs))
-    order = feedback.order.to(inputs.device)
-    chosen, _ = _chosen(inputs[order], lookup, scale_groups, feedback)
-    return torch.empty_like(chosen).index_copy_(0, order, chosen)
-
-
 class Coded(NamedTuple):
     """Rows [out, in] with codes, scales and their bits, as `feed_back` takes them."""
 
@@ -153,31 +134,73 @@ def feed_back_together(parts: Sequence[Coded], feedback: Feedback) -> list[Tenso
     for part in parts:
         feedback.check(part.matrix.shape[1])
     order, counts = feedback.order, [len(part.matrix) for part in parts]
-    # [in, out] from here on: one input of all outputs lies side by side.
     matrix = torch.cat([part.matrix.detach().float() for part in parts])
     errors = matrix.T.contiguous()[order]
-    scales = torch.cat([part.scales.detach().float() for part in parts]).T.contiguous()
-    bits = [(part.bits, count) for part, count in zip(parts, counts, strict=True)]
-    chosen, lost = _chosen(errors, Lookup(bits, scales), len(scales), feedback)
-    lost -= _damped(errors, feedback)
     for part, rows in zip(parts, matrix.split(counts), strict=True):
         rows -= dequantize(part.codes, part.scales.detach(), part.bits, torch.float32)
-    worse = _is_larger(matrix.T.contiguous()[order], lost, feedback)
+    scales = torch.cat([part.scales.detach().float() for part in parts]).T.contiguous()
+    bits = [(part.bits, count) for part, count in zip(parts, counts, strict=True)]
+    codes = torch.cat([part.codes for part in parts])
+    return list(better_codes(errors, matrix, codes, Lookup(bits, scales), len(scales), feedback).split(counts))
+
+
+class Grid(Protocol):
+    """What codes can stand for, numbers that share rows of scales."""
+
+    def nearest(self, values: Tensor, group: int, codes: Tensor) -> Tensor:
+        """What is nearest to `values` [n] under a group's scales, until the next call; writes `codes` [n]."""
+
+
+def fed_back(inputs: Tensor, grid: Grid, groups: int, feedback: Feedback) -> Tensor:
+    """Codes [in, out] uint8 in any grid that make good for each other's errors.
+
+    Args:
+        inputs: [in, out] fp32, what codes are to stand for, one input of all outputs after the other; left as it is.
+        grid: of all outputs.
+        groups: of inputs that share a scale.
+        feedback: of the inputs.
+
+    Raises:
+        ValueError: there are other inputs behind the feedback.
+    """
+    feedback.check(len(inputs))
+    chosen = torch.empty_like(inputs, dtype=torch.uint8)
+    _choose(inputs[feedback.order], chosen, grid, groups, feedback)
+    return torch.empty_like(chosen).index_copy_(0, feedback.order, chosen)
+
+
+def better_codes(errors: Tensor, nearest: Tensor, codes: Tensor, grid: Grid, groups: int, feedback: Feedback) -> Tensor:
+    """Codes in any grid with a smaller output error than the nearest ones; no row's is larger.
+
+    Args:
+        errors: [in, out] fp32, what codes are to stand for, inputs in the order of `feedback`; overwritten.
+        nearest: [out, in] fp32, the errors of the nearest codes.
+        codes: [out, in], these.
+        grid: of all outputs.
+        groups: of inputs that share a scale.
+        feedback: of the inputs.
+
+    Returns:
+        [out, in] in the dtype of `codes`.
+    """
+    # [in, out] from here on: one input of all outputs lies side by side.
+    order = feedback.order
+    chosen = torch.empty_like(errors, dtype=codes.dtype)
+    lost = _choose(errors, chosen, grid, groups, feedback) - _damped(errors, feedback)
+    worse = _is_larger(nearest.T.contiguous()[order], lost, feedback)
     fed = torch.empty_like(chosen).index_copy_(0, order, chosen).T.contiguous()
-    codes = torch.where(worse[:, None], fed, torch.cat([part.codes for part in parts]))
-    return list(codes.split(counts))
+    return torch.where(worse[:, None], fed, codes)
 
 
-def _chosen(errors: Tensor, lookup: Nearest, scale_groups: int, feedback: Feedback) -> tuple[Tensor, Tensor]:
-    """Codes [in, out], and the damped output error of every row [out].
+def _choose(errors: Tensor, codes: Tensor, grid: Grid, groups: int, feedback: Feedback) -> Tensor:
+    """Write `codes` [in, out]; the damped output error of every row [out].
 
     `errors` [in, out] holds the elements, of which their codes' values are subtracted.
     """
     columns, rows = errors.shape
-    codes = torch.empty(columns, rows, dtype=torch.uint8, device=errors.device)
     moved = torch.zeros_like(errors)
     lost = errors.new_zeros(rows)
-    links, groups = feedback.links, (feedback.order // (columns // scale_groups)).tolist()
+    links, group_of = feedback.links, (feedback.order // (columns // groups)).tolist()
     pivots = feedback.pivots.tolist()
 
     def choose(first: int, last: int) -> None:
@@ -189,14 +212,14 @@ def _chosen(errors: Tensor, lookup: Nearest, scale_groups: int, feedback: Feedba
             return
         for column in range(first, last):
             own = moved[column].add_(errors[column])
-            value = lookup.nearest(own, groups[column], codes[column])
+            value = grid.nearest(own, group_of[column], codes[column])
             errors[column] -= value
             own -= value
             lost.addcmul_(own, own, value=pivots[column])
             moved[column + 1 : last].addr_(links[column, column + 1 : last], errors[column])
 
     choose(0, columns)
-    return codes, lost
+    return lost
 
 
 def _damped(errors: Tensor, feedback: Feedback) -> Tensor:

@@ -66,6 +66,7 @@ RUN_FOR_JSON = [
     ["compare", "MODEL", "--models", "MODEL", "--methods", "d2moe", "--ratios", "0.99", "--data", "TEXT.txt"],
     ["upcycle", "demo/dense", "x", "--method", "simoe", "--dry-run"],
     ["prune-base", "SPLIT", "x", "--ratio", "0.2", "--dry-run"],
+    ["export", "MODEL", "x", "--format", "compressed-tensors", "--group-size", "16", "--bits", "3", "--dry-run"],
     ["inspect", "config-alone"],
     ["inspect", "OUT_2"],
     [

@@ -1,17 +1,30 @@
 """`export --format compressed-tensors`: names, bytes and entry of the format, and the numbers of the experts."""
 
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import WEIGHTS, config_of, weight_bytes
+from checkpoints import (
+    WEIGHTS,
+    CrashDriver,
+    change_tensors,
+    config_of,
+    contents,
+    copy_of,
+    logits,
+    relative_error,
+    weight_bytes,
+    weights,
+)
 from families import FAMILIES, add_prediction_layer, build
 from safetensors.torch import load_file
 from torch import Tensor
 
 from moetool.job.job import Source
+from moetool.job.layer_memory import LayerMemory
 
 PARTS = ("weight_packed", "weight_scale", "weight_shape")
 FUSED = {"granitemoe", "granitemoeshared"}
@@ -24,8 +37,9 @@ def decoded(path: Path, module: str) -> Tensor:
     bits, group = scheme["weights"]["num_bits"], scheme["weights"]["group_size"]
     words, scales, shape = (stored[f"{module}.{part}"] for part in PARTS)
     columns = int(shape[1])
-    plain = words.to(torch.int64) & 0xFFFFFFFF
-    codes = torch.stack([(plain >> low) & (2**bits - 1) for low in range(0, 32, bits)], 2).flatten(1)[:, :columns]
+    spread = (words.unsqueeze(2) >> torch.arange(32)) & 1
+    ones = spread.flatten(1)[:, : columns * bits].view(-1, columns, bits)
+    codes = (ones * 2 ** torch.arange(bits)).sum(2)
     return (codes - 2 ** (bits - 1)).float() * scales.float().repeat_interleave(group, 1)
 
 
@@ -33,7 +47,7 @@ def export(run_cli: Any, source: Path, target: Path, *options: object) -> Any:
     return run_cli("export", source, target, "--format", "compressed-tensors", *options)
 
 
-@pytest.mark.parametrize(("bits", "most"), [(4, 0.1), (8, 0.01)])
+@pytest.mark.parametrize(("bits", "most"), [(2, 0.35), (3, 0.17), (4, 0.09), (8, 0.01)])
 def test_experts_are_packed_and_the_rest_is_as_it_was(
     run_cli: Any, tiny_mixtral_bf16: Path, tmp_path: Path, bits: int, most: float
 ) -> None:
@@ -52,7 +66,7 @@ def test_experts_are_packed_and_the_rest_is_as_it_was(
     for module in experts:
         rows, columns = before[f"{module}.weight"].shape
         packed, scale, shape = (after[f"{module}.{part}"] for part in PARTS)
-        assert (packed.dtype, packed.shape) == (torch.int32, (rows, columns * bits // 32))
+        assert (packed.dtype, packed.shape) == (torch.int32, (rows, -(-columns * bits // 32)))
         assert (scale.dtype, scale.shape) == (torch.bfloat16, (rows, columns // 16))
         assert shape.tolist() == [rows, columns]
         own = before[f"{module}.weight"].float()
@@ -71,6 +85,79 @@ def test_a_compressed_model_is_decoded_first(run_cli: Any, small: Path, tmp_path
     for name in (name for name in dense if ".experts." in name):
         own = dense[name].float()
         assert (decoded(tmp_path / "out", name.removesuffix(".weight")) - own).norm() < 0.01 * own.norm()
+
+
+def put_back(original: Path, exported: Path, target: Path) -> Path:
+    """An ordinary checkpoint with what the packed experts stand for."""
+    copy_of(original, target)
+    change_tensors(
+        target,
+        lambda tensors: tensors.update(
+            {
+                name: decoded(exported, name.removesuffix(".weight")).to(tensors[name])
+                for name in tensors
+                if ".experts." in name
+            }
+        ),
+    )
+    return target
+
+
+@pytest.mark.parametrize(("bits", "most"), [(2, 0.95), (4, 0.9)])
+def test_a_text_makes_codes_that_lose_less(
+    run_cli: Any, calibration: Any, tiny_mixtral: Path, tiny_tokens: Tensor, tmp_path: Path, bits: int, most: float
+) -> None:
+    options, tokens = ("--bits", bits, "--group-size", 16, "--json"), tiny_tokens[1000:1256].view(4, 64)
+    nearest = export(run_cli, tiny_mixtral, tmp_path / "nearest", *options)
+    plan = export(run_cli, tiny_mixtral, tmp_path / "none", *options, *calibration, "--dry-run")
+    chosen = export(run_cli, tiny_mixtral, tmp_path / "chosen", *options, *calibration)
+    assert (nearest.code, chosen.code) == (0, 0), chosen.stderr
+    assert plan.json["output_bytes"] == chosen.json["bytes_after"] == nearest.json["bytes_after"]
+    assert plan.json["experts_at_once"] == 4
+    assert chosen.json["calibration"]["windows"] == 16
+    assert "calibration" not in nearest.json
+    assert config_of(tmp_path / "chosen") == config_of(tmp_path / "nearest")
+    expected = logits(tiny_mixtral, tokens)
+    lost = {
+        name: relative_error(
+            logits(put_back(tiny_mixtral, tmp_path / name, tmp_path / f"{name}-dense"), tokens), expected
+        )
+        for name in ("nearest", "chosen")
+    }
+    assert lost["chosen"] < most * lost["nearest"]
+
+
+def test_few_experts_at_a_time_give_the_same(
+    run_cli: Any, calibration: Any, tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--bits", 3, "--group-size", 16, *calibration)
+    assert export(run_cli, tiny_mixtral, tmp_path / "all", *options).code == 0
+    monkeypatch.setattr(LayerMemory, "at_once", lambda self, allowed: 3)
+    assert export(run_cli, tiny_mixtral, tmp_path / "few", *options).code == 0
+    assert weights(tmp_path / "few") == weights(tmp_path / "all")
+
+
+def test_a_compressed_model_is_calibrated_as_it_runs(
+    run_cli: Any, calibration: Any, small: Path, tmp_path: Path
+) -> None:
+    result = export(run_cli, small, tmp_path / "out", "--bits", 8, "--group-size", 16, *calibration)
+    assert result.code == 0, result.stderr
+    assert run_cli("export", small, tmp_path / "dense").code == 0
+    dense = load_file(tmp_path / "dense" / WEIGHTS)
+    for name in (name for name in dense if ".experts." in name):
+        assert relative_error(decoded(tmp_path / "out", name.removesuffix(".weight")), dense[name].float()) < 0.02
+
+
+def test_killed_runs_resume_to_the_same_bytes(
+    crash: CrashDriver, run_cli: Any, calibration: Any, tiny_mixtral_bf16: Path, tmp_path: Path
+) -> None:
+    options = ("--format", "compressed-tensors", "--group-size", 16, *calibration, "--shard-size", "20kB")
+    arguments = ("export", tiny_mixtral_bf16, *options)
+    assert export(run_cli, tiny_mixtral_bf16, tmp_path / "whole", *options[2:]).code == 0
+    told = crash(tmp_path / "out", arguments, at=25)
+    assert told["code"] == -signal.SIGKILL, told
+    assert crash(tmp_path / "out", (*arguments, "--resume"))["code"] == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("family", ONE_BY_ONE)
@@ -123,7 +210,7 @@ def test_experts_in_one_tensor_are_refused(run_cli: Any, save_model: Any, tmp_pa
         (("--group-size", 12), ["--group-size 16"]),
         (("--group-size", 16, "--tensor-parallel", 5), ["--tensor-parallel 5", "48"]),
         (("--group-size", 16, "--tensor-parallel", 6), ["48 over 6 cards", "--group-size 8"]),
-        (("--group-size", 16, "--bits", 3), ["not 3", "vLLM"]),
+        (("--group-size", 16, "--bits", 5), ["not 5", "vLLM", "4 and 8"]),
     ],
 )
 def test_what_does_not_fit_is_said_with_what_does(
@@ -141,6 +228,10 @@ def test_what_vllm_may_refuse_is_said(run_cli: Any, make_mixtral: Any, save_mode
     assert "vLLM" not in fits.stderr
     narrow = export(run_cli, source, tmp_path / "narrow", "--group-size", 32, "--tensor-parallel", 2)
     assert "whose width on a card 64 divides (here 32)" in narrow.stderr
+    options = ("--group-size", 64, "--bits", 3)
+    assert "4 or 8 bits (here 3)" in export(run_cli, source, tmp_path / "few", *options).stderr
+    planned = export(run_cli, source, tmp_path / "none", *options, "--dry-run", "--json")
+    assert planned.json["vllm_kernels_want"] == "4 or 8 bits (here 3)"
 
 
 def test_an_export_is_no_input(run_cli: Any, tiny_mixtral: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ al., arXiv:2210.17323; see `numerics.error_feedback`). With a ratio, bits go whe
 
 What other engines can serve of it: 8 bits are symmetric whole numbers, W = s · q with q from −127 to 127, which is what
 compressed-tensors' `pack-quantized` stores as q + 128. At 1 to 4 bits levels are not evenly spaced, and no symmetric
-integer group W = s · (q − 2^(b−1)) expresses them: those would have to be chosen anew.
+integer group W = s · (q − 2^(b−1)) expresses them: `export --format compressed-tensors` chooses those anew.
 """
 
 from collections.abc import Mapping

@@ -1,48 +1,63 @@
-"""To where vLLM and transformers run few-bit experts: compressed-tensors' `pack-quantized`."""
+"""To where vLLM and transformers run few-bit experts: compressed-tensors' `pack-quantized`.
+
+Codes are the nearest ones, or on a text chosen as `quantize` chooses its own: one input after the other, each making
+good for the errors of those before it, on what each expert is given.
+"""
 
 import math
-from collections.abc import Iterator
 from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import ClassVar
 
-import torch
 from pydantic import Field, field_validator
-from torch import Tensor
 
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec
+from moetool.compress.encoded import Named, encoded_bytes
+from moetool.compress.encoding import encoding_memory, with_text
 from moetool.errors import InvalidInputError, UsageError, VerificationError
+from moetool.export.packing import PackedLayers, nearest_layer
 from moetool.format.compressed_tensors import (
+    KERNEL_BITS,
     KERNEL_GROUPS,
-    PACKED,
-    SCALE,
-    SHAPE,
     packed_entry,
     packed_name,
     packed_tensors,
 )
 from moetool.format.kinds import custom_module
 from moetool.format.layout import native_layout
-from moetool.job.building_blocks import decoding, encode, moe_size
+from moetool.job.building_blocks import (
+    ModelSize,
+    calibration_forward,
+    decoding,
+    encode,
+    input_grams,
+    moe_size,
+    writing,
+)
+from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
-from moetool.job.options import RunOptions
-from moetool.job.phases import rewriting_phases
-from moetool.job.plan import CalibrationCost, Plan
-from moetool.job.result import Sizes, Told
+from moetool.job.options import RunOptions, TextOptions
+from moetool.job.phases import ENCODE, rewriting_phases
+from moetool.job.plan import CalibrationCost, Plan, calibration_cost
+from moetool.job.result import Json, Sizes, Told
 from moetool.job.stage import Stage
-from moetool.job.work import Work, altogether
+from moetool.job.work import Phase, Work, altogether
 from moetool.job.writing import OutputPlan, ShardPlan, original_bytes, write_checkpoint
-from moetool.numerics.whole_codes import WHOLE_BITS, pack_words, quantize_whole
+from moetool.numerics.whole_codes import WHOLE_BITS
 from moetool.representations.quantized import Quantized
 
 
-class ExportCompressedTensorsOptions(RunOptions):
-    """How many bits, and for which engine."""
+class ExportCompressedTensorsOptions(RunOptions, TextOptions):
+    """How many bits, for which engine, and on which text codes are chosen, if on any."""
 
-    bits: int = Field(4, description="Bits of every number of an expert: 4 or 8.")
+    bits: int = Field(
+        4,
+        description="Bits of every number of an expert: 2, 3, 4 or 8. transformers reads all, vLLM's kernels for "
+        "experts 4 and 8.",
+    )
     group_size: int = Field(128, ge=1, description="Inputs that share a scale; vLLM's kernels take 32, 64 and 128.")
     tensor_parallel: int = Field(
         1,
@@ -55,7 +70,8 @@ class ExportCompressedTensorsOptions(RunOptions):
     def _served(cls, bits: int) -> int:
         if bits not in WHOLE_BITS:
             raise ValueError(
-                f"there are 4 and 8, not {bits}: the format packs others, but vLLM's MoE kernels for it read these two"
+                f"there are {', '.join(map(str, WHOLE_BITS))}, not {bits}; vLLM's kernels for experts read "
+                f"{' and '.join(map(str, KERNEL_BITS))}, transformers all of them"
             )
         return bits
 
@@ -64,7 +80,7 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
     """Codes every expert anew on an even grid, whatever it was stored as; everything else passes through."""
 
     name: ClassVar[str] = "compressed-tensors"
-    summary: ClassVar[str] = "experts in 4 or 8 bits as vLLM and transformers read them (pack-quantized)"
+    summary: ClassVar[str] = "experts in 2 to 8 bits as vLLM and transformers read them (pack-quantized)"
     options_type: ClassVar[type[RunOptions]] = ExportCompressedTensorsOptions
     method_of: ClassVar[str | None] = "export"
     is_parallel: ClassVar[bool] = True
@@ -134,6 +150,8 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
         shape, group, cards = self.source.experts.shape, self.options.group_size, self.options.tensor_parallel
         width, least = shape.intermediate // cards, max(64, group)
         found = []
+        if self.options.bits not in KERNEL_BITS:
+            found.append(f"{' or '.join(map(str, KERNEL_BITS))} bits (here {self.options.bits})")
         if group not in KERNEL_GROUPS:
             found.append(f"groups of {', '.join(map(str, KERNEL_GROUPS))} (here {group})")
         if shape.hidden % 128:
@@ -142,21 +160,48 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
             found.append(f"experts whose width on a card {least} divides (here {width})")
         return found
 
+    @property
+    def _text(self) -> TextOptions | None:
+        return with_text(self.options)
+
+    @cached_property
+    def _experts_at_once(self) -> int:
+        return encoding_memory(self.source, self.options, self._text).at_once(self.options.memory)
+
     def plan(self) -> Plan:
-        reader, options, output = self.source.experts, self.options, self._shards.nbytes
-        size, matrices = moe_size(reader), [reader.shape.matrix(role) for role in reader.shape.roles]
-        coded = altogether(encode(Quantized(options.bits, options.group_size), matrix) for matrix in matrices)
-        work = coded * size.experts + (decoding(size) if reader.layouts else Work())
-        unserved = self._unserved()
+        source, text, output = self.source, self._text, self._shards.nbytes
+        reader, options, unserved = source.experts, self.options, self._unserved()
+        size, details = moe_size(reader), dict[str, Json]()
+        if unserved:
+            details["vllm_kernels_want"] = "; ".join(unserved)
+        if text is None:
+            work = self._coding(size) + (decoding(size) if reader.layouts else Work())
+            scratch, memory = 0, CalibrationCost(0, 1, 4).memory_bytes(reader, gradients=False, factors=False)
+            phases = rewriting_phases(size, output, work)
+        else:
+            cost = calibration_cost(source, options, text)
+            details["experts_at_once"] = at_once = self._experts_at_once
+            memory = encoding_memory(source, options, text).nbytes(at_once)
+            scratch = encoded_bytes(reader, output, options.shard_size) + cost.forward_bytes(reader.shape.hidden)
+            if at_once < reader.shape.experts:
+                scratch += cost.recorded_bytes(reader.shape, gradients=False, sums=False)
+            measured = calibration_forward(cost, size) + input_grams(cost, size)
+            made = measured + self._coding(size) + writing(size.nbytes, output, size.tensors)
+            phases = (Phase(ENCODE, made),)
         return Plan(
             stage=self.name,
-            input_bytes=self.source.checkpoint.weight_bytes,
+            input_bytes=source.checkpoint.weight_bytes,
             output_bytes=output,
-            scratch_bytes=0,
-            memory_bytes=CalibrationCost(0, 1, 4).memory_bytes(reader, gradients=False, factors=False),
-            phases=rewriting_phases(size, output, work),
-            details={"vllm_kernels_want": "; ".join(unserved)} if unserved else {},
+            scratch_bytes=scratch,
+            memory_bytes=memory,
+            phases=phases,
+            details=details,
         )
+
+    def _coding(self, size: ModelSize) -> Work:
+        shape, form = self.source.experts.shape, Quantized(self.options.bits, self.options.group_size)
+        fed_back = self._text is not None
+        return altogether(encode(form, shape.matrix(role), fed_back=fed_back) for role in shape.roles) * size.experts
 
     def run(self, job: Job) -> Told:
         reader, plan, options = self.source.experts, self._shards, self.options
@@ -165,18 +210,20 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
                 f"vLLM's Marlin kernels for experts want {'; '.join(unserved)}: it may refuse this checkpoint, or take "
                 "slower ones."
             )
+        making, facts = None, None
+        if (text := self._text) is not None:
+            calibrated = CalibratedJob(job, text, experts_at_once=self._experts_at_once)
+            making, facts = (
+                PackedLayers(job, calibrated, self._packed, options.bits, options.group_size),
+                calibrated.facts,
+            )
 
-        def packed(layer: int) -> Iterator[tuple[str, Tensor]]:
-            for expert in range(reader.shape.experts):
-                for role in reader.shape.roles:
-                    matrix = reader.dense(layer, expert, role).to(job.device)
-                    codes, scales = quantize_whole(matrix, options.bits, options.group_size, reader.dtype)
-                    name = self.source.architecture.weight_name(layer, expert, role)
-                    yield packed_name(name, PACKED), pack_words(codes, options.bits)
-                    yield packed_name(name, SCALE), scales
-                    yield packed_name(name, SHAPE), torch.tensor(matrix.shape)
+        def packed(layer: int) -> Named:
+            return (
+                nearest_layer(job, layer, options.bits, options.group_size) if making is None else making.encoded(layer)
+            )
 
-        def tensors(layer: int) -> Iterator[tuple[str, Tensor]]:
+        def tensors(layer: int) -> Named:
             made: set[str] = set()
             if layer in reader.moe_layers:
                 for name, tensor in packed(layer):
@@ -193,8 +240,8 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
                 if spec.name not in made:
                     yield spec.name, self.source.checkpoint.read(spec.name)
 
-        write_checkpoint(job, plan, tensors, config=self._config)
-        return Told()
+        write_checkpoint(job, plan, tensors, config=self._config, calibration=facts, seed=options.seed, making=making)
+        return Told(calibration=facts)
 
     @property
     def _config(self) -> dict[str, object]:

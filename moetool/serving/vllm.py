@@ -1,0 +1,17 @@
+"""vLLM's way in: the entry point `moetool` of the group `vllm.general_plugins`.
+
+vLLM calls it in every process before it reads a model's config. Nothing here is imported before, and nothing of vLLM is
+unless vLLM itself calls.
+"""
+
+
+def register() -> None:
+    """Make vLLM know checkpoints whose `quant_method` is `moetool`. Safe to call twice."""
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+
+    from moetool.format.marker import METHOD
+
+    if METHOD not in QUANTIZATION_METHODS:
+        from moetool.serving.vllm_layers import MoetoolServing
+
+        register_quantization_config(METHOD)(MoetoolServing)
