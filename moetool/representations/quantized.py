@@ -140,6 +140,12 @@ class QuantizedWeight(Weight):
         codes = unpack(self.codes, self.bits, self.shape[0] * self.shape[1])
         return dequantize(codes, self.scales, self.bits, dtype)
 
+    def rows(self, indices: Tensor) -> Tensor:
+        """The rows `[…, in]` of those numbers `[…]`, of 8 bits, whose codes lie row by row."""
+        codes = self.codes.view(self.shape)[indices.reshape(-1)]
+        found = dequantize(codes, self.scales[indices.reshape(-1)], self.bits, self.scales.dtype)
+        return found.view(*indices.shape, self.shape[1])
+
     def forward(self, inputs: Tensor, *, transposed: bool = False) -> Tensor:
         """`[tokens, in]` → `[tokens, out]`, or `transposed` `[tokens, out]` → `[tokens, in]`."""
         if not transposed and inputs.dim() == 2 and self._needs_no_matrix(inputs):

@@ -27,7 +27,7 @@ from moetool.format.compressed_tensors import (
 from moetool.format.kinds import custom_module
 from moetool.format.layout import native_layout
 from moetool.job.building_blocks import decoding, encode, moe_size
-from moetool.job.job import Job
+from moetool.job.job import DecodedSource, Input, Job
 from moetool.job.options import RunOptions
 from moetool.job.phases import rewriting_phases
 from moetool.job.plan import CalibrationCost, Plan
@@ -66,6 +66,7 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
     name: ClassVar[str] = "compressed-tensors"
     summary: ClassVar[str] = "experts in 4 or 8 bits as vLLM and transformers read them (pack-quantized)"
     options_type: ClassVar[type[RunOptions]] = ExportCompressedTensorsOptions
+    source_type: ClassVar[type[Input]] = DecodedSource
     method_of: ClassVar[str | None] = "export"
     is_parallel: ClassVar[bool] = True
 

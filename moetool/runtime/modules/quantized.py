@@ -1,0 +1,187 @@
+"""Linear layers and embeddings beside the experts that are stored as codes, and run on these."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from moetool.errors import InvalidInputError
+from moetool.format.beside import quantized_beside
+from moetool.format.kinds.base import PLACEHOLDER
+from moetool.kernels.operands import UnsupportedMatrixError
+from moetool.kernels.products import linear, problem, routed
+from moetool.kernels.table import Table
+from moetool.representations.quantized import QuantizedMatrix, QuantizedWeight
+from moetool.runtime.modules.inference import few_tokens
+from moetool.runtime.modules.insertion import path_in
+from moetool.runtime.modules.offloading import is_fetched, loaded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class QuantizedModule(nn.Module, ABC):
+    """A module whose one matrix is stored as codes.
+
+    Attributes:
+        weight: a placeholder, for those who look for its dtype and device.
+    """
+
+    def __init__(self, stored: QuantizedWeight) -> None:
+        """`stored` is the matrix; a subclass decides whether it is its own or another module's."""
+        super().__init__()
+        like = stored.scales
+        self.weight = nn.Parameter(torch.zeros(PLACEHOLDER, dtype=like.dtype, device=like.device), requires_grad=False)
+
+    @property
+    def stored(self) -> QuantizedWeight:
+        """The matrix."""
+        return cast(QuantizedWeight, self.moetool)
+
+    @abstractmethod
+    def dense(self, matrix: nn.Parameter) -> nn.Module:
+        """The ordinary module, of the matrix `[out, in]` that its codes stand for."""
+
+    @torch.no_grad()
+    def matrix(self) -> nn.Parameter:
+        """That matrix, in the model's dtype and on its device."""
+        return nn.Parameter(self.stored.dequantize(self.stored.scales.dtype))
+
+
+class QuantizedEmbedding(QuantizedModule):
+    """An embedding whose rows are decoded as they are looked up."""
+
+    def __init__(self, stored: QuantizedWeight, padding_idx: int | None) -> None:
+        """Around an empty matrix `[vocabulary, hidden]`."""
+        super().__init__(stored)
+        self.moetool = stored
+        self.num_embeddings, self.embedding_dim = stored.shape
+        self.padding_idx = padding_idx
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """`[…]` → `[…, hidden]`"""
+        with loaded(self.stored):
+            return self.stored.rows(tokens)
+
+    def dense(self, matrix: nn.Parameter) -> nn.Embedding:
+        embedding = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
+        embedding.weight = matrix
+        return embedding.train(self.training)
+
+
+class QuantizedLinear(QuantizedModule):
+    """A linear layer on a matrix of codes: on kernels where no gradients are wanted, else in plain torch."""
+
+    def __init__(
+        self, stored: QuantizedWeight, bias: nn.Parameter | None, owner: QuantizedModule | None = None
+    ) -> None:
+        """Around an empty matrix `[out, in]`, its own or that of an `owner` it is tied to."""
+        super().__init__(stored)
+        self.out_features, self.in_features = stored.shape
+        self.bias = bias
+        self._table: Table | None = None
+        if owner is None:
+            self.moetool = stored
+        # Not as a module of its own, so that what is tied is saved, moved and counted once.
+        self._owner = () if owner is None else (owner,)
+
+    @property
+    def stored(self) -> QuantizedWeight:
+        return self._owner[0].stored if self._owner else super().stored
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """`[…, in]` → `[…, out]`"""
+        output = self._times(inputs.reshape(-1, self.in_features)).view(*inputs.shape[:-1], self.out_features)
+        return output if self.bias is None else output + self.bias
+
+    def _times(self, inputs: Tensor) -> Tensor:
+        plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        if plain or torch.is_autocast_enabled(inputs.device.type) or (table := self._on_kernels(inputs)) is None:
+            return cast(Tensor, self.stored(inputs))
+        if len(inputs) > few_tokens(table):
+            return linear(table.products[0], inputs, self.out_features).contiguous()
+        only = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
+        return routed(table, only, inputs).to(inputs.dtype)
+
+    def _on_kernels(self, inputs: Tensor) -> Table | None:
+        """The matrix as kernels see it now, if they can multiply by it where it is."""
+        stored = self.stored
+        if (table := self._table) is None or not table.is_current():
+            self._table = table = None
+            if not (problem(stored.codes.device) or is_fetched(stored)):
+                try:
+                    with torch.inference_mode(False), torch.no_grad():
+                        self._table = table = Table([stored.products()], stored.shape, [stored])
+                except UnsupportedMatrixError:
+                    return None
+        return table if inputs.device == stored.codes.device else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_table": None}  # which is made of addresses
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._table = None  # or what is moved stays where it was until the next call
+        return super()._apply(fn, recurse)
+
+    def dense(self, matrix: nn.Parameter) -> nn.Linear:
+        layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        layer.weight = matrix
+        layer.register_parameter("bias", self.bias)
+        return layer.train(self.training)
+
+
+def insert_quantized(model: "PreTrainedModel", config: Mapping[str, object]) -> None:
+    """Put modules of codes, still empty, where `config` lists them, and where the head is tied to one of these.
+
+    Raises:
+        InvalidInputError: the model has no such linear layer or embedding.
+    """
+    for name, form in quantized_beside(config).items():
+        path = path_in(model, name)
+        if path == "lm_head" and not hasattr(model, path):
+            continue  # the bare decoder, AutoModel
+        try:
+            native = model.get_submodule(path)
+        except AttributeError as error:
+            raise InvalidInputError(f"quantization_config: the model of config.json has no module {name}.") from error
+        model.set_submodule(path, module := _quantized(name, native, form))
+        for tied in _tied_to(model, path):
+            head = model.get_submodule(tied)
+            if isinstance(head, nn.Linear):
+                model.set_submodule(tied, QuantizedLinear(module.stored, head.bias, module))
+
+
+def _quantized(name: str, native: nn.Module, form: QuantizedMatrix) -> QuantizedModule:
+    if not isinstance(native, nn.Linear | nn.Embedding):
+        raise InvalidInputError(f"quantization_config: {name} is a {type(native).__name__}, which no codes stand for.")
+    rows, columns = native.weight.shape
+    try:
+        stored = form.build((rows, columns), native.weight.dtype, native.weight.device)
+    except ValueError as error:
+        raise InvalidInputError(f"quantization_config: {name} cannot be stored as '{form.spec}': {error}.") from error
+    assert isinstance(stored, QuantizedWeight)
+    if isinstance(native, nn.Embedding):
+        return QuantizedEmbedding(stored, native.padding_idx)
+    return QuantizedLinear(stored, native.bias)
+
+
+def _tied_to(model: "PreTrainedModel", path: str) -> Iterator[str]:
+    """Modules whose weight is that of another."""
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    return (target.removesuffix(".weight") for target, source in tied.items() if source == f"{path}.weight")
+
+
+def dense_modules(model: "PreTrainedModel") -> None:
+    """Put ordinary modules in the place of those of codes; what was tied is tied."""
+    made: dict[QuantizedWeight, nn.Parameter] = {}
+    for name, module in [*quantized_modules(model)]:
+        if module.stored not in made:
+            made[module.stored] = module.matrix()
+        model.set_submodule(name, module.dense(made[module.stored]))
+
+
+def quantized_modules(model: nn.Module) -> Iterator[tuple[str, QuantizedModule]]:
+    """Those of a model, by name."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedModule))
