@@ -142,8 +142,8 @@ class Checkpoint:
         return target
 
     def room(self, name: str, out: Tensor | None = None) -> Tensor:
-        """Where `read` puts a tensor: an empty one, or `out` as it. Raises `InvalidInputError` for a name that no tensor
-        has."""
+        """Where `read` puts a tensor: an empty one, or `out` as it. Raises `InvalidInputError` where there is none of
+        that name."""
         info = self.info(name)
         return torch.empty(info.shape, dtype=info.dtype) if out is None else _view(info, out)
 

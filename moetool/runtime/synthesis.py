@@ -40,8 +40,8 @@ def synthesize(model: "PreTrainedModel") -> "PreTrainedModel":
         raise UsageError(
             f"synthesize needs the weights in memory, but accelerate has offloaded {len(offloaded)} of the model's "
             f"compressed modules to disk or to another memory, the first {offloaded[0]}. Load the model without "
-            "device_map, or with one that offloads none of its layers; or export the checkpoint (moetool export), which needs "
-            "memory for a few matrices only."
+            "device_map, or with one that offloads none of its layers; or export the checkpoint (moetool export), "
+            "which needs memory for a few matrices only."
         )
     for kind, made in ((SharedExpertOnBase, _dense_shared_expert), (SharedBaseExperts, dense_experts)):
         # By name: a list of the modules would keep what is stored until the last is replaced.
