@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -20,6 +21,8 @@ from moetool.runtime.modules.offloading import is_fetched, loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_MOST = 1 << 27  # numbers in a table: kernels of cards know matrices up to twice that, and heads are larger
 
 
 class QuantizedModule(nn.Module, ABC):
@@ -81,9 +84,11 @@ class QuantizedLinear(QuantizedModule):
         super().__init__(stored)
         self.out_features, self.in_features = stored.shape
         self.bias = bias
-        self._table: Table | None = None
+        self._tables: list[Table] = []
         if owner is None:
             self.moetool = stored
+        else:
+            self.weight = owner.weight
         # Not as a module of its own, so that what is tied is saved, moved and counted once.
         self._owner = () if owner is None else (owner,)
 
@@ -98,31 +103,30 @@ class QuantizedLinear(QuantizedModule):
 
     def _times(self, inputs: Tensor) -> Tensor:
         plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        if plain or torch.is_autocast_enabled(inputs.device.type) or (table := self._on_kernels(inputs)) is None:
+        if plain or torch.is_autocast_enabled(inputs.device.type) or not (tables := self._on_kernels(inputs.device)):
             return cast(Tensor, self.stored(inputs))
-        if len(inputs) > few_tokens(table):
-            return linear(table.products[0], inputs, self.out_features).contiguous()
-        only = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
-        return routed(table, only, inputs).to(inputs.dtype)
+        if len(inputs) <= few_tokens(tables[0]):
+            only = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
+            outputs = [routed(table, only, inputs).to(inputs.dtype) for table in tables]
+        else:
+            outputs = [linear(table.products[0], inputs, table.shape[0]) for table in tables]
+        return outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs, 1)
 
-    def _on_kernels(self, inputs: Tensor) -> Table | None:
-        """The matrix as kernels see it now, if they can multiply by it where it is."""
+    def _on_kernels(self, device: torch.device) -> list[Table]:
+        """The matrix as kernels see it now, some of its rows in a table each; empty if they cannot multiply by it."""
         stored = self.stored
-        if (table := self._table) is None or not table.is_current():
-            self._table = table = None
+        if not self._tables or not all(table.is_current() for table in self._tables):
+            self._tables = []
             if not (problem(stored.codes.device) or is_fetched(stored)):
-                try:
-                    with torch.inference_mode(False), torch.no_grad():
-                        self._table = table = Table([stored.products()], stored.shape, [stored])
-                except UnsupportedMatrixError:
-                    return None
-        return table if inputs.device == stored.codes.device else None
+                with torch.inference_mode(False), torch.no_grad():
+                    self._tables = _tables(stored)
+        return self._tables if device == stored.codes.device else []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_table": None}  # which is made of addresses
+        return {**self.__dict__, "_tables": []}  # which is made of addresses
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._table = None  # or what is moved stays where it was until the next call
+        self._tables = []  # or what is moved stays where it was until the next call
         return super()._apply(fn, recurse)
 
     def dense(self, matrix: nn.Parameter) -> nn.Linear:
@@ -130,6 +134,19 @@ class QuantizedLinear(QuantizedModule):
         layer.weight = matrix
         layer.register_parameter("bias", self.bias)
         return layer.train(self.training)
+
+
+def _tables(stored: QuantizedWeight) -> list[Table]:
+    """Those of its rows; empty for what is nothing for kernels."""
+    whole, columns = stored.operand(), stored.shape[1]
+    step, found = max(1, _MOST // columns), []
+    for codes, scales in zip(stored.codes.view(stored.shape).split(step), stored.scales.split(step), strict=True):
+        shape = len(codes), columns
+        try:
+            found.append(Table([((replace(whole, shape=shape, data=codes, scales=scales),),)], shape, [stored]))
+        except UnsupportedMatrixError:
+            return []
+    return found
 
 
 def insert_quantized(model: "PreTrainedModel", config: Mapping[str, object]) -> None:
