@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from moetool.architectures import Role
-from moetool.checkpoint.decoded import quantized_tensors
+from moetool.checkpoint.decoded import decoded, quantized_tensors
 from moetool.checkpoint.files import file_sha256
 from moetool.checkpoint.manifest import Manifest, read_manifest
 from moetool.checkpoint.reader import MANIFEST, WORK_DIRECTORIES, Checkpoint
@@ -109,6 +109,7 @@ def _moe_source(checkpoint: Checkpoint) -> Source | None:
         check_sizes(checkpoint)
         return None
     try:
+        decoded(checkpoint)  # or its headers say that it cannot be
         return Source.of(checkpoint)
     except InvalidInputError:
         try:
