@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from moetool.checkpoint.reader import Checkpoint
-from moetool.checkpoint.writer import TensorSpec
-from moetool.errors import UsageError
+from moetool.checkpoint.writer import TensorSpec, is_finite
+from moetool.errors import InvalidInputError, UsageError
 from moetool.format.beside import (
     GROUP,
     TENSORS,
@@ -25,6 +25,7 @@ from moetool.job.options import IncludeOptions, Options
 from moetool.representations.quantized import QuantizedMatrix
 
 _BLOCK = 4 << 20  # numbers of a matrix that are read at a time
+_WIDE = (torch.float32, torch.bfloat16, torch.float16)
 
 InputT = TypeVar("InputT", bound=Input)
 
@@ -41,18 +42,14 @@ def including(source: InputT, options: Options) -> InputT:
     kinds, done = quantizable(architecture, architecture.layers(checkpoint.config)), quantized_beside(checkpoint.config)
     chosen: dict[str, QuantizedMatrix] = {}
     for kind in options.included:
-        own = {
-            name: checkpoint.tensors[weight]
-            for name in kinds[kind]
-            if (weight := weight_of(name)) in checkpoint.tensors
-        }
-        if not own:
+        weights = {name: checkpoint.tensors.get(weight_of(name)) for name in kinds[kind]}
+        wide = {name: info for name, info in weights.items() if info is not None and info.dtype in _WIDE}
+        if not wide:
             raise UsageError(
-                f"--include {kind}: of {architecture.name} no {kind} are known that could be quantized. Leave it out."
+                f"--include {kind}: this {architecture.name} model has nothing of the kind that could be quantized. Leave "
+                "it out."
             )
-        chosen |= {
-            name: _form(info.shape[1]) for name, info in own.items() if name not in done and len(info.shape) == 2
-        }
+        chosen |= {name: _form(info.shape[1]) for name, info in wide.items() if name not in done}
     return replace(source, included=chosen)
 
 
@@ -91,8 +88,12 @@ def _encoded(checkpoint: Checkpoint, weight: str, form: QuantizedMatrix) -> dict
     info = checkpoint.info(weight)
     rows, columns = info.shape
     step = max(1, _BLOCK // columns)
-    parts = [
-        form.encode(checkpoint.read_rows(weight, start, min(start + step, rows)), info.dtype)
-        for start in range(0, rows, step)
-    ]
+    parts = []
+    for start in range(0, rows, step):
+        block = checkpoint.read_rows(weight, start, min(start + step, rows))
+        if not is_finite(block):
+            raise InvalidInputError(
+                f"Tensor {weight} of {checkpoint.path} has NaN or infinite values: the checkpoint is damaged."
+            )
+        parts.append(form.encode(block, info.dtype))
     return {tensor: torch.cat([part[tensor] for part in parts]) for tensor in TENSORS}

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import (
+    change_tensors,
     config_of,
     contents,
+    copy_of,
     load_whole,
     logits,
     relative_error,
@@ -211,6 +213,15 @@ def test_what_cannot_be_included(
     result = run_cli("compress", tiny_mixtral_bf16, tmp_path / "out", *QUANTIZE, "--include", include)
     assert (result.code, (tmp_path / "out").exists()) == (2, False)
     assert told in result.stderr
+
+
+def test_damage_is_named(run_cli: Any, tiny_mixtral_bf16: Path, tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.k_proj.weight"
+    damaged = copy_of(tiny_mixtral_bf16, tmp_path / "damaged")
+    change_tensors(damaged, lambda tensors: tensors[name][3].fill_(torch.nan))
+    result = run_cli("compress", damaged, tmp_path / "out", *QUANTIZE, *BOTH)
+    assert result.code == 3
+    assert f"Tensor {name} of {damaged} has NaN or infinite values" in result.stderr
 
 
 def test_a_model_of_custom_modules_has_none_to_include(dense: Any, upcycle: Any, run_cli: Any, tmp_path: Path) -> None:
