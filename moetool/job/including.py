@@ -46,8 +46,8 @@ def including(source: InputT, options: Options) -> InputT:
         wide = {name: info for name, info in weights.items() if info is not None and info.dtype in _WIDE}
         if not wide:
             raise UsageError(
-                f"--include {kind}: this {architecture.name} model has nothing of the kind that could be quantized. Leave "
-                "it out."
+                f"--include {kind}: this {architecture.name} model has nothing of the kind that could be quantized. "
+                "Leave it out."
             )
         chosen |= {name: _form(info.shape[1]) for name, info in wide.items() if name not in done}
     return replace(source, included=chosen)
