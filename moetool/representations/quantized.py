@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from moetool.numerics.coded_product import can_multiply, coded_product
 from moetool.numerics.error_feedback import Coded, feed_back_together
 from moetool.numerics.packing import pack, packed_size, unpack
-from moetool.numerics.quantization import BITS, dequantize, levels, quantize
+from moetool.numerics.quantization import BITS, dequantize, quantize
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
 from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.operand import Operand, Products
@@ -143,8 +143,7 @@ class QuantizedWeight(Weight):
     def rows(self, indices: Tensor) -> Tensor:
         """The rows `[…, in]` of those numbers `[…]`, of 8 bits, whose codes lie row by row."""
         scales = self.scales[indices].unsqueeze(-1)  # […, groups, 1]
-        grid = levels(self.bits, scales.dtype, self.codes.device)
-        values = grid[self.codes.view(self.shape)[indices].int()]
+        values = (self.codes.view(self.shape)[indices].to(scales.dtype) - 127).clamp_max(127)
         groups = self.scales.shape[1]
         return (values.view(*indices.shape, groups, self.shape[1] // groups) * scales).flatten(-2)
 

@@ -15,7 +15,7 @@ from moetool.kernels.operands import UnsupportedMatrixError
 from moetool.kernels.products import linear, problem, routed
 from moetool.kernels.table import Table
 from moetool.representations.quantized import QuantizedMatrix, QuantizedWeight
-from moetool.runtime.modules.inference import few_tokens
+from moetool.runtime.modules.inference import by_number, few_tokens, numbered
 from moetool.runtime.modules.insertion import path_in
 from moetool.runtime.modules.offloading import is_fetched, loaded
 
@@ -85,6 +85,7 @@ class QuantizedLinear(QuantizedModule):
         self.out_features, self.in_features = stored.shape
         self.bias = bias
         self._tables: list[Table] = []
+        self._number = numbered(self)
         if owner is None:
             self.moetool = stored
         else:
@@ -102,8 +103,17 @@ class QuantizedLinear(QuantizedModule):
         return output if self.bias is None else output + self.bias
 
     def _times(self, inputs: Tensor) -> Tensor:
-        plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        if plain or torch.is_autocast_enabled(inputs.device.type) or not (tables := self._on_kernels(inputs.device)):
+        traced = torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        if torch.is_grad_enabled() or traced or torch.is_autocast_enabled(inputs.device.type):
+            return cast(Tensor, self.stored(inputs))
+        if torch.compiler.is_compiling():
+            return run_linear_by_number(inputs, self._number, self.out_features)
+        return self.infer(inputs)
+
+    def infer(self, inputs: Tensor) -> Tensor:
+        """`[tokens, in]` → `[tokens, out]` without gradients, without the bias, and never as a step of a compiled
+        graph: on kernels where there are some."""
+        if not (tables := self._on_kernels(inputs.device)):
             return cast(Tensor, self.stored(inputs))
         if len(inputs) <= few_tokens(tables[0]):
             only = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
@@ -125,6 +135,10 @@ class QuantizedLinear(QuantizedModule):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tables": []}  # which is made of addresses
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._number = numbered(self)  # a copy is another module
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._tables = []  # or what is moved stays where it was until the next call
         return super()._apply(fn, recurse)
@@ -134,6 +148,18 @@ class QuantizedLinear(QuantizedModule):
         layer.weight = matrix
         layer.register_parameter("bias", self.bias)
         return layer.train(self.training)
+
+
+@torch.library.custom_op("moetool::quantized_linear", mutates_args=())
+def run_linear_by_number(inputs: Tensor, number: Tensor, outputs: int) -> Tensor:
+    """`infer` of a module; `outputs` are its numbers per token."""
+    output: Tensor = by_number(number).infer(inputs)
+    return output
+
+
+@run_linear_by_number.register_fake
+def _(inputs: Tensor, number: Tensor, outputs: int) -> Tensor:
+    return inputs.new_empty(len(inputs), outputs)
 
 
 def _tables(stored: QuantizedWeight) -> list[Table]:

@@ -70,6 +70,15 @@ def test_an_embedding(dtype: torch.dtype) -> None:
     assert embedding(tokens[:, :0]).shape == (2, 0, 32)
 
 
+@torch.no_grad()
+def test_a_compiled_graph_has_it_as_one_step() -> None:
+    torch._dynamo.reset()
+    layer = QuantizedLinear(stored(), bias())
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    for tokens in (1, 20):
+        assert compiled(inputs(tokens)).equal(layer(inputs(tokens)))
+
+
 def model() -> nn.ModuleDict:
     embedding = QuantizedEmbedding(stored(), None)
     return nn.ModuleDict({"embedding": embedding, "head": QuantizedLinear(embedding.stored, bias(), embedding)})
