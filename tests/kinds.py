@@ -1,6 +1,6 @@
 """A tiny checkpoint of every kind that moetool writes, filled with random numbers: layouts, and custom modules."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ from moetool.format.kinds.moefied import MoefiedSpec, SelectorKind
 from moetool.format.kinds.pesc import PescSpec
 from moetool.format.kinds.simoe import SimoeSpec
 from moetool.format.layout import LayerLayout
+from moetool.format.marker import BESIDE
 from moetool.representations import Representation, parse_representation
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import is_placeholder
+from moetool.runtime.modules.quantized import QuantizedModule
 from moetool.runtime.plugin import MoetoolConfig, MoetoolQuantizer
 from moetool.runtime.quiet import quiet
 
@@ -98,6 +100,13 @@ def _phi_on_base() -> Any:
     return _custom("phi", _phi("xft"), layers=layers)
 
 
+def _beside(family: str, names: Sequence[str], *layouts: LayerLayout) -> Any:
+    """Attention of two layers and `names` in 8 bits."""
+    names = [*names, *(f"model.layers.{layer}.self_attn.{role}_proj" for layer in (0, 2) for role in "qkvo")]
+    forms = {name: f"quantised-weight:8:{'row' if 'v_proj' in name else 16}" for name in names}
+    return _with(build(family), format_entry(dict(enumerate(layouts)), more={BESIDE: forms}))
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     "low-rank": lambda: _mixtral(
         layout(MIXTRAL, "low-rank:5", "dense", "low-rank:0"),
@@ -155,6 +164,10 @@ KINDS: dict[str, Callable[[], Any]] = {
     "shared-expert-without-base": lambda: _qwen(
         *(layout(QWEN, "quantised:4:8", base="low-rank:0", extended=True) for _ in range(3))
     ),
+    "beside": lambda: _beside(
+        "phimoe", ("model.embed_tokens", "lm_head"), *(layout(MIXTRAL, "low-rank:3") for _ in range(2))
+    ),
+    "beside-tied": lambda: _beside("granitemoe", ["model.embed_tokens"]),
     "mixture-on-base-with-biases": _phi_on_base,
     "mixture": lambda: _custom("llama", _llama("none")),
     "mixture-half": lambda: _custom("llama", _llama("half")),
@@ -191,6 +204,10 @@ def _with(model: Any, entry: Mapping[str, Any]) -> Any:
     for module in model.modules():
         if isinstance(module, SharedBaseExperts):
             _fill_stored(module)
+            native.update(map(id, (*module.moetool.parameters(), *module.moetool.buffers())))
+        if isinstance(module, QuantizedModule) and hasattr(module, "moetool"):
+            group = module.stored.shape[1] // module.stored.scales.shape[1]
+            _fill(module.stored, parse_representation(f"quantised-weight:8:{group}"), module.stored.shape)
             native.update(map(id, (*module.moetool.parameters(), *module.moetool.buffers())))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in native and not is_placeholder(tensor):

@@ -34,6 +34,11 @@ NUMBERED: Mapping[Role, str] = {
     "up": "experts.{expert}.w3.weight",
     "down": "experts.{expert}.w2.weight",
 }
+# Projections of attention, relative to the layer, and those of latent attention (DeepSeek-V2).
+ATTENTION = tuple(f"self_attn.{letter}_proj" for letter in "qkvo")
+LATENT_ATTENTION = tuple(
+    f"self_attn.{name}" for name in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+)
 
 
 def fused_name(roles: Sequence[Role]) -> str:
@@ -182,6 +187,8 @@ class Architecture:
         returns_tuple: a decoder layer gives a tuple, of which the model takes the first entry.
         shared_expert_module: path of the shared expert, relative to the layer, of a family that has one.
         shared_expert: its matrices, relative to it; gate and up may share a tensor, one below the other.
+        attention: projections of a layer's attention, relative to it, those that some of its models have.
+        embeddings: those of tokens, and the head.
         aliases: parts of names that some tools write, and what stands there on the hub. Such a checkpoint is read as if
             it had the hub's names.
     """
@@ -205,6 +212,8 @@ class Architecture:
     returns_tuple: bool = False
     shared_expert_module: str = ""
     shared_expert: Mapping[Role, str] = field(default_factory=lambda: GATED)
+    attention: tuple[str, ...] = ATTENTION
+    embeddings: tuple[str, ...] = ("model.embed_tokens", "lm_head")
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

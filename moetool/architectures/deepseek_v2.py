@@ -1,6 +1,6 @@
 """DeepSeek-V2: latent attention, leading dense layers, shared experts beside the routed ones."""
 
-from moetool.architectures.base import Architecture, MoELayers
+from moetool.architectures.base import LATENT_ATTENTION, Architecture, MoELayers
 
 ARCHITECTURE = Architecture(
     name="DeepSeek-V2",
@@ -19,4 +19,5 @@ ARCHITECTURE = Architecture(
     groups_keys=("n_group", "topk_group"),
     moe_layers_rule=MoELayers(first_dense="first_k_dense_replace"),
     shared_expert_module="mlp.shared_experts",
+    attention=LATENT_ATTENTION,
 )

@@ -29,6 +29,7 @@ from moetool.architectures.base import by_name
 from moetool.architectures.dense import DenseArchitecture, is_encoder
 from moetool.calibration.disk_experts import DiskExperts
 from moetool.calibration.held_experts import HeldExperts, working_sets
+from moetool.checkpoint.decoded import decoded
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
@@ -68,6 +69,7 @@ class StreamedModel:
     ) -> None:
         """With `experts_on_disk` not even one layer's experts are in memory together: each is read when it runs. So
         with fewer `experts_at_once` than there are, for passes of many batches (`Sweep`)."""
+        checkpoint = decoded(checkpoint)
         self.checkpoint, self.architecture, self.dtype, self.device = checkpoint, architecture, dtype, device
         self.experts = ExpertReader(checkpoint, architecture) if isinstance(architecture, Architecture) else None
         self._experts_on_disk = experts_on_disk

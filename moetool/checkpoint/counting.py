@@ -1,5 +1,8 @@
 """How many numbers an MoE model has, by several ways to count."""
 
+import math
+
+from moetool.checkpoint.decoded import decoded
 from moetool.checkpoint.experts import ExpertReader
 from moetool.format.kinds.base import PLACEHOLDER
 
@@ -12,16 +15,14 @@ def parameter_counts(reader: ExpertReader) -> dict[str, int]:
     experts per MoE layer. `added` is what the experts have beyond one dense FFN per layer, in numbers of 16 bits as the
     DeRS paper counts them (Tables S13 to S18): deltas without scales and indices.
     """
-    tensors = reader.checkpoint.tensors
-    sizes = {name: info.nbytes // info.dtype.itemsize for name, info in tensors.items()}
-    placeholders = sum(info.shape == PLACEHOLDER for name, info in tensors.items() if name not in reader.names)
-    other = sum(size for name, size in sizes.items() if name not in reader.names) - placeholders
+    shapes = [info.shape for name, info in decoded(reader.checkpoint).tensors.items() if name not in reader.names]
+    other = sum(math.prod(shape) for shape in shapes if shape != PLACEHOLDER)
     layers, shape = reader.moe_layers, reader.shape
     total = other + sum(reader.count(layer) for layer in layers) * shape.expert_parameters
     idle = len(layers) * (shape.experts - shape.top_k) * (shape.expert_parameters + shape.bias_parameters)
     return {
         "total": total,
         "active": total - idle,
-        "stored": sum(sizes.values()),
+        "stored": sum(math.prod(info.shape) for info in reader.checkpoint.tensors.values()),
         "added": round(sum(reader.layout(layer).added_parameters() for layer in layers)),
     }

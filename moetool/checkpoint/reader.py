@@ -137,10 +137,15 @@ class Checkpoint:
         Raises:
             InvalidInputError: no such tensor, or the file has changed since it was opened.
         """
-        info = self.info(name)
-        target = torch.empty(info.shape, dtype=info.dtype) if out is None else _view(info, out)
-        _fill(info, 0, target)
+        target = self.room(name, out)
+        _fill(self.info(name), 0, target)
         return target
+
+    def room(self, name: str, out: Tensor | None = None) -> Tensor:
+        """Where `read` puts a tensor: an empty one, or `out` as it. Raises `InvalidInputError` where there is none of
+        that name."""
+        info = self.info(name)
+        return torch.empty(info.shape, dtype=info.dtype) if out is None else _view(info, out)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` (excluded) of a tensor: `[stop - start, *shape[1:]]`.

@@ -7,7 +7,7 @@ from moetool.errors import InvalidInputError
 from moetool.format.families import architecture_of
 from moetool.format.kinds import CustomModule
 from moetool.format.layout import LayerLayout
-from moetool.format.marker import FORMAT_VERSION, METHOD, moetool_entry
+from moetool.format.marker import FORMAT_VERSION, METHOD, moetool_entry, version_of
 
 __all__ = [
     "FORMAT_VERSION",
@@ -74,7 +74,7 @@ def layer_layouts(config: Mapping[str, object]) -> dict[int, LayerLayout]:
 
 def custom_entry(spec: CustomModule) -> dict[str, object]:
     """The `quantization_config` of a model with custom modules, all its experts stored natively."""
-    return {"quant_method": METHOD, "format_version": FORMAT_VERSION, spec.key: spec.to_config()}
+    return {"quant_method": METHOD, "format_version": 1, spec.key: spec.to_config()}
 
 
 def format_entry(
@@ -86,4 +86,4 @@ def format_entry(
     native layers are left out."""
     layers = {str(layer): layout.to_config() for layer, layout in sorted(layouts.items()) if not layout.is_native}
     custom = {} if spec is None else {spec.key: spec.to_config()}
-    return {"quant_method": METHOD, "format_version": FORMAT_VERSION, **custom, **more, "layers": layers}
+    return {"quant_method": METHOD, "format_version": version_of(more), **custom, **more, "layers": layers}

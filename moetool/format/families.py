@@ -82,6 +82,8 @@ def _custom_moe(dense: DenseArchitecture, spec: MoESpec) -> CustomMoE:
         layer=dense.layer,
         block=dense.ffn,
         weights=weights,
+        attention=(),
+        embeddings=(),
         router=ROUTER,
         experts_module=f"{dense.ffn}.experts",
         returns_tuple=dense.returns_tuple,

@@ -3,7 +3,13 @@
 from collections.abc import Mapping
 
 METHOD = "moetool"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # the newest
+BESIDE = "beside"  # what is quantized beside experts, which the first version did not know
+
+
+def version_of(entry: Mapping[str, object]) -> int:
+    """The oldest format version whose readers know all of an entry."""
+    return FORMAT_VERSION if entry.get(BESIDE) else 1
 
 
 def moetool_entry(config: Mapping[str, object]) -> Mapping[str, object] | None:

@@ -15,6 +15,7 @@ from moetool.architectures import Architecture, architectures
 from moetool.architectures.base import whole_number
 from moetool.architectures.dense import DenseArchitecture, dense_architectures, find_dense_architecture
 from moetool.errors import InvalidInputError
+from moetool.format.beside import quantized_beside
 from moetool.format.entry import check_format_version, layer_layouts
 from moetool.format.families import CustomMoE, architecture_of
 from moetool.format.fields import MOST, MOST_EXPERTS, Bytes, Count, LayerCount, Name, Positive, Share, explain
@@ -162,6 +163,7 @@ def check_config(config: Mapping[str, object], file: Path) -> None:
     if isinstance(family, Architecture):
         _check_experts(family, config, file)
     layer_layouts(config)
+    quantized_beside(config)
 
 
 def check_headers(config: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:

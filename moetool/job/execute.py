@@ -116,7 +116,7 @@ def _lead(
     try:
         ranks.broadcast(True)
         with _storage_explained(directory, plan.disk_bytes), PeakMemory() as peak, listening() as interrupt:
-            job = Job(opened, workspace, options, recipe, progress, interrupt, ranks)
+            job = Job(stage.source, workspace, options, recipe, progress, interrupt, ranks)
             if not isinstance(progress, Silent):
                 progress.expect(estimate(plan, options, directory).phases)
             if workspace.is_resumed:

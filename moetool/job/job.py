@@ -13,6 +13,7 @@ from typing_extensions import TypeVar
 from moetool.architectures import Architecture
 from moetool.architectures.dense import DenseArchitecture
 from moetool.calibration.peers import owners
+from moetool.checkpoint.decoded import decoded
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
@@ -23,6 +24,7 @@ from moetool.job.options import RunOptions
 from moetool.job.progress import Progress, Silent
 from moetool.job.ranks import Ranks
 from moetool.job.workspace import Outcome, Workspace
+from moetool.representations.quantized import QuantizedMatrix
 from moetool.runtime.dense import DenseModel
 from moetool.runtime.memory import return_heap
 
@@ -45,11 +47,17 @@ class Input(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """An MoE model."""
+    """An MoE model.
+
+    Attributes:
+        checkpoint, architecture, experts: as it is.
+        included: what is to be quantized beside its experts, by module.
+    """
 
     checkpoint: Checkpoint
     architecture: Architecture
     experts: ExpertReader
+    included: Mapping[str, QuantizedMatrix] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: str | Path) -> "Source":
@@ -62,13 +70,22 @@ class Source:
         return cls.of(open_for_planning(path))
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> "Source":
+    def of(cls, checkpoint: Checkpoint) -> Self:
         architecture = architecture_of(checkpoint.config)
         return cls(checkpoint, architecture, ExpertReader(checkpoint, architecture))
 
     @property
     def dtype(self) -> torch.dtype:
         return self.experts.dtype
+
+
+@dataclass(frozen=True)
+class DecodedSource(Source):
+    """An MoE model that shows matrices where it is quantized beside its experts."""
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Self:
+        return super().of(decoded(checkpoint))
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from typing import Literal, Protocol, TypeVar, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from moetool.calibration.opening import BOS_HELP, Bos
 from moetool.checkpoint.sizes import ByteSize
 from moetool.errors import UsageError
+
+INCLUDED = ("attention", "embeddings")
 
 
 class Options(BaseModel):
@@ -39,6 +41,30 @@ class CalibrationOptions(TextOptions):
     labels: Literal["true", "sampled"] = Field(
         "true", description="Gradients of the loss on the true next token, or on one drawn from the model's prediction."
     )
+
+
+class IncludeOptions(Options):
+    """What is quantized beside the experts."""
+
+    include: str | None = Field(
+        None,
+        description="Store in 8 bits, too: attention (its projections), embeddings (of tokens, and the head), or both, "
+        "with a comma. --ratio and --bytes are of all weight files with and without it: what this saves is left for "
+        "the experts.",
+    )
+
+    @field_validator("include")
+    @classmethod
+    def _known(cls, include: str | None) -> str | None:
+        parts = [] if include is None else [part.strip() for part in include.split(",")]
+        if wrong := [part for part in parts if part not in INCLUDED]:
+            raise ValueError(f"there is {' and '.join(INCLUDED)}, or both with a comma, not {wrong[0]!r}")
+        return include
+
+    @property
+    def included(self) -> tuple[str, ...]:
+        """Its parts."""
+        return tuple(part for part in INCLUDED if self.include is not None and part in self.include)
 
 
 class RunOptions(Options):

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 from moetool.calibration.data import parse_data
 from moetool.checkpoint.source import local_path
 from moetool.errors import VerificationError
+from moetool.job.including import including
 from moetool.job.job import Input, Job, Source, SourceT, joined_names
 from moetool.job.options import RunOptions, calibration_text, fit_context
 from moetool.job.plan import Plan
@@ -43,7 +44,7 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
     has_trainer: ClassVar[bool] = False
 
     def __init__(self, source: SourceT, options: StageOptionsT) -> None:
-        self.source, self.options = source, fit_context(options, source.checkpoint.config)
+        self.source, self.options = including(source, options), fit_context(options, source.checkpoint.config)
 
     @abstractmethod
     def plan(self) -> Plan:

@@ -18,10 +18,13 @@ from moetool.checkpoint.reader import CONFIG, INDEX, MANIFEST, Checkpoint
 from moetool.checkpoint.source import first_line
 from moetool.checkpoint.writer import CheckpointWriter, InParts, TensorSpec, is_finite
 from moetool.errors import InvalidInputError
+from moetool.format.beside import quantized_beside
 from moetool.format.entry import format_entry, moetool_entry
 from moetool.format.kinds import custom_module
 from moetool.format.kinds.moe import routed_scale
 from moetool.format.layout import LayerLayout
+from moetool.format.marker import BESIDE
+from moetool.job.including import included_specs, included_tensors
 from moetool.job.job import Input, Job, Source, SourceT
 from moetool.job.phases import ENCODE, WRITE
 from moetool.job.progress import phase
@@ -118,7 +121,8 @@ def _units(source: Source, layouts: Mapping[int, LayerLayout]) -> Iterator[tuple
         if owner not in layouts or name not in gone[owner]:
             names[owner].append(name)
     for layer, passed in names.items():
-        specs = [TensorSpec(name, tensors[name].dtype, tensors[name].shape) for name in passed]
+        passing = (TensorSpec(name, tensors[name].dtype, tensors[name].shape) for name in passed)
+        specs = [spec for own in passing for spec in included_specs(source, own)]
         if layer in layouts:
             specs += source.experts.specs(layer, layouts[layer])
             if source.experts.layout(layer).is_extended and not layouts[layer].is_extended:
@@ -167,6 +171,9 @@ def write_model(
             for name, tensor in layer_tensors(layer, plan.layouts[layer]):
                 made.add(name)
                 yield name, tensor
+        for name, tensor in included_tensors(job.source, {spec.name for spec in plan.unit(layer)}):
+            made.add(name)
+            yield name, tensor
         for spec in plan.unit(layer):
             if spec.name not in made:
                 yield spec.name, checkpoint.read(spec.name)
@@ -329,11 +336,14 @@ def entry_for(
 ) -> dict[str, object] | None:
     """The `quantization_config` for these layouts on top of what the source had; `None` if every layer is native."""
     merged = {**source.experts.layouts, **layouts}
-    if all(layout.is_native for layout in merged.values()):
-        return None
     old = moetool_entry(source.checkpoint.config) or {}
+    beside = {**quantized_beside(source.checkpoint.config), **source.included}
+    if not beside and all(layout.is_native for layout in merged.values()):
+        return None
     kept = {key: old[key] for key in old if key not in ("layers", "quant_method", "format_version")}
-    own = {} if method is None else {"method": method}
+    own: dict[str, object] = {} if method is None else {"method": method}
+    if beside:
+        own[BESIDE] = {name: form.spec for name, form in beside.items()}
     return format_entry(merged, more={**kept, "original_bytes": original_bytes(source), **own})
 
 

@@ -5,16 +5,18 @@ from pathlib import Path
 from typing import Literal, cast
 
 from moetool.checkpoint.counting import parameter_counts
+from moetool.checkpoint.decoded import quantized_tensors
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.manifest import Manifest, read_manifest
 from moetool.checkpoint.reader import MANIFEST, Checkpoint
+from moetool.format.beside import quantized_beside
 from moetool.format.families import is_opaque
 from moetool.job.blueprint import open_for_planning
 from moetool.job.job import Source
 from moetool.job.result import Json, Keyed
 from moetool.job.writing import original_bytes
 from moetool.measure.custom_inspection import inspect_custom
-from moetool.measure.told import Files, Inspection, MoELayer, ParameterCounts, SharedBase, StoredLayers
+from moetool.measure.told import Files, Inspection, MoELayer, ParameterCounts, QuantizedBeside, SharedBase, StoredLayers
 from moetool.representations import Representation
 from moetool.runtime.building import check_sizes
 
@@ -47,7 +49,14 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
             depends_on_batch=any(layout.dynamic_channels for layout in reader.layouts.values()),
             moe=[_layer(reader, layer, manifest) for layer in reader.moe_layers],
         ),
+        beside=_beside(checkpoint),
     )
+
+
+def _beside(checkpoint: Checkpoint) -> QuantizedBeside | None:
+    names = quantized_tensors(checkpoint) & checkpoint.tensors.keys()
+    modules = quantized_beside(checkpoint.config)
+    return QuantizedBeside(len(modules), sum(checkpoint.tensors[name].nbytes for name in names)) if modules else None
 
 
 def _manifest(checkpoint: Checkpoint) -> Manifest | None:

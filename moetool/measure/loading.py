@@ -29,7 +29,7 @@ def computed_in(checkpoint: Checkpoint, device: str, compute_dtype: str | torch.
     if not isinstance(compute_dtype, str):
         return compute_dtype
     chosen = pick_device("auto" if device == "map" else device)
-    return pick_compute_dtype(compute_dtype, chosen, next(iter(checkpoint.tensors.values())).dtype)
+    return pick_compute_dtype(compute_dtype, chosen, stored_dtype(checkpoint))
 
 
 def both_fit(one: Checkpoint, other: Checkpoint, device: str, compute_dtype: str) -> bool:

@@ -334,6 +334,19 @@ class Analysis(Printed):
     notes: Sequence[str]
 
 
+@dataclass(frozen=True)
+class QuantizedBeside(Printed):
+    """What is quantized beside experts.
+
+    Attributes:
+        modules: projections of attention, and embeddings.
+        bytes: of their codes and scales.
+    """
+
+    modules: int
+    bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Inspection(Printed):
     """What a checkpoint holds.
@@ -346,6 +359,7 @@ class Inspection(Printed):
         parameters: of the model that it stands for.
         files: what it takes on disk.
         moe: how its experts are stored.
+        beside: what else is quantized, if something is.
         analysis: what they are like, if that was asked for.
     """
 
@@ -363,4 +377,5 @@ class Inspection(Printed):
     parameters: ParameterCounts
     files: Files
     moe: StoredLayers | Masks
+    beside: QuantizedBeside | None = None
     analysis: Analysis | None = None

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from moetool.architectures import Role
+from moetool.checkpoint.decoded import decoded, quantized_tensors
 from moetool.checkpoint.files import file_sha256
 from moetool.checkpoint.manifest import Manifest, read_manifest
 from moetool.checkpoint.reader import MANIFEST, WORK_DIRECTORIES, Checkpoint
@@ -67,7 +68,8 @@ def verify_checkpoint(
             lost = _passed(*pair) - checkpoint.tensors.keys()
             problems += [f"{name} is missing" for name in sorted(lost)]
             if _TRAINING not in (stages or ()):
-                same = checkpoint.tensors.keys() - pair[0].experts.names
+                made_anew = quantized_tensors(checkpoint) - quantized_tensors(original)
+                same = checkpoint.tensors.keys() - pair[0].experts.names - made_anew
         comparison = Comparison(against=str(against), stages=stages or [], same_tensors=len(same))
     with phase(progress, "Verify", len(checkpoint.tensors)):
         for name in checkpoint.tensors:
@@ -107,6 +109,7 @@ def _moe_source(checkpoint: Checkpoint) -> Source | None:
         check_sizes(checkpoint)
         return None
     try:
+        decoded(checkpoint)  # or its headers say that it cannot be
         return Source.of(checkpoint)
     except InvalidInputError:
         try:

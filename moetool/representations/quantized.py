@@ -141,6 +141,13 @@ class QuantizedWeight(Weight):
         codes = unpack(self.codes, self.bits, self.shape[0] * self.shape[1])
         return dequantize(codes, self.scales, self.bits, dtype)
 
+    def rows(self, indices: Tensor) -> Tensor:
+        """The rows `[…, in]` of those numbers `[…]`, of 8 bits, whose codes lie row by row."""
+        scales = self.scales[indices].unsqueeze(-1)  # […, groups, 1]
+        values = (self.codes.view(self.shape)[indices].to(scales.dtype) - 127).clamp_max(127)
+        groups = self.scales.shape[1]
+        return (values.view(*indices.shape, groups, self.shape[1] // groups) * scales).flatten(-2)
+
     def forward(self, inputs: Tensor, *, transposed: bool = False) -> Tensor:
         """`[tokens, in]` → `[tokens, out]`, or `transposed` `[tokens, out]` → `[tokens, in]`."""
         if not transposed and inputs.dim() == 2 and self._needs_no_matrix(inputs):

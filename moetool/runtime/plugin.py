@@ -1,7 +1,8 @@
 """How transformers loads a moetool checkpoint: a quantizer plug-in used as a loader only.
 
 `config.json` says `"quantization_config": {"quant_method": "moetool", ...}`. On loading, the experts of the listed
-layers are replaced by `SharedBaseExperts` before the weights arrive; afterwards the model is an ordinary float model
+layers are replaced by `SharedBaseExperts`, and what is quantized beside them by modules of codes, before the weights
+arrive; afterwards the model is an ordinary float model
 that generates, trains, moves between devices and saves.
 """
 
@@ -22,6 +23,7 @@ from moetool.runtime.memory import sparing_memory
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import CustomLayer, insert_modules
+from moetool.runtime.modules.quantized import QuantizedModule, insert_quantized
 from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
         insert_modules(model, config)
         if config["quantization_config"].get("layers"):
             self._replace_experts(model, config)
+        insert_quantized(model, config)
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
 
     def _replace_experts(self, model: "PreTrainedModel", config: dict[str, object]) -> None:
@@ -88,7 +91,7 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
         missing = [
             f"{name}.{parameter}"
             for name, module in model.named_modules()
-            if isinstance(module, SharedBaseExperts | CustomLayer)
+            if isinstance(module, SharedBaseExperts | CustomLayer | QuantizedModule)
             for parameter, tensor in [*module.named_parameters(), *module.named_buffers()]
             if not getattr(tensor, "_is_hf_initialized", False) and tensor.device.type != "meta"
         ]

@@ -1,5 +1,6 @@
 """Experts of a loaded model made dense once and for all, or left to be made from base and deltas as they run."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +16,7 @@ from moetool.runtime.memory import free_bytes, returning_memory
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.fused import fused_tensors
 from moetool.runtime.modules.offloading import is_offloaded
+from moetool.runtime.modules.quantized import dense_modules, quantized_modules
 from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ Synthesis = Literal["auto", "load", "on-the-fly"]
 
 @torch.no_grad()
 def synthesize(model: "PreTrainedModel") -> "PreTrainedModel":
-    """Replace every shared-base experts module by the native one with the matrices it stands for; returns the model.
+    """Replace every shared-base experts module by the native one with the matrices it stands for, and what is quantized
+    beside them; returns the model.
 
     Faster to run where deltas are quantized or sparse, at the original model's size in memory. What it saves from then
     on is an ordinary checkpoint. Dynamic pruning of bases is left out: it has no dense form.
@@ -33,12 +36,12 @@ def synthesize(model: "PreTrainedModel") -> "PreTrainedModel":
     Raises:
         UsageError: some of the experts are offloaded.
     """
-    if offloaded := [name for name, module in _stored(model) if is_offloaded(module)]:
+    if offloaded := [name for name, module in (*_stored(model), *quantized_modules(model)) if is_offloaded(module)]:
         raise UsageError(
             f"synthesize needs the weights in memory, but accelerate has offloaded {len(offloaded)} of the model's "
-            f"expert layers to disk or to another memory, the first {offloaded[0]}. Load the model without device_map, "
-            "or with one that offloads none of its layers; or export the checkpoint (moetool export), which needs "
-            "memory for a few matrices only."
+            f"compressed modules to disk or to another memory, the first {offloaded[0]}. Load the model without "
+            "device_map, or with one that offloads none of its layers; or export the checkpoint (moetool export), "
+            "which needs memory for a few matrices only."
         )
     for kind, made in ((SharedExpertOnBase, _dense_shared_expert), (SharedBaseExperts, dense_experts)):
         # By name: a list of the modules would keep what is stored until the last is replaced.
@@ -46,6 +49,7 @@ def synthesize(model: "PreTrainedModel") -> "PreTrainedModel":
         with returning_memory():
             for name in names:
                 model.set_submodule(name, made(model.get_submodule(name)))
+    dense_modules(model)
     entry: Any = getattr(model.config, "quantization_config", None)
     if getattr(entry, "mixture", None) is not None:
         entry.layers = {}
@@ -99,9 +103,10 @@ class SynthesisChoice:
 
 
 def synthesis_bytes(model: "PreTrainedModel") -> int:
-    """Bytes that the experts which `synthesize` makes take, on whatever device; 0 for a model without compressed ones.
-    Peak: one layer as it is stored more, since each is let go when its experts are made."""
-    return sum(
+    """Bytes that what `synthesize` makes takes, on whatever device; 0 for a model without compressed modules. Peak: one
+    layer as it is stored more, since each is let go when its experts are made."""
+    matrices = {own.stored: math.prod(own.stored.shape) for _, own in quantized_modules(model)}  # what is tied is one
+    return sum(numbers * stored.scales.element_size() for stored, numbers in matrices.items()) + sum(
         module.layout.stored_experts * module.layout.shape.expert_parameters * module.down_proj.element_size()
         for _, module in _stored(model)
     )

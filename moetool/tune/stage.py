@@ -226,6 +226,7 @@ class Tune(Stage[TuneOptions, AnySource]):
 
     def _prepare(self, job: Job[AnySource], model: "PreTrainedModel") -> int:
         """Let everything that is to be trained require gradients; returns how many numbers that is."""
+        from moetool.runtime.modules.quantized import quantized_modules
         from moetool.runtime.modules.simoe_mixing import interpolation_of
         from moetool.tune.choice import Train, choose, has_experts, trained_parameters
         from moetool.tune.lora import add_lora, frozen_linears, quantize_linears
@@ -236,6 +237,13 @@ class Tune(Stage[TuneOptions, AnySource]):
             few = "none" if options.lora_rank and not has_experts(model) else "experts"
         if options.lora_rank is not None and interpolation_of(model) is not None:
             raise UsageError("--lora-rank: interpolated experts (SIMoE) are deltas to a model that stays as it is.")
+        coded = sum(1 for _ in quantized_modules(model))
+        if options.lora_rank is not None and coded:
+            raise UsageError(
+                f"--lora-rank: {coded} linear layers and embeddings of this model are stored as codes, which factors "
+                "cannot be merged into. Train experts and routers (--train experts), or what export --format "
+                "dense-experts writes of it."
+            )
         choose(model, few, freeze_shared=options.freeze_shared)
         frozen = frozen_linears(model)
         if options.quantize_base != "none":

@@ -66,7 +66,7 @@ def places(model: Any) -> dict[str, str]:
 def test_offloaded_weights_compute_what_loaded_ones_do(
     kind: str, by: str, saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for user in ("inference", "networks"):  # kernels read weights in memory only, and round otherwise
+    for user in ("inference", "networks", "quantized"):  # kernels read weights in memory only, and round otherwise
         monkeypatch.setattr(f"moetool.runtime.modules.{user}.problem", lambda _: "there are none")
     model = load(saved(kind))
     expected = logits(model)
@@ -149,7 +149,7 @@ def test_experts_that_are_offloaded_are_not_made_dense(kind: str, saved: Any) ->
     with quiet():
         model = accelerate.cpu_offload(load(saved(kind)), execution_device=torch.device("cpu"))
     with pytest.raises(
-        UsageError, match=r"offloaded 3 of the model's expert layers .*Load the model without device_map"
+        UsageError, match=r"offloaded 3 of the model's compressed modules .*Load the model without device_map"
     ):
         moetool.synthesize(model)
     assert apply_synthesis(model, "auto").chosen == "on-the-fly"

@@ -52,6 +52,10 @@ def _print(result: Inspection) -> None:
     if not stored.files:
         files = "by config.json alone: there are no weight files"
     change = f", {format_change(stored.ratio)}" if stored.ratio else ""
+    beside = []
+    if (found := result.beside) is not None:
+        said = f"{found.modules} projections and embeddings in 8 bits, {format_bytes(found.bytes)} of these"
+        beside = [("beside experts", said)]
     print_fields(
         [
             ("model", result.path),
@@ -62,6 +66,7 @@ def _print(result: Inspection) -> None:
             ("parameters", f"{counts.total:,} total, {counts.active:,} active, {counts.stored:,} stored"),
             ("added", f"{counts.added:,} beyond one dense FFN per layer, in numbers of 16 bits"),
             ("bytes", f"{format_bytes(stored.bytes)} {files}{change}"),
+            *beside,
         ]
     )
     if isinstance(result.moe, Masks):

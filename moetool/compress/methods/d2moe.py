@@ -29,7 +29,7 @@ from moetool.errors import UsageError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
 from moetool.job.layer_memory import LayerMemory
-from moetool.job.options import CalibrationOptions, RunOptions
+from moetool.job.options import CalibrationOptions, IncludeOptions, RunOptions
 from moetool.job.plan import Plan
 from moetool.job.stage import Stage
 from moetool.representations import Representation
@@ -37,7 +37,7 @@ from moetool.representations.low_rank import LowRank
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 
-class D2MoEOptions(FactorOptions, CalibrationOptions):
+class D2MoEOptions(FactorOptions, IncludeOptions, CalibrationOptions):
     """Everything that decides a D²-MoE compression."""
 
     merge: Merge = Field("fisher", description="How the shared base is made of the experts.")

@@ -3,10 +3,10 @@
 from pydantic import Field
 
 from moetool.compress.choices import Sensitivity
-from moetool.job.options import CalibrationOptions, RunOptions
+from moetool.job.options import CalibrationOptions, IncludeOptions, RunOptions
 
 
-class MixingOptions(RunOptions, CalibrationOptions):
+class MixingOptions(RunOptions, IncludeOptions, CalibrationOptions):
     """How forms are made and measured."""
 
     group_size: int = Field(

@@ -38,7 +38,7 @@ from moetool.job.building_blocks import (
     writing,
 )
 from moetool.job.calibrated import CalibratedJob
-from moetool.job.job import Job
+from moetool.job.job import DecodedSource, Input, Job
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.phases import ENCODE, rewriting_phases
 from moetool.job.plan import CalibrationCost, Plan, calibration_cost
@@ -82,6 +82,7 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
     name: ClassVar[str] = "compressed-tensors"
     summary: ClassVar[str] = "experts in 2 to 8 bits as vLLM and transformers read them (pack-quantized)"
     options_type: ClassVar[type[RunOptions]] = ExportCompressedTensorsOptions
+    source_type: ClassVar[type[Input]] = DecodedSource
     method_of: ClassVar[str | None] = "export"
     is_parallel: ClassVar[bool] = True
 

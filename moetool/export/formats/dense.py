@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 
 from moetool.architectures import Architecture
+from moetool.checkpoint.decoded import decoded
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.manifest import Upcycling
@@ -39,6 +40,7 @@ class UpcycledSource:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "UpcycledSource":
+        checkpoint = decoded(checkpoint)
         architecture = architecture_of(checkpoint.config)
         experts = ExpertReader(checkpoint, architecture)
         return cls(checkpoint, architecture, experts, passed_on(checkpoint).upcycled)

@@ -6,10 +6,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from moetool.architectures import Role
+from moetool.checkpoint.decoded import is_decoded
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout, native_layout
 from moetool.job.building_blocks import decoding, moe_size
-from moetool.job.job import Job
+from moetool.job.job import DecodedSource, Input, Job
 from moetool.job.options import RunOptions
 from moetool.job.phases import rewriting_phases
 from moetool.job.plan import CalibrationCost, Plan
@@ -24,12 +25,13 @@ class Export(Stage[RunOptions]):
     name: ClassVar[str] = "dense-experts"
     summary: ClassVar[str] = "write the experts back in the model's original layout"
     options_type: ClassVar[type[RunOptions]] = RunOptions
+    source_type: ClassVar[type[Input]] = DecodedSource
     method_of: ClassVar[str | None] = "export"
     is_parallel: ClassVar[bool] = True
 
     def _output_plan(self) -> OutputPlan:
         reader = self.source.experts
-        if not reader.layouts:
+        if not reader.layouts and not is_decoded(self.source.checkpoint):
             raise UsageError(
                 f"{self.source.checkpoint.path} is not a moetool checkpoint: it is in its original layout."
             )

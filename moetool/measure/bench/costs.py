@@ -22,6 +22,7 @@ from moetool.representations.base import Stored
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import experts_per_token, is_placeholder
 from moetool.runtime.modules.moefied import NeuronExperts
+from moetool.runtime.modules.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedModule
 from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 from moetool.runtime.modules.simoe import InterpolatedLinear
 from moetool.runtime.modules.simoe_mixing import Interpolation
@@ -145,6 +146,22 @@ def _tensor(name: str, tensor: torch.Tensor) -> Cost:
 @of_module.register
 def _(module: nn.Embedding, chosen: int) -> Cost:
     return Cost(nbytes=Fraction(module.embedding_dim * module.weight.element_size()))
+
+
+@of_module.register
+def _(module: QuantizedEmbedding, chosen: int) -> Cost:
+    return Cost(nbytes=Fraction(_stored_bytes(module), module.num_embeddings))
+
+
+@of_module.register
+def _(module: QuantizedLinear, chosen: int) -> Cost:
+    """All codes and scales, those of an embedding if they are its own."""
+    bias = 0 if module.bias is None else module.bias.numel() * module.bias.element_size()
+    return Cost(Fraction(module.out_features * module.in_features), Fraction(_stored_bytes(module) + bias))
+
+
+def _stored_bytes(module: QuantizedModule) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in module.stored.state_dict().values())
 
 
 @of_module.register

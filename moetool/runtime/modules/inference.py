@@ -103,7 +103,7 @@ class _Stage:
     def __init__(self, roles: Sequence[RoleMatrices], *, joins: bool) -> None:
         self.roles, shape = roles, roles[0].table.shape
         bases = [own.base for own in roles if joins and own.base is not None and own.base.shape == shape]
-        self.joined = min((_few_tokens(base) for base in bases), default=0) if len(bases) == len(roles) else 0
+        self.joined = min((few_tokens(base) for base in bases), default=0) if len(bases) == len(roles) else 0
         each = [[*own.table.products, *(own.base.products if self.joined and own.base else ())] for own in roles]
         self._experts = len(roles[0].table.products)
         self._table = Table([products for own in each for products in own], shape, ())
@@ -295,12 +295,12 @@ class KernelExperts:
 
 def _times(table: Table, inputs: Tensor) -> Tensor:
     """Inputs times the only matrix of a table: `[tokens, in]` → `[tokens, out]` fp32."""
-    if len(inputs) <= _few_tokens(table):
+    if len(inputs) <= few_tokens(table):
         return routed(table, torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device), inputs)
     return linear(table.products[0], inputs, table.shape[0]).float()
 
 
-def _few_tokens(table: Table) -> int:
+def few_tokens(table: Table) -> int:
     """How many tokens are few for the only matrix of a table."""
     return _FEW if is_packed(table.products[0]) else _FEW // 2
 

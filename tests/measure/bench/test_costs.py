@@ -182,3 +182,13 @@ def test_windows_and_directions() -> None:
     assert windowed.prefill_flops(6) == 2 * 3 * (1 + 2 + 3 + 4 + 4 + 4)
     encoder = Costs(Cost(), head, (Attention(3, 5),), is_causal=False, keeps_last=False)
     assert encoder.prefill_flops(6) == 2 * 3 * 36
+
+
+def test_codes_beside_experts_are_read_as_they_are_stored() -> None:
+    """A byte per number and a scale of fp32 per 16; of an embedding a row, and all of it for a head that is tied."""
+    with quiet():
+        model = KINDS["beside-tied"]()
+    table = 288 * (32 + 2 * 4)
+    assert of_module(model.model.embed_tokens, 2) == Cost(nbytes=Fraction(table, 288))
+    assert of_module(model.lm_head, 2) == Cost(Fraction(288 * 32), Fraction(table))
+    assert of_module(model.model.layers[0].self_attn.k_proj, 2) == Cost(Fraction(16 * 32), Fraction(16 * (32 + 2 * 4)))

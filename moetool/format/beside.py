@@ -1,0 +1,66 @@
+"""What of a checkpoint is quantized beside its experts: projections of attention, embeddings, the head.
+
+A quantized module `NAME` has `NAME.moetool.codes` and `NAME.moetool.scales`, and a placeholder where `NAME.weight` was.
+An embedding and the head that are one tensor stay one: it is stored, and listed, under the embedding's name.
+"""
+
+from collections.abc import Mapping
+
+from moetool.architectures import Architecture
+from moetool.errors import InvalidInputError
+from moetool.format.families import architecture_of
+from moetool.format.marker import BESIDE, moetool_entry
+from moetool.representations import parse_representation
+from moetool.representations.quantized import QuantizedMatrix
+
+WHOLE_BITS, GROUP = 8, 128  # codes of 8 bits lie row by row, so that an embedding's rows can be looked up
+TENSORS = ("codes", "scales")  # of such a form
+
+
+def quantized_name(weight: str, tensor: str) -> str:
+    """`model.layers.0.self_attn.q_proj.moetool.codes`, of the matrix `….q_proj.weight`."""
+    return f"{weight.removesuffix('weight')}moetool.{tensor}"
+
+
+def weight_of(module: str) -> str:
+    """`….q_proj.weight`"""
+    return f"{module}.weight"
+
+
+def quantizable(architecture: Architecture, layers: int) -> dict[str, tuple[str, ...]]:
+    """Modules that may be quantized, `attention` and `embeddings`, whether or not a model has all of them."""
+    return {
+        "attention": tuple(
+            architecture.layer_prefix(layer) + name for layer in range(layers) for name in architecture.attention
+        ),
+        "embeddings": architecture.embeddings,
+    }
+
+
+def quantized_beside(config: Mapping[str, object]) -> dict[str, QuantizedMatrix]:
+    """How the quantized matrices beside a model's experts are stored, by the name of the module.
+
+    Raises:
+        InvalidInputError: the entry lists a module that cannot be stored so, or a form that it cannot have.
+    """
+    listed = (moetool_entry(config) or {}).get(BESIDE)
+    if not listed:
+        return {}
+    if not isinstance(listed, Mapping):
+        raise InvalidInputError(f"quantization_config.{BESIDE} must be an object by module, not {listed!r}.")
+    architecture = architecture_of(config)
+    known = {name for names in quantizable(architecture, architecture.layers(config)).values() for name in names}
+    found = {}
+    for name, spec in listed.items():
+        if name not in known:
+            raise InvalidInputError(
+                f"quantization_config.{BESIDE} has {name!r}: {architecture.name} has no such attention or embedding."
+            )
+        form = parse_representation(str(spec))
+        if not isinstance(form, QuantizedMatrix) or form.bits != WHOLE_BITS:
+            raise InvalidInputError(
+                f"quantization_config.{BESIDE}: {name} is stored as '{spec}'; this moetool reads "
+                f"'{QuantizedMatrix.kind}:{WHOLE_BITS}:GROUP' there."
+            )
+        found[name] = form
+    return found

@@ -1,0 +1,99 @@
+"""What is quantized beside the experts, if a user asks for it: attention, embeddings."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.writer import TensorSpec, is_finite
+from moetool.errors import InvalidInputError, UsageError
+from moetool.format.beside import (
+    GROUP,
+    TENSORS,
+    WHOLE_BITS,
+    quantizable,
+    quantized_beside,
+    quantized_name,
+    weight_of,
+)
+from moetool.format.kinds.base import PLACEHOLDER
+from moetool.job.job import Input, Source
+from moetool.job.options import IncludeOptions, Options
+from moetool.representations.quantized import QuantizedMatrix
+
+_BLOCK = 4 << 20  # numbers of a matrix that are read at a time
+_WIDE = (torch.float32, torch.bfloat16, torch.float16)
+
+InputT = TypeVar("InputT", bound=Input)
+
+
+def including(source: InputT, options: Options) -> InputT:
+    """A source with what a job is to quantize of it beside its experts.
+
+    Raises:
+        UsageError: the model has nothing of what was asked for.
+    """
+    if not isinstance(source, Source) or not isinstance(options, IncludeOptions) or not options.included:
+        return source
+    checkpoint, architecture = source.checkpoint, source.architecture
+    kinds, done = quantizable(architecture, architecture.layers(checkpoint.config)), quantized_beside(checkpoint.config)
+    chosen: dict[str, QuantizedMatrix] = {}
+    for kind in options.included:
+        weights = {name: checkpoint.tensors.get(weight_of(name)) for name in kinds[kind]}
+        wide = {name: info for name, info in weights.items() if info is not None and info.dtype in _WIDE}
+        if not wide:
+            raise UsageError(
+                f"--include {kind}: this {architecture.name} model has nothing of the kind that could be quantized. "
+                "Leave it out."
+            )
+        chosen |= {name: _form(info.shape[1]) for name, info in wide.items() if name not in done}
+    return replace(source, included=chosen)
+
+
+def _form(columns: int) -> QuantizedMatrix:
+    """Codes of 8 bits with the largest groups up to 128; a scale per row where only groups of one would fit."""
+    try:
+        return QuantizedMatrix(WHOLE_BITS, GROUP).fitted((1, columns))
+    except ValueError:
+        return QuantizedMatrix(WHOLE_BITS, 0)
+
+
+def included_specs(source: Source, spec: TensorSpec) -> list[TensorSpec]:
+    """What a job writes in the place of a tensor: codes, scales and a placeholder, or the tensor itself."""
+    if (form := source.included.get(spec.name.removesuffix(".weight"))) is None:
+        return [spec]
+    rows, columns = spec.shape
+    stored = form.tensors((rows, columns))
+    parts = [
+        (quantized_name(spec.name, name), stored[name].dtype or spec.dtype, stored[name].shape) for name in TENSORS
+    ]
+    return [TensorSpec(*part) for part in (*parts, (spec.name, spec.dtype, PLACEHOLDER))]
+
+
+def included_tensors(source: Source, written: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in the place of those that are quantized, of those whose names are `written`."""
+    for module, form in source.included.items():
+        if (weight := weight_of(module)) in written:
+            dtype = source.checkpoint.tensors[weight].dtype
+            yield weight, torch.zeros(PLACEHOLDER, dtype=dtype)
+            for tensor, made in _encoded(source.checkpoint, weight, form).items():
+                yield quantized_name(weight, tensor), made
+
+
+def _encoded(checkpoint: Checkpoint, weight: str, form: QuantizedMatrix) -> dict[str, Tensor]:
+    """Codes and scales of a matrix, some rows of which are in memory at a time."""
+    info = checkpoint.info(weight)
+    rows, columns = info.shape
+    step = max(1, _BLOCK // columns)
+    parts = []
+    for start in range(0, rows, step):
+        block = checkpoint.read_rows(weight, start, min(start + step, rows))
+        if not is_finite(block):
+            raise InvalidInputError(
+                f"Tensor {weight} of {checkpoint.path} has NaN or infinite values: the checkpoint is damaged."
+            )
+        parts.append(form.encode(block, info.dtype))
+    return {tensor: torch.cat([part[tensor] for part in parts]) for tensor in TENSORS}

@@ -1,0 +1,230 @@
+"""Linear layers and embeddings beside the experts that are stored as codes, and run on these."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from moetool.errors import InvalidInputError
+from moetool.format.beside import quantized_beside
+from moetool.format.kinds.base import PLACEHOLDER
+from moetool.kernels.operands import UnsupportedMatrixError
+from moetool.kernels.products import linear, problem, routed
+from moetool.kernels.table import Table
+from moetool.representations.quantized import QuantizedMatrix, QuantizedWeight
+from moetool.runtime.modules.inference import by_number, few_tokens, numbered
+from moetool.runtime.modules.insertion import path_in
+from moetool.runtime.modules.offloading import is_fetched, loaded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_MOST = 1 << 27  # numbers in a table: kernels of cards know matrices up to twice that, and heads are larger
+
+
+class QuantizedModule(nn.Module, ABC):
+    """A module whose one matrix is stored as codes.
+
+    Attributes:
+        weight: a placeholder, for those who look for its dtype and device.
+    """
+
+    def __init__(self, stored: QuantizedWeight) -> None:
+        """`stored` is the matrix; a subclass decides whether it is its own or another module's."""
+        super().__init__()
+        like = stored.scales
+        self.weight = nn.Parameter(torch.zeros(PLACEHOLDER, dtype=like.dtype, device=like.device), requires_grad=False)
+
+    @property
+    def stored(self) -> QuantizedWeight:
+        """The matrix."""
+        return cast(QuantizedWeight, self.moetool)
+
+    @abstractmethod
+    def dense(self, matrix: nn.Parameter) -> nn.Module:
+        """The ordinary module, of the matrix `[out, in]` that its codes stand for."""
+
+    @torch.no_grad()
+    def matrix(self) -> nn.Parameter:
+        """That matrix, in the model's dtype and on its device."""
+        return nn.Parameter(self.stored.dequantize(self.stored.scales.dtype))
+
+
+class QuantizedEmbedding(QuantizedModule):
+    """An embedding whose rows are decoded as they are looked up."""
+
+    def __init__(self, stored: QuantizedWeight, padding_idx: int | None) -> None:
+        """Around an empty matrix `[vocabulary, hidden]`."""
+        super().__init__(stored)
+        self.moetool = stored
+        self.num_embeddings, self.embedding_dim = stored.shape
+        self.padding_idx = padding_idx
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """`[…]` → `[…, hidden]`"""
+        with loaded(self.stored):
+            return self.stored.rows(tokens)
+
+    def dense(self, matrix: nn.Parameter) -> nn.Embedding:
+        embedding = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
+        embedding.weight = matrix
+        return embedding.train(self.training)
+
+
+class QuantizedLinear(QuantizedModule):
+    """A linear layer on a matrix of codes: on kernels where no gradients are wanted, else in plain torch."""
+
+    def __init__(
+        self, stored: QuantizedWeight, bias: nn.Parameter | None, owner: QuantizedModule | None = None
+    ) -> None:
+        """Around an empty matrix `[out, in]`, its own or that of an `owner` it is tied to."""
+        super().__init__(stored)
+        self.out_features, self.in_features = stored.shape
+        self.bias = bias
+        self._tables: list[Table] = []
+        self._number = numbered(self)
+        if owner is None:
+            self.moetool = stored
+        else:
+            self.weight = owner.weight
+        # Not as a module of its own, so that what is tied is saved, moved and counted once.
+        self._owner = () if owner is None else (owner,)
+
+    @property
+    def stored(self) -> QuantizedWeight:
+        return self._owner[0].stored if self._owner else super().stored
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """`[…, in]` → `[…, out]`"""
+        output = self._times(inputs.reshape(-1, self.in_features)).view(*inputs.shape[:-1], self.out_features)
+        return output if self.bias is None else output + self.bias
+
+    def _times(self, inputs: Tensor) -> Tensor:
+        traced = torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        if torch.is_grad_enabled() or traced or torch.is_autocast_enabled(inputs.device.type):
+            return cast(Tensor, self.stored(inputs))
+        if torch.compiler.is_compiling():
+            return run_linear_by_number(inputs, self._number, self.out_features)
+        return self.infer(inputs)
+
+    def infer(self, inputs: Tensor) -> Tensor:
+        """`[tokens, in]` → `[tokens, out]` without gradients, without the bias, and never as a step of a compiled
+        graph: on kernels where there are some."""
+        if not (tables := self._on_kernels(inputs.device)):
+            return cast(Tensor, self.stored(inputs))
+        if len(inputs) <= few_tokens(tables[0]):
+            only = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
+            outputs = [routed(table, only, inputs).to(inputs.dtype) for table in tables]
+        else:
+            outputs = [linear(table.products[0], inputs, table.shape[0]) for table in tables]
+        return outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs, 1)
+
+    def _on_kernels(self, device: torch.device) -> list[Table]:
+        """The matrix as kernels see it now, some of its rows in a table each; empty if they cannot multiply by it."""
+        stored = self.stored
+        if not self._tables or not all(table.is_current() for table in self._tables):
+            self._tables = []
+            if not (problem(stored.codes.device) or is_fetched(stored)):
+                with torch.inference_mode(False), torch.no_grad():
+                    self._tables = _tables(stored)
+        return self._tables if device == stored.codes.device else []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tables": []}  # which is made of addresses
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._number = numbered(self)  # a copy is another module
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._tables = []  # or what is moved stays where it was until the next call
+        return super()._apply(fn, recurse)
+
+    def dense(self, matrix: nn.Parameter) -> nn.Linear:
+        layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        layer.weight = matrix
+        layer.register_parameter("bias", self.bias)
+        return layer.train(self.training)
+
+
+@torch.library.custom_op("moetool::quantized_linear", mutates_args=())
+def run_linear_by_number(inputs: Tensor, number: Tensor, outputs: int) -> Tensor:
+    """`infer` of a module; `outputs` are its numbers per token."""
+    output: Tensor = by_number(number).infer(inputs)
+    return output
+
+
+@run_linear_by_number.register_fake
+def _(inputs: Tensor, number: Tensor, outputs: int) -> Tensor:
+    return inputs.new_empty(len(inputs), outputs)
+
+
+def _tables(stored: QuantizedWeight) -> list[Table]:
+    """Those of its rows; empty for what is nothing for kernels."""
+    whole, columns = stored.operand(), stored.shape[1]
+    step, found = max(1, _MOST // columns), []
+    for codes, scales in zip(stored.codes.view(stored.shape).split(step), stored.scales.split(step), strict=True):
+        shape = len(codes), columns
+        try:
+            found.append(Table([((replace(whole, shape=shape, data=codes, scales=scales),),)], shape, [stored]))
+        except UnsupportedMatrixError:
+            return []
+    return found
+
+
+def insert_quantized(model: "PreTrainedModel", config: Mapping[str, object]) -> None:
+    """Put modules of codes, still empty, where `config` lists them, and where the head is tied to one of these.
+
+    Raises:
+        InvalidInputError: the model has no such linear layer or embedding.
+    """
+    for name, form in quantized_beside(config).items():
+        path = path_in(model, name)
+        if path == "lm_head" and not hasattr(model, path):
+            continue  # the bare decoder, AutoModel
+        try:
+            native = model.get_submodule(path)
+        except AttributeError as error:
+            raise InvalidInputError(f"quantization_config: the model of config.json has no module {name}.") from error
+        model.set_submodule(path, module := _quantized(name, native, form))
+        for tied in _tied_to(model, path):
+            head = model.get_submodule(tied)
+            if isinstance(head, nn.Linear):
+                model.set_submodule(tied, QuantizedLinear(module.stored, head.bias, module))
+
+
+def _quantized(name: str, native: nn.Module, form: QuantizedMatrix) -> QuantizedModule:
+    if not isinstance(native, nn.Linear | nn.Embedding):
+        raise InvalidInputError(f"quantization_config: {name} is a {type(native).__name__}, which no codes stand for.")
+    rows, columns = native.weight.shape
+    try:
+        stored = form.build((rows, columns), native.weight.dtype, native.weight.device)
+    except ValueError as error:
+        raise InvalidInputError(f"quantization_config: {name} cannot be stored as '{form.spec}': {error}.") from error
+    assert isinstance(stored, QuantizedWeight)
+    if isinstance(native, nn.Embedding):
+        return QuantizedEmbedding(stored, native.padding_idx)
+    return QuantizedLinear(stored, native.bias)
+
+
+def _tied_to(model: "PreTrainedModel", path: str) -> Iterator[str]:
+    """Modules whose weight is that of another."""
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    return (target.removesuffix(".weight") for target, source in tied.items() if source == f"{path}.weight")
+
+
+def dense_modules(model: "PreTrainedModel") -> None:
+    """Put ordinary modules in the place of those of codes; what was tied is tied."""
+    made: dict[QuantizedWeight, nn.Parameter] = {}
+    for name, module in [*quantized_modules(model)]:
+        if module.stored not in made:
+            made[module.stored] = module.matrix()
+        model.set_submodule(name, module.dense(made[module.stored]))
+
+
+def quantized_modules(model: nn.Module) -> Iterator[tuple[str, QuantizedModule]]:
+    """Those of a model, by name."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedModule))

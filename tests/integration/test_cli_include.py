@@ -1,0 +1,231 @@
+"""Attention and embeddings in 8 bits beside compressed experts: `compress … --include`."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import (
+    change_tensors,
+    config_of,
+    contents,
+    copy_of,
+    load_whole,
+    logits,
+    relative_error,
+    tensors_of,
+    weight_bytes,
+    weights,
+)
+from torch import Tensor
+
+import moetool
+from moetool.runtime.modules.quantized import QuantizedEmbedding, QuantizedLinear, quantized_modules
+
+BOTH = ("--include", "attention,embeddings")
+QUANTIZE = ("--method", "quantize", "--bits", 8, "--rounding", "nearest", "--group-size", 16)
+PROJECTIONS = [f"model.layers.{layer}.self_attn.{letter}_proj" for layer in range(3) for letter in "qkvo"]
+EMBEDDINGS = ["model.embed_tokens", "lm_head"]
+
+
+@pytest.fixture(scope="module")
+def tokens(tiny_tokens: Tensor) -> Tensor:
+    return tiny_tokens[1000:1128].view(2, 64)
+
+
+@pytest.fixture(scope="module")
+def tied(make_mixtral: Any, save_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = make_mixtral(dtype=torch.bfloat16, tie_word_embeddings=True)
+    return save_model(model, tmp_path_factory.mktemp("tied") / "model")
+
+
+@pytest.fixture(scope="module")
+def made(compress: Any, tiny_mixtral_bf16: Path) -> Any:
+    return compress(tiny_mixtral_bf16, *QUANTIZE, *BOTH)
+
+
+def test_every_block_is_as_near_as_8_bits_are(made: Any, tiny_mixtral_bf16: Path) -> None:
+    """No block has a larger error than evenly spaced levels up to its largest number would have at most."""
+    before, after = tensors_of(tiny_mixtral_bf16), tensors_of(made.path)
+    assert set(config_of(made.path)["quantization_config"]["beside"]) == {*PROJECTIONS, *EMBEDDINGS}
+    for name in (*PROJECTIONS, *EMBEDDINGS):
+        matrix, scales = before[f"{name}.weight"].float(), after[f"{name}.moetool.scales"]
+        assert after[f"{name}.weight"].shape == (1, 1)
+        codes = after[f"{name}.moetool.codes"].view(matrix.shape).float() - 127
+        blocks = codes.view(*scales.shape, -1) * scales.float().unsqueeze(2)
+        exact = matrix.view_as(blocks)
+        worst = exact.abs().amax(2) / 254 * 1.01  # and what rounding of a scale may add
+        assert ((blocks - exact).square().mean(2).sqrt() <= worst).all()
+        assert relative_error(blocks, exact) < 0.006
+    untouched = [name for name in before if "norm" in name or ".gate." in name]
+    assert untouched
+    assert all(after[name].equal(before[name]) for name in untouched)
+
+
+@pytest.mark.parametrize("asked", ["attention", "embeddings"])
+def test_each_by_itself(compress: Any, tiny_mixtral_bf16: Path, asked: str) -> None:
+    told = compress(tiny_mixtral_bf16, *QUANTIZE, "--include", asked)
+    listed = config_of(told.path)["quantization_config"]["beside"]
+    assert list(listed) == (PROJECTIONS if asked == "attention" else EMBEDDINGS)
+
+
+def test_transformers_loads_and_computes_nearly_the_same(made: Any, tiny_mixtral_bf16: Path, tokens: Tensor) -> None:
+    model = load_whole(made.path)
+    kinds = [type(module) for _, module in quantized_modules(model)]
+    assert (kinds.count(QuantizedLinear), kinds.count(QuantizedEmbedding)) == (13, 1)
+    found, expected = logits(made.path, tokens), logits(tiny_mixtral_bf16, tokens)
+    assert relative_error(found, expected) < 0.1
+    assert moetool.synthesize(model)(tokens).logits.allclose(found, atol=1e-3)
+    assert not [*quantized_modules(model)]
+
+
+def test_what_is_tied_stays_tied(compress: Any, tied: Path, tokens: Tensor, tmp_path: Path) -> None:
+    made = compress(tied, *QUANTIZE, *BOTH)
+    assert "lm_head.weight" not in tensors_of(made.path)
+    model = load_whole(made.path)
+    assert model.lm_head.stored is model.model.embed_tokens.stored
+    assert relative_error(logits(made.path, tokens), logits(tied, tokens)) < 0.1
+    model.bfloat16().save_pretrained(tmp_path)
+    assert {name: tensor.shape for name, tensor in tensors_of(tmp_path).items()} == {
+        name: tensor.shape for name, tensor in tensors_of(made.path).items()
+    }
+    assert logits(tmp_path, tokens).equal(logits(made.path, tokens))
+    whole = moetool.synthesize(model)
+    assert whole.lm_head.weight is whole.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ("--method", "hybrid", "--group-size", 16, "--ratio", 0.5),
+        ("--method", "d2moe", "--ratio", 0.35),
+    ],
+)
+def test_what_it_saves_is_left_for_experts(
+    method: tuple[object, ...], compress: Any, run_cli: Any, tiny_mixtral_bf16: Path
+) -> None:
+    """The whole checkpoint is as large as without, and as was promised; experts have more of it."""
+    plain, more = (compress(tiny_mixtral_bf16, *method, *include) for include in ((), BOTH))
+    sizes = [weight_bytes(made.path) for made in (plain, more)]
+    target = round(weight_bytes(tiny_mixtral_bf16) * (1 - float(str(method[-1]))))
+    assert all(0.98 * target < size <= target for size in sizes)
+    assert sizes == [made.told["bytes_after"] for made in (plain, more)]
+    experts = [
+        sum(tensor.nbytes for name, tensor in tensors_of(made.path).items() if ".experts." in name)
+        for made in (plain, more)
+    ]
+    found = run_cli("inspect", more.path, "--json").json
+    assert found["beside"]["modules"] == 14
+    dense = sum(
+        tensor.nbytes for name, tensor in tensors_of(tiny_mixtral_bf16).items() if name[:-7] in PROJECTIONS + EMBEDDINGS
+    )
+    assert found["beside"]["bytes"] < 0.65 * dense
+    assert experts[1] > experts[0]
+    counts = run_cli("inspect", plain.path, "--json").json["parameters"]
+    assert found["parameters"]["total"] == counts["total"]
+    assert run_cli("verify", more.path, "--against", tiny_mixtral_bf16).code == 0
+
+
+def test_a_budget_counts_what_they_cost(
+    run_cli: Any, calibration: Any, tiny_mixtral_bf16: Path, tmp_path: Path
+) -> None:
+    """What is possible within it is less by what they save, and by nothing else."""
+    auto = ("compress", tiny_mixtral_bf16, tmp_path / "out", "--method", "auto", "--bytes", "70kB", *calibration)
+    plain, more = (run_cli(*auto, *include, "--dry-run", "--json").json for include in ((), BOTH))
+    assert plain["output_bytes"] == more["output_bytes"] == 70_000
+    tensors = tensors_of(tiny_mixtral_bf16)
+    dense = sum(tensors[f"{name}.weight"].numel() for name in (*PROJECTIONS, *EMBEDDINGS))
+    saved = 2 * dense - dense * (1 + 2 / 32)  # codes and a scale for every row of 32
+    headers = 2000  # of files
+    less = plain["smallest_possible_bytes"] - more["smallest_possible_bytes"]
+    assert saved - headers - 14 * 200 < less < saved
+
+
+def test_it_is_verified_exported_and_compressed_on(
+    made: Any, compress: Any, run_cli: Any, tiny_mixtral_bf16: Path, tokens: Tensor, tmp_path: Path, calibration: Any
+) -> None:
+    told = run_cli("verify", made.path, "--against", tiny_mixtral_bf16, "--json")
+    assert told.code == 0, told.stderr
+    assert told.json["same_tensors"] == len([name for name in tensors_of(tiny_mixtral_bf16) if "norm" in name]) + 3
+    assert "14 projections and embeddings in 8 bits" in run_cli("inspect", made.path).stdout
+    dense = tmp_path / "dense"
+    assert run_cli("export", made.path, dense).code == 0
+    assert tensors_of(dense).keys() == tensors_of(tiny_mixtral_bf16).keys()
+    assert "quantization_config" not in config_of(dense)
+    assert relative_error(logits(dense, tokens), logits(made.path, tokens)) < 0.1
+    packed = tmp_path / "packed"
+    options = ("--format", "compressed-tensors", "--bits", 8, "--group-size", 16)
+    assert run_cli("export", made.path, packed, *options).code == 0
+    assert tensors_of(packed)["lm_head.weight"].equal(tensors_of(dense)["lm_head.weight"])
+    assert config_of(packed)["quantization_config"]["quant_method"] == "compressed-tensors"
+    first = compress(tiny_mixtral_bf16, "--method", "d2moe", "--ratio", 0.35, *BOTH).path
+    further = [
+        ("prune-base", "--ratio", 0.1),
+        ("quantize-delta", "--bits", 4, "--group-size", 4, *calibration),
+    ]
+    for number, (stage, *options_of) in enumerate(further):
+        output = tmp_path / str(number)
+        result = run_cli(stage, first, output, *options_of)
+        assert result.code == 0, result.stderr
+        kept = {name: own for name, own in tensors_of(first).items() if ".self_attn." in name or "embed" in name}
+        after = tensors_of(output)
+        assert all(after[name].equal(own) for name, own in kept.items())
+        assert config_of(output)["quantization_config"]["beside"] == config_of(first)["quantization_config"]["beside"]
+        assert config_of(output)["quantization_config"]["format_version"] == 2
+        assert run_cli("verify", output, "--against", first).code == 0
+
+
+def test_experts_are_tuned_and_factors_refused(
+    compress: Any, run_cli: Any, tiny_mixtral_bf16: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    source = compress(tiny_mixtral_bf16, "--method", "d2moe", "--ratio", 0.35, *BOTH).path
+    short = ("--data", tiny_text, "--sequence-length", 32, "--batch-size", 2, "--steps", 2, "--learning-rate", 1e-2)
+    result = run_cli("tune", source, tmp_path / "tuned", *short)
+    assert result.code == 0, result.stderr
+    before, after = tensors_of(source), tensors_of(tmp_path / "tuned")
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert changed
+    assert all(".experts." in name or ".gate." in name for name in changed)
+    refused = run_cli("tune", source, tmp_path / "lora", *short, "--lora-rank", 2)
+    assert refused.code == 2
+    assert "14 linear layers and embeddings of this model are stored as codes" in refused.stderr
+
+
+def test_killed_and_resumed_it_is_the_same(run_cli: Any, crash: Any, tiny_mixtral_bf16: Path, tmp_path: Path) -> None:
+    options = (*QUANTIZE, *BOTH, "--shard-size", "25kB")
+    assert run_cli("compress", tiny_mixtral_bf16, tmp_path / "undisturbed", *options).code == 0
+    assert len(weights(tmp_path / "undisturbed")) > 3
+    arguments = ("compress", tiny_mixtral_bf16, *options)
+    assert crash(tmp_path / "killed", arguments, at=30)["code"] == -signal.SIGKILL
+    assert run_cli("compress", tiny_mixtral_bf16, tmp_path / "killed", *options, "--resume").code == 0
+    assert contents(tmp_path / "killed") == contents(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize(
+    ("include", "told"),
+    [("experts", "there is attention and embeddings"), ("attention,,", "or both with a comma")],
+)
+def test_what_cannot_be_included(
+    include: str, told: str, run_cli: Any, tiny_mixtral_bf16: Path, tmp_path: Path
+) -> None:
+    result = run_cli("compress", tiny_mixtral_bf16, tmp_path / "out", *QUANTIZE, "--include", include)
+    assert (result.code, (tmp_path / "out").exists()) == (2, False)
+    assert told in result.stderr
+
+
+def test_damage_is_named(run_cli: Any, tiny_mixtral_bf16: Path, tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.k_proj.weight"
+    damaged = copy_of(tiny_mixtral_bf16, tmp_path / "damaged")
+    change_tensors(damaged, lambda tensors: tensors[name][3].fill_(torch.nan))
+    result = run_cli("compress", damaged, tmp_path / "out", *QUANTIZE, *BOTH)
+    assert result.code == 3
+    assert f"Tensor {name} of {damaged} has NaN or infinite values" in result.stderr
+
+
+def test_a_model_of_custom_modules_has_none_to_include(dense: Any, upcycle: Any, run_cli: Any, tmp_path: Path) -> None:
+    custom = upcycle(dense("llama"), "--experts", 4, "--target", "moetool").path
+    result = run_cli("compress", custom, tmp_path / "out", *QUANTIZE, *BOTH)
+    assert result.code == 2
+    assert "--include attention: " in result.stderr

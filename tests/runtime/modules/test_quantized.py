@@ -1,0 +1,117 @@
+"""Linear layers and embeddings on codes: they compute what ordinary ones compute on the matrix that is stored."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moetool.kernels.products import problem
+from moetool.representations.quantized import QuantizedMatrix, QuantizedWeight
+from moetool.runtime.modules import quantized
+from moetool.runtime.modules.quantized import QuantizedEmbedding, QuantizedLinear, dense_modules
+
+
+def stored(rows: int = 24, columns: int = 32, dtype: torch.dtype = torch.float32, seed: int = 0) -> QuantizedWeight:
+    form = QuantizedMatrix(8, 16)
+    weight = form.build((rows, columns), dtype, torch.device("cpu"))
+    assert isinstance(weight, QuantizedWeight)
+    matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    weight.load_state_dict(form.encode(matrix, dtype))
+    return weight
+
+
+def inputs(tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(2, tokens, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def bias() -> nn.Parameter:
+    return nn.Parameter(torch.linspace(-1, 1, 24))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+@pytest.mark.parametrize("rows_at_once", [24, 7])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_linear_layer(tokens: int, rows_at_once: int, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens and many, the matrix in one table or in several, on kernels and without any."""
+    monkeypatch.setattr(quantized, "_MOST", 32 * rows_at_once)
+    if not kernels:
+        monkeypatch.setattr(quantized, "problem", lambda _: "there are none")
+    layer, given = QuantizedLinear(stored(), bias()), inputs(tokens)
+    expected = layer.dense(layer.matrix())(given)
+    torch.testing.assert_close(layer(given), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(given), expected, rtol=1e-4, atol=1e-5)
+    if kernels and not problem(torch.device("cpu")):
+        assert len(layer._tables) == -(-24 // rows_at_once)
+
+
+def test_gradients_reach_inputs_and_scales() -> None:
+    layer, given = QuantizedLinear(stored(), bias()), inputs(3).requires_grad_()
+    dense = layer.dense(layer.matrix())
+    again = given.detach().requires_grad_()
+    layer(given).square().sum().backward()
+    dense(again).square().sum().backward()
+    torch.testing.assert_close(given.grad, again.grad)
+    scales = layer.stored.scales
+    assert scales.grad is not None
+    unscaled = layer.matrix().detach().view(24, 2, 16) / scales.detach().unsqueeze(2)
+    torch.testing.assert_close(scales.grad, (dense.weight.grad.view(24, 2, 16) * unscaled).sum(2))
+    assert layer.weight.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_embedding(dtype: torch.dtype) -> None:
+    embedding = QuantizedEmbedding(stored(dtype=dtype), None)
+    tokens = torch.tensor([[0, 23, 5], [5, 5, 1]])
+    assert embedding(tokens).equal(embedding.dense(embedding.matrix())(tokens))
+    assert embedding(tokens).dtype == dtype
+    assert embedding(tokens[:, :0]).shape == (2, 0, 32)
+
+
+@torch.no_grad()
+def test_a_compiled_graph_has_it_as_one_step() -> None:
+    torch._dynamo.reset()
+    layer = QuantizedLinear(stored(), bias())
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    for tokens in (1, 20):
+        assert compiled(inputs(tokens)).equal(layer(inputs(tokens)))
+
+
+def model() -> nn.ModuleDict:
+    embedding = QuantizedEmbedding(stored(), None)
+    return nn.ModuleDict({"embedding": embedding, "head": QuantizedLinear(embedding.stored, bias(), embedding)})
+
+
+@torch.no_grad()
+def test_a_head_that_is_tied_has_nothing_of_its_own() -> None:
+    tied = model()
+    assert {name for name in tied.state_dict() if "moetool" in name} == {
+        "embedding.moetool.codes",
+        "embedding.moetool.scales",
+    }
+    expected = tied["head"](inputs(2))
+    tied["embedding"].stored.scales.mul_(2)
+    torch.testing.assert_close(tied["head"](inputs(2)) - bias(), 2 * (expected - bias()))
+    dense_modules(tied)  # type: ignore[arg-type]
+    assert isinstance(tied["head"], nn.Linear)
+    assert tied["head"].weight is tied["embedding"].weight
+    torch.testing.assert_close(tied["head"](inputs(2)) - bias(), 2 * (expected - bias()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["copied", "pickled", "moved"])
+def test_tables_are_made_anew(how: str) -> None:
+    """They hold addresses: what was copied, pickled or cast has others."""
+    tied = model()
+    expected = tied["head"](inputs(2))
+    if how == "moved":
+        made = tied.to(torch.bfloat16)
+        torch.testing.assert_close(made["head"](inputs(2)), expected, rtol=0.02, atol=0.02)
+        return
+    made = copy.deepcopy(tied) if how == "copied" else pickle.loads(pickle.dumps(tied))
+    tied["embedding"].stored.scales.zero_()
+    assert made["head"](inputs(2)).equal(expected)
+    made["embedding"].stored.scales.zero_()
+    assert made["head"](inputs(2)).equal(bias().expand_as(expected))
