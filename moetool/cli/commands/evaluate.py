@@ -63,8 +63,8 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         else:
             print_evaluation(result)
 
-    more = [parameter for parameter in parameters_of(TaskOptions) if parameter.name not in _SHARED]
-    return make_command(name, with_options(command, EvaluationOptions, *more), COMMANDS[name][1])
+    of_text = [parameter for parameter in parameters_of(EvaluationOptions) if parameter.name not in _SHARED]
+    return make_command(name, with_options(command, TaskOptions, *of_text), COMMANDS[name][1])
 
 
 def asked_for(typed: Mapping[str, object]) -> tuple[EvaluationOptions | None, TaskOptions | None]:

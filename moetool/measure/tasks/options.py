@@ -15,6 +15,7 @@ class TaskOptions(EvaluatedOptions):
     """Which tasks to evaluate on, and how."""
 
     tasks: Names = Field(
+        (),
         description="Tasks of lm-eval, with commas, instead of --data or beside it; commonsense: the seven of the "
         "D²-MoE paper (pip install 'moetool[tasks]').",
     )
