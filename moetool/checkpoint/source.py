@@ -102,7 +102,7 @@ def _download(name: str, revision: str | None, files: list[str]) -> Path:
     return Path(local)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What a library's error says, without the essay below and without its full stop."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__

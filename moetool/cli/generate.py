@@ -100,12 +100,16 @@ def with_options(
         for parameter in inspect.signature(function).parameters.values()
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD
     ]
-    fields = [
+    function.__signature__ = inspect.Signature([*own, *more, *parameters_of(model)])  # type: ignore[attr-defined]
+    return function
+
+
+def parameters_of(model: type[BaseModel]) -> list[inspect.Parameter]:
+    """One keyword parameter per field."""
+    return [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name, field))
         for name, field in model.model_fields.items()
     ]
-    function.__signature__ = inspect.Signature([*own, *more, *fields])  # type: ignore[attr-defined]
-    return function
 
 
 def _annotation(name: str, field: FieldInfo) -> Any:

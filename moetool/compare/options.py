@@ -6,33 +6,17 @@ from pydantic import BeforeValidator, Field
 
 from moetool.calibration.opening import BOS_HELP, Bos
 from moetool.checkpoint.sizes import ByteSize
-from moetool.job.options import Options
+from moetool.job.options import Names, Options, split_names
 from moetool.runtime.synthesis import Synthesis
 
 
-def _names(value: object) -> object:
-    """`a,b` → [a, b], and the same of every entry of a list; anything but text passes through."""
-    parts = [value] if isinstance(value, str) else value
-    if not isinstance(parts, list | tuple):
-        return parts
-    return [word for part in parts for word in (_words(part) if isinstance(part, str) else [part])]
-
-
-def _words(text: str) -> list[str]:
-    words = [word.strip() for word in text.split(",")]
-    if not all(words):
-        raise ValueError("write names or numbers with commas between them")
-    return words
-
-
 def _shares(value: object) -> object:
-    found = _names(value)
+    found = split_names(value)
     if isinstance(found, list) and not all(0 < float(ratio) < 1 for ratio in found):
         raise ValueError("write shares above 0 and below 1")
     return found
 
 
-Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 AskedRatios = Annotated[tuple[float, ...], BeforeValidator(_shares)]
 
 

@@ -1,15 +1,33 @@
 """Options that many commands share, as frozen pydantic models. Command line and YAML are both generated from these."""
 
 from collections.abc import Mapping
-from typing import Literal, Protocol, TypeVar, runtime_checkable
+from typing import Annotated, Literal, Protocol, TypeVar, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from moetool.calibration.opening import BOS_HELP, Bos
 from moetool.checkpoint.sizes import ByteSize
 from moetool.errors import UsageError
 
 INCLUDED = ("attention", "embeddings")
+
+
+def split_names(value: object) -> object:
+    """`a,b` → [a, b], and the same of every entry of a list; anything but text passes through."""
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple):
+        return parts
+    return [word for part in parts for word in (_words(part) if isinstance(part, str) else [part])]
+
+
+def _words(text: str) -> list[str]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise ValueError("write names or numbers with commas between them")
+    return words
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(split_names)]
 
 
 class Options(BaseModel):

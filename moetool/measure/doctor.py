@@ -49,8 +49,9 @@ EXTRAS: dict[str, tuple[str, str, str | None, str]] = {
     "matplotlib": ("plots", "3.9", "3.11.2", "pictures: --plot"),
     "bitsandbytes": ("bitsandbytes", "0.46", "0.50.2", "tune --quantize-base nf4 and int8 (QLoRA)"),
     "vllm": ("vllm", "0.28", None, "compressed experts in vLLM"),
+    "lm-eval": ("tasks", "0.4.13", "0.4.13", "eval --tasks"),
 }
-_MODULES = {"pyyaml": "yaml"}  # that are called otherwise than the library
+_MODULES = {"pyyaml": "yaml", "lm-eval": "lm_eval"}  # that are called otherwise than the library
 
 
 @dataclass(frozen=True)

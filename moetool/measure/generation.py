@@ -80,7 +80,7 @@ def generate(
         seconds=round(seconds, 3),
         tokens_per_second=round(len(new) / seconds, 3),
         synthesized=synthesis.chosen,
-        synthesis=SynthesisTold(reason=synthesis.reason, needed_bytes=synthesis.needed, free_bytes=synthesis.free),
+        synthesis=SynthesisTold.of(synthesis),
     )
 
 

@@ -9,8 +9,11 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
 from moetool.job.job import pick_compute_dtype, pick_device
 from moetool.job.progress import Progress
+from moetool.measure.options import EvaluatedOptions
 from moetool.runtime.building import check_sizes, described_in
 from moetool.runtime.loading import check_memory, load_model, loading_memory
+from moetool.runtime.modules.moefied import set_keep
+from moetool.runtime.synthesis import SynthesisChoice, apply_synthesis
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -64,3 +67,19 @@ def load_for(
             # A config can promise what its layers cannot compute, which none of them says before it runs.
             model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
     return model
+
+
+def load_to_evaluate(
+    checkpoint: Checkpoint, options: EvaluatedOptions, progress: Progress | None = None
+) -> tuple[Any, SynthesisChoice]:
+    """A model as `load_for` loads it, run as the options say; and when its experts were made dense, and why.
+
+    Raises:
+        UsageError: the options do not fit the model.
+        ResourceError, InvalidInputError: as `load_for`.
+    """
+    model = load_for(checkpoint, options.device, options.compute_dtype, progress)
+    synthesis = apply_synthesis(model, options.synthesize)
+    if options.keep is not None:
+        set_keep(model, options.keep)
+    return model, synthesis

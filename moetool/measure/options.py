@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from moetool.job.options import Options
+from moetool.runtime.synthesis import Synthesis
 
 
 class LoadedOptions(Options):
@@ -16,4 +17,17 @@ class LoadedOptions(Options):
     )
     keep: float | None = Field(
         None, gt=0, le=1, description="Of a moefied model, the share of experts to compute [default: as it was made]."
+    )
+
+
+class EvaluatedOptions(LoadedOptions):
+    """The same for commands that run it on many tokens at a time."""
+
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="For running the model (auto: float32 on CPU, else as stored)."
+    )
+    synthesize: Synthesis = Field(
+        "auto",
+        description="Make a compressed model's experts dense when it is loaded (fast, needs the original's memory) or "
+        "as they run (auto: when loaded, if deltas are quantized or sparse and the experts fit in memory).",
     )

@@ -9,7 +9,7 @@ encoder it is the pseudo-perplexity, for which every token of a window is hidden
 
 import math
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -25,15 +25,13 @@ from moetool.job.options import fit_context
 from moetool.job.progress import Progress, Silent, phase
 from moetool.measure.divergence import next_logits, next_losses, original_beside
 from moetool.measure.evaluated import Evaluation
-from moetool.measure.options import LoadedOptions
+from moetool.measure.options import EvaluatedOptions
 from moetool.measure.pseudo_perplexity import marks, pseudo_losses
 from moetool.measure.told import SynthesisTold
 from moetool.runtime.modules.batch_dependence import depends_on_batch
-from moetool.runtime.modules.moefied import set_keep
-from moetool.runtime.synthesis import Synthesis, apply_synthesis
 
 
-class EvaluationOptions(LoadedOptions):
+class EvaluationOptions(EvaluatedOptions):
     """What to evaluate on, and how."""
 
     data: str = Field(description="Text: a file, folder or hub data set, as for --calibration.")
@@ -46,14 +44,6 @@ class EvaluationOptions(LoadedOptions):
         "and the delta of the losses with its standard error.",
     )
     batch_tokens: int = Field(2048, ge=1, description="Tokens per batch.")
-    synthesize: Synthesis = Field(
-        "auto",
-        description="Make a compressed model's experts dense when it is loaded (fast, needs the original's memory) or "
-        "as they run (auto: when loaded, if deltas are quantized or sparse and the experts fit in memory).",
-    )
-    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="For running the model (auto: float32 on CPU, else as stored)."
-    )
 
 
 @torch.inference_mode()
@@ -70,7 +60,7 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
         ResourceError: there is too little memory for the model.
         VerificationError: the model's output is not a number.
     """
-    from moetool.measure.loading import load_for
+    from moetool.measure.loading import load_to_evaluate
 
     progress = progress or Silent()
     checkpoint = Checkpoint.open(path)
@@ -90,10 +80,7 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
         else nullcontext()
     )
     with beside as comparison:
-        model = load_for(checkpoint, options.device, options.compute_dtype, progress)
-        synthesis = apply_synthesis(model, options.synthesize)
-        if options.keep is not None:
-            set_keep(model, options.keep)
+        model, synthesis = load_to_evaluate(checkpoint, options, progress)
         if encoder:
             with phase(progress, "Evaluate", len(windows)):
                 nll = pseudo_losses(model, windows, tokenizer, batch, progress.advance).mean().item()
@@ -120,7 +107,7 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
         begin=opening_text(tokenizer, bos),
         protocol="pseudo-perplexity" if encoder else "perplexity",
         synthesized=synthesis.chosen,
-        synthesis=SynthesisTold(reason=synthesis.reason, needed_bytes=synthesis.needed, free_bytes=synthesis.free),
+        synthesis=SynthesisTold.of(synthesis),
         batch_rows=batch,
         depends_on_batch=depends_on_batch(model),
         against=None if comparison is None else comparison.told(),

@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from moetool.architectures import Role
 from moetool.job.result import Inlined, Json, Keyed, Printed
+
+if TYPE_CHECKING:
+    from moetool.runtime.synthesis import SynthesisChoice
 
 Matrix = Sequence[Sequence[float]]
 
@@ -23,6 +26,11 @@ class SynthesisTold(Printed):
     reason: str
     needed_bytes: int
     free_bytes: int
+
+    @classmethod
+    def of(cls, choice: "SynthesisChoice") -> "SynthesisTold":
+        """What was chosen, as it is told."""
+        return cls(reason=choice.reason, needed_bytes=choice.needed, free_bytes=choice.free)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,5 @@
 """Checking a checkpoint file by file and tensor by tensor, alone or against one that it was made from."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -48,7 +47,7 @@ def verify_checkpoint(
     progress = progress or Silent()
     checkpoint = Checkpoint.open(path)
     made = _moe_source(checkpoint)
-    manifest = read_manifest(checkpoint.path) if (checkpoint.path / MANIFEST).exists() else None
+    manifest = _manifest(checkpoint)
     problems: list[str] = []
     notes: list[str] = []
     if manifest is not None:
@@ -94,6 +93,33 @@ def verify_checkpoint(
         comparison=comparison,
         notes=notes,
     )
+
+
+def verify_files(checkpoint: Checkpoint) -> list[str]:
+    """The part of `verify_checkpoint` that looks at no number: names and shapes are those of the config, and all files
+    those that were written. Returns its notes.
+
+    Raises:
+        InvalidInputError: the config cannot be used, or does not fit the files.
+        VerificationError: a file is missing, or not what was written.
+    """
+    check_sizes(checkpoint)
+    problems: list[str] = []
+    notes: list[str] = []
+    if (manifest := _manifest(checkpoint)) is not None:
+        _check_files(checkpoint.path, manifest, problems, notes)
+    _raise_for(checkpoint.source, problems)
+    return notes
+
+
+def files_of(path: Path) -> list[Path]:
+    """All files of a checkpoint's directory, those of tools (`.git`, `.cache`, `.moetool`) left out, sorted."""
+    found = (file for top in path.iterdir() if top.name not in WORK_DIRECTORIES for file in [top, *top.rglob("*")])
+    return sorted(file for file in found if file.is_file())
+
+
+def _manifest(checkpoint: Checkpoint) -> Manifest | None:
+    return read_manifest(checkpoint.path) if (checkpoint.path / MANIFEST).exists() else None
 
 
 def _raise_for(path: str | Path, problems: list[str]) -> None:
@@ -154,13 +180,7 @@ def _check_files(path: Path, manifest: Manifest, problems: list[str], notes: lis
 
 def _present(path: Path) -> set[str]:
     """Names of all files of a checkpoint but its manifest."""
-
-    def found() -> Iterator[Path]:
-        for top in path.iterdir():
-            if top.name not in {*WORK_DIRECTORIES, MANIFEST}:
-                yield from (file for file in [top, *top.rglob("*")] if file.is_file())
-
-    return {file.relative_to(path).as_posix() for file in found()}
+    return {file.relative_to(path).as_posix() for file in files_of(path)} - {MANIFEST}
 
 
 def _stages(manifest: Manifest | None, original: Checkpoint, notes: list[str]) -> list[str] | None:

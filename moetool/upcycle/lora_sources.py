@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ def merge_adapter(adapter: Path, base: Checkpoint, target: Path) -> None:
         InvalidInputError: the adapter does not fit the model, or cannot be read.
         ResourceError: the disk is full.
     """
-    from peft import PeftModel
+    from peft import PeftConfig, get_peft_model
 
     from moetool.runtime.loading import load_model
     from moetool.runtime.quiet import quiet
@@ -47,17 +48,25 @@ def merge_adapter(adapter: Path, base: Checkpoint, target: Path) -> None:
     try:
         with quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of peft about transformers
-            warnings.filterwarnings("error", "Found missing adapter keys")
-            merged = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+            adapted = get_peft_model(model, PeftConfig.from_pretrained(adapter))
+            told = adapted.load_adapter(adapter, "default")
+            _refuse_partly({"it lacks": told.missing_keys, "the model has no place for": told.unexpected_keys})
+            merged = adapted.merge_and_unload()
             shutil.rmtree(target, ignore_errors=True)
             merged.save_pretrained(target)
     except Exception as error:  # of four libraries
         if (explained := storage_problem(error, target)) is not None:
             raise explained from error
         raise InvalidInputError(f"Adapter {adapter} cannot be merged into {base.path}: {error}") from error
-    del model, merged
+    del model, adapted, merged
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def _refuse_partly(wrong: Mapping[str, Sequence[str]]) -> None:
+    """Raise for what peft says nothing of, or only warns of."""
+    if problems := [f"{what} {len(names)} tensors ({sorted(names)[0]} …)" for what, names in wrong.items() if names]:
+        raise ValueError("; ".join(problems))
 
 
 def open_adapter(source: str) -> Path | None:

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 from pages import RUN_FOR_JSON, RUNNING, sections
+from stub_tasks import stub_tasks
 
 from moetool.cli.app import COMMANDS
 from moetool.demo import DemoModel
 
-OWN = {"eval", "compare", "generate", "routing", "bench", "inspect", "verify", "list", "doctor", "demo"}
+OWN = {"eval", "compare", "generate", "routing", "bench", "inspect", "verify", "push", "list", "doctor", "demo"}
+
+TASKS = "eval of several models, or on tasks"
 
 
 def printed(value: Any, path: str = "") -> Iterator[str]:
@@ -48,7 +51,8 @@ def results(reader: Any, run_cli: Any) -> dict[str, list[dict[str, Any]]]:
     for arguments, result in [*shown, *((words, reader.run(words)) for words in RUN_FOR_JSON)]:
         command = arguments[0]
         plain = "--dry-run" if "--dry-run" in arguments else "Commands that write a checkpoint"
-        found.setdefault(command if command in OWN else plain, []).append(result)
+        section = TASKS if command == "eval" and "models" in result else command
+        found.setdefault(section if section in {*OWN, TASKS} else plain, []).append(result)
     return found
 
 
@@ -62,6 +66,7 @@ SECTIONS = [
     "bench",
     "inspect",
     "verify",
+    "push",
     "list",
     "doctor",
 ]
@@ -92,8 +97,15 @@ def test_fields_of_the_demo(run_cli, monkeypatch, tmp_path):
     check("demo", [run_cli("demo", tmp_path / "demo", "--json").json])
 
 
+def test_fields_of_several_models_and_tasks(results, run_cli, documented_moe, tmp_path, monkeypatch):
+    """lm-eval, which is not here, is stood for."""
+    stub_tasks(monkeypatch)
+    monkeypatch.setattr("moetool.cli.commands.evaluate.place_beside", lambda _: tmp_path / "scores.json")
+    check(TASKS, [*results[TASKS], run_cli("eval", documented_moe, "--tasks", "one", "--json").json])
+
+
 def test_every_command_has_a_section():
     tables = sections("docs/json.md")
     assert set(COMMANDS) >= OWN
-    assert {*SECTIONS, "demo", "Every result"} == set(tables)
+    assert {*SECTIONS, TASKS, "demo", "Every result"} == set(tables)
     assert all(tables.values())

@@ -292,6 +292,8 @@ def test_an_adapter_makes_work(run_cli: Any, models: list[Path], adapter: Path, 
     [
         ({"peft_type": "IA3"}, ["IA3", "only LoRA"]),
         ("{", ["adapter_config.json", "not valid JSON"]),
+        ({"target_modules": ["q_proj", "gate_proj"]}, ["cannot be merged", "no place for", "down_proj"]),
+        ({"target_modules": ["q_proj", "gate_proj", "down_proj", "up_proj"]}, ["cannot be merged", "lacks", "up_proj"]),
     ],
 )
 def test_a_bad_adapter(

@@ -1,9 +1,11 @@
 """A moetool checkpoint in transformers: loads, computes, trains and saves like any other, or fails and says why."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from moetool.runtime import autoload
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.quiet import quiet
 
+ROOT = Path(__file__).parents[2]
 SHAPE = MoEShape(experts=4, top_k=2, hidden=32, intermediate=48)
 MIXED = (LowRank(5), Dense(), LowRank(0), LowRank(2))
 ROLES = ("gate", "up", "down")
@@ -293,19 +296,49 @@ import moetool
 print("with moetool:", type(AutoModelForCausalLM.from_pretrained(sys.argv[1]).model.layers[0].mlp.experts).__name__)
 """
 
+# transformers imports torch, and that moetool, while the part of transformers that moetool extends is half loaded.
+MOETOOL_NEVER = """
+import sys
+from transformers import AutoConfig, AutoModelForCausalLM
+print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1]).model.layers[0].mlp.experts).__name__)
+print(AutoConfig.for_model("deepseek").model_type)
+"""
+
 
 @pytest.fixture(scope="module", autouse=True)
-def processes(compressed: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
+def processes(compressed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subprocess.Popen[str]]]:
     pipe = subprocess.PIPE
-    scripts = {"moetool first": MOETOOL_FIRST, "transformers first": TRANSFORMERS_FIRST}
+    alone = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    scripts = {
+        "moetool first": (MOETOOL_FIRST, alone),
+        "transformers first": (TRANSFORMERS_FIRST, alone),
+        "moetool never": (MOETOOL_NEVER, os.environ | {"PYTHONPATH": installed(tmp_path_factory.mktemp("site"))}),
+    }
     started = {
-        name: subprocess.Popen([sys.executable, "-c", code, str(compressed)], stdout=pipe, stderr=pipe, text=True)
-        for name, code in scripts.items()
+        name: subprocess.Popen(
+            [sys.executable, "-c", code, str(compressed)], stdout=pipe, stderr=pipe, text=True, env=environment
+        )
+        for name, (code, environment) in scripts.items()
     }
     yield started
     for process in started.values():
         process.kill()
         process.communicate()
+
+
+def installed(folder: Path) -> str:
+    """A path on which moetool has the entry points of pyproject.toml, whatever is installed here has."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    described = folder / "moetool_entry_points-0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: moetool-entry-points\nVersion: 0\n")
+    lines = [
+        line
+        for group, points in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {place}" for name, place in points.items()))
+    ]
+    (described / "entry_points.txt").write_text("\n".join(lines))
+    return os.pathsep.join([str(ROOT), str(folder)])
 
 
 def test_moetool_first_is_light_and_registers_later(processes: dict[str, subprocess.Popen[str]]) -> None:
@@ -321,6 +354,12 @@ def test_without_moetool_loading_fails_and_names_it_and_with_it_all_is_well(
     assert processes["transformers first"].returncode == 0, stderr
     assert stdout.splitlines() == ["without moetool: RuntimeError", "with moetool: SharedBaseExperts"]
     assert "moetool" in stderr.partition("without moetool:")[0]
+
+
+def test_where_moetool_is_installed_nobody_has_to_import_it(processes: dict[str, subprocess.Popen[str]]) -> None:
+    stdout, stderr = processes["moetool never"].communicate(timeout=120)
+    assert processes["moetool never"].returncode == 0, stderr
+    assert stdout.splitlines() == ["SharedBaseExperts", "deepseek"]
 
 
 def test_installing_twice_is_harmless() -> None:

@@ -1,69 +1,99 @@
 """`moetool eval`."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from moetool.checkpoint.files import write_json
 from moetool.cli.app import COMMANDS
-from moetool.cli.display import Display, print_fields, print_json
-from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
-from moetool.measure.evaluated import Divergence, Evaluation
+from moetool.cli.display import SCHEMA_VERSION, Display, print_json
+from moetool.cli.evaluations import print_evaluation, print_evaluations
+from moetool.cli.generate import HintingCommand, build_options, make_command, parameters_of, with_options
+from moetool.errors import UsageError
+from moetool.job.execute import output_directory
+from moetool.job.result import Printed
 from moetool.measure.perplexity import EvaluationOptions, perplexity
-from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
+from moetool.measure.tasks.evaluating import evaluate
+from moetool.measure.tasks.options import TaskOptions
+from moetool.measure.tasks.saving import place_beside
+from moetool.measure.tasks.told import Evaluated, Evaluations
+
+_SHARED = EvaluationOptions.model_fields.keys() & TaskOptions.model_fields.keys()
 
 
 def build(name: str, arguments: list[str]) -> HintingCommand:
     """The command."""
 
     def command(
-        model: Annotated[str, typer.Argument(help="A checkpoint, compressed or not.", show_default=False)],
+        model: Annotated[list[str], typer.Argument(help="Checkpoints, compressed or not.", show_default=False)],
+        output: Annotated[
+            Path | None,
+            typer.Option(help="Write the results to FILE.json; those of tasks go beside the checkpoint without it."),
+        ] = None,
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
         **typed: object,
     ) -> None:
-        result = perplexity(model, build_options(EvaluationOptions, typed), Display())
+        text, tasks = asked_for(typed)
+        file = None if output is None else new_file(output)
+        display = Display()
+
+        def seen(found: Evaluated) -> Evaluated:
+            """Hours of tasks are on the disk before the next model begins."""
+            if file is not None or found.tasks is None:
+                return found
+            place = place_beside(found.model)
+            _write(place, Evaluations(models=[found]))
+            display.log(f"Saved to {place}.")
+            return replace(found, saved=str(place))
+
+        result: Printed
+        if text is not None and tasks is None and len(model) == 1:
+            result = perplexity(model[0], text, display)
+        else:
+            result = evaluate(model, text, tasks, display, seen)
+        if file is not None:
+            _write(file, result)
         if json:
             print_json(result.to_json())
-            return
-        tokens = f"{result.windows:,} windows of {result.sequence_length} tokens"
-        if result.begin:
-            tokens += f", each after {result.begin}"
-        print_fields(
-            [
-                ("model", model),
-                ("data", f"{result.data} ({tokens})"),
-                (result.protocol, f"{result.perplexity:.4f}"),
-                ("nll", f"{result.nll:.6f}"),
-                *(_against(result.against) if result.against else ()),
-                *_synthesis(result),
-                *(_batches(result.batch_rows) if result.depends_on_batch else ()),
-            ]
-        )
+        elif isinstance(result, Evaluations):
+            print_evaluations(result)
+        else:
+            print_evaluation(result)
 
-    return make_command(name, with_options(command, EvaluationOptions), COMMANDS[name][1])
+    of_text = [parameter for parameter in parameters_of(EvaluationOptions) if parameter.name not in _SHARED]
+    return make_command(name, with_options(command, TaskOptions, *of_text), COMMANDS[name][1])
 
 
-def _against(found: Divergence) -> list[tuple[str, str]]:
-    """How far it is from the original."""
-    error = "" if found.excess_error is None else f" ± {found.excess_error:.6f}"
-    return [
-        ("against", f"{found.model} (perplexity {found.perplexity:.4f}, nll {found.nll:.6f})"),
-        ("excess", f"{found.excess:.6f}{error} nats per token"),
-        ("KL", f"{found.kl:.6f} nats per token"),
-        ("top-1 agreement", f"{found.agreement:.2%}"),
-    ]
+def asked_for(typed: Mapping[str, object]) -> tuple[EvaluationOptions | None, TaskOptions | None]:
+    """What to do with a text, and what with tasks. Raises `UsageError` for options of one that was not given."""
+    said = {name: value for name, value in typed.items() if value is not None and value != []}
+    shared = {name: said[name] for name in said.keys() & _SHARED}
+    of_text = {name: said[name] for name in said.keys() & EvaluationOptions.model_fields.keys() - _SHARED}
+    of_tasks = {name: said[name] for name in said.keys() - EvaluationOptions.model_fields.keys()}
+    if of_tasks and "tasks" not in of_tasks:
+        raise UsageError(f"{_flag(of_tasks)} is of tasks: say which (--tasks).")
+    if of_tasks and of_text and "data" not in of_text:
+        raise UsageError(f"{_flag(of_text)} is of a text: say which (--data), or leave it out.")
+    text = build_options(EvaluationOptions, shared | of_text) if of_text or not of_tasks else None
+    return text, build_options(TaskOptions, shared | of_tasks) if of_tasks else None
 
 
-def _synthesis(result: Evaluation) -> list[tuple[str, str]]:
-    """How a compressed model's experts were made; nothing of any other model."""
-    told = result.synthesis
-    made = "dense when loaded" if result.synthesized == "load" else "as they run"
-    return [("experts", f"made {made}: {told.reason}")] if told.needed_bytes else []
+def _flag(said: Mapping[str, object]) -> str:
+    return "--" + next(iter(said)).replace("_", "-")
 
 
-def _batches(rows: int) -> list[tuple[str, str]]:
-    """What to know of a result that is one of this size of batches."""
-    together = "one window" if rows == 1 else f"{rows} windows"
-    return [
-        ("batches", f"of {together} each; another --batch-tokens gives another result"),
-        ("note", BATCH_DEPENDENT),
-    ]
+def new_file(path: Path) -> Path:
+    """Where results go. Raises `UsageError` where there is a file already, or none can be made."""
+    found = output_directory(path)
+    if found.exists():
+        raise UsageError(f"--output {path} is there already. Choose another name, or delete it.")
+    if not found.absolute().parent.is_dir():
+        raise UsageError(f"--output {path}: there is no folder {found.parent}.")
+    return found
+
+
+def _write(file: Path, result: Printed) -> None:
+    write_json(file, {"schema_version": SCHEMA_VERSION, **result.to_json()})

@@ -173,6 +173,32 @@ def test_adapters_on_bases_and_deltas(target: str) -> None:
     assert all(map(is_on_kernels, experts_in(merged)))
 
 
+@pytest.mark.parametrize("target", ["modules", "base", "delta"])
+def test_adapters_are_saved_loaded_and_merged(target: str, tmp_path: Path) -> None:
+    """All by peft: attention, the base that experts share, or one expert's delta. What is merged is saved as any other
+    compressed model."""
+    peft = pytest.importorskip("peft")
+    options: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
+    if target != "modules":
+        parameters = {"base": "mlp.experts.gate_up_proj", "delta": "moetool.0.gate.u"}
+        options = {"target_modules": [], "target_parameters": [parameters[target]]}
+    adapted = peft.get_peft_model(model_of("low-rank"), peft.LoraConfig(r=4, init_lora_weights=False, **options))
+    expected = logits(adapted)
+    with quiet():
+        adapted.save_pretrained(tmp_path / "adapter")
+    fresh = model_of("low-rank")
+    assert distance(logits(fresh), expected) > 1e-3
+    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter")
+    assert distance(logits(loaded), expected) < 1e-6
+    merged = loaded.merge_and_unload()
+    assert distance(logits(merged), expected) < 1e-5
+    with quiet():
+        merged.save_pretrained(tmp_path / "merged")
+        again, told = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert distance(logits(again), logits(merged)) < 1e-6
+
+
 def test_eager_is_the_plain_form_and_anything_else_is_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = model_of("quantised")
     (experts, *_) = experts_in(model)

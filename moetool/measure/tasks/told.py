@@ -1,0 +1,83 @@
+"""What `moetool eval` tells of several models, or of tasks (docs/json.md)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moetool.job.result import Printed
+from moetool.measure.evaluated import Evaluation
+from moetool.measure.told import SynthesisTold
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskScore(Printed):
+    """One metric of one task, as lm-eval has it.
+
+    Attributes:
+        task: its name; of a group of ours, the group's.
+        metric: `acc`, `acc_norm`, `pass@1` …; of a group, the mean over its tasks.
+        filter: what was done to the answers before, `none` for nothing.
+        value: of the metric.
+        error: its standard error; `None` where lm-eval knows none.
+        questions: that were asked; `None` of a group.
+        few_shot: examples before each; `None` of a group.
+        version: of the task; `None` of a group, and of a task without one.
+    """
+
+    task: str
+    metric: str
+    filter: str
+    value: float
+    error: float | None
+    questions: int | None
+    few_shot: int | None
+    version: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksEvaluated(Printed):
+    """What tasks say of a model.
+
+    Attributes:
+        scores: every metric of every task.
+        limit: only the first so many questions of each task were asked; `None` for all.
+        library: lm-eval's version.
+        synthesized: when a compressed model's experts were made dense.
+        synthesis: why.
+        batch_size: questions in a batch.
+        depends_on_batch: whether the scores depend on that.
+    """
+
+    scores: Sequence[TaskScore]
+    limit: int | None
+    library: str
+    synthesized: Literal["load", "on-the-fly"]
+    synthesis: SynthesisTold
+    batch_size: int
+    depends_on_batch: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Printed):
+    """One model.
+
+    Attributes:
+        model: as it was given.
+        fingerprint: of its config and weights.
+        text: how well it predicts a text, if one was given.
+        tasks: its scores, if tasks were given.
+        saved: the file with all this, if one was written.
+    """
+
+    model: str
+    fingerprint: str
+    text: Evaluation | None = None
+    tasks: TasksEvaluated | None = None
+    saved: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluations(Printed):
+    """All models, in the order given."""
+
+    models: Sequence[Evaluated]
