@@ -203,6 +203,7 @@ def _print_result(result: Result) -> None:
     if result.status == "finished":
         print_fields([*fields, ("status", "finished already; nothing was done")])
         return
+    fields.append(("verified", "headers, shapes, digests; every number was finite as it was written"))
     fields.append(("time", f"{result.seconds:.1f} s"))
     fields.append(("peak memory", format_bytes(result.peak_memory_bytes)))
     print_fields(fields)
