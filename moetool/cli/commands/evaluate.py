@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
@@ -37,6 +38,11 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
                 *_synthesis(result),
                 *(_batches(result.batch_rows) if result.depends_on_batch else ()),
             ]
+        )
+        next_step.tell(
+            next_step.line("generate", model, "PROMPT")
+            if result.protocol == "perplexity"
+            else next_step.line("verify", model)
         )
 
     return make_command(name, with_options(command, EvaluationOptions), COMMANDS[name][1])

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from moetool.checkpoint.sizes import format_bytes
+from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json, print_table
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
@@ -53,6 +54,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             rows = [(str(layer), f"{error:.3g}") for layer, error in likeness.layer_error.items()]
             print_table(("layer", "error"), rows, title="‖y' − y‖ / ‖y − x‖, both given the source's x")
         print("ok")
+        next_step.tell(next_step.line("eval", model, "--data", "TEXT", *(("--against", against) if against else ())))
 
     return make_command(name, with_options(command, LikenessOptions), COMMANDS[name][1])
 
