@@ -16,7 +16,7 @@ from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.checkpoint.source import local_path, looks_local
 from moetool.errors import InvalidInputError
 from moetool.format.entry import moetool_entry
-from moetool.job.options import RunOptions
+from moetool.job.options import RunOptions, context_length
 
 SOURCE_CARD = "moetool/source-README.md"
 
@@ -26,12 +26,18 @@ _BASE = "base_model"
 _LOST = {"relative_error": "error relative to the delta", "lost_energy": "share of the delta's energy that was cut off"}
 
 
-def chosen_options(options: RunOptions, recipe: Mapping[str, object]) -> dict[str, object]:
-    """The options in a recipe that are not at their defaults, with the names alone of local files."""
+def chosen_options(
+    options: RunOptions, recipe: Mapping[str, object], config: Mapping[str, object]
+) -> dict[str, object]:
+    """The options in a recipe that are not at their defaults, with the names alone of local files. Windows as long as
+    the context that `config` tells are by default."""
     defaults = {
         name: json.loads(json.dumps(field.default, default=str)) if not field.is_required() else ...
         for name, field in type(options).model_fields.items()
     }
+    length = defaults.get("sequence_length")
+    if isinstance(length, int) and (context := context_length(config)) is not None:
+        defaults["sequence_length"] = min(length, context)
     return {name: public(value) for name, value in recipe.items() if name in defaults and value != defaults[name]}
 
 
@@ -108,7 +114,7 @@ def model_card(
             f"[{SOURCE_CARD}]({SOURCE_CARD}) is the card of the model that this was made of, and describes that one."
         )
     if "license" not in facts:
-        sections.append("The card of the source names no licence that a program can read; that of the source applies.")
+        sections.append("No licence is named here, since the source's card names none that a program can read.")
     if model is None:
         sections.append("This is no model, but what `moetool decompose --base` asks for.")
     else:

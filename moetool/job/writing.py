@@ -312,7 +312,7 @@ def record_origin(
         source=checkpoint.source,
         source_fingerprint=checkpoint.fingerprint(),
         recipe=dict(job.recipe),
-        chosen=chosen_options(job.options, job.recipe),
+        chosen=chosen_options(job.options, job.recipe, checkpoint.config),
         seed=seed,
         statistics={} if calibration is None else {"calibration": calibration.to_json()},
         provenance=provenance or Provenance(),

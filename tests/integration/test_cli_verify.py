@@ -176,6 +176,12 @@ def test_a_chain_of_stages_knows_where_it_began(
     result = run_cli("verify", last, "--against", tiny_mixtral, "--json")
     assert result.code == 0, result.stderr
     assert result.json["stages"] == ["dense-experts", "svd-compress", "decompose"]
+    card = (last / "README.md").read_text().splitlines()
+    assert any(line.startswith("1. `decompose` of `tiny-mixtral`") for line in card)
+    second = next(line for line in card if line.startswith("2. `svd-compress` of `model`: "))
+    assert "--svd vanilla" in second
+    assert "--rank 4" in second
+    assert any(line.startswith("- It is an ordinary checkpoint of the family `mixtral`") for line in card)
     assert (
         "decompose, then svd-compress, then dense-experts" in run_cli("verify", last, "--against", tiny_mixtral).stdout
     )

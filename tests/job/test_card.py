@@ -76,7 +76,7 @@ def test_nothing_is_guessed(source: Path, text: bytes | None) -> None:
     checkpoint = Checkpoint.open(source)
     card = model_card(made(str(source)), checkpoint, (checkpoint.config, 1000))
     assert front(card) == {"library_name": "transformers", "tags": ["moetool"]}
-    assert "names no licence" in card
+    assert "No licence is named" in card
     assert "secret" not in card
 
 
@@ -88,7 +88,10 @@ def test_steps_and_options(source: Path, tmp_path: Path) -> None:
     text = tmp_path / "my text.txt"
     text.touch()
     recipe = {"stage": "hybrid", "ratio": 0.75, "calibration": str(text), "samples": 128, "seed": 0}
-    chosen = chosen_options(Shown(), recipe)
+    config = {"max_position_embeddings": 512}
+    chosen = chosen_options(Shown(), {**recipe, "sequence_length": 512}, config)
+    assert chosen == chosen_options(Shown(), {**recipe, "sequence_length": 2048}, {})
+    assert chosen_options(Shown(), {"sequence_length": 512}, {}) == {"sequence_length": 512}
     assert chosen == {"ratio": 0.75, "calibration": "my text.txt"}
     facts = {"calibration": {"windows": 8, "tokens": 256, "loss": 2.5}}
     layers: dict[str, dict[str, object]] = {"0": {"relative_error": {"up": [0.1, 0.3]}}}

@@ -52,7 +52,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             print_table(("layer", *next(iter(errors.values()))), rows, title="‖W' − W‖ / ‖W‖")
         if likeness is not None and likeness.layer_error is not None:
             rows = [(str(layer), f"{error:.3g}") for layer, error in likeness.layer_error.items()]
-            print_table(("layer", "error"), rows, title="‖y' − y‖ / ‖y − x‖, both given the source's x")
+            print_table(("layer", "error"), rows, title="output error")
         print("ok")
         next_step.tell(next_step.line("eval", model, "--data", "TEXT", *(("--against", against) if against else ())))
 
