@@ -112,9 +112,13 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
     Raises:
         ResourceError: the file cannot be written.
     """
-    encoded = json_bytes(content)
-    with atomically(path, len(encoded)) as temporary, storage_errors(path, len(encoded)):
-        temporary.write_bytes(encoded)
+    write_bytes(path, json_bytes(content))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a small file, whole or not at all. Raises `ResourceError` where it cannot be written."""
+    with atomically(path, len(content)) as temporary, storage_errors(path, len(content)):
+        temporary.write_bytes(content)
 
 
 def patch_config(
@@ -140,17 +144,26 @@ def copy_sidecars(checkpoint: Checkpoint, directory: Path) -> list[Path]:
         raise UsageError(f"The output {directory} lies inside the input {checkpoint.path}: choose another place.")
     copies = []
     for file in checkpoint.sidecars():
-        target = directory / file.relative_to(checkpoint.path)
-        try:
-            source = file.open("rb")
-        except OSError as error:
-            raise InvalidInputError(f"Cannot read {file}: {error.strerror or error}.") from error
-        with source:
-            size = os.fstat(source.fileno()).st_size
-            with atomically(target, size) as temporary, storage_errors(target, size), temporary.open("wb") as copied:
-                shutil.copyfileobj(source, copied, 1 << 20)
-        copies.append(target)
+        copies.append(copy_file(file, directory / file.relative_to(checkpoint.path)))
     return copies
+
+
+def copy_file(file: Path, target: Path) -> Path:
+    """Copy a file byte for byte, whole or not at all; returns `target`.
+
+    Raises:
+        InvalidInputError: it cannot be read.
+        ResourceError: it cannot be written.
+    """
+    try:
+        source = file.open("rb")
+    except OSError as error:
+        raise InvalidInputError(f"Cannot read {file}: {error.strerror or error}.") from error
+    with source:
+        size = os.fstat(source.fileno()).st_size
+        with atomically(target, size) as temporary, storage_errors(target, size), temporary.open("wb") as copied:
+            shutil.copyfileobj(source, copied, 1 << 20)
+    return target
 
 
 def size_of(path: Path) -> int:

@@ -12,8 +12,9 @@ from moetool.checkpoint.reader import MANIFEST, read_object
 from moetool.errors import InvalidInputError
 from moetool.version import __version__
 
-MANIFEST_VERSION = 3
+MANIFEST_VERSION = 4
 _WITH_PROVENANCE = 3  # the first format that has it apart; before, it stood among the statistics
+_WITH_CARD = 4  # the first whose README.md is moetool's, and with the options that were chosen
 LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "datasets")
 
 
@@ -25,6 +26,7 @@ class Origin(BaseModel):
     stage: str
     source: str
     source_fingerprint: str
+    chosen: dict[str, object] | None = None
 
 
 class DenseOrigin(BaseModel):
@@ -79,6 +81,8 @@ class Manifest(BaseModel):
         source: the checkpoint that was converted, as the user named it.
         source_fingerprint: `Checkpoint.fingerprint()` of it.
         recipe: the method and every option, defaults included.
+        chosen: the options that are not at their defaults, of local files the names alone, for the model card; `None`
+            in older records.
         seed: of all random choices.
         versions: of the libraries that computed it.
         statistics: what was measured on the calibration data.
@@ -97,6 +101,7 @@ class Manifest(BaseModel):
     source: str
     source_fingerprint: str
     recipe: dict[str, object]
+    chosen: dict[str, object] | None = None
     seed: int
     versions: dict[str, str] = Field(default_factory=lambda: library_versions())
     statistics: dict[str, object] = {}
@@ -111,12 +116,22 @@ class Manifest(BaseModel):
     def origins(self) -> tuple[Origin, ...]:
         """How the checkpoint came about, the last step first."""
         stage = str(self.recipe.get("stage", ""))
-        return Origin(stage=stage, source=self.source, source_fingerprint=self.source_fingerprint), *self.lineage
+        own = Origin(stage=stage, source=self.source, source_fingerprint=self.source_fingerprint, chosen=self.chosen)
+        return own, *self.lineage
+
+    @property
+    def has_card(self) -> bool:
+        """Whether moetool wrote the `README.md` that lies beside it; earlier ones were copied from the source."""
+        return self.format_version >= _WITH_CARD
 
     def seal(self) -> str:
         """What `digest` should be."""
-        unknown = {"provenance"} if self.format_version < _WITH_PROVENANCE else set()
-        content = self.model_dump(mode="json", exclude={"digest", *unknown})
+        content = self.model_dump(mode="json", exclude={"digest"})
+        if self.format_version < _WITH_PROVENANCE:
+            del content["provenance"]
+        if not self.has_card:
+            for said in (content, *content["lineage"]):
+                del said["chosen"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

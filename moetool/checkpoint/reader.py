@@ -20,6 +20,7 @@ from moetool.errors import InvalidInputError
 from moetool.format.validation import check_config, check_depth, check_headers
 
 __all__ = [
+    "CARD",
     "CONFIG",
     "INDEX",
     "MANIFEST",
@@ -36,6 +37,7 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MANIFEST = "moetool.json"
+CARD = "README.md"
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 WEIGHTS = (*PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".tflite")
@@ -191,8 +193,9 @@ class Checkpoint:
     def sidecars(self) -> list[Path]:
         """Every file that goes into an output byte for byte, sorted: tokenizer, templates, licence, and the like.
 
-        Left out are weights in any format with their indices, `config.json`, which gets patched, `moetool.json`,
-        which describes this checkpoint and no other, and the directories of tools (`.git`, `.cache`, `.moetool`).
+        Left out are weights in any format with their indices, `config.json`, which gets patched, `moetool.json` and
+        the model card, which describe this checkpoint and no other, and the directories of tools (`.git`, `.cache`,
+        `.moetool`).
         """
         return sorted(_sidecars(self.path))
 
@@ -389,5 +392,5 @@ def _sidecars(root: Path) -> Iterator[Path]:
         top = Path(directory) == root
         for name in names:
             stem = name.removesuffix(".tmp").removesuffix(".index.json").lower()
-            if not stem.endswith(WEIGHTS) and not (top and name in (CONFIG, MANIFEST)):
+            if not stem.endswith(WEIGHTS) and not (top and name in (CONFIG, MANIFEST, CARD)):
                 yield Path(directory) / name

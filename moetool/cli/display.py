@@ -19,10 +19,11 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from moetool.cli.events import EventLog
+from moetool.cli.heartbeat import HEARTBEAT_SECONDS, Heartbeat, Pulse
 from moetool.job.forecast import Forecast, PhaseTime, format_seconds
 from moetool.job.result import Json
 
-HEARTBEAT_SECONDS = 30.0
 SCHEMA_VERSION = 1  # of what `--json` prints: one more when a field goes or changes its meaning, not when one is added
 
 
@@ -40,24 +41,28 @@ class _JobRemaining(ProgressColumn):
 
 class Display:
     """Progress of a job: a bar on a terminal, otherwise a line per phase and a heartbeat. Both tell the time that the
-    job has left, or if nothing was predicted for it the phase."""
+    job has left, or if nothing was predicted for it the phase. All of it goes to a log of events, too, if there is one.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, events: EventLog | None = None) -> None:
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._events = events
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        self._phase, self._total, self._done = "", 0, 0
-        self._began = self._spoke = 0.0
+        self._heart: Heartbeat | None = None
+        self._phase, self._total, self._done, self._peak = "", 0, 0, 0
+        self._began = 0.0
         self._forecast: Forecast | None = None
 
     def expect(self, phases: Sequence[PhaseTime]) -> None:
         """How long a job will take, which begins now."""
         self._forecast = Forecast(phases) if phases else None
+        self._note("expected", phases=[phase.to_json() for phase in phases])
 
     def start(self, phase: str, total: int) -> None:
         """A phase begins."""
         self._phase, self._total, self._done = phase, total, 0
-        self._began = self._spoke = time.monotonic()
+        self._began = time.monotonic()
         if self._forecast is not None:
             self._forecast.start(phase, total)
         if self._console.is_terminal:
@@ -72,19 +77,32 @@ class Display:
             self._task = self._bar.add_task(phase, total=total)
         elif self._forecast is not None and (left := self._forecast.seconds_left or 0) >= HEARTBEAT_SECONDS:
             self._console.print(f"{phase}: begins, about {format_seconds(left)} left in all")
+        self._note("phase_began", phase=phase, total=total)
+        if self._bar is None or self._events is not None:
+            self._heart = Heartbeat(self.beat, peak=self._peak)
+
+    def beat(self, memory: int, peak: int) -> None:
+        """A sign of life, with the anonymous memory in bytes now and at most."""
+        left, took = None, time.monotonic() - self._began
+        if self._forecast is not None:
+            left = self._forecast.seconds_left
+        elif self._done:
+            left = took / self._done * max(self._total - self._done, 0)
+        rate = self._done / took if took > 0 else 0.0
+        in_all = self._forecast is not None
+        pulse = Pulse(self._phase, self._done, self._total, rate, memory, peak, left, in_all)
+        if self._bar is None:
+            self._console.print(str(pulse))
+        self._note("heartbeat", **pulse.to_json())
 
     def advance(self) -> None:
         """One step further."""
         self._done += 1
-        now = time.monotonic()
         if self._forecast is not None:
             self._forecast.advance()
         if self._bar is not None and self._task is not None:
             self._bar.advance(self._task)
-        elif now - self._spoke >= HEARTBEAT_SECONDS:
-            self._spoke = now
-            left = (now - self._began) / self._done * max(self._total - self._done, 0)
-            self._console.print(f"{self._phase}: {self._done}/{self._total}, about {left:.0f} s left")
+        self._note("unit_done", phase=self._phase, done=self._done, total=self._total)
 
     def skip(self, steps: int) -> None:
         """Steps that had been done before."""
@@ -93,21 +111,32 @@ class Display:
             self._forecast.skip(steps)
         if self._bar is not None and self._task is not None:
             self._bar.advance(self._task, steps)
+        self._note("units_skipped", phase=self._phase, steps=steps, total=self._total)
 
     def finish(self) -> None:
         """The phase is over."""
+        if self._heart is not None:
+            self._heart.stop()
+            self._peak, self._heart = self._heart.peak, None
         if self._forecast is not None:
             self._forecast.finish()
+        seconds = time.monotonic() - self._began
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self._bar.tasks[0].total)
             self._bar.stop()
             self._bar = self._task = None
         else:
-            self._console.print(f"{self._phase}: done in {time.monotonic() - self._began:.0f} s")
+            self._console.print(f"{self._phase}: done in {seconds:.0f} s")
+        self._note("phase_ended", phase=self._phase, done=self._done, total=self._total, seconds=round(seconds, 3))
 
     def log(self, message: str) -> None:
         """A line of its own."""
         self._console.print(message)
+        self._note("message", message=message)
+
+    def _note(self, event: str, **fields: Json) -> None:
+        if self._events is not None:
+            self._events.write(event, **fields)
 
 
 def print_json(result: Mapping[str, Json]) -> None:

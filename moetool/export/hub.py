@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from moetool.checkpoint.digests import files_of
 from moetool.checkpoint.files import TEMPORARY
 from moetool.checkpoint.reader import WEIGHTS, Checkpoint
 from moetool.checkpoint.source import first_line, local_path
@@ -13,7 +14,7 @@ from moetool.errors import InvalidInputError, MoetoolError, UsageError
 from moetool.job.progress import Progress
 from moetool.job.result import Printed
 from moetool.job.workspace import WORK_DIRECTORY
-from moetool.measure.verification import files_of, verify_files
+from moetool.measure.verification import verify_files
 
 
 @dataclass(frozen=True, kw_only=True)

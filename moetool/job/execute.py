@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from moetool.checkpoint.digests import check_files
 from moetool.checkpoint.files import storage_problem
+from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.source import local_path
-from moetool.errors import InvalidInputError, MoetoolError, UsageError
+from moetool.errors import InvalidInputError, MoetoolError, UsageError, VerificationError
 from moetool.job.blueprint import open_for_planning
 from moetool.job.calibrated import calibration_windows
 from moetool.job.estimate import estimate
@@ -22,7 +24,7 @@ from moetool.job.plan import Plan, fingerprint
 from moetool.job.processes import is_first_process, processes
 from moetool.job.progress import Progress, Silent
 from moetool.job.ranks import JoinedRanks, Ranks
-from moetool.job.result import Result, Told
+from moetool.job.result import Result, Sizes, Told
 from moetool.job.stage import AnyStage
 from moetool.job.workspace import FollowingWorkspace, RankWorkspace, Workspace, check_finished, is_finished
 from moetool.job.writing import check_records
@@ -101,7 +103,7 @@ def _lead(
         if is_first_process():
             check_finished(directory, identity)
         ranks.broadcast(False)
-        sizes = stage.verify(directory) if stage.writes_model else None
+        sizes = _verified(stage, directory, edited=True)
         return replace(_result(kind, source, directory, began), status="finished", sizes=sizes)
     needs = replace(plan, memory_bytes=ranks.here * plan.memory_bytes)
     needs.check(directory, memory=options.memory, disk=options.disk)
@@ -122,13 +124,29 @@ def _lead(
             if workspace.is_resumed:
                 progress.log(f"Going on with the run in {directory}.")
             told = stage.run(job)
-            sizes = stage.verify(directory) if stage.writes_model and is_first_process() else None
+            sizes = _verified(stage, directory) if is_first_process() else None
             workspace.close()
     except BaseException as error:
         ranks.fail(error)
         workspace.abandon()
         raise
     return replace(_result(kind, source, directory, began, told), sizes=sizes, peak_memory_bytes=peak.bytes)
+
+
+def _verified(stage: AnyStage, directory: Path, *, edited: bool = False) -> Sizes | None:
+    """Check what was written as far as that is cheap: headers and shapes, and the digests of all files that were not
+    read back already as they were written, which are those of the weights.
+    Documents may have been `edited` since a run that had finished before.
+
+    Raises:
+        VerificationError: something is wrong.
+    """
+    sizes = stage.verify(directory) if stage.writes_model else None
+    manifest = read_manifest(directory)
+    weights = [name for name in manifest.files if name.endswith(".safetensors")]
+    if problems := check_files(directory, manifest, edited=edited, trusted=weights).problems:
+        raise VerificationError(f"{directory}: {'; '.join(problems)}")
+    return sizes
 
 
 def _follow(kind: type[AnyStage], source: str | Path, output: str | Path, options: RunOptions, ranks: Ranks) -> Result:

@@ -125,15 +125,20 @@ def calibration_text(options: object) -> str | None:
     return options.calibration if isinstance(options, TextOptions) else None
 
 
+def context_length(config: Mapping[str, object]) -> int | None:
+    """The positions of a model; some families know of no end."""
+    found = config.get("max_position_embeddings", config.get("n_positions"))
+    return found if isinstance(found, int) else None
+
+
 def fit_context(options: OptionsT, config: Mapping[str, object], marks: int = 0) -> OptionsT:
     """Shorten windows to the model's context, less `marks` tokens around each, unless their length was asked for.
 
     Raises:
         UsageError: it was, and is more than the model can take.
     """
-    context = config.get("max_position_embeddings", config.get("n_positions"))
-    length = window_length(options)
-    if length is None or not isinstance(context, int) or length <= context - marks:
+    context, length = context_length(config), window_length(options)
+    if length is None or context is None or length <= context - marks:
         return options
     if "sequence_length" in options.model_fields_set:
         less = f", less {marks} for marks of beginning and end" if marks else ""

@@ -12,9 +12,17 @@ from torch import Tensor
 
 from moetool.architectures.base import whole_number
 from moetool.calibration.collectors import LayerStatistics
-from moetool.checkpoint.files import copy_sidecars, file_sha256, json_bytes, patch_config, save_tensors, write_json
+from moetool.checkpoint.files import (
+    copy_sidecars,
+    file_sha256,
+    json_bytes,
+    patch_config,
+    save_tensors,
+    write_bytes,
+    write_json,
+)
 from moetool.checkpoint.manifest import Manifest, Origin, Provenance, read_manifest, write_manifest
-from moetool.checkpoint.reader import CONFIG, INDEX, MANIFEST, Checkpoint
+from moetool.checkpoint.reader import CARD, CONFIG, INDEX, MANIFEST, Checkpoint
 from moetool.checkpoint.source import first_line
 from moetool.checkpoint.writer import CheckpointWriter, InParts, TensorSpec, is_finite
 from moetool.errors import InvalidInputError
@@ -24,6 +32,7 @@ from moetool.format.kinds import custom_module
 from moetool.format.kinds.moe import routed_scale
 from moetool.format.layout import LayerLayout
 from moetool.format.marker import BESIDE
+from moetool.job.card import SOURCE_CARD, chosen_options, keep_source_card, model_card
 from moetool.job.including import included_specs, included_tensors
 from moetool.job.job import Input, Job, Source, SourceT
 from moetool.job.phases import ENCODE, WRITE
@@ -220,7 +229,7 @@ def write_checkpoint(
     check: Callable[[Checkpoint], None] | None = None,
     making: Making | None = None,
 ) -> None:
-    """Write a whole checkpoint: shards, sidecars, manifest, config, index.
+    """Write a whole checkpoint: shards, sidecars, manifest, model card, config, index.
 
     Args:
         job: the job.
@@ -281,6 +290,7 @@ def write_checkpoint(
         layers=layers(),
         coming={name: json_bytes(content) for name, content in coming.items() if content is not None},
         known=known,
+        model=(config, plan.nbytes),
     )
     write_json(job.output / CONFIG, config)
     writer.finish()
@@ -296,28 +306,32 @@ def record_origin(
     layers: Mapping[int, Printed] = MappingProxyType({}),
     coming: Mapping[str, bytes] = MappingProxyType({}),
     known: Mapping[Path, str] = MappingProxyType({}),
+    model: tuple[Mapping[str, object], int] | None = None,
 ) -> None:
-    """Write the manifest of a job's result: of `files` that are there, some with digests that are `known`, and of
-    contents that are `coming`."""
+    """Write the manifest and the model card of a job's result: of `files` that are there, some with digests that are
+    `known`, of contents that are `coming`, and of the `model`, if it is one: its config, and bytes of its weights."""
     checkpoint = job.source.checkpoint
+    files = [*files, *keep_source_card(checkpoint, job.output)]
     names = {file.relative_to(job.output).as_posix(): file for file in files}
     digests = {name: known.get(file) or file_sha256(file) for name, file in names.items()}
     digests |= {name: hashlib.sha256(content).hexdigest() for name, content in coming.items()}
-    write_manifest(
-        job.output,
-        Manifest(
-            source=checkpoint.source,
-            source_fingerprint=checkpoint.fingerprint(),
-            recipe=dict(job.recipe),
-            seed=seed,
-            statistics={} if calibration is None else {"calibration": calibration.to_json()},
-            provenance=provenance or Provenance(),
-            layers={str(layer): said.to_json() for layer, said in layers.items()},
-            files=dict(sorted(digests.items())),
-            lineage=_lineage(checkpoint),
-            run=job.workspace.fingerprint,
-        ),
+    manifest = Manifest(
+        source=checkpoint.source,
+        source_fingerprint=checkpoint.fingerprint(),
+        recipe=dict(job.recipe),
+        chosen=chosen_options(job.options, job.recipe, checkpoint.config),
+        seed=seed,
+        statistics={} if calibration is None else {"calibration": calibration.to_json()},
+        provenance=provenance or Provenance(),
+        layers={str(layer): said.to_json() for layer, said in layers.items()},
+        lineage=_lineage(checkpoint),
+        run=job.workspace.fingerprint,
     )
+    card = model_card(manifest, checkpoint, model, has_source_card=SOURCE_CARD in digests)
+    encoded = card.encode("utf-8", "backslashreplace")  # names of files may be anything
+    digests[CARD] = hashlib.sha256(encoded).hexdigest()
+    write_manifest(job.output, manifest.model_copy(update={"files": dict(sorted(digests.items()))}))
+    write_bytes(job.output / CARD, encoded)
 
 
 def _lineage(checkpoint: Checkpoint) -> tuple[Origin, ...]:

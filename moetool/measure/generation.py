@@ -12,6 +12,7 @@ from moetool.architectures.dense import is_encoder
 from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
+from moetool.job.options import context_length
 from moetool.job.progress import Progress, Silent
 from moetool.measure.options import LoadedOptions
 from moetool.measure.told import Generation, SynthesisTold
@@ -51,7 +52,7 @@ def generate(
         InvalidInputError: model or tokenizer cannot be used.
         ResourceError: there is too little memory for the model.
     """
-    from moetool.measure.loading import context_length, load_for, stored_dtype
+    from moetool.measure.loading import load_for, stored_dtype
 
     progress = progress or Silent()
     checkpoint = Checkpoint.open(path)

@@ -1,6 +1,5 @@
 """Loading a model as options say it."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,12 +18,6 @@ from moetool.runtime.synthesis import SynthesisChoice, apply_synthesis
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The dtype of the first tensor of floating point."""
     return next((info.dtype for info in checkpoint.tensors.values() if info.dtype.is_floating_point), torch.float32)
-
-
-def context_length(config: Mapping[str, object]) -> int | None:
-    """The positions of a model; some families know of no end."""
-    found = config.get("max_position_embeddings", config.get("n_positions"))
-    return found if isinstance(found, int) else None
 
 
 def computed_in(checkpoint: Checkpoint, device: str, compute_dtype: str | torch.dtype) -> torch.dtype:

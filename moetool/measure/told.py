@@ -126,6 +126,29 @@ class Comparison(Inlined):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Likeness(Printed):
+    """A checkpoint beside its source on real text.
+
+    Attributes:
+        text: as it was given.
+        windows, tokens: of it.
+        kl: mean KL(source ‖ model) over all predictions, in nats.
+        agreement: share of the predictions where both find the same token likeliest.
+        excess: the model's loss less the source's, in nats per token.
+        layer_error: by layer `‖y' − y‖ / ‖y − x‖`, both given what the source's layer is given; `None` where layers
+            cannot be compared one by one.
+    """
+
+    text: str
+    windows: int
+    tokens: int
+    kl: float
+    agreement: float
+    excess: float
+    layer_error: Mapping[int, float] | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Verification(Printed):
     """What was found sound.
 
@@ -134,13 +157,15 @@ class Verification(Printed):
         tensors: how many there are.
         bytes: of the weight files.
         comparison: with a source, if one was given.
-        notes: what is no error: documents that were changed, files that were added.
+        likeness: to it on a text, if one was given.
+        notes: what is no error: documents that were edited, files that were added.
     """
 
     path: str
     tensors: int
     bytes: int
     comparison: Comparison | None = None
+    likeness: Likeness | None = None
     notes: Sequence[str]
 
 

@@ -1,17 +1,15 @@
 """Checking a checkpoint file by file and tensor by tensor, alone or against one that it was made from."""
 
 from dataclasses import replace
-from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 
 from moetool.architectures import Role
 from moetool.checkpoint.decoded import decoded, quantized_tensors
-from moetool.checkpoint.files import file_sha256
+from moetool.checkpoint.digests import check_files
 from moetool.checkpoint.manifest import Manifest, read_manifest
-from moetool.checkpoint.reader import MANIFEST, WORK_DIRECTORIES, Checkpoint
-from moetool.checkpoint.source import DOCUMENTS, DOWNLOADED
+from moetool.checkpoint.reader import MANIFEST, Checkpoint
 from moetool.checkpoint.writer import is_finite
 from moetool.errors import InvalidInputError, VerificationError
 from moetool.format.families import is_opaque
@@ -27,14 +25,18 @@ _TRAINING = "tune"
 
 
 def verify_checkpoint(
-    path: str | Path, against: str | Path | None = None, progress: Progress | None = None
+    path: str | Path,
+    against: str | Path | None = None,
+    progress: Progress | None = None,
+    *,
+    edited: bool = False,
 ) -> Verification:
     """Read every file and every tensor, and compare with a source if one is given.
 
     Always checked: headers, names and shapes against the config, that every number is finite, that codes and positions
     are such as are written, and that all files are those that were written, by the digests in the manifest (most packed
-    codes have no other sign of damage). A document that
-    was changed, such as a model card, and files that were added are no errors but notes.
+    codes have no other sign of damage). Files that were added are no errors but notes, and where documents were
+    `edited`, such as a model card, so are these.
 
     Against a source: that the manifest names it, as what the checkpoint or one of its sources was made from. If it is
     of the same family and shape: every tensor outside the experts bit for bit, unless it was trained in between, and
@@ -51,7 +53,8 @@ def verify_checkpoint(
     problems: list[str] = []
     notes: list[str] = []
     if manifest is not None:
-        _check_files(checkpoint.path, manifest, problems, notes)
+        found = check_files(checkpoint.path, manifest, edited=edited)
+        problems, notes = found.problems, found.notes
     same: set[str] = set()
     pair = comparison = None
     if against is not None:
@@ -97,25 +100,18 @@ def verify_checkpoint(
 
 def verify_files(checkpoint: Checkpoint) -> list[str]:
     """The part of `verify_checkpoint` that looks at no number: names and shapes are those of the config, and all files
-    those that were written. Returns its notes.
+    those that were written; documents may have been edited since. Returns its notes.
 
     Raises:
         InvalidInputError: the config cannot be used, or does not fit the files.
         VerificationError: a file is missing, or not what was written.
     """
     check_sizes(checkpoint)
-    problems: list[str] = []
-    notes: list[str] = []
-    if (manifest := _manifest(checkpoint)) is not None:
-        _check_files(checkpoint.path, manifest, problems, notes)
-    _raise_for(checkpoint.source, problems)
-    return notes
-
-
-def files_of(path: Path) -> list[Path]:
-    """All files of a checkpoint's directory, those of tools (`.git`, `.cache`, `.moetool`) left out, sorted."""
-    found = (file for top in path.iterdir() if top.name not in WORK_DIRECTORIES for file in [top, *top.rglob("*")])
-    return sorted(file for file in found if file.is_file())
+    if (manifest := _manifest(checkpoint)) is None:
+        return []
+    found = check_files(checkpoint.path, manifest, edited=True)
+    _raise_for(checkpoint.source, found.problems)
+    return found.notes
 
 
 def _manifest(checkpoint: Checkpoint) -> Manifest | None:
@@ -158,29 +154,6 @@ def _comparable(made: Source | None, original: Source | None) -> tuple[Source, S
 def _passed(made: Source, original: Source) -> set[str]:
     """Names of the tensors of a source that have to be in what was made from it."""
     return set(original.checkpoint.tensors) - original.experts.names - joined_names(made)
-
-
-def _check_files(path: Path, manifest: Manifest, problems: list[str], notes: list[str]) -> None:
-    """Compare all files with the digests that were noted when they were written. Manifests of format 1 hold those of
-    the weight files only, and none of their own."""
-    if manifest.format_version > 1 and manifest.digest != manifest.seal():
-        problems.append(f"{MANIFEST} is not what was written (its own digest differs)")
-    for name, digest in manifest.files.items():
-        is_document = any(fnmatch(Path(name).name, pattern) for pattern in DOCUMENTS)
-        if not (path / name).is_file():
-            # What the hub holds beside a model is not downloaded.
-            counts = not is_document and any(fnmatch(name, pattern) for pattern in DOWNLOADED)
-            (problems if counts else notes).append(f"{name} is missing")
-        elif file_sha256(path / name) != digest:
-            changed = f"{name} is not the file that was written (its SHA-256 differs from the one in {MANIFEST})"
-            (notes if is_document else problems).append(changed)
-    if manifest.format_version > 1 and (added := sorted(_present(path) - manifest.files.keys())):
-        notes.append(f"added since it was written: {', '.join(added[:5])}{', …' if len(added) > 5 else ''}")
-
-
-def _present(path: Path) -> set[str]:
-    """Names of all files of a checkpoint but its manifest."""
-    return {file.relative_to(path).as_posix() for file in files_of(path)} - {MANIFEST}
 
 
 def _stages(manifest: Manifest | None, original: Checkpoint, notes: list[str]) -> list[str] | None:

@@ -231,13 +231,14 @@ def test_sidecars(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "model")
     kept = [
         "tokenizer.json",
-        "README.md",
+        "docs/README.md",
         "generation_config.json",
         "templates/chat.jinja",
         "sub/config.json",
         ".gitattributes",
     ]
     skipped = [
+        "README.md",
         "pytorch_model.bin",
         "pytorch_model.bin.index.json",
         "model.safetensors.index.json",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moetool.cli.commands.demo import try_next
+from moetool.cli.next_step import try_next
 
 
 @pytest.fixture

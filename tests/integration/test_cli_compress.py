@@ -85,8 +85,9 @@ def test_everything_but_experts_is_carried_over(run_cli, tiny_mixtral_bf16, cali
     source = copy_of(tiny_mixtral_bf16, tmp_path / "source")
     config = {**config_of(source), "of_a_later_library": {"b": [1, 2.5, None], "a": "é"}, "rope_theta": 12345.0}
     (source / "config.json").write_text(json.dumps(config))
+    card = b"# \xff not UTF-8 \r\n"
+    (source / "README.md").write_bytes(card)
     sidecars = {
-        "README.md": b"# \xff not UTF-8 \r\n",
         "LICENSE": b"",
         "chat_template.jinja": b"{{ messages }}\n",
         "assets/deep/picture.png": bytes(range(256)),
@@ -105,8 +106,8 @@ def test_everything_but_experts_is_carried_over(run_cli, tiny_mixtral_bf16, cali
 
     written = contents(output)
     tokenizer = {name: data for name, data in contents(tiny_mixtral_bf16).items() if not name.startswith("model")}
-    expected = {**tokenizer, **sidecars}
-    made = {"config.json", "model.safetensors", "moetool.json", "moetool/statistics.safetensors"}
+    expected = {**tokenizer, **sidecars, "moetool/source-README.md": card}
+    made = {"config.json", "model.safetensors", "moetool.json", "moetool/statistics.safetensors", "README.md"}
     assert set(written) == set(expected) | made
     assert all(written[name] == data for name, data in expected.items() if name not in made)
 

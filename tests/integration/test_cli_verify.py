@@ -1,11 +1,15 @@
 """`moetool verify`: every file of a result, and where it comes from."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import change_config, contents, copy_of
+
+from moetool.errors import InvalidInputError, VerificationError
+from moetool.measure.verification import verify_checkpoint
 
 MANIFEST = "moetool.json"
 
@@ -29,6 +33,45 @@ def test_one_flipped_bit_in_any_file(run_cli: Any, small: Path, tmp_path: Path) 
     assert run_cli("verify", output).code == 0
 
 
+def test_two_hundred_random_flips(run_cli: Any, tiny_mixtral: Path, calibration: Any, tmp_path: Path) -> None:
+    """Of one bit anywhere, in every file in turn: each is found, and the result is sound again without it."""
+    output, draw = tmp_path / "out", random.Random(0)
+    made = run_cli("compress", tiny_mixtral, output, "--ratio", 0.35, *calibration, "--shard-size", 40_000)
+    assert made.code == 0, made.stderr
+    files = contents(output)
+    assert {"README.md", "generation_config.json", "model.safetensors.index.json", MANIFEST} <= set(files)
+    names = sorted(files)
+    for number in range(200):
+        name = names[number % len(names)]
+        place, bit = draw.randrange(len(files[name])), draw.randrange(8)
+        damaged = bytearray(files[name])
+        damaged[place] ^= 1 << bit
+        (output / name).write_bytes(damaged)
+        with pytest.raises((InvalidInputError, VerificationError)):
+            verify_checkpoint(output)
+        (output / name).write_bytes(files[name])
+    assert not verify_checkpoint(output).notes
+
+
+def test_the_same_in_other_bytes(small: Path, tmp_path: Path) -> None:
+    """What a parser does not see, as `1e-5` written `1E-5`."""
+    output = copy_of(small, tmp_path / "out")
+    text = (output / MANIFEST).read_text()
+    (output / MANIFEST).write_text(text.replace('"seed": 0', '"seed":  0'))
+    with pytest.raises(VerificationError, match="in other bytes"):
+        verify_checkpoint(output)
+
+
+def test_a_result_is_verified_as_it_is_written(
+    run_cli: Any, tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The card, say, which a disk did not keep."""
+    monkeypatch.setattr("moetool.job.writing.write_bytes", lambda path, data: path.write_bytes(data + b"x"))
+    result = run_cli("decompose", tiny_mixtral, tmp_path / "out")
+    assert result.code == 5
+    assert "README.md is not the file that was written" in result.stderr
+
+
 def test_a_changed_number_in_the_manifest(run_cli: Any, small: Path, tmp_path: Path) -> None:
     """What no file contradicts is kept by the manifest's own digest."""
     output = copy_of(small, tmp_path / "out")
@@ -42,18 +85,22 @@ def test_a_changed_number_in_the_manifest(run_cli: Any, small: Path, tmp_path: P
 
 def test_what_people_add_and_write_is_noted(run_cli: Any, small: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
     source = copy_of(tiny_mixtral, tmp_path / "source")
-    (source / "README.md").write_text("A model.")
+    (source / ".gitattributes").write_text("*.safetensors filter=lfs")
     output = tmp_path / "out"
     assert run_cli("decompose", source, output).code == 0
     assert run_cli("verify", output, "--json").json["notes"] == []
     (output / "README.md").write_text("A smaller model.")
     (output / "picture.png").touch()
-    notes = run_cli("verify", output, "--json").json["notes"]
-    assert len(notes) == 2
-    assert "README.md is not the file that was written" in notes[0]
-    assert "added since it was written: picture.png" in notes[1]
+    (output / ".gitattributes").write_text("*.bin filter=lfs")
+    refused = run_cli("verify", output)
+    assert refused.code == 5
+    assert "README.md is not the file that was written" in refused.stderr
+    assert "--edited-documents" in refused.stderr
+    notes = run_cli("verify", output, "--edited-documents", "--json").json["notes"]
+    assert [note.split(" ")[0] for note in notes] == [".gitattributes", "README.md", "added"]
+    assert "added since it was written: picture.png" in notes[2]
     (output / "README.md").unlink()
-    assert run_cli("verify", output, "--json").json["notes"][0] == "README.md is missing"
+    assert "README.md is missing" in run_cli("verify", output, "--json").json["notes"]
     (output / "tokenizer_config.json").unlink()
     result = run_cli("verify", output)
     assert result.code == 5
@@ -129,6 +176,12 @@ def test_a_chain_of_stages_knows_where_it_began(
     result = run_cli("verify", last, "--against", tiny_mixtral, "--json")
     assert result.code == 0, result.stderr
     assert result.json["stages"] == ["dense-experts", "svd-compress", "decompose"]
+    card = (last / "README.md").read_text().splitlines()
+    assert any(line.startswith("1. `decompose` of `tiny-mixtral`") for line in card)
+    second = next(line for line in card if line.startswith("2. `svd-compress` of `model`: "))
+    assert "--svd vanilla" in second
+    assert "--rank 4" in second
+    assert any(line.startswith("- It is an ordinary checkpoint of the family `mixtral`") for line in card)
     assert (
         "decompose, then svd-compress, then dense-experts" in run_cli("verify", last, "--against", tiny_mixtral).stdout
     )

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from moetool.checkpoint.sizes import format_bytes
+from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json, print_table
 from moetool.cli.generate import build_options, make_command, with_options
@@ -73,6 +74,7 @@ def build(name: str, arguments: list[str]) -> Any:
             print_json(result.to_json())
             return
         _print(result)
+        next_step.tell(next_step.line("eval", model, "--data", "TEXT"))
 
     return make_command(name, with_options(command, BenchOptions), COMMANDS[name][1])
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from moetool.checkpoint.sizes import format_bytes
+from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_json, print_table
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
@@ -56,6 +57,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         for row in result.rows:
             if row.error is not None:
                 print(line(row))
+        next_step.tell(next_step.line("compress", model, "OUT", "--method", "METHOD", "--ratio", "RATIO"))
 
     return make_command(name, with_options(command, CompareOptions), COMMANDS[name][1])
 

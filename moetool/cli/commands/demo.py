@@ -1,7 +1,6 @@
 """`moetool demo`."""
 
 import shutil
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from moetool.checkpoint.sizes import format_bytes
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_json, print_table
 from moetool.cli.generate import HintingCommand, make_command
+from moetool.cli.next_step import try_next
 from moetool.convert.told import ConversionTold
 from moetool.errors import UsageError
 from moetool.job.execute import output_directory, run_stage
@@ -64,21 +64,6 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             print(f"  {line}")
 
     return make_command(name, command, COMMANDS[name][1])
-
-
-def try_next(arguments: str) -> list[str]:
-    """Shell lines that run `moetool ARGUMENTS` from here, and if the shell does not know it, that make it known."""
-    if shutil.which("moetool"):
-        return [f"moetool {arguments}"]
-    program = Path(sys.argv[0])
-    if program.name != "moetool":  # python -m moetool
-        return [f"{sys.executable} -m moetool {arguments}"]
-    here = program.absolute()
-    shown = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
-    activate = shown.parent / "activate"
-    if not activate.is_file():
-        return [f"{shown} {arguments}"]
-    return [f"source {activate}    # puts moetool on the path; without it, say {shown}", f"moetool {arguments}"]
 
 
 def run(output: Path, steps: int, seed: int, display: Display) -> list[demo.DemoModel]:

@@ -7,6 +7,7 @@ import typer
 
 from moetool.checkpoint.sizes import format_bytes
 from moetool.checkpoint.source import local_path
+from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import print_fields, print_json, print_table
 from moetool.cli.generate import HintingCommand, make_command
@@ -29,6 +30,8 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             print_json(result.to_json())
         else:
             _print(result)
+            if not result.problems:
+                next_step.tell(next_step.line("demo"))
         if result.exit_code:
             raise typer.Exit(result.exit_code)
 

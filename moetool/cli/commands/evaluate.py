@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from moetool.checkpoint.files import write_json
+from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import SCHEMA_VERSION, Display, print_json
 from moetool.cli.evaluations import print_evaluation, print_evaluations
@@ -15,6 +16,7 @@ from moetool.cli.generate import HintingCommand, build_options, make_command, pa
 from moetool.errors import UsageError
 from moetool.job.execute import output_directory
 from moetool.job.result import Printed
+from moetool.measure.evaluated import Evaluation
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.measure.tasks.evaluating import evaluate
 from moetool.measure.tasks.options import TaskOptions
@@ -58,10 +60,15 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             _write(file, result)
         if json:
             print_json(result.to_json())
-        elif isinstance(result, Evaluations):
+            return
+        if isinstance(result, Evaluations):
             print_evaluations(result)
         else:
             print_evaluation(result)
+        if isinstance(result, Evaluation) and result.protocol == "perplexity":
+            next_step.tell(next_step.line("generate", model[0], "PROMPT"))
+        else:
+            next_step.tell(next_step.line("verify", model[0]))
 
     of_text = [parameter for parameter in parameters_of(EvaluationOptions) if parameter.name not in _SHARED]
     return make_command(name, with_options(command, TaskOptions, *of_text), COMMANDS[name][1])

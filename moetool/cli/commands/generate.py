@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_json
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
@@ -28,6 +29,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             return
         print()
         display.log(f"{result.new_tokens} tokens, {result.tokens_per_second:.1f} per second.")
+        next_step.tell(next_step.line("bench", model))
 
     return make_command(name, with_options(command, GenerationOptions), COMMANDS[name][1])
 

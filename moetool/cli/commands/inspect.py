@@ -8,6 +8,7 @@ import typer
 
 from moetool.architectures import ROLES, Role
 from moetool.checkpoint.sizes import format_bytes, format_change
+from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json, print_table
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
@@ -42,6 +43,10 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         _print(result)
         if result.analysis is not None:
             _print_analysis(result.analysis)
+        if result.files.files:
+            next_step.tell(next_step.line("routing", model, "--data", "TEXT"))
+        else:
+            next_step.tell(next_step.line("compress", model, "OUT", "--calibration", "TEXT", "--dry-run"))
 
     return make_command(name, with_options(command, AnalysisOptions), COMMANDS[name][1])
 

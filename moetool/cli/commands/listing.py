@@ -6,13 +6,20 @@ import typer
 
 from moetool.architectures import architectures
 from moetool.architectures.dense import FEATURES, dense_architectures
-from moetool.cli import presets
+from moetool.cli import next_step, presets
 from moetool.cli.app import COMMANDS
 from moetool.cli.commands.stage import CHOICES
 from moetool.cli.display import print_json, print_table
 from moetool.cli.generate import HintingCommand, make_command
 
 What = Literal["methods", "architectures", "dense-architectures", "targets", "presets", "recipes", "representations"]
+
+_NEXT = {
+    "methods": "moetool COMMAND --method METHOD --help",
+    "presets": "moetool COMMAND MODEL OUT --preset PRESET --dry-run",
+    "recipes": "moetool COMMAND MODEL OUT --preset PRESET --dry-run",
+    "targets": "moetool upcycle MODEL OUT --target TARGET --dry-run",
+}
 
 
 def build(name: str, arguments: list[str]) -> HintingCommand:
@@ -35,6 +42,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             print_json({what: [dict(row) for row in rows]})
         elif rows:
             print_table(tuple(rows[0]), [tuple(row.values()) for row in rows], numbers=False)
+            next_step.tell(_NEXT.get(what, next_step.line("list", "methods")))
 
     return make_command(name, command, COMMANDS[name][1])
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json, print_table
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
@@ -50,6 +51,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             ]
             header = ("text", *(str(number + 1) for number in range(len(rows))))
             print_table(header, rows, title="How far apart their choices are (0: the same, 1: nothing in common)")
+        next_step.tell(next_step.line("inspect", model, "--analysis"))
 
     return make_command(name, with_options(command, RoutingOptions), COMMANDS[name][1])
 

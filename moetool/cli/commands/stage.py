@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moetool.architectures.dense import is_encoder
+from moetool.checkpoint.reader import CONFIG, read_config
 from moetool.checkpoint.sizes import format_bytes, format_change
+from moetool.cli import next_step
 from moetool.cli.app import commands
 from moetool.cli.display import Display, print_fields, print_json
+from moetool.cli.events import EventLog, logged, started
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
 from moetool.cli.presets import preset_method, preset_options
 from moetool.compress.told import MixedTold, RankedTold
@@ -33,6 +37,7 @@ CHOICES = {
 }
 PRESET = ("--preset", "--recipe")  # the second is its older name
 _WORTH = 0.75  # of the time: a faster way that is said to be there
+_LOG_HELP = "Also append what happens to this file, one JSON object a line."
 _PRESET_HELP = "Options of a preset: one that comes along (d2moe-40 …), FILE.yaml or FILE.yaml:VARIANT."
 
 
@@ -64,6 +69,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
         overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete an earlier result.")] = False,
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+        log_json: Annotated[Path | None, typer.Option("--log-json", help=_LOG_HELP)] = None,
         **typed: object,
     ) -> None:
         from moetool.job.estimate import estimate
@@ -84,15 +90,25 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
                 other = options.model_copy(update={"compute_dtype": "bfloat16"})
                 quicker = estimate(plan_stage(stage, input, other), other, output)
             _print_plan(plan.to_json(), told, quicker)
+            next_step.tell("the same without --dry-run")
             return
-        progress = Display() if is_first_process() else None
-        result = run_stage(stage, input, output, options, resume=resume, overwrite=overwrite, progress=progress)
         if not is_first_process():
+            run_stage(stage, input, output, options, resume=resume, overwrite=overwrite)
             return
+        events = None if log_json is None else EventLog(log_json, output)
+        with logged(events) as ended:
+            if events is not None:
+                plan = plan_stage(stage, input, options)
+                job: dict[str, Json] = {"stage": chosen, "input": input, "output": str(output), "resume": resume}
+                started(events, job, options.model_dump(mode="json"), plan.to_json())
+            progress = Display(events)
+            result = run_stage(stage, input, output, options, resume=resume, overwrite=overwrite, progress=progress)
+            ended(result)
         if json:
             print_json(result.to_json())
-        else:
-            _print_result(result)
+            return
+        _print_result(result)
+        next_step.tell(next_step.after_stage(name, result, trains=not _is_encoder(result.output)))
 
     elsewhere: dict[str, list[str]] = {}
     for method in methods:
@@ -100,6 +116,11 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             elsewhere.setdefault("--" + field.replace("_", "-"), []).append(method)
     places = {option: f"--{CHOICES[name][0]} {' or '.join(those)}" for option, those in elsewhere.items()}
     return make_command(name, with_options(command, stage.options_type, *more), commands()[name][1], places)
+
+
+def _is_encoder(output: str) -> bool:
+    path = Path(output)
+    return (path / CONFIG).is_file() and is_encoder(read_config(path)[1])
 
 
 def _method(arguments: list[str], option: str, known: list[str], default: str) -> str:
@@ -203,6 +224,7 @@ def _print_result(result: Result) -> None:
     if result.status == "finished":
         print_fields([*fields, ("status", "finished already; nothing was done")])
         return
+    fields.append(("verified", "headers, shapes, digests; every number was finite as it was written"))
     fields.append(("time", f"{result.seconds:.1f} s"))
     fields.append(("peak memory", format_bytes(result.peak_memory_bytes)))
     print_fields(fields)

@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
-from moetool.measure.loading import context_length
+from moetool.job.options import context_length
 from moetool.measure.options import LoadedOptions
 from moetool.runtime.synthesis import Synthesis
 

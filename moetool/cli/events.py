@@ -1,0 +1,79 @@
+"""`--log-json`: what a job does, one JSON object a line (docs/jobs.md)."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from moetool.errors import UsageError, explained
+from moetool.job.result import Json, Result
+from moetool.version import __version__
+
+EVENTS_VERSION = 1  # of the fields of events: one more when a field goes or changes its meaning
+
+
+class EventLog:
+    """Appends to a file, each line by one call of the system: what a killed process leaves ends with a whole one.
+
+    A log that can no longer be written to, on a full disk, is given up with one line on stderr: the job goes on.
+    """
+
+    def __init__(self, file: Path, output: Path) -> None:
+        """Raises `UsageError` where nothing can be written, or inside the `output` of the job."""
+        if file.absolute().is_relative_to(output.absolute()):
+            raise UsageError(f"--log-json {file} lies inside {output}, which holds the result alone. Write beside it.")
+        try:
+            self._descriptor: int | None = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            size = os.fstat(self._descriptor).st_size
+            if size and os.pread(self._descriptor, 1, size - 1) != b"\n":  # the end of another program's
+                os.write(self._descriptor, b"\n")
+        except OSError as error:
+            raise UsageError(f"--log-json {file}: {error.strerror or error}.") from error
+
+    def write(self, event: str, **fields: Json) -> None:
+        """One line."""
+        if self._descriptor is None:
+            return
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        data = (json.dumps({"time": now, "event": event, **fields}) + "\n").encode("ascii")
+        try:
+            os.write(self._descriptor, data)
+        except OSError as error:
+            self._descriptor = None
+            print(f"--log-json ends here: {error.strerror or error}", file=sys.stderr)
+
+
+def started(events: EventLog, job: Mapping[str, Json], options: Mapping[str, Json], plan: Mapping[str, Json]) -> None:
+    """Note what is about to be done."""
+    versions: dict[str, Json] = {"events_version": EVENTS_VERSION, "moetool_version": __version__}
+    events.write("started", **versions, **job, pid=os.getpid(), options=options, plan=plan)
+
+
+@contextmanager
+def logged(events: EventLog | None) -> Iterator[Callable[[Result], None]]:
+    """Note how a job ends: it is to call what it is given with its result; what it raises is noted and goes on."""
+
+    def ended(result: Result) -> None:
+        if events is not None:
+            events.write("finished", exit_code=0, result=result.to_json())
+
+    try:
+        yield ended
+    except BaseException as error:
+        if events is not None:
+            events.write("failed", exit_code=_exit_code(error), error=str(error) or type(error).__name__)
+        raise
+
+
+def _exit_code(error: BaseException) -> int:
+    """What the process will end with, as `guarded` and Python have it."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    problem = explained(error) if isinstance(error, Exception) else None
+    return 1 if problem is None else problem.exit_code

@@ -1,0 +1,146 @@
+"""`--log-json`, the heartbeat, and what to type next."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetool.cli.display import Display
+from moetool.cli.events import EventLog
+from moetool.cli.heartbeat import Heartbeat, Pulse
+from moetool.cli.next_step import after_stage
+from moetool.errors import UsageError
+from moetool.job.forecast import PhaseTime
+from moetool.job.result import Result, Told
+
+RunCli = Callable[..., Any]
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_a_job_from_its_beginning_to_its_end(tiny_mixtral: Path, run_cli: RunCli, tmp_path: Path) -> None:
+    log, out = tmp_path / "log.jsonl", tmp_path / "out"
+    result = run_cli("decompose", tiny_mixtral, out, "--log-json", log)
+    assert result.code == 0, result.stderr
+    found = read(log)
+    names = [event["event"] for event in found]
+    assert names[0] == "started"
+    assert names[-1] == "finished"
+    assert {"phase_began", "unit_done", "phase_ended"} <= set(names)
+    first, last = found[0], found[-1]
+    assert (first["stage"], first["input"], first["resume"]) == ("decompose", str(tiny_mixtral), False)
+    assert first["plan"]["output_bytes"] == last["result"]["bytes_after"]
+    assert first["options"]["shard_size"] == 5_000_000_000
+    ended = [event for event in found if event["event"] == "phase_ended"]
+    assert [event["done"] for event in ended] == [event["total"] for event in ended]
+    assert last["exit_code"] == 0
+    assert result.stderr.splitlines()[-1] == f"next: moetool svd-compress {out} OUT --ratio 0.5 --calibration TEXT"
+
+
+def test_a_job_that_fails_says_with_what(tiny_mixtral: Path, run_cli: RunCli, tmp_path: Path) -> None:
+    """In the same file, behind what was there, though another program left half a line."""
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"event": "of another"}\n{"half')
+    result = run_cli("svd-compress", tiny_mixtral, tmp_path / "out", "--svd", "vanilla", "--rank", 3, "--log-json", log)
+    assert result.code == 3, result.stderr
+    lines = log.read_text().splitlines()
+    assert lines[1] == '{"half'
+    last = json.loads(lines[-1])
+    assert (last["event"], last["exit_code"]) == ("failed", 3)
+    assert last["error"] in result.stderr
+    inside = run_cli("decompose", tiny_mixtral, tmp_path / "out", "--log-json", tmp_path / "out" / "log.jsonl")
+    assert inside.code == 2
+    assert "Write beside it" in inside.stderr
+    with pytest.raises(UsageError, match="Is a directory"):
+        EventLog(tmp_path, tmp_path / "out")
+
+
+def test_every_line_survives_a_kill(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    code = (
+        "from pathlib import Path\nimport os\nfrom moetool.cli.events import EventLog\n"
+        f"log = EventLog(Path({str(log)!r}), Path('elsewhere'))\n"
+        "for unit in range(50): log.write('unit_done', done=unit, more='x' * 10_000)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], env=dict(os.environ), check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert [event["done"] for event in read(log)] == list(range(50))
+
+
+def test_a_log_that_ends_does_not_end_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no disk that is always full")
+    log = EventLog(Path("/dev/full"), tmp_path)
+    log.write("message", message="one")
+    log.write("message", message="two")
+    assert capsys.readouterr().err.count("--log-json ends here") == 1
+
+
+def test_a_heartbeat_tells_where_the_job_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(EventLog(tmp_path / "log", tmp_path / "out"))
+    display.expect([PhaseTime("Forward", 6000)])
+    display.start("Forward", 40)
+    display.skip(10)
+    display.advance()
+    display.beat(2_000_000_000, 3_000_000_000)
+    display.finish()
+    said = capsys.readouterr().err
+    assert "Forward: 1 of 30, " in said
+    assert "memory 2.0 GB, at most 3.0 GB, about " in said
+    assert "left in all\n" in said
+    [beat] = [event for event in read(tmp_path / "log") if event["event"] == "heartbeat"]
+    assert (beat["phase"], beat["done"], beat["total"], beat["in_all"]) == ("Forward", 1, 30, True)
+    assert (beat["memory_bytes"], beat["peak_memory_bytes"]) == (2_000_000_000, 3_000_000_000)
+
+
+def test_rates_in_words() -> None:
+    def said(rate: float, left: float | None) -> str:
+        return str(Pulse("Write", 3, 9, rate, 1000, 1000, left, False)).removeprefix("Write: 3 of 9")
+
+    assert said(4, 60) == ", 4.0 per s, memory 1.0 kB, at most 1.0 kB, about 60 s left"
+    assert said(0.25, None) == ", 4.0 s each, memory 1.0 kB, at most 1.0 kB"
+    assert said(0, None) == ", memory 1.0 kB, at most 1.0 kB"
+
+
+def test_a_heart_beats_while_one_unit_takes_long() -> None:
+    came, beats = threading.Event(), list[tuple[int, int]]()
+
+    def beat(memory: int, peak: int) -> None:
+        beats.append((memory, peak))
+        came.set()
+
+    heart = Heartbeat(beat, interval=0, sampled=0.001)
+    assert came.wait(10)
+    heart.stop()
+    count = len(beats)
+    assert all(0 < memory <= peak for memory, peak in beats)
+    assert len(beats) == count
+    assert heart.peak == max(peak for _, peak in beats)
+
+
+@pytest.mark.parametrize(
+    ("command", "stage", "said"),
+    [
+        ("upcycle", "vanilla", "moetool tune 'a model' OUT --data TEXT"),
+        ("moefy", "g-moefication", "moetool eval 'a model' --data TEXT --against in"),
+        ("compress", "hybrid", "moetool eval 'a model' --data TEXT --against in"),
+        ("fisher-merge", "fisher-merge", "moetool decompose in OUT --base 'a model'"),
+        ("export", "compressed-tensors", "vllm serve 'a model'"),
+    ],
+)
+def test_what_comes_next(command: str, stage: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    result = Result(stage=stage, input="in", output="a model", seconds=1.0, peak_memory_bytes=1, told=Told())
+    assert after_stage(command, result) == said
+    if command == "upcycle":
+        assert after_stage(command, result, trains=False) == "moetool eval 'a model' --data TEXT"
