@@ -19,8 +19,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from moetool.job.forecast import Forecast, PhaseTime, format_seconds
-from moetool.job.result import Json
+from moetool.job.forecast import Forecast, format_seconds
+from moetool.job.result import Json, PhaseTime
 
 HEARTBEAT_SECONDS = 30.0
 SCHEMA_VERSION = 1  # of what `--json` prints: one more when a field goes or changes its meaning, not when one is added

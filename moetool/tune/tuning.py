@@ -27,7 +27,7 @@ from moetool.tune.examples import Example, collate, pack
 from moetool.tune.masks import WAY, MaskConstraint, parameter_groups
 from moetool.tune.options import TuneOptions
 from moetool.tune.told import Training
-from moetool.tune.trainer import MoETrainer, Reporter, keeps_apart, last_checkpoint, recompute_activations
+from moetool.tune.trainer import LOGGED, MoETrainer, Reporter, keeps_apart, last_checkpoint, recompute_activations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -105,6 +105,12 @@ def train(
             loss = trainer.evaluate()["eval_loss"]
             perplexity = round(math.exp(min(loss, 700)), 4)
             found = replace(found, eval_loss=round(loss, 6), eval_perplexity=perplexity)
+        curve = [
+            {name: float(entry[name]) for name in ("step", *LOGGED) if name in entry}
+            for entry in trainer.state.log_history
+            if any(name in entry for name in LOGGED)
+        ]
+        found = replace(found, curve=curve)
         if constraint is not None:
             masks = constraint.told()
             found = replace(found, mask_sparsity=masks["mask_sparsity"], multiplier=masks["multiplier"])

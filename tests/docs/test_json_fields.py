@@ -10,7 +10,7 @@ from pages import RUN_FOR_JSON, RUNNING, sections
 from moetool.cli.app import COMMANDS
 from moetool.demo import DemoModel
 
-OWN = {"eval", "compare", "generate", "routing", "bench", "inspect", "verify", "list", "doctor", "demo"}
+OWN = {"eval", "compare", "generate", "routing", "bench", "inspect", "report", "verify", "list", "doctor", "demo"}
 
 
 def printed(value: Any, path: str = "") -> Iterator[str]:
@@ -61,6 +61,7 @@ SECTIONS = [
     "routing",
     "bench",
     "inspect",
+    "report",
     "verify",
     "list",
     "doctor",
