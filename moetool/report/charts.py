@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 Values: TypeAlias = Sequence[float | None]
-Series: TypeAlias = Mapping[str, Values]
+
+FEW = 12  # layers whose bars can be told apart
+LONGEST = 26  # letters of a label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +39,14 @@ class Bars:
 
 @dataclass(frozen=True, kw_only=True)
 class Lines:
-    """Lines over the same numbers, one per series."""
+    """Lines over the same numbers, one per series; `log` as of `Bars`."""
 
     title: str
     at: Sequence[float]
     series: Mapping[str, Values]
     at_axis: str
     axis: str
+    log: bool = False
 
     @property
     def words(self) -> str:
@@ -82,6 +85,19 @@ class Heat:
 
 
 Chart: TypeAlias = Bars | Lines | Heat
+
+
+def elided(name: str) -> str:
+    """The end of what is too long to stand beside a chart: of a path, what tells it from others."""
+    return name if len(name) <= LONGEST else f"…{name[1 - LONGEST :]}"
+
+
+def by_layer(title: str, layers: Sequence[int], series: Mapping[str, Values], axis: str, *, log: bool = False) -> Chart:
+    """Bars, or lines where these would be too many."""
+    if len(layers) > FEW:
+        return Lines(title=title, at=layers, series=series, at_axis="layer", axis=axis, log=log)
+    labels = [str(layer) for layer in layers]
+    return Bars(title=title, labels=labels, series=series, label_axis="layer", axis=axis, log=log)
 
 
 def _ranges(series: Mapping[str, Values]) -> str:

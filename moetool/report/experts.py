@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from moetool.architectures import ROLES, Role
 from moetool.convert.told import Activations
 from moetool.measure.told import MaskedLayer, Masks
-from moetool.report.charts import Bars, Chart, Heat, Values
+from moetool.report.charts import Chart, Heat, Values, by_layer
 from moetool.report.likeness import pairs
 from moetool.report.parts import PageTable, Section, number
 from moetool.report.storing import MEASURES
@@ -45,7 +45,7 @@ def _by_layer(title: str, roles: Sequence[StoredRole], values: Sequence[float | 
     found = {(each.layer, each.role): value for each, value in zip(roles, values, strict=True)}
     present: list[Role] = [role for role in ROLES if any(each.role == role for each in roles)]
     series: dict[str, Values] = {role: [found[layer, role] for layer in layers] for role in present}
-    return Bars(title=title, labels=[str(layer) for layer in layers], series=series, label_axis="layer", axis=axis)
+    return by_layer(title, layers, series, axis)
 
 
 def merged(told: Sequence[MergedExperts]) -> Section:
@@ -123,9 +123,9 @@ def neurons(activations: Mapping[int, Activations]) -> Section:
     known = {name: values for name, values in shares.items() if any(value is not None for value in values)}
     if known:
         title = "Energy in the chosen experts"
-        charts.append(Bars(title=title, labels=labels, series=known, label_axis="layer", axis="share"))
+        charts.append(by_layer(title, list(activations), known, "share"))
     title = "Activations that are small"
-    charts.append(Bars(title=title, labels=labels, series=sparsity, label_axis="layer", axis="share"))
+    charts.append(by_layer(title, list(activations), sparsity, "share"))
     headers = ("layer", *known, *sparsity)
     columns: list[Values] = [*known.values(), *sparsity.values()]
     rows = [(label, *(_percent(values[row]) for values in columns)) for row, label in enumerate(labels)]

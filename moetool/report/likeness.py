@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from moetool.architectures import Role
 from moetool.measure.told import Analysis, LayerAnalysis, RoleAnalysis, Similarity
-from moetool.report.charts import Bars, Heat, Lines, Values
+from moetool.report.charts import Heat, Lines, Values, by_layer
 from moetool.report.parts import PageTable, Section, number
 
 _Each = tuple[LayerAnalysis, Role, RoleAnalysis]
@@ -106,15 +106,13 @@ def _summary(found: Similarity | None) -> str:
 
 
 def _sensitivity(told: Analysis, roles: Sequence[Role]) -> Section:
-    layers = [str(layer.layer) for layer in told.layers]
+    layers = [layer.layer for layer in told.layers]
     series: dict[str, Values] = {role: [layer.roles[role].sensitivity for layer in told.layers] for role in roles}
     return Section(
         name="sensitivity",
         title="Sensitivity",
         lead="What errors of the same relative size cost, in units that compare layers and roles but are no nats.",
-        charts=[
-            Bars(title="Sensitivity", labels=layers, series=series, label_axis="layer", axis="cost of errors", log=True)
-        ],
+        charts=[by_layer("Sensitivity", layers, series, "cost of errors", log=True)],
         tables=[
             PageTable(
                 title="By layer",

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from moetool.report.charts import Bars, Chart, Heat, Lines, Values
+from moetool.report.charts import Bars, Chart, Heat, Lines, Values, elided
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 WIDTH = 5.0  # inches of 72 units: as wide as a phone, so that 11 units of text can be read there
 INK = "#010203"  # what is drawn in it takes the colour of the page's text
 COLORS = ("#3d85c6", "#d07a22", "#3a9a68", "#a072c8", "#d0605e", "#8a8f98")  # seen on white and on black
-LONGEST = 26  # letters of a label
 _MAP, _CELLS, _WORDY = "viridis", 2048, 9  # cells that are drawn one by one; experts whose numbers fit in theirs
 _SETTINGS: dict[Any, object] = {
     "axes.edgecolor": INK,
@@ -88,7 +87,7 @@ def _bars(axes: "Axes", chart: Bars) -> None:
     for number, (name, values) in enumerate(chart.series.items()):
         places = [group + (number - (len(chart.series) - 1) / 2) * width for group in range(len(chart.labels))]
         heights, color = _numbers(values), COLORS[number % len(COLORS)]
-        (axes.barh if chart.lying else axes.bar)(places, heights, width, label=_elided(name), color=color)
+        (axes.barh if chart.lying else axes.bar)(places, heights, width, label=elided(name), color=color)
     ticks, shown = _ticks(chart.labels)
     if chart.lying:
         axes.set_yticks(ticks, shown)
@@ -98,10 +97,7 @@ def _bars(axes: "Axes", chart: Bars) -> None:
     else:
         axes.set_xticks(ticks, shown)
         axes.set(xlabel=chart.label_axis, ylabel=chart.axis)
-        if chart.log:
-            axes.set_yscale("log")
-        else:
-            axes.yaxis.set_major_formatter(_tick)
+        _values(axes, chart)
     axes.grid(axis="x" if chart.lying else "y", color=INK, alpha=0.15)
     axes.set_axisbelow(True)
     _legend(axes, len(chart.series))
@@ -111,9 +107,9 @@ def _lines(axes: "Axes", chart: Lines) -> None:
     for number, (name, values) in enumerate(chart.series.items()):
         marker = "o" if len(chart.at) < 25 else ""
         color = COLORS[number % len(COLORS)]
-        axes.plot(chart.at, _numbers(values), marker=marker, markersize=3.5, label=_elided(name), color=color)
+        axes.plot(chart.at, _numbers(values), marker=marker, markersize=3.5, label=elided(name), color=color)
     axes.set(xlabel=chart.at_axis, ylabel=chart.axis)
-    axes.yaxis.set_major_formatter(_tick)
+    _values(axes, chart)
     axes.grid(color=INK, alpha=0.15)
     _legend(axes, len(chart.series))
 
@@ -144,6 +140,14 @@ def _heat(axes: "Axes", chart: Heat) -> None:
                     axes.text(column, row, _short(value), ha="center", va="center", color=color, fontsize=10)
 
 
+def _values(axes: "Axes", chart: Bars | Lines) -> None:
+    """The axis of what stands upright."""
+    if chart.log:
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter("")
+    axes.yaxis.set_major_formatter(_tick)
+
+
 def _tick(value: float, _: float) -> str:
     """Of an axis: the whole number, no power of ten apart from it."""
     return f"{value:.4g}"
@@ -161,12 +165,7 @@ def _numbers(values: Values) -> list[float]:
 def _ticks(labels: Sequence[str]) -> tuple[list[int], list[str]]:
     """Places and names of at most about sixteen labels."""
     places = list(range(0, len(labels), max(1, math.ceil(len(labels) / 16))))
-    return places, [_elided(labels[place]) for place in places]
-
-
-def _elided(name: str) -> str:
-    """The end of what is too long to stand beside a chart: of a path, what tells it from others."""
-    return name if len(name) <= LONGEST else f"…{name[1 - LONGEST :]}"
+    return places, [elided(labels[place]) for place in places]
 
 
 def _legend(axes: "Axes", series: int) -> None:

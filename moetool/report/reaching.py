@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from moetool.measure.told import RoutingTold
-from moetool.report.charts import Bars, Chart, Heat
+from moetool.report.charts import Bars, Chart, Heat, elided
 from moetool.report.parts import PageTable, Section
 from moetool.report.told import TextCoverage
 
@@ -14,7 +14,7 @@ def reached(coverage: Sequence[TextCoverage], routing: RoutingTold | None) -> Se
     """By text."""
     charts: list[Chart] = [
         Heat(
-            title=f"Share of each expert: {text.text}",
+            title=f"Share of each expert: {elided(text.text)}",
             values=text.shares,
             rows=[str(layer) for layer in text.layers],
             columns=[str(expert) for expert in range(len(text.shares[0]))],

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.job.forecast import format_seconds
@@ -144,12 +145,12 @@ def quality(report: Report) -> Section | None:
 
 
 def _evaluated(found: Evaluation) -> tuple[str, ...]:
-    text = f"{found.data} ({found.windows} × {found.sequence_length} tokens)"
+    name, text = Path(found.model).name, f"{found.data} ({found.windows} × {found.sequence_length} tokens)"
     if (beside := found.against) is None:
-        return found.model, f"{found.perplexity:.4f}", "–", "–", "–", "–", text
-    error = "" if beside.excess_error is None else f" ± {beside.excess_error:.4f}"
+        return name, f"{found.perplexity:.4f}", "–", "–", "–", "–", text
+    error = "" if beside.excess_error is None else f"\u00a0±\u00a0{beside.excess_error:.4f}"
     return (
-        found.model,
+        name,
         f"{found.perplexity:.4f}",
         f"{beside.perplexity:.4f}",
         f"{beside.excess:.4f}{error}",

@@ -133,9 +133,10 @@ def test_the_command_makes_it_again(run_cli, models, tmp_path):
 def test_results_of_other_commands(run_cli, compress, tiny_mixtral, tiny_text, tmp_path):
     made = compress(tiny_mixtral, "--ratio", 0.35)
     (tmp_path / "run.json").write_text(json.dumps(made.told))
-    (tmp_path / "short.txt").write_text(tiny_text.read_text()[:3000])
+    short = tmp_path / "short.txt"
+    short.write_text(tiny_text.read_text()[:3000])
     tuned = run_cli(
-        "tune", tiny_mixtral, tmp_path / "tuned", "--data", tmp_path / "short.txt", "--eval-data", tmp_path / "short.txt",
+        "tune", tiny_mixtral, tmp_path / "tuned", "--data", short, "--eval-data", short,
         *("--steps", 4, "--log-every", 2, "--sequence-length", 32, "--json"),
     )  # fmt: skip
     assert tuned.code == 0, tuned.stderr

@@ -38,6 +38,7 @@ def test_a_chart_is_one_sound_element(chart: Chart) -> None:
     assert INK not in drawn
     assert drawn == draw(chart, "one")
     assert "http" not in drawn
+    assert "mathdefault" not in drawn
 
 
 def test_words_have_the_ranges() -> None:
