@@ -10,6 +10,7 @@ from markupsafe import Markup
 from moetool.checkpoint.files import storage_errors
 from moetool.errors import UsageError
 from moetool.job.execute import output_directory
+from moetool.job.progress import Progress, Silent, phase
 from moetool.measure.told import Masks
 from moetool.report import pictures
 from moetool.report.experts import landed, merged, neurons, stored
@@ -59,7 +60,7 @@ def _candidates(report: Report) -> Iterator[Section | None]:
         yield options(report.made)
 
 
-def page(report: Report) -> str:
+def page(report: Report, progress: Progress | None = None) -> str:
     """The file's content: the same for the same report and the same matplotlib. Without one it has no charts."""
     found = sections(report)
     environment = Environment(
@@ -76,22 +77,23 @@ def page(report: Report) -> str:
         facts=_facts(report),
         headline=list(headline(report)),
         sections=found,
-        charts=_drawn(found),
+        charts=_drawn(found, progress or Silent()),
         version=__version__,
     )
 
 
-def _drawn(found: list[Section]) -> Mapping[str, list[Drawn]]:
+def _drawn(found: list[Section], progress: Progress) -> Mapping[str, list[Drawn]]:
     """The charts of every section, by its name."""
     if not pictures.is_there():
         return {section.name: [] for section in found}
-    return {
-        section.name: [
-            Drawn(chart.title, Markup(pictures.draw(chart, f"{section.name}-{number}")))
-            for number, chart in enumerate(section.charts)
-        ]
-        for section in found
-    }
+    drawn: dict[str, list[Drawn]] = {section.name: [] for section in found}
+    with phase(progress, "Draw", sum(len(section.charts) for section in found)):
+        for section in found:
+            for number, chart in enumerate(section.charts):
+                svg = pictures.draw(chart, f"{section.name}-{number}")
+                drawn[section.name].append(Drawn(chart.title, Markup(svg)))
+                progress.advance()
+    return drawn
 
 
 def _facts(report: Report) -> str:
@@ -118,8 +120,8 @@ def page_file(model: str, output: Path | None) -> Path:
     return file
 
 
-def write_page(report: Report, file: Path) -> None:
+def write_page(report: Report, file: Path, progress: Progress | None = None) -> None:
     """Write the page into a file. Raises `ResourceError` if it cannot be written."""
-    content = page(report)
+    content = page(report, progress)
     with storage_errors(file):
         file.write_text(content, encoding="utf-8")

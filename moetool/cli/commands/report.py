@@ -32,7 +32,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         if not pictures.is_there():
             display.log("matplotlib is not installed: the report will have no charts (pip install matplotlib).")
         result = gather(model, file, options, display)
-        write_page(result, file)
+        write_page(result, file, display)
         if json:
             print_json(result.to_json())
             return
