@@ -80,13 +80,13 @@ def gather(path: str, output: Path, options: ReportOptions, progress: Progress |
         made=None if manifest is None else _made(manifest),
         inspection=inspection,
         stored=None if experts is None or inspection is None else stored_experts(experts.experts, inspection.moe),
-        merged=_merged(inspection),
-        coverage=[*_calibrated(experts, inspection), *_reached(inspection, routed, recorded)],
+        merged=tuple(_merged(inspection)),
+        coverage=(*_calibrated(experts, inspection), *_reached(inspection, routed, recorded)),
         routing=routed,
         evaluation=evaluation,
         activations=None if manifest is None else _activations(manifest),
         recorded=recorded,
-        notes=notes,
+        notes=tuple(notes),
     )
 
 

@@ -107,7 +107,15 @@ def _lines(axes: "Axes", chart: Lines) -> None:
     for number, (name, values) in enumerate(chart.series.items()):
         marker = "o" if len(chart.at) < 25 else ""
         color = COLORS[number % len(COLORS)]
-        axes.plot(chart.at, _numbers(values), marker=marker, markersize=3.5, label=elided(name), color=color)
+        there = [(at, value) for at, value in zip(chart.at, values, strict=True) if value is not None]
+        axes.plot(
+            [at for at, _ in there],
+            [value for _, value in there],
+            marker=marker,
+            markersize=3.5,
+            label=elided(name),
+            color=color,
+        )
     axes.set(xlabel=chart.at_axis, ylabel=chart.axis)
     _values(axes, chart)
     axes.grid(color=INK, alpha=0.15)

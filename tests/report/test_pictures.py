@@ -22,6 +22,7 @@ CHARTS: list[Chart] = [
         title="many", values=[[row / 64] * 64 for row in range(64)], rows=[str(row) for row in range(64)],
         columns=[str(row) for row in range(64)], row_axis="layer", column_axis="expert", axis="share", least=0,
     ),
+    Lines(title="none", at=[1, 2], series={"a": [None, None], "b": [None, 1]}, at_axis="step", axis="loss", log=True),
     Heat(title="none", values=[[None]], rows=["0"], columns=["0"], row_axis="r", column_axis="c", axis="x"),
 ]  # fmt: skip
 
