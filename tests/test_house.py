@@ -27,7 +27,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"compress", "reduce", "upcycle", "moefy", "tune", "measure"}),
     frozenset({"export"}),
     frozenset({"stages", "demo"}),
-    frozenset({"compare"}),
+    frozenset({"compare", "report"}),
     frozenset({"cli"}),
     frozenset({"__main__", ROOT}),
 )

@@ -34,6 +34,7 @@ def test_a_wheel_has_the_presets_and_the_license(tmp_path):
     assert {name for name in names if name.startswith("moetool/presets/")} == {
         f"moetool/presets/{file.name}" for file in files()
     }
+    assert "moetool/report/page.html" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"moetool"}
     # The installed package reads its own.

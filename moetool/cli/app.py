@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "routing": ("routing", "Which experts a model chooses on which text."),
     "bench": ("bench", "Speed, memory and FLOPs of a model, beside another's: load, prefill, decode."),
     "inspect": ("inspect", "What a checkpoint holds: layers, experts, ranks, parameters, bytes."),
+    "report": ("report", "All of a model on one page: how it was made, sizes, quality, layers, routing."),
     "verify": ("verify", "Check a checkpoint's files, and its tensors against the source it was made from."),
     "push": ("push", "Upload a checkpoint to the Hugging Face hub, verified before."),
     "doctor": ("doctor", "Whether all that jobs need is here, what is missing, and what will be slow and why."),

@@ -21,8 +21,8 @@ from rich.text import Text
 
 from moetool.cli.events import EventLog
 from moetool.cli.heartbeat import HEARTBEAT_SECONDS, Heartbeat, Pulse
-from moetool.job.forecast import Forecast, PhaseTime, format_seconds
-from moetool.job.result import Json
+from moetool.job.forecast import Forecast, format_seconds
+from moetool.job.result import Json, PhaseTime
 
 SCHEMA_VERSION = 1  # of what `--json` prints: one more when a field goes or changes its meaning, not when one is added
 

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moetool.job.forecast import PhaseTime
 from moetool.job.job import pick_device
 from moetool.job.machine import this_machine
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
-from moetool.job.result import Json
+from moetool.job.result import Json, PhaseTime
 
 
 @dataclass(frozen=True)

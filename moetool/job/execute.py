@@ -22,9 +22,9 @@ from moetool.job.memory import PeakMemory, anonymous_bytes
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import Plan, fingerprint
 from moetool.job.processes import is_first_process, processes
-from moetool.job.progress import Progress, Silent
+from moetool.job.progress import Progress, Silent, Stopwatch
 from moetool.job.ranks import JoinedRanks, Ranks
-from moetool.job.result import Result, Sizes, Told
+from moetool.job.result import PhaseTime, Result, Sizes, Told
 from moetool.job.stage import AnyStage
 from moetool.job.workspace import FollowingWorkspace, RankWorkspace, Workspace, check_finished, is_finished
 from moetool.job.writing import check_records
@@ -88,7 +88,7 @@ def _lead(
     progress: Progress,
 ) -> Result:
     """What the first process does, or the only one, or each of those that a Trainer brings together."""
-    began = time.monotonic()
+    began, timed = time.monotonic(), Stopwatch(progress)
     opened = kind.source_type.of(Checkpoint.open(source))
     check_records(opened)
     stage = kind(opened, options)
@@ -111,14 +111,14 @@ def _lead(
         # No earlier result is thrown away for a text that cannot be used.
         calibration_windows(opened, stage.options)
     workspace = (
-        Workspace(directory, identity, resume=resume, overwrite=overwrite, progress=progress)
+        Workspace(directory, identity, resume=resume, overwrite=overwrite, progress=timed)
         if is_first_process()
         else FollowingWorkspace(directory)
     )
     try:
         ranks.broadcast(True)
         with _storage_explained(directory, plan.disk_bytes), PeakMemory() as peak, listening() as interrupt:
-            job = Job(stage.source, workspace, options, recipe, progress, interrupt, ranks)
+            job = Job(stage.source, workspace, options, recipe, timed, interrupt, ranks)
             if not isinstance(progress, Silent):
                 progress.expect(estimate(plan, options, directory).phases)
             if workspace.is_resumed:
@@ -130,7 +130,9 @@ def _lead(
         ranks.fail(error)
         workspace.abandon()
         raise
-    return replace(_result(kind, source, directory, began, told), sizes=sizes, peak_memory_bytes=peak.bytes)
+    phases = [PhaseTime(name, round(seconds, 2)) for name, seconds in timed.seconds.items()]
+    result = _result(kind, source, directory, began, told)
+    return replace(result, sizes=sizes, peak_memory_bytes=peak.bytes, phases=phases)
 
 
 def _verified(stage: AnyStage, directory: Path, *, edited: bool = False) -> Sizes | None:

@@ -2,20 +2,11 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from moetool.job.result import Printed
+from moetool.job.result import PhaseTime
 
 # A prediction counts as much as this share of its job, or of its phase, done in the very time that it says.
 _TRUST = 0.05
-
-
-@dataclass(frozen=True)
-class PhaseTime(Printed):
-    """How long a phase is expected to take."""
-
-    name: str
-    seconds: float
 
 
 class Forecast:

@@ -68,6 +68,14 @@ class CalibrationFacts(Printed):
 
 
 @dataclass(frozen=True)
+class PhaseTime(Printed):
+    """How long a phase took, or is expected to take."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Sizes(Inlined):
     """Weight files in bytes.
 
@@ -106,6 +114,7 @@ class Result(Printed):
         sizes: of a stage that writes a model.
         seconds: of the whole run.
         peak_memory_bytes: of anonymous memory.
+        phases: of this run, in the order in which they began.
         told: what the stage itself says; of a run that had finished already, nothing.
     """
 
@@ -116,4 +125,5 @@ class Result(Printed):
     sizes: Sizes | None = None
     seconds: float
     peak_memory_bytes: int
+    phases: Sequence[PhaseTime] = ()
     told: Told

@@ -39,6 +39,7 @@ REQUIRED: dict[str, tuple[str, str | None, str]] = {
     "rich": ("14.0", None, "15.0.0"),
     "pydantic": ("2.11", None, "2.14.3"),
     "pyyaml": ("6.0", None, "6.0.3"),
+    "jinja2": ("3.1", None, "3.1.6"),
     "numpy": ("2.0", None, "2.4.6"),
     "scipy": ("1.14", None, "1.17.1"),
     "psutil": ("6.0", None, "7.2.2"),
@@ -46,7 +47,7 @@ REQUIRED: dict[str, tuple[str, str | None, str]] = {
 }
 # By library: the extra that brings it, the two versions (`None`: not tested), and what cannot be done without.
 EXTRAS: dict[str, tuple[str, str, str | None, str]] = {
-    "matplotlib": ("plots", "3.9", "3.11.2", "pictures: --plot"),
+    "matplotlib": ("plots", "3.9", "3.11.2", "pictures: --plot, and the charts of report"),
     "bitsandbytes": ("bitsandbytes", "0.46", "0.50.2", "tune --quantize-base nf4 and int8 (QLoRA)"),
     "vllm": ("vllm", "0.28", None, "compressed experts in vLLM"),
     "lm-eval": ("tasks", "0.4.13", "0.4.13", "eval --tasks"),

@@ -1,5 +1,6 @@
 """What tuning tells."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moetool.job.result import Inlined, Told
@@ -15,6 +16,7 @@ class Training(Inlined):
         eval_loss: on held-out examples at the end, in nats; `eval_perplexity` is its exponential.
         mask_sparsity: share of SIMoE's masks that has closed.
         multiplier: λ of their constraint at the end.
+        curve: what was logged on the way, in the order of steps: `step` and numbers by what they are.
     """
 
     steps: int
@@ -23,6 +25,7 @@ class Training(Inlined):
     eval_perplexity: float | None = None
     mask_sparsity: float | None = None
     multiplier: float | None = None
+    curve: Sequence[Mapping[str, float]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

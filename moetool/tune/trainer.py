@@ -27,7 +27,7 @@ from moetool.tune.examples import IGNORED
 from moetool.tune.masks import MaskConstraint
 
 DIGESTS = "digests.json"  # of a checkpoint's files
-_SHOWN = ("loss", "eval_loss", "balance_loss", "z_loss", "mask_sparsity", "multiplier", "grad_norm", "learning_rate")
+LOGGED = ("loss", "eval_loss", "balance_loss", "z_loss", "mask_sparsity", "multiplier", "grad_norm", "learning_rate")
 
 
 class MoETrainer(Trainer):  # type: ignore[misc]
@@ -227,7 +227,7 @@ class Reporter(TrainerCallback):  # type: ignore[misc]
         **_: object,
     ) -> None:
         logged = logs or {}
-        found = {name: logged[name] for name in _SHOWN if name in logged}
+        found = {name: logged[name] for name in LOGGED if name in logged}
         if found:
             values = ", ".join(f"{name} {float(value):.4g}" for name, value in found.items())
             self._log(f"step {state.global_step}: {values}")

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +27,7 @@ from moetool.tune.examples import Example, collate, pack
 from moetool.tune.masks import WAY, MaskConstraint, parameter_groups
 from moetool.tune.options import TuneOptions
 from moetool.tune.told import Training
-from moetool.tune.trainer import MoETrainer, Reporter, keeps_apart, last_checkpoint, recompute_activations
+from moetool.tune.trainer import LOGGED, MoETrainer, Reporter, keeps_apart, last_checkpoint, recompute_activations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -105,6 +105,8 @@ def train(
             loss = trainer.evaluate()["eval_loss"]
             perplexity = round(math.exp(min(loss, 700)), 4)
             found = replace(found, eval_loss=round(loss, 6), eval_perplexity=perplexity)
+        if done < steps:
+            found = replace(found, curve=_curve(trainer.state.log_history))
         if constraint is not None:
             masks = constraint.told()
             found = replace(found, mask_sparsity=masks["mask_sparsity"], multiplier=masks["multiplier"])
@@ -118,6 +120,15 @@ def train(
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
     return Trained(found, weights)
+
+
+def _curve(history: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """Of every step that was logged, what was: losses, and what they are evaluated on, together."""
+    points: dict[float, dict[str, float]] = {}
+    for entry in history:
+        if logged := {name: float(entry[name]) for name in LOGGED if name in entry}:
+            points.setdefault(entry["step"], {"step": entry["step"]}).update(logged)
+    return list(points.values())
 
 
 def _constraint(model: "PreTrainedModel", options: TuneOptions, steps: int) -> MaskConstraint | None:

@@ -3,7 +3,7 @@
 import pytest
 
 from moetool.cli.display import Display
-from moetool.job.forecast import PhaseTime
+from moetool.job.result import PhaseTime
 
 
 def told(capsys: pytest.CaptureFixture[str], seconds: float | None) -> str:

@@ -72,6 +72,26 @@ def held_out_text(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return path
 
 
+@pytest.fixture(scope="session")
+def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a command that writes a model prints with `--json`."""
+    told = {"stage": "d2moe", "input": "a", "output": "mixtral-40", "seconds": 2.5, "peak_memory_bytes": 10**9}
+    path = tmp_path_factory.mktemp("recorded") / "run.json"
+    path.write_text(json.dumps({**told, "phases": [{"name": "Forward", "seconds": 2.0}]}))
+    return path
+
+
+@pytest.fixture(scope="session")
+def recorded_evaluation(
+    run_cli: Callable[..., Any], documented_moe: Path, held_out_text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """What `eval` prints with it."""
+    path = tmp_path_factory.mktemp("recorded") / "eval.json"
+    windows = ("--sequence-length", 32, "--windows", 4)
+    path.write_text(run_cli("eval", documented_moe, "--data", held_out_text, *windows, "--json").stdout)
+    return path
+
+
 @dataclass(frozen=True)
 class Shown:
     """A command as a page shows it, and what it printed with `--json`."""

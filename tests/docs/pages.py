@@ -29,6 +29,8 @@ FILES = {
     "my-text.jsonl": "instructions",
     "instructions.jsonl": "instructions",
     "held-out.jsonl": "instructions",
+    "run.json": "recorded_run",
+    "eval.json": "recorded_evaluation",
 }
 # What a page takes from another: what is made first, in the words of the page that makes it.
 EARLIER = {
@@ -36,6 +38,7 @@ EARLIER = {
     "docs/evaluate.md": ["docs/compress.md"],
     "docs/export.md": ["docs/compress.md", "docs/upcycle.md"],
     "docs/jobs.md": ["docs/upcycle.md"],
+    "docs/report.md": ["docs/compress.md"],
     "docs/tune.md": ["docs/upcycle.md"],
 }
 # Commands that no test runs, and why.
@@ -69,6 +72,8 @@ RUN_FOR_JSON = [
     ["export", "MODEL", "x", "--format", "compressed-tensors", "--group-size", "16", "--bits", "3", "--dry-run"],
     ["inspect", "config-alone"],
     ["inspect", "OUT_2"],
+    ["report", "mixtral-few"],
+    ["report", "skipping", "--analysis"],
     [
         "compress",
         "MODEL",
@@ -140,7 +145,7 @@ def smaller(arguments: list[str]) -> list[str]:
         more.append(SMALLER["tune"])
     elif name == "compare":
         more.append(SMALLER["compare"])
-    elif name in ("eval", "routing"):
+    elif name in ("eval", "routing") or (name == "report" and "--data" in arguments):
         more.append(SMALLER["evaluation"])
     elif name == "bench":
         more.append(SMALLER["bench"])

@@ -11,7 +11,10 @@ from stub_tasks import stub_tasks
 from moetool.cli.app import COMMANDS
 from moetool.demo import DemoModel
 
-OWN = {"eval", "compare", "generate", "routing", "bench", "inspect", "verify", "push", "list", "doctor", "demo"}
+OWN = {
+    *("eval", "compare", "generate", "routing", "bench", "inspect", "report", "verify", "push", "list", "doctor"),
+    "demo",
+}
 
 TASKS = "eval of several models, or on tasks"
 
@@ -65,6 +68,7 @@ SECTIONS = [
     "routing",
     "bench",
     "inspect",
+    "report",
     "verify",
     "push",
     "list",

@@ -2,7 +2,8 @@
 
 import pytest
 
-from moetool.job.forecast import Forecast, PhaseTime, format_seconds
+from moetool.job.forecast import Forecast, format_seconds
+from moetool.job.result import PhaseTime
 
 
 class Clock:

@@ -8,7 +8,7 @@ import pytest
 
 from moetool.compress.told import EncodedLayer, LayersTold, RankedLayer, RankedTold
 from moetool.convert.told import Activations, ConversionTold, Losses, Parameters, Proof, Shares
-from moetool.job.result import CalibrationFacts, Keyed, Printed, Result, Sizes, Told
+from moetool.job.result import CalibrationFacts, Keyed, PhaseTime, Printed, Result, Sizes, Told
 from moetool.stages import stages
 from moetool.tune.told import Training, TuningTold
 
@@ -28,13 +28,15 @@ def test_inlined_fields_stand_among_those_around_them() -> None:
         sizes=Sizes(10, 4, 0.6),
         seconds=1.5,
         peak_memory_bytes=7,
+        phases=[PhaseTime("Write", 1.25)],
         told=told,
     )
     shown = result.to_json()
     assert list(shown) == [
         *("stage", "input", "output", "bytes_before", "bytes_after", "achieved_ratio"),
-        *("seconds", "peak_memory_bytes", "calibration", "layers"),
+        *("seconds", "peak_memory_bytes", "phases", "calibration", "layers"),
     ]
+    assert shown["phases"] == [{"name": "Write", "seconds": 1.25}]
     assert shown["layers"] == {"3": {"relative_error": {"up": [0.5, 0.25]}}}
     assert json.loads(json.dumps(shown)) == shown
 

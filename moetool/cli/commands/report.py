@@ -1,0 +1,45 @@
+"""`moetool report`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moetool.checkpoint.sizes import format_bytes
+from moetool.cli.app import COMMANDS
+from moetool.cli.display import Display, print_fields, print_json
+from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
+from moetool.report import pictures
+from moetool.report.gathering import gather
+from moetool.report.options import ReportOptions
+from moetool.report.page import page_file, sections, write_page
+
+
+def build(name: str, arguments: list[str]) -> HintingCommand:
+    """The command."""
+
+    def command(
+        model: Annotated[str, typer.Argument(help="A checkpoint of any kind.", show_default=False)],
+        output: Annotated[
+            Path | None,
+            typer.Argument(help="FILE.html to write [default: the model's name, here].", show_default=False),
+        ] = None,
+        json: Annotated[bool, typer.Option("--json", help="The numbers behind it as one JSON object.")] = False,
+        **typed: object,
+    ) -> None:
+        options = build_options(ReportOptions, typed)
+        file, display = page_file(model, output), Display()
+        if not pictures.is_there():
+            display.log("matplotlib is not installed: the report will have no charts (pip install matplotlib).")
+        result = gather(model, file, options, display)
+        write_page(result, file, display)
+        if json:
+            print_json(result.to_json())
+            return
+        titles = ", ".join(section.title for section in sections(result))
+        print_fields(
+            [("report", f"{file} ({format_bytes(file.stat().st_size)})"), ("sections", titles)]
+            + [("note", note) for note in result.notes]
+        )
+
+    return make_command(name, with_options(command, ReportOptions), COMMANDS[name][1])

@@ -1,0 +1,148 @@
+"""What a page says of experts: how they are stored, where they landed, what neurons hold."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from moetool.architectures import ROLES, Role
+from moetool.convert.told import Activations
+from moetool.measure.told import MaskedLayer, Masks
+from moetool.report.charts import Chart, Heat, Values, by_layer
+from moetool.report.likeness import pairs
+from moetool.report.parts import PageTable, Section, number
+from moetool.report.storing import MEASURES
+from moetool.report.told import MergedExperts, StoredExperts, StoredRole
+
+
+def stored(told: StoredExperts) -> Section:
+    """Form, bits and error by layer and role."""
+    name = None if told.measure is None else MEASURES[told.measure]
+    headers = ("layer", "role", "stored as", "bits per weight", *([] if name is None else [name, "largest"]))
+    rows = [
+        (
+            str(each.layer),
+            each.role,
+            each.form,
+            f"{each.bits:.2f}",
+            *([] if name is None else [number(each.error), number(each.largest)]),
+        )
+        for each in told.roles
+    ]
+    charts = [_by_layer("Bits per weight", told.roles, [each.bits for each in told.roles], "bits per weight")]
+    if name is not None:
+        charts.append(_by_layer(f"Errors: {name}", told.roles, [each.error for each in told.roles], name))
+    lead = "How each layer's experts are stored, bases and scales included, and what that cost."
+    return Section(
+        name="stored",
+        title="Experts as stored",
+        lead=lead,
+        charts=charts,
+        tables=[PageTable(title="By layer and role", headers=headers, rows=rows, words=3)],
+        notes=[] if name is None else ["Errors are means over the experts, as the manifest has them."],
+    )
+
+
+def _by_layer(title: str, roles: Sequence[StoredRole], values: Sequence[float | None], axis: str) -> Chart:
+    layers = list(dict.fromkeys(each.layer for each in roles))
+    found = {(each.layer, each.role): value for each, value in zip(roles, values, strict=True)}
+    present: list[Role] = [role for role in ROLES if any(each.role == role for each in roles)]
+    series: dict[str, Values] = {role: [found[layer, role] for layer in layers] for role in present}
+    return by_layer(title, layers, series, axis)
+
+
+def merged(told: Sequence[MergedExperts]) -> Section:
+    """Which experts were left."""
+    rows = [(str(layer.layer), "; ".join("+".join(map(str, one)) for one in layer.made_of)) for layer in told]
+    table = PageTable(title="Experts left", headers=("layer", "made of"), rows=rows, words=2)
+    lead = "Fewer experts than there were. Those of the original that each is made of, joined with +."
+    return Section(name="left", title="Experts left", lead=lead, tables=[table])
+
+
+def landed(masks: Masks) -> Section:
+    """Where SIMoE's experts landed, and what they have in common."""
+    places = [(_place(site.site), site) for site in masks.moe]
+    layers = list(dict.fromkeys(layer for (layer, _), _ in places))
+    kinds = list(dict.fromkeys(kind for (_, kind), _ in places))
+    found = dict(places)
+    union = [[site.union_density if (site := found.get((layer, kind))) else None for kind in kinds] for layer in layers]
+    charts: list[Chart] = [
+        Heat(
+            title="Channels that any expert opens",
+            values=union,
+            rows=layers,
+            columns=[kind.removesuffix("_proj") for kind in kinds],
+            row_axis="layer",
+            column_axis="linear layer",
+            axis="share of channels",
+            least=0,
+            most=1,
+        ),
+        pairs("Overlap of experts", masks.overlap, "share in common"),
+    ]
+    rows = [
+        (name, f"{_weighted(sites, 'mean_density'):.1%}", f"{_weighted(sites, 'union_density'):.1%}")
+        for name, sites in [
+            *((f"layer {layer}", [site for (own, _), site in places if own == layer]) for layer in layers),
+            *((kind, [site for (_, own), site in places if own == kind]) for kind in kinds),
+        ]
+    ]
+    return Section(
+        name="landed",
+        title="Where experts landed",
+        lead=f"An expert opens {masks.mean_density:.1%} of all channels, any of them {masks.union_density:.1%}.",
+        charts=charts,
+        tables=[PageTable(title="Open channels", headers=("where", "per expert", "any expert"), rows=rows)],
+        notes=["Overlap: the share of an expert's channels (rows) that another (columns) opens, too."],
+    )
+
+
+def _place(site: str) -> tuple[str, str]:
+    """The layer and the type of a linear layer, from its name."""
+    parts = site.split(".")
+    place = next((index for index, part in enumerate(parts) if part.isdigit()), 0)
+    return parts[place], parts[-1]
+
+
+def _weighted(sites: Iterable[MaskedLayer], density: str) -> float:
+    """The mean density, each site by its channels."""
+    every = list(sites)
+    return sum(vars(site)[density] * site.channels for site in every) / sum(site.channels for site in every)
+
+
+def neurons(activations: Mapping[int, Activations]) -> Section:
+    """What a moefied model's experts hold, and what its selector finds of that."""
+    told, labels = list(activations.values()), [str(layer) for layer in activations]
+    shares = {
+        "chosen experts": [each.captured for each in told],
+        "best choice": [each.captured_by_oracle for each in told],
+        "selector's accuracy": [each.selector_accuracy for each in told],
+    }
+    sparsity = {
+        "near zero": [each.soft_sparsity for each in told],
+        "near their mean": [each.soft_sparsity_centred for each in told],
+    }
+    charts: list[Chart] = []
+    known = {name: values for name, values in shares.items() if any(value is not None for value in values)}
+    if known:
+        title = "Energy in the chosen experts"
+        charts.append(by_layer(title, list(activations), known, "share"))
+    title = "Activations that are small"
+    charts.append(by_layer(title, list(activations), sparsity, "share"))
+    headers = ("layer", *known, *sparsity)
+    columns: list[Values] = [*known.values(), *sparsity.values()]
+    rows = [(label, *(_percent(values[row]) for values in columns)) for row, label in enumerate(labels)]
+    mean = Activations.mean(told)
+    lead = f"{mean.soft_sparsity:.1%} of the activations are near zero"
+    if mean.captured is not None:
+        lead += f"; the chosen experts hold {mean.captured:.1%} of their energy"
+    if mean.captured_by_oracle is not None:
+        lead += f", the best choice of as many {mean.captured_by_oracle:.1%}"
+    return Section(
+        name="neurons",
+        title="Neurons as experts",
+        lead=f"{lead}.",
+        charts=charts,
+        tables=[PageTable(title="By layer", headers=headers, rows=rows)],
+    )
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"

@@ -1,0 +1,34 @@
+"""What `report` can be told."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from moetool.calibration.opening import BOS_HELP, Bos
+from moetool.measure.analysis import AnalysisOptions
+
+
+class ReportOptions(AnalysisOptions):
+    """What to measure beyond what files already say."""
+
+    analysis: bool = Field(
+        False,
+        description="Read the experts: their similarity, the energy of singular values, and sensitivity; without "
+        "--layers of at most 8 layers.",
+    )
+    data: str | None = Field(
+        None, description="Run the model on texts: perplexity, and which experts they reach. As for --calibration."
+    )
+    against: str | None = Field(
+        None, description="What the model was made from: sizes before, and with --data KL divergence and agreement."
+    )
+    results: str | None = Field(
+        None, description="Files of what compress, tune, eval and others have printed with --json, with commas."
+    )
+    windows: int | None = Field(64, ge=1, description="Only the first so many windows of --data.")
+    sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
+    bos: Bos = Field("auto", description=BOS_HELP)
+    device: str = Field("auto", description="cpu, cuda, … or `map` to spread a large model over what there is.")
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="For running the model (auto: float32 on CPU, else as stored)."
+    )

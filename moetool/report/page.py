@@ -1,0 +1,127 @@
+"""A report as one HTML file: nothing is loaded, no script runs, light or dark as its reader has it."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from moetool.checkpoint.files import storage_errors
+from moetool.errors import UsageError
+from moetool.job.execute import output_directory
+from moetool.job.progress import Progress, Silent, phase
+from moetool.measure.told import Masks
+from moetool.report import pictures
+from moetool.report.experts import landed, merged, neurons, stored
+from moetool.report.likeness import analysed
+from moetool.report.parts import Section
+from moetool.report.reaching import reached
+from moetool.report.sections import headline, how_made, options, quality, size, time_and_memory, training
+from moetool.report.told import Report
+from moetool.version import __version__
+
+TEMPLATE = "page.html"
+
+
+class Drawn(NamedTuple):
+    """A chart as it stands in a page."""
+
+    title: str
+    svg: Markup
+
+
+def sections(report: Report) -> list[Section]:
+    """Everything that applies, in the order of the page."""
+    return [section for section in _candidates(report) if section is not None]
+
+
+def _candidates(report: Report) -> Iterator[Section | None]:
+    if report.made is not None:
+        yield how_made(report.made)
+    yield size(report)
+    yield quality(report)
+    if report.stored is not None:
+        yield stored(report.stored)
+    if report.merged:
+        yield merged(report.merged)
+    if report.activations is not None:
+        yield neurons(report.activations)
+    if (inspection := report.inspection) is not None:
+        if isinstance(inspection.moe, Masks):
+            yield landed(inspection.moe)
+        if inspection.analysis is not None:
+            yield from analysed(inspection.analysis)
+    if report.coverage:
+        yield reached(report.coverage, report.routing)
+    yield training(report)
+    yield time_and_memory(report)
+    if report.made is not None:
+        yield options(report.made)
+
+
+def page(report: Report, progress: Progress | None = None) -> str:
+    """The file's content: the same for the same report and the same matplotlib. Without one it has no charts."""
+    found = sections(report)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template(TEMPLATE).render(
+        report=report,
+        name=Path(report.model).name or report.model,
+        facts=_facts(report),
+        headline=list(headline(report)),
+        sections=found,
+        charts=_drawn(found, progress or Silent()),
+        version=__version__,
+    )
+
+
+def _drawn(found: list[Section], progress: Progress) -> Mapping[str, list[Drawn]]:
+    """The charts of every section, by its name."""
+    if not pictures.is_there():
+        return {section.name: [] for section in found}
+    drawn: dict[str, list[Drawn]] = {section.name: [] for section in found}
+    with phase(progress, "Draw", sum(len(section.charts) for section in found)):
+        for section in found:
+            for number, chart in enumerate(section.charts):
+                svg = pictures.draw(chart, f"{section.name}-{number}")
+                drawn[section.name].append(Drawn(chart.title, Markup(svg)))
+                progress.advance()
+    return drawn
+
+
+def _facts(report: Report) -> str:
+    """What it is, in a line."""
+    if (found := report.inspection) is None:
+        return report.model_type
+    layers = "" if found.layers is None else f", {found.layers} layers"
+    width = f"hidden {found.hidden_size}, intermediate {found.intermediate_size}"
+    return f"{found.architecture}: {found.router_rule}{layers}, {width}, {found.dtype}"
+
+
+def page_file(model: str, output: Path | None) -> Path:
+    """Where a page goes: to `output`, or here under the model's name.
+
+    Raises:
+        UsageError: no page can be written there.
+    """
+    file = Path(f"{Path(model).absolute().name}.html") if output is None else output_directory(output)
+    if file.suffix not in (".html", ".htm"):
+        raise UsageError(f"{file}: a report's name ends in .html.")
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        what = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}"
+        raise UsageError(f"{file}: {what}.")
+    return file
+
+
+def write_page(report: Report, file: Path, progress: Progress | None = None) -> None:
+    """Write the page into a file. Raises `ResourceError` if it cannot be written."""
+    content = page(report, progress)
+    with storage_errors(file):
+        file.write_text(content, encoding="utf-8")

@@ -1,0 +1,224 @@
+"""What a page says, section by section; those that a model has nothing for are left out."""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from moetool.checkpoint.sizes import format_bytes, format_change
+from moetool.job.forecast import format_seconds
+from moetool.measure.evaluated import Evaluation
+from moetool.report.charts import Bars, Chart, Lines
+from moetool.report.parts import CodeBlock, PageTable, Section, count, number, plain
+from moetool.report.told import HowMade, Report
+
+
+def headline(report: Report) -> Iterator[tuple[str, str, str]]:
+    """The numbers that come first: what, how much, and what that is beside something else."""
+    files = "1 file" if report.files == 1 else f"{report.files} files"
+    inspection, found = report.inspection, best_evaluation(report)
+    change = f"{format_change(inspection.files.ratio)}" if inspection and inspection.files.ratio else files
+    yield "size", format_bytes(report.bytes), change
+    if inspection is not None:
+        counts = inspection.parameters
+        yield "parameters", count(counts.total), f"{count(counts.active)} per token"
+        yield "experts", str(inspection.experts), f"{inspection.top_k} per token, {inspection.moe_layers} layers"
+    else:
+        yield "parameters", count(report.numbers), "as stored"
+    if found is not None:
+        beside = "" if found.against is None else f"the original's: {found.against.perplexity:.2f}"
+        yield found.protocol, f"{found.perplexity:.2f}", beside
+        if found.against is not None:
+            yield "top-1 agreement", f"{found.against.agreement:.1%}", f"KL {found.against.kl:.4f} nats"
+
+
+def best_evaluation(report: Report) -> Evaluation | None:
+    """What was measured now, or else the last that was recorded of this very model."""
+    if report.evaluation is not None or report.recorded is None:
+        return report.evaluation
+    own = [found for found in report.recorded.evaluations if found.model == report.model]
+    return own[-1] if own else None
+
+
+def how_made(made: HowMade) -> Section:
+    """From what, by what, and how to do it again."""
+    code = [] if made.command is None else [CodeBlock(title="To make it again", text=_continued(made.command))]
+    if made.preset is not None:
+        code.append(CodeBlock(title="preset.yaml", text=made.preset))
+    steps = [(str(number), step.stage, step.source) for number, step in enumerate(made.steps, start=1)]
+    tables = [PageTable(title="Steps, the first above", headers=("", "stage", "made from"), rows=steps, words=3)]
+    if made.calibration is not None:
+        rows = [(name.replace("_", " "), plain(value)) for name, value in made.calibration.items()]
+        tables.append(PageTable(title="Calibration", headers=("", "value"), rows=rows))
+    lead = f"Made by {made.steps[-1].stage} from {made.steps[-1].source}."
+    notes = [f"Fingerprint of what it was made from: {made.steps[-1].source_fingerprint}."]
+    if made.command is None:
+        notes.append("This version of moetool does not know the stage or one of its options: no command to repeat it.")
+    elif len(made.steps) > 1:
+        notes.append("The command repeats the last step; those before it are in the manifests of what they made.")
+    return Section(name="made", title="How it was made", lead=lead, code=code, tables=tables, notes=notes)
+
+
+def options(made: HowMade) -> Section:
+    """Every option of the last step, and by which versions it was made."""
+    rows = [(f"--{name.replace('_', '-')}", plain(value)) for name, value in made.options.items()]
+    tables = [
+        PageTable(title=f"Options of {made.steps[-1].stage}", headers=("option", "value"), rows=rows, words=2),
+        PageTable(title="Versions", headers=("", "version"), rows=list(made.versions.items()), words=2),
+    ]
+    return Section(name="options", title="Options and versions", tables=tables)
+
+
+def _continued(command: str) -> str:
+    """A command line with every option on a line of its own, as a shell takes it."""
+    lines = [""]
+    for word in shlex.split(command):
+        if word.startswith("--"):
+            lines.append("")
+        lines[-1] += f" {shlex.quote(word)}"
+    return " \\\n   ".join(lines).strip()
+
+
+def size(report: Report) -> Section:
+    """Bytes, all in all and by kind of tensor."""
+    has_before = report.against is not None
+    rows = [
+        (
+            each.kind,
+            *([format_bytes(each.before or 0)] if has_before else []),
+            format_bytes(each.bytes),
+            f"{each.bytes / max(1, report.bytes):.1%}",
+        )
+        for each in report.weights
+    ]
+    headers = ("tensors", *(["before"] if has_before else []), "bytes", "share")
+    series: dict[str, Sequence[float]] = {}
+    if has_before:
+        series["before"] = [(each.before or 0) / 1e6 for each in report.weights]
+    series["now" if has_before else "bytes"] = [each.bytes / 1e6 for each in report.weights]
+    chart = Bars(
+        title="Bytes by kind of tensor",
+        labels=[each.kind for each in report.weights],
+        series=series,
+        label_axis="kind of tensor",
+        axis="MB",
+        lying=True,
+    )
+    lead = f"{format_bytes(report.bytes)} of weight files"
+    if report.inspection is not None and report.inspection.files.ratio:
+        original = report.inspection.files
+        lead += f", of {format_bytes(original.original_bytes)} before: {format_change(original.ratio)}"
+    notes = []
+    if has_before:
+        before = sum(each.before or 0 for each in report.weights)
+        notes.append(f"Before: {report.against}, {format_bytes(before)}.")
+    return Section(
+        name="size",
+        title="Size",
+        lead=f"{lead}.",
+        charts=[chart],
+        tables=[PageTable(title="Bytes by kind of tensor", headers=headers, rows=rows)],
+        notes=notes,
+    )
+
+
+def quality(report: Report) -> Section | None:
+    """How well the model predicts, beside what it was made from."""
+    recorded = () if report.recorded is None else report.recorded.evaluations
+    every = [*([] if report.evaluation is None else [report.evaluation]), *recorded]
+    tables = []
+    if every:
+        headers = ("model", "perplexity", "original's", "excess, nats", "KL, nats", "top-1 agreement", "text")
+        tables.append(PageTable(title="Perplexity", headers=headers, rows=[_evaluated(found) for found in every]))
+    losses = [*_proofs(report)]
+    if losses:
+        tables.append(
+            PageTable(
+                title="Proof of the conversion, nats per token",
+                headers=("stage", "loss of the dense model", "of the result", "with the experts kept"),
+                rows=losses,
+            )
+        )
+    if not tables:
+        return None
+    notes = ["Excess: the model's loss less the original's, ± its standard error. KL: from the original, in nats."]
+    return Section(name="quality", title="Quality", tables=tables, notes=notes if every else [])
+
+
+def _evaluated(found: Evaluation) -> tuple[str, ...]:
+    name, text = Path(found.model).name, f"{found.data} ({found.windows} × {found.sequence_length} tokens)"
+    if (beside := found.against) is None:
+        return name, f"{found.perplexity:.4f}", "–", "–", "–", "–", text
+    error = "" if beside.excess_error is None else f"\u00a0±\u00a0{beside.excess_error:.4f}"
+    return (
+        name,
+        f"{found.perplexity:.4f}",
+        f"{beside.perplexity:.4f}",
+        f"{beside.excess:.4f}{error}",
+        f"{beside.kl:.4f}",
+        f"{beside.agreement:.2%}",
+        text,
+    )
+
+
+def _proofs(report: Report) -> Iterator[tuple[str, ...]]:
+    for run in () if report.recorded is None else report.recorded.runs:
+        if run.proof is not None and run.proof.loss_dense is not None:
+            yield run.stage, *map(number, (run.proof.loss_dense, run.proof.loss_mixture, run.proof.loss_kept))
+
+
+def time_and_memory(report: Report) -> Section | None:
+    """What the jobs took that made it, as far as their results were kept."""
+    runs = () if report.recorded is None else report.recorded.runs
+    if not runs:
+        return None
+    rows = [(run.stage, run.output, format_seconds(run.seconds), format_bytes(run.peak_memory_bytes)) for run in runs]
+    phases = [(run.stage, each.name, f"{each.seconds:.1f}") for run in runs for each in run.phases]
+    tables = [PageTable(title="Jobs", headers=("stage", "output", "time", "peak memory"), rows=rows, words=2)]
+    charts = []
+    if phases:
+        tables.append(PageTable(title="Phases", headers=("stage", "phase", "seconds"), rows=phases, words=2))
+        charts.append(
+            Bars(
+                title="Time by phase",
+                labels=[f"{stage}: {name}" if len(runs) > 1 else name for stage, name, _ in phases],
+                series={"seconds": [each.seconds for run in runs for each in run.phases]},
+                label_axis="phase",
+                axis="seconds",
+                lying=True,
+            )
+        )
+    return Section(name="jobs", title="Time and memory", charts=charts, tables=tables)
+
+
+def training(report: Report) -> Section | None:
+    """Curves of `tune`."""
+    runs = [run for run in (() if report.recorded is None else report.recorded.runs) if run.curve]
+    if not runs:
+        return None
+    charts, tables = [], []
+    for run in runs:
+        charts += list(curves(run.curve))
+        names = list(dict.fromkeys(name for point in run.curve for name in point))
+        rows = [tuple(number(point.get(name)) for name in names) for point in run.curve]
+        tables.append(
+            PageTable(title=f"Training: {run.output}", headers=[name.replace("_", " ") for name in names], rows=rows)
+        )
+    return Section(name="training", title="Training", charts=charts, tables=tables)
+
+
+def curves(points: Sequence[Mapping[str, float]]) -> Iterator[Chart]:
+    """One chart for losses, and one for each of the rest that changes."""
+
+    def lines(title: str, names: Sequence[str], axis: str) -> Lines:
+        kept = [point for point in points if any(name in point for name in names)]
+        series = {name.replace("_", " "): [point.get(name) for point in kept] for name in names}
+        return Lines(title=title, at=[point["step"] for point in kept], series=series, at_axis="step", axis=axis)
+
+    there = dict.fromkeys(name for point in points for name in point if name != "step")
+    losses = [name for name in ("loss", "eval_loss") if name in there]
+    if losses:
+        yield lines("Loss", losses, "nats per token")
+    for name in there:
+        values = {point[name] for point in points if name in point}
+        if name not in losses and len(values) > 1:
+            yield lines(name.replace("_", " ").capitalize(), [name], name.replace("_", " "))

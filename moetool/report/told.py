@@ -1,0 +1,163 @@
+"""What a report is made of: records that its page shows and `--json` prints (docs/json.md)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moetool.architectures import Role
+from moetool.convert.told import Activations
+from moetool.job.result import Json, Printed
+from moetool.measure.evaluated import Evaluation
+from moetool.measure.told import Inspection, Matrix, RoutingTold
+from moetool.report.recorded import RecordedResults
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeStep(Printed):
+    """One step of how a model came about: the stage, and what it was given."""
+
+    stage: str
+    source: str
+    source_fingerprint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HowMade(Printed):
+    """What the manifest says of how a model was made.
+
+    Attributes:
+        steps: from the first to the last.
+        command: that makes the last step again; `None` if this moetool does not know the stage, or an option of it.
+        preset: a YAML file that the command needs, where options are more than a command line holds.
+        options: of the last step, defaults included.
+        versions: of moetool and of the libraries.
+        calibration: on which text, and the loss there.
+    """
+
+    steps: Sequence[MadeStep]
+    command: str | None
+    preset: str | None = None
+    options: Mapping[str, Json]
+    versions: Mapping[str, str]
+    calibration: Mapping[str, Json] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightBytes(Printed):
+    """Bytes of the tensors of one kind; `before` of the source, if it was given."""
+
+    kind: str
+    bytes: int
+    before: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredRole(Printed):
+    """All experts' matrices of one role in one layer.
+
+    Attributes:
+        form: how they are stored, in words.
+        bits: of the files per weight that they stand for, bases and scales included.
+        error: mean over the experts of what the manifest says, by `StoredExperts.measure`.
+        largest: of the experts.
+    """
+
+    layer: int
+    role: Role
+    form: str
+    bits: float
+    error: float | None = None
+    largest: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredExperts(Printed):
+    """How experts are stored.
+
+    Attributes:
+        measure: by which name the manifest has their errors, if it has any: `lost_energy`, `relative_error`, `loss`.
+        roles: by layer and role.
+    """
+
+    measure: str | None = None
+    roles: Sequence[StoredRole]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RareExpert(Printed):
+    """An expert that got less than a tenth of an even share of the tokens."""
+
+    layer: int
+    expert: int
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextCoverage(Printed):
+    """How a text reached the experts.
+
+    Attributes:
+        text: as it was given.
+        layers: their numbers; one alone, 0, of models that choose once for all layers.
+        shares: `[layers][experts]` of the tokens, 1 in each layer.
+        rare: experts with less than a tenth of an even share.
+        unreached: of them, those without any token.
+    """
+
+    text: str
+    layers: Sequence[int]
+    shares: Matrix
+    rare: Sequence[RareExpert]
+    unreached: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedExperts(Printed):
+    """The experts that a layer was left with: of each, those of the original that it is or was merged of."""
+
+    layer: int
+    made_of: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Printed):
+    """Everything that a page shows, as it was measured or found.
+
+    Attributes:
+        model: as it was given.
+        output: where the page is.
+        model_type: the family, as `config.json` has it.
+        bytes: of the weight files.
+        files: with weights, how many.
+        numbers: in the files.
+        weights: bytes by kind of tensor, the largest first.
+        against: what `before` is of.
+        made: how it was made, if moetool did.
+        inspection: what it holds, if it has experts, and what they are like (`--analysis`).
+        stored: how its experts are stored, if they are whole networks.
+        merged: which experts were left, where there were more.
+        coverage: which experts texts reached: that of the calibration, and those of `--data`.
+        routing: which experts are chosen on texts.
+        evaluation: how well it predicts a text.
+        activations: of neurons as experts, by layer.
+        recorded: what other commands had printed with `--json`.
+        notes: what was left out, and why.
+    """
+
+    model: str
+    output: str
+    model_type: str
+    bytes: int
+    files: int
+    numbers: int
+    weights: Sequence[WeightBytes]
+    against: str | None = None
+    made: HowMade | None = None
+    inspection: Inspection | None = None
+    stored: StoredExperts | None = None
+    merged: Sequence[MergedExperts] = ()
+    coverage: Sequence[TextCoverage] = ()
+    routing: RoutingTold | None = None
+    evaluation: Evaluation | None = None
+    activations: Mapping[int, Activations] | None = None
+    recorded: RecordedResults | None = None
+    notes: Sequence[str] = ()

@@ -1,0 +1,183 @@
+"""`moetool report`: for every kind of model the sections that apply, with the numbers of other commands."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import copy_of
+from html_pages import Page, check_page
+
+MADE = ["How it was made", "Size"]
+OPTIONS = "Options and versions"
+SIMOE = ("--method", "simoe", "--experts", 4, "--router-width", 8, "--sparsity", 0.5)
+WINDOWS = ("--sequence-length", 32, "--windows", 4)
+
+
+@pytest.fixture(scope="module")
+def models(tiny_mixtral: Path, compress: Any, upcycle: Any, moefy: Any, dense: Any) -> dict[str, Path]:
+    llama = dense("llama")
+    return {
+        "dense": llama,
+        "moe": tiny_mixtral,
+        "d2moe": compress(tiny_mixtral, "--ratio", 0.35).path,
+        "hybrid": compress(tiny_mixtral, "--method", "hybrid", "--ratio", 0.6, "--group-size", 16).path,
+        "reap": compress(tiny_mixtral, "--method", "reap", "--ratio", 0.25).path,
+        "simoe": upcycle(llama, *SIMOE).path,
+        "moefied": moefy(llama, "--experts", 4, "--keep", 0.5).path,
+    }
+
+
+def reported(run_cli: Any, model: Path, output: Path, *options: object) -> tuple[Page, dict[str, Any]]:
+    """The page, and the numbers behind it."""
+    result = run_cli("report", model, output, *options, "--json")
+    assert result.code == 0, result.stderr
+    return check_page(output.read_text()), result.json
+
+
+@pytest.mark.parametrize(
+    ("kind", "headings"),
+    [
+        ("dense", ["Size"]),
+        ("moe", ["Size"]),
+        ("d2moe", [*MADE, "Experts as stored", "Routing and coverage", OPTIONS]),
+        ("hybrid", [*MADE, "Experts as stored", "Routing and coverage", OPTIONS]),
+        ("reap", [*MADE, "Experts left", OPTIONS]),
+        ("simoe", [*MADE, "Where experts landed", OPTIONS]),
+        ("moefied", [*MADE, "Neurons as experts", OPTIONS]),
+    ],
+)
+def test_sections_are_those_that_apply(run_cli, models, tmp_path, kind, headings):
+    page, told = reported(run_cli, models[kind], tmp_path / "a.html")
+    assert page.headings == headings
+    first = (tmp_path / "a.html").read_bytes()
+    assert told["output"] == str(tmp_path / "a.html")
+    reported(run_cli, models[kind], tmp_path / "a.html")
+    assert (tmp_path / "a.html").read_bytes() == first
+    files = sum(file.stat().st_size for file in models[kind].glob("*.safetensors"))
+    assert told["bytes"] == files
+    assert 0.8 * files < sum(each["bytes"] for each in told["weights"]) < files  # the rest are headers
+    if kind != "dense":
+        inspected = run_cli("inspect", models[kind], "--json").json
+        assert told["inspection"] == {name: inspected[name] for name in inspected if name != "schema_version"}
+
+
+def test_numbers_are_those_of_the_manifest(run_cli, models, tmp_path):
+    page, told = reported(run_cli, models["d2moe"], tmp_path / "a.html")
+    layers = json.loads((models["d2moe"] / "moetool.json").read_text())["layers"]
+    shares = dict(zip(told["coverage"][0]["layers"], told["coverage"][0]["shares"], strict=True))
+    rows = {(row[0], row[1]): row for row in page.rows("By layer and role")}
+    assert len(rows) == 9
+    for layer, said in layers.items():
+        for role, lost in said["lost_energy"].items():
+            assert float(rows[layer, role][4]) == pytest.approx(sum(lost) / len(lost), rel=1e-3)
+            assert float(rows[layer, role][5]) == pytest.approx(max(lost), rel=1e-3)
+        assert shares[int(layer)] == pytest.approx([count / sum(said["tokens"]) for count in said["tokens"]], abs=1e-6)
+    bits = [each["bits"] for each in told["stored"]["roles"]]
+    experts = sum(each["bytes"] for each in told["weights"] if each["kind"].startswith(("experts", "deltas", "bases")))
+    assert sum(bits) / 8 * 4 * 32 * 48 == pytest.approx(experts, rel=1e-3)
+    assert [row[0] for row in page.rows("Bytes by kind of tensor")] == [each["kind"] for each in told["weights"]]
+
+
+def test_measured_numbers_are_those_of_other_commands(run_cli, models, tiny_mixtral, tiny_text, tmp_path):
+    options = ("--data", tiny_text, *WINDOWS)
+    page, told = reported(
+        run_cli, models["d2moe"], tmp_path / "a.html", "--against", tiny_mixtral, "--analysis", *options
+    )
+    evaluated = run_cli("eval", models["d2moe"], *options, "--against", tiny_mixtral, "--json").json
+    routed = run_cli("routing", models["d2moe"], *options, "--json").json
+    analysed = run_cli("inspect", models["d2moe"], "--analysis", "--json").json["analysis"]
+    for found in (evaluated, routed):
+        del found["schema_version"]
+        found.get("synthesis", {}).pop("free_bytes", None)
+    del told["evaluation"]["synthesis"]["free_bytes"]
+    assert told["evaluation"] == evaluated
+    assert told["routing"] == routed
+    assert told["inspection"]["analysis"] == analysed
+    assert told["coverage"][1]["shares"] == routed["data"][0]["shares"]
+    assert page.rows("Perplexity")[0][1] == f"{evaluated['perplexity']:.4f}"
+    assert page.headings[3:8] == [
+        *("Experts as stored", "Energy of singular values", "Similarity of experts", "Sensitivity"),
+        "Routing and coverage",
+    ]
+    before = {each["kind"]: each["before"] for each in told["weights"]}
+    assert before["experts"] == 3 * 4 * 3 * 32 * 48 * 4
+    assert before["deltas, low-rank"] == 0
+
+
+def test_what_simoe_and_neurons_say(run_cli, models, tmp_path):
+    page, told = reported(run_cli, models["simoe"], tmp_path / "a.html")
+    assert page.drawn == 3
+    assert len(page.rows("Open channels")) == 3 + 7  # layers, and kinds of linear layers
+    masks = next(each["bytes"] for each in told["weights"] if each["kind"] == "masks")
+    assert masks == 4 * 4 * sum(site["channels"] for site in told["inspection"]["moe"])
+    page, told = reported(run_cli, models["moefied"], tmp_path / "b.html")
+    said = json.loads((models["moefied"] / "moetool.json").read_text())["layers"]
+    assert told["activations"] == said
+    assert [row[1] for row in page.rows("By layer")] == [f"{each['captured']:.1%}" for each in said.values()]
+
+
+def test_the_command_makes_it_again(run_cli, models, tmp_path):
+    """The same files, from the words of the page."""
+    for kind in ("d2moe", "simoe"):
+        _, told = reported(run_cli, models[kind], tmp_path / "a.html")
+        words = shlex.split(told["made"]["command"])
+        assert words[0] == "moetool"
+        again = tmp_path / kind
+        result = run_cli(*(str(again) if word == "OUTPUT" else word for word in words[1:]))
+        assert result.code == 0, result.stderr
+        assert (again / "moetool.json").read_bytes() == (models[kind] / "moetool.json").read_bytes()
+
+
+def test_results_of_other_commands(run_cli, compress, tiny_mixtral, tiny_text, tmp_path):
+    made = compress(tiny_mixtral, "--ratio", 0.35)
+    (tmp_path / "run.json").write_text(json.dumps(made.told))
+    short = tmp_path / "short.txt"
+    short.write_text(tiny_text.read_text()[:3000])
+    tuned = run_cli(
+        "tune", tiny_mixtral, tmp_path / "tuned", "--data", short, "--eval-data", short,
+        *("--steps", 4, "--log-every", 2, "--sequence-length", 32, "--json"),
+    )  # fmt: skip
+    assert tuned.code == 0, tuned.stderr
+    (tmp_path / "tune.json").write_text(tuned.stdout)
+    results = f"{tmp_path}/run.json,{tmp_path}/tune.json"
+    page, told = reported(run_cli, made.path, tmp_path / "a.html", "--results", results)
+    assert page.headings[-3:] == ["Training", "Time and memory", OPTIONS]
+    curve = tuned.json["curve"]
+    assert [point["step"] for point in curve if "loss" in point] == [2, 4]
+    assert curve[-1]["eval_loss"] == pytest.approx(tuned.json["eval_loss"], abs=1e-5)
+    assert told["recorded"]["runs"][1]["curve"] == curve
+    phases = made.told["phases"]
+    assert {"Forward", "Backward"} <= {phase["name"] for phase in phases}
+    assert 0 < sum(phase["seconds"] for phase in phases) <= made.told["seconds"] + 0.1
+    assert len(page.rows("Phases")) == len(phases) + len(tuned.json["phases"])
+
+
+def test_a_hostile_name_is_text(run_cli, models, tmp_path):
+    model = copy_of(models["simoe"], tmp_path / "<script>alert(1)<" / "b>$x$")
+    page, told = reported(run_cli, model, tmp_path / "a.html")
+    assert told["model"] == str(model)
+    assert "script" not in page.tags
+    assert "<script" not in (tmp_path / "a.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "problem"),
+    [
+        (["--layers", "0"], 2, "--analysis"),
+        (["x.svg"], 2, ".html"),
+        (["--results", "absent.json"], 3, "absent.json"),
+    ],
+)
+def test_what_is_refused(run_cli, models, tmp_path, monkeypatch, options, code, problem):
+    monkeypatch.chdir(tmp_path)
+    result = run_cli("report", models["moe"], *options)
+    assert (result.code, list(tmp_path.iterdir())) == (code, [])
+    assert problem in result.stderr
+
+
+def test_analysis_of_what_has_no_experts_is_left_out(run_cli, models, tmp_path):
+    page, told = reported(run_cli, models["dense"], tmp_path / "a.html", "--analysis")
+    assert page.headings == ["Size"]
+    assert "no experts" in told["notes"][0]

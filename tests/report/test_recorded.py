@@ -1,0 +1,42 @@
+"""What other commands had printed, read back."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moetool.errors import InvalidInputError
+from moetool.report.recorded import read_recorded
+
+RUN = {"schema_version": 1, "stage": "tune", "input": "a", "output": "b", "seconds": 2.5, "peak_memory_bytes": 7}
+
+
+def test_results_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({**RUN, "examples": 3, "curve": [{"step": 1, "loss": 2}]}))
+    text = {"name": "t", "tokens": 9, "shares": [[0.25, 0.75]], "components": [[0, 0]]}
+    told = {"model": "m", "begin": None, "data": [text], "depends_on_batch": False}
+    (tmp_path / "routing.json").write_text(json.dumps(told))
+    found = read_recorded(f"{tmp_path}/run.json, {tmp_path}/routing.json")
+    assert [(run.stage, run.seconds, run.curve) for run in found.runs] == [("tune", 2.5, [{"step": 1, "loss": 2}])]
+    assert found.routings[0].data[0].shares == [[0.25, 0.75]]
+    assert found.evaluations == []
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('{"stage": "tune"}', "this is not what"),
+        ("[]", "not an object"),
+        ("{", "not valid JSON"),
+        (json.dumps({**RUN, "seconds": "long"}), "seconds"),
+    ],
+)
+def test_what_is_no_result_is_refused(tmp_path: Path, content: str, problem: str) -> None:
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(InvalidInputError, match=problem):
+        read_recorded(str(tmp_path / "x.json"))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="there is no file"):
+        read_recorded(str(tmp_path / "x.json"))
