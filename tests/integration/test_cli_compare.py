@@ -11,17 +11,8 @@ def test_killed_anywhere_it_ends_with_the_same_models(
     crash: CrashDriver, calibration: Any, tiny_mixtral_bf16: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
     """In the statistics pass that two rows share, and later."""
-    options = (
-        "--methods",
-        "hybrid",
-        "--ratios",
-        "0.6,0.4",
-        "--option",
-        "hybrid:group_size=16",
-        *calibration,
-        "--samples",
-        4,
-    )
+    rows = ("--methods", "hybrid", "--ratios", "0.6,0.4", "--option", "hybrid:group_size=16")
+    options = (*rows, *calibration, "--samples", 4)
     arguments = ("compare", "--work", tiny_mixtral_bf16, *options, "--data", tiny_text, "--windows", 2, "--keep")
 
     def made(work: Path) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from moetool.job.options import RunOptions
 from moetool.job.phases import ENCODE
 from moetool.job.plan import Plan, calibration_cost
 from moetool.job.processes import processes
+from moetool.job.result import Json
 from moetool.job.work import Phase
 from moetool.job.writing import OutputPlan, original_bytes
 
@@ -106,7 +107,9 @@ class Auto(MixingStage[AutoOptions]):
                 f"and {format_bytes(self._smallest)} at the least, so the ratio must be above 0 and at most "
                 f"{int((1 - self._smallest / original) * 1000) / 1000:g}."
             )
-        details = {"smallest_possible_bytes": self._smallest, "bits_per_number": round(self._bits_on(0), 2)}
+        details: dict[str, Json] = {"smallest_possible_bytes": self._smallest}
+        if not self._is_search:
+            details["bits_per_number"] = round(self._bits_on(0), 2)
         plan = mixing.plan(self._target, details if self.given is None else {})
         return self._plan_of_trials(plan) if self._is_search else plan
 
