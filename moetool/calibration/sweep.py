@@ -212,6 +212,14 @@ class Sweep:
         self._write(self.gradient(last), _finite(gradients(), last - 1))
         return sum(loss for others in self.peers.gather(losses) for loss in others) / self.count
 
+    @torch.no_grad()
+    def losses(self) -> Tensor:
+        """Mean loss of each window that this process runs, from the last boundary: `[windows]` fp64."""
+        source, found = self.hidden(self.model.layer_count), []
+        for start, stop in self._batches():
+            found += [self._loss(one, self._read(source, one, one + 1)).double().cpu() for one in range(start, stop)]
+        return torch.stack(found)
+
     def backward(self, index: int, layer: nn.Module, collectors: Sequence[Collector] = ()) -> None:
         """Recompute one loaded layer with gradients and write those at its input boundary."""
         native = self._experts(index, layer)

@@ -66,6 +66,34 @@ def sample_windows(
         UsageError: numbers out of range, or DATA that cannot be parsed.
         InvalidInputError: a source cannot be read, or is shorter than one window.
     """
+    return _drawn(data, tokenizer, samples, 0, sequence_length, seed, bos)[0]
+
+
+def held_out_windows(
+    data: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    count: int,
+    samples: int,
+    sequence_length: int,
+    seed: int,
+    bos: Bos = "auto",
+) -> Tensor:
+    """Windows that `sample_windows` leaves over and does not overlap: int64 `[count, sequence_length]`, or fewer where
+    there are no more. Arguments and errors as there."""
+    return _drawn(data, tokenizer, samples, count, sequence_length, seed, bos)[1]
+
+
+def _drawn(
+    data: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    samples: int,
+    more: int,
+    sequence_length: int,
+    seed: int,
+    bos: Bos,
+) -> tuple[Tensor, Tensor]:
+    """So many windows, and those of so many `more` that there are besides."""
     if samples < 1:
         raise UsageError(f"{samples} samples: give at least 1.")
     opening = opening_of(tokenizer, bos)
@@ -73,8 +101,9 @@ def sample_windows(
     sequence_length -= len(opening)
     specs = parse_data(data)
     generator = torch.Generator().manual_seed(seed)
-    drawn = []
-    for spec, due in zip(specs, _shares(samples, [spec.weight for spec in specs]), strict=True):
+    drawn, left = [], []
+    weights = [spec.weight for spec in specs]
+    for spec, due, besides in zip(specs, _shares(samples, weights), _shares(more, weights), strict=True):
         if due == 0:
             continue
         limit = max(RESERVOIR_FACTOR * due * sequence_length, RESERVOIR_TOKENS)
@@ -84,8 +113,10 @@ def sample_windows(
         room = sequence_length if count > due else len(tokens) - count * sequence_length + 1
         phase = int(torch.randint(room, (), generator=generator))
         windows = _cut(tokens[phase:], sequence_length)
-        drawn.append(windows[torch.randperm(len(windows), generator=generator)[:due]])
-    return _opened(torch.cat(drawn), opening)
+        order = torch.randperm(len(windows), generator=generator)
+        drawn.append(windows[order[:due]])
+        left.append(windows[order[due : due + besides]])
+    return _opened(torch.cat(drawn), opening), _opened(torch.cat(left), opening)
 
 
 def evaluation_windows(

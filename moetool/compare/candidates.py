@@ -27,6 +27,11 @@ class Candidate:
     options: RunOptions
     asked: float | None
 
+    @property
+    def label(self) -> str:
+        """Its row in words."""
+        return self.name if self.asked is None else f"{self.name} at {self.asked:.1%}"
+
 
 def candidates(options: CompareOptions, checked: Checked) -> list[Candidate]:
     """Every method at every ratio, a method's one after the other.

@@ -1,7 +1,7 @@
 """Make every model, measure it, note the row, delete it: one after the other, and again where it was left."""
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from moetool.checkpoint.files import fast_digest
 from moetool.checkpoint.reader import Checkpoint
 from moetool.compare.candidates import Candidate
 from moetool.compare.options import CompareOptions, chosen
-from moetool.compare.told import Compared, ComparedModel
+from moetool.compare.sharing import Wanted, leftovers, passes
+from moetool.compare.told import Compared, ComparedModel, SharedStatistics
 from moetool.errors import InterruptedRunError, MoetoolError, UsageError
 from moetool.job.execute import output_directory, run_stage
 from moetool.job.journal import Journal
@@ -41,8 +42,8 @@ def compare(
     """Measure the original, the models that are there, and every candidate.
 
     What is done is noted in `work` under fingerprints of all that decides it, and not done again; a model that was
-    half made is gone on with. Statistics are each candidate's own; one pass for several would be made in `_made`, which
-    gets the candidates of a method one after the other.
+    half made is gone on with. What several candidates measure before they spend their budgets is measured once, and
+    each begins with that.
 
     Args:
         model: the original.
@@ -88,12 +89,30 @@ class _Comparing:
     def all(self, wanted: Iterable[Candidate], seen: Callable[[ComparedModel], None]) -> Compared:
         """The table; every row is `seen` when it is there."""
         found = self._noted(self._key("original", {}), lambda: self._evaluated(self._model, self._evaluation))
+        stages = [self._wanted(each) for each in wanted]
+        self._passes = passes([each for each in stages if isinstance(each, Wanted)], self._work)
         rows = []
         for make in [*(lambda path=path: self._there(path) for path in self._models),
-                     *(lambda each=each: self._candidate(each) for each in wanted)]:  # fmt: skip
+                     *(lambda each=each: self._candidate(each) for each in stages)]:  # fmt: skip
             rows.append(make())
             seen(rows[-1])
-        return Compared(model=self._model, data=self._evaluation.data, bytes=self._bytes, **found, rows=rows)
+        for path in leftovers(self._work):
+            shutil.rmtree(path)
+        return Compared(
+            model=self._model,
+            data=self._evaluation.data,
+            bytes=self._bytes,
+            **found,
+            rows=rows,
+            statistics=tuple(self._statistics()),
+        )
+
+    def _statistics(self) -> Iterator[SharedStatistics]:
+        """Of all passes that were made."""
+        for shared in dict.fromkeys(one.identity for one in self._passes.values()):
+            if self._journal.is_done(f"measured {shared}"):
+                told: dict[str, Any] = self._journal.units[f"measured {shared}"].told
+                yield SharedStatistics(**told)
 
     def _there(self, path: str) -> ComparedModel:
         name = Path(path).name or path
@@ -108,16 +127,28 @@ class _Comparing:
         except MoetoolError as error:
             return ComparedModel(name=name, method=None, asked=None, error=str(error))
 
-    def _candidate(self, candidate: Candidate) -> ComparedModel:
-        row = ComparedModel(name=candidate.name, method=candidate.kind.name, asked=candidate.asked)
+    def _wanted(self, candidate: Candidate) -> Wanted | ComparedModel:
+        """What is to be made; a row that says why if that cannot be."""
         try:
             stage = candidate.kind(candidate.kind.source_type.of(self._original), candidate.options)
-            made = fingerprint(candidate.kind.name, {**stage.sources(), **self._calibration}, stage.recipe())
-            ratio = "" if candidate.asked is None else f"-{candidate.asked * 100:g}"
-            target = self._work / f"{candidate.name}{ratio}-{made[:12]}"
+            sources = {**stage.sources(), **self._calibration}
+            made, recipe = fingerprint(candidate.kind.name, sources, stage.recipe()), stage.shared_recipe()
+            return Wanted(candidate, stage, made, None if recipe is None else fingerprint("shared", sources, recipe))
+        except MoetoolError as error:
+            return ComparedModel(
+                name=candidate.name, method=candidate.kind.name, asked=candidate.asked, error=str(error)
+            )
+
+    def _candidate(self, wanted: Wanted | ComparedModel) -> ComparedModel:
+        if isinstance(wanted, ComparedModel):
+            return wanted
+        candidate, made = wanted.candidate, wanted.made
+        row = ComparedModel(name=candidate.name, method=candidate.kind.name, asked=candidate.asked)
+        target = self._target(wanted)
+        try:
             told = self._noted(
                 self._key("made", {"model": made}),
-                lambda: {**self._made(candidate, target, f"made {made}"), **self._measure(str(target))()},
+                lambda: {**self._made(wanted, target), **self._measure(str(target))()},
             )
         except InterruptedRunError:
             raise
@@ -127,11 +158,25 @@ class _Comparing:
             shutil.rmtree(target)
         return replace(row, **told, path=str(target) if target.exists() else None)
 
-    def _made(self, candidate: Candidate, target: Path, key: str) -> dict[str, object]:
+    def _target(self, wanted: Wanted) -> Path:
+        asked = wanted.candidate.asked
+        ratio = "" if asked is None else f"-{asked * 100:g}"
+        return self._work / f"{wanted.candidate.name}{ratio}-{wanted.made[:12]}"
+
+    def _made(self, wanted: Wanted, target: Path) -> dict[str, object]:
         """Make a model, or what is missing of it; its size, and what that took."""
-        was_begun = target.exists()
+        candidate, key, was_begun = wanted.candidate, f"made {wanted.made}", target.exists()
+        measured = self._measured(wanted)
         self._progress.log(f"Making {target.name}.")
-        result = run_stage(candidate.kind, self._model, target, candidate.options, resume=True, progress=self._progress)
+        result = run_stage(
+            candidate.kind,
+            self._model,
+            target,
+            candidate.options,
+            resume=True,
+            progress=self._progress,
+            measured=measured,
+        )
         if result.status == "finished" and self._journal.is_done(key):
             return self._journal.units[key].told
         assert result.sizes is not None
@@ -145,6 +190,20 @@ class _Comparing:
                 "peak_memory_bytes": result.peak_memory_bytes,
             },
         )
+
+    def _measured(self, wanted: Wanted) -> Path | None:
+        """Where it was measured for a model and others; that is done now if several of them have not been begun."""
+        if (shared := self._passes.get(wanted.made)) is None:
+            return None
+        new = [each for each in shared.wanted if not self._is_begun(each)]
+        if not shared.directory.exists() and (wanted not in new or len(new) < 2):
+            return None
+        seconds = shared.run(self._progress)
+        self._noted(f"measured {shared.identity}", lambda: {"rows": shared.rows, "seconds": seconds})
+        return shared.directory
+
+    def _is_begun(self, wanted: Wanted) -> bool:
+        return self._journal.is_done(f"made {wanted.made}") or self._target(wanted).exists()
 
     def _measure(self, path: str) -> Callable[[], dict[str, object]]:
         """How to evaluate a model against the original."""

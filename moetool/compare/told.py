@@ -43,6 +43,19 @@ class ComparedModel(Printed):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharedStatistics(Printed):
+    """What was measured once for several rows.
+
+    Attributes:
+        rows: in words.
+        seconds: that it took, which are in no row's; `None` where it was interrupted.
+    """
+
+    rows: Sequence[str]
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Compared(Printed):
     """The whole table.
 
@@ -51,6 +64,7 @@ class Compared(Printed):
         bytes, perplexity, nll: of the original: weight files, and on the text.
         windows, tokens, sequence_length, begin: of the text, as `moetool eval` has them.
         rows: models that were there, then every method at every ratio.
+        statistics: what was measured once for several of them.
     """
 
     model: str
@@ -63,3 +77,4 @@ class Compared(Printed):
     sequence_length: int
     begin: str | None
     rows: Sequence[ComparedModel]
+    statistics: Sequence[SharedStatistics] = ()

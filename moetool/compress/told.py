@@ -89,6 +89,21 @@ class LayersTold(Told):
     layers: Mapping[int, Printed]
 
 
+@dataclass(frozen=True)
+class Trial(Printed):
+    """A size that was tried.
+
+    Attributes:
+        bytes: of all weight files, at most.
+        increase: of the perplexity on windows held out: the model's / the original's − 1.
+        increase_error: standard error of that, from the pairs of losses of each window.
+    """
+
+    bytes: int
+    increase: float
+    increase_error: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class MixedTold(LayersTold):
     """What a stage tells that keeps to a budget.
@@ -96,10 +111,12 @@ class MixedTold(LayersTold):
     Attributes:
         ratio: of the bytes, as it was asked for.
         notes: on what was chosen.
+        trials: sizes that were tried, where it was measured how small it can be.
     """
 
     ratio: float
     notes: Sequence[str] = ()
+    trials: Sequence[Trial] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,9 @@ from moetool.calibration.boundaries import kept_dtype, stretch
 from moetool.calibration.masking import masked_windows
 from moetool.calibration.opening import Bos, opening_text
 from moetool.calibration.sweep import Sweep
-from moetool.calibration.windows import check_vocabulary, load_tokenizer, sample_windows
+from moetool.calibration.windows import check_vocabulary, held_out_windows, load_tokenizer, sample_windows
 from moetool.checkpoint.experts import Weights
+from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.job import DenseSource, Input, Job, Source
 from moetool.job.options import CalibrationOptions, TextOptions
@@ -26,6 +28,7 @@ from moetool.runtime.modules.fused import fused_matrix
 
 Visit = Callable[[int, nn.Module], None]
 
+EVALUATE = "Evaluate"
 _TEXT = "text"  # the unit that notes which one it is
 
 
@@ -49,6 +52,59 @@ def calibration_windows(source: Input, options: TextOptions) -> Tensor:
     )
     check_vocabulary(windows, whole_number(source.checkpoint.config, "vocab_size"))
     return windows
+
+
+def held_out(source: Input, options: TextOptions, count: int) -> Tensor:
+    """Windows `[count, sequence_length]` of the calibration text that are not in the calibration set.
+
+    Raises:
+        UsageError: no text given, or too little of it.
+        InvalidInputError: text or tokenizer cannot be used.
+    """
+    if options.calibration is None:
+        raise UsageError("Give a calibration text: --calibration FILE.")
+    windows = held_out_windows(
+        options.calibration,
+        load_tokenizer(source.checkpoint.path),
+        count=count,
+        samples=options.samples,
+        sequence_length=options.sequence_length,
+        seed=options.seed,
+        bos=_bos(source, options),
+    )
+    if len(windows) < count:
+        raise UsageError(
+            f"The calibration text has {len(windows)} windows of {options.sequence_length} tokens besides the "
+            f"{options.samples} that are measured on, and {count} are to be held out. Give more text, shorter windows "
+            "(--sequence-length), or fewer of either (--samples, --held-out)."
+        )
+    check_vocabulary(windows, whole_number(source.checkpoint.config, "vocab_size"))
+    return windows
+
+
+def streamed_losses(
+    job: Job[Source], checkpoint: Checkpoint, windows: Tensor, directory: Path, experts_at_once: int
+) -> Tensor:
+    """Mean next-token loss of each window by a checkpoint of the job's family, one layer in memory at a time:
+    `[windows]` fp64. Between layers, a requested stop is obeyed. Hidden states wait in `directory`."""
+    from moetool.calibration.streaming import StreamedModel
+
+    model = StreamedModel(
+        checkpoint, job.source.architecture, job.compute_dtype, job.device, experts_at_once=experts_at_once
+    )
+    kept, tick = kept_dtype(job.source.dtype, job.compute_dtype), job.progress.advance
+    directory.mkdir(parents=True, exist_ok=True)
+    sweep = Sweep(model, windows, directory, tick, kept=kept)
+    with phase(job.progress, EVALUATE, (model.layer_count + 2) * sweep.batch_count):
+        sweep.embed()
+        for index in range(model.layer_count):
+            job.interrupt.check()
+            with model.layer(index) as layer:
+                sweep.forward(index, layer)
+            sweep.hidden(index).path.unlink()
+        losses = sweep.losses()
+    sweep.hidden(model.layer_count).path.unlink()
+    return losses
 
 
 def _bos(source: Input, options: TextOptions) -> Bos:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,8 @@ from moetool.job.workspace import FollowingWorkspace, RankWorkspace, Workspace, 
 from moetool.job.writing import check_records
 from moetool.runtime.memory import keep_few_programs, return_freed_memory
 
+_MEASURED = "measured"  # the last unit of what stages share
+
 
 def plan_stage(kind: type[AnyStage], source: str | Path, options: RunOptions) -> Plan:
     """What a stage would cost, from headers alone, or from `config.json` alone if that is all there is. Writes nothing
@@ -50,6 +52,7 @@ def run_stage(
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
+    measured: Path | None = None,
 ) -> Result:
     """Run one stage from `source` to `output` and say what came of it.
 
@@ -61,6 +64,7 @@ def run_stage(
         resume: go on with an interrupted run of the same settings.
         overwrite: throw away what an earlier run of moetool left in `output`.
         progress: told where the job is.
+        measured: where `measure_stages` or another job has measured for this one.
 
     Raises:
         MoetoolError: anything a user can do something about.
@@ -72,7 +76,7 @@ def run_stage(
     keep_few_programs()
     with JoinedRanks() if processes() > 1 and not kind.has_trainer else Ranks() as ranks:
         if ranks.is_first:
-            return _lead(kind, source, output, options, ranks, resume=resume, overwrite=overwrite, progress=progress)
+            return _lead(kind, source, output, options, ranks, resume, overwrite, progress, measured)
         return _follow(kind, source, output, options, ranks)
 
 
@@ -82,10 +86,10 @@ def _lead(
     output: str | Path,
     options: RunOptions,
     ranks: Ranks,
-    *,
     resume: bool,
     overwrite: bool,
     progress: Progress,
+    measured: Path | None,
 ) -> Result:
     """What the first process does, or the only one, or each of those that a Trainer brings together."""
     began, timed = time.monotonic(), Stopwatch(progress)
@@ -123,6 +127,8 @@ def _lead(
                 progress.expect(estimate(plan, options, directory).phases)
             if workspace.is_resumed:
                 progress.log(f"Going on with the run in {directory}.")
+            elif measured is not None:
+                workspace.begin_with(measured)
             told = stage.run(job)
             sizes = _verified(stage, directory) if is_first_process() else None
             workspace.close()
@@ -149,6 +155,39 @@ def _verified(stage: AnyStage, directory: Path, *, edited: bool = False) -> Size
     if problems := check_files(directory, manifest, edited=edited, trusted=weights).problems:
         raise VerificationError(f"{directory}: {'; '.join(problems)}")
     return sizes
+
+
+def measure_stages(stages: Sequence[AnyStage], directory: Path, identity: str, progress: Progress) -> float | None:
+    """Measure once for stages with the same input and `shared_recipe`, for `run_stage` to begin with.
+
+    Args:
+        stages: that share it, at least one.
+        directory: where; what an earlier call has done there under the same `identity` is gone on with.
+        identity: a fingerprint of all that decides what is measured.
+        progress: told where it is.
+
+    Returns:
+        The seconds that it took; `None` if some of it had been done before.
+
+    Raises:
+        MoetoolError: as `run_stage`.
+    """
+    began, first = time.monotonic(), stages[0]
+    return_freed_memory()
+    plan = first.plan()
+    plan.check(directory, memory=first.options.memory, disk=first.options.disk)
+    workspace = Workspace(directory, identity, resume=True, progress=progress)
+    try:
+        is_resumed = workspace.is_resumed
+        if not workspace.is_done(_MEASURED):
+            with _storage_explained(directory, plan.disk_bytes), listening() as interrupt:
+                progress.expect(())
+                job = Job(first.source, workspace, first.options, first.recipe(), progress, interrupt)
+                first.measure(job, stages[1:])
+                workspace.done(_MEASURED)
+    finally:
+        workspace.abandon()
+    return None if is_resumed else time.monotonic() - began
 
 
 def _follow(kind: type[AnyStage], source: str | Path, output: str | Path, options: RunOptions, ranks: Ranks) -> Result:

@@ -9,7 +9,7 @@ from typing import TypedDict
 
 import xxhash
 
-from moetool.checkpoint.files import storage_errors
+from moetool.checkpoint.files import atomically, storage_errors
 
 
 class _Line(TypedDict, total=False):
@@ -110,7 +110,7 @@ class Journal:
 
     def _append(self, entry: _Line) -> None:
         entry = {**entry, "number": self._next, "run": self._fingerprint}
-        line = json.dumps({**entry, "check": _check(entry)}) + "\n"
+        line = _line(entry)
         with storage_errors(self.path), self.path.open("a", encoding="ascii") as file:
             file.write("\n" + line if self._is_torn else line)
             file.flush()
@@ -119,6 +119,17 @@ class Journal:
         self._next += 1
         self.run = self._fingerprint
         self._apply(entry)
+
+
+def hand_on(path: Path, target: Path, run: str) -> None:
+    """Write all lines of a journal to another, whole or not at all, as those of the `run` with that fingerprint."""
+    entries = [entry for line in path.read_bytes().splitlines() if (entry := _checked(line)) is not None]
+    with atomically(target) as temporary, storage_errors(target):
+        temporary.write_text("".join(_line({**entry, "run": run}) for entry in entries), encoding="ascii")
+
+
+def _line(entry: _Line) -> str:
+    return json.dumps({**entry, "check": _check(entry)}) + "\n"
 
 
 def _check(entry: Mapping[str, object]) -> str:

@@ -1,7 +1,7 @@
 """What a stage is: options, a plan from headers alone, and the work."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
@@ -53,6 +53,16 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
     @abstractmethod
     def run(self, job: Job[SourceT]) -> Told:
         """Do it. Returns what is worth telling beyond sizes and time."""
+
+    def shared_recipe(self) -> Mapping[str, object] | None:
+        """The options that decide what is measured before a budget is spent: jobs on the same input in which they are
+        equal can share that (`measure`). `None` where there is nothing to share."""
+        return None
+
+    def measure(self, job: Job[SourceT], beside: Sequence["AnyStage"]) -> None:
+        """Do what `run` begins with, up to where the budget is spent, for this stage and those `beside` it, which have
+        the same `shared_recipe`."""
+        raise NotImplementedError(f"{self.name} shares nothing")
 
     def verify(self, output: Path) -> Sizes:
         """Open what was written as a reader would, and compare sizes. Raises if something is wrong."""

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moetool.checkpoint.files import fast_digest, is_intact, storage_errors
+from moetool.checkpoint.files import fast_digest, is_intact, place, storage_errors
 from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import MANIFEST
 from moetool.errors import UsageError
-from moetool.job.journal import Journal
+from moetool.job.journal import Journal, hand_on
 from moetool.job.lock import Lock
 from moetool.job.progress import Progress, Silent, phase
 from moetool.job.ranks import Ranks
@@ -23,8 +23,9 @@ from moetool.job.ranks import Ranks
 WORK_DIRECTORY = ".moetool"
 FINISHED = "finished"  # the journal's last unit
 TRAINER = "trainer"  # checkpoints of a training, which have digests of their own
+TRIALS = "trials"  # outputs of other jobs, which have journals of their own
 _LOCK, _JOURNAL = "lock", "journal.jsonl"
-_UNJOURNALED = {_LOCK, _JOURNAL, TRAINER}
+_UNJOURNALED = {_LOCK, _JOURNAL, TRAINER, TRIALS}
 
 
 class Outcome(NamedTuple):
@@ -162,6 +163,25 @@ class Workspace:
         for top in _entries(self.work):
             if top.name not in _UNJOURNALED:
                 yield from (path for path in [top, *top.rglob("*")] if path.is_file())
+
+    def begin_with(self, other: Path) -> None:
+        """Take over what another job has done in its output directory, unless something has been done here.
+
+        Its first units have to be this job's, too. Files get second names, so that each job may delete its own; the
+        journal, which makes them count, comes last and whole.
+
+        Raises:
+            ResourceError: the file system refuses.
+        """
+        if self._journal.units:
+            return
+        theirs, ours = other / WORK_DIRECTORY / _JOURNAL, self.work / _JOURNAL
+        for unit in Journal(theirs, self.fingerprint).units.values():
+            for name in unit.files:
+                place(other / name, self.output / name)
+        hand_on(theirs, ours, self.fingerprint)
+        self._journal = Journal(ours, self.fingerprint)
+        self._seen = {path: _signature(path) for path in self._working_files()}
 
     def is_done(self, unit: str) -> bool:
         """Whether a unit's files are in place."""

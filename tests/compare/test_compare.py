@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from moetool.calibration.sweep import Sweep
 from moetool.compare import running
 from moetool.job.progress import Silent
 
@@ -106,6 +107,58 @@ def test_stopped_while_a_model_is_made_it_goes_on_there(compare, made, monkeypat
     assert "seconds" not in row
     shutil.rmtree(tmp_path / "work")
     assert compare("ders-quantize").json["rows"][0]["kl"] == row["kl"]
+
+
+CHEAP = ("--option", "hybrid:group_size=16", "--option", "auto:group_size=16", "--option", "quantize:group_size=16")
+
+
+def files(directory: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(directory).rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("methods", "ratios", "options", "passes"),
+    [
+        ("hybrid,auto,quantize", "0.5", CHEAP, [["hybrid at 50.0%", "auto at 50.0%", "quantize at 50.0%"]]),
+        ("d2moe,two=d2moe", "0.4,0.3", ("--option", "two:rank=3"), [["d2moe at 40.0%", "d2moe at 30.0%", "two"]]),
+        ("hybrid", "0.6,0.4", (*CHEAP, "--option", "hybrid:refine=4", "--option", "hybrid:rotate=true"),
+         [["hybrid at 60.0%", "hybrid at 40.0%"]]),
+        ("d2moe,two=d2moe", "0.4", ("--option", "two:merge=mean"), []),
+    ],
+    ids=["mixing", "d2moe", "refined and rotated", "apart"],
+)  # fmt: skip
+def test_one_statistics_pass_for_several(
+    compare, run_cli, tiny_mixtral, tiny_text, tmp_path, monkeypatch, methods, ratios, options, passes
+):
+    """Rows are to the last byte what `compress` makes by itself."""
+    swept: list[int] = []
+    before = Sweep.backward
+    monkeypatch.setattr(Sweep, "backward", lambda *arguments: (swept.append(1), before(*arguments))[1])
+    options = [said for said in options if said != "--option" and said.partition(":")[0] in methods]
+    given = ("--ratios", ratios, "--keep", *(word for said in options for word in ("--option", said)))
+    told = compare(methods, *given).json
+    assert [shared["rows"] for shared in told.get("statistics", [])] == passes
+    assert len(swept) == 3 * (len(passes) or len(told["rows"]))  # layers
+    assert len([path for path in (tmp_path / "work").iterdir() if path.is_dir()]) == len(told["rows"])
+    assert compare(methods, *given).json == told
+    if passes:
+        row = told["rows"][-1]
+        own = [words for said in options for words in option(row["name"], said)]
+        asked = ("--ratio", row["asked"]) if row.get("asked") else ()
+        texts = ("--calibration", tiny_text, "--samples", 4, "--sequence-length", 32)
+        result = run_cli(
+            "compress", tiny_mixtral, tmp_path / "by-itself", "--method", row["method"], *asked, *texts, *own
+        )
+        assert result.code == 0, result.stderr
+        assert files(tmp_path / "by-itself") == files(row["path"])
+
+
+def option(row: str, said: str) -> list[str]:
+    """`hybrid:group_size=16` as `compress` takes it, if it is that row's."""
+    name, _, given = said.partition(":")
+    key, _, value = given.partition("=")
+    flag = f"--{key.replace('_', '-')}"
+    return [] if name != row else [flag] if value == "true" else [flag, value]
 
 
 def test_killed_while_it_evaluates_no_model_is_made_again(compare, made, monkeypatch):

@@ -64,8 +64,11 @@ SMALLER = {
     "groups": "--group-size 32",
 }
 
+TEXT = ("--calibration", "TEXT.txt")
 # What no page shows, for fields that nothing else prints.
 RUN_FOR_JSON = [
+    ["compress", "MODEL", "found", "--method", "auto", "--max-increase", "300%", "--held-out", "4", *TEXT],
+    ["compress", "MODEL", "x", "--method", "hybrid", "--ratio", "0.5", *TEXT, "--dry-run"],
     ["compare", "MODEL", "--models", "MODEL", "--methods", "d2moe", "--ratios", "0.99", "--data", "TEXT.txt"],
     ["upcycle", "demo/dense", "x", "--method", "simoe", "--dry-run"],
     ["prune-base", "SPLIT", "x", "--ratio", "0.2", "--dry-run"],

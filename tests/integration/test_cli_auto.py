@@ -22,6 +22,9 @@ from checkpoints import (
 from torch import Tensor
 
 import moetool
+from moetool.compress.methods.auto import AutoOptions
+from moetool.compress.mixing import trials
+from moetool.job.calibrated import held_out
 from moetool.job.job import Source
 
 GROUP = ("--group-size", 16)
@@ -151,10 +154,73 @@ def test_killed_runs_resume_to_the_same_bytes(
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+SEARCH = ("--max-increase", "3%", "--held-out", 12, "--samples", 8)
+
+
+def test_the_smallest_that_holds(run_cli: Any, calibration: Any, tiny_mixtral: Path, tmp_path: Path) -> None:
+    """Its increase is that of the model that is written; its plan makes the same weights again."""
+    file, command = tmp_path / "plan.yaml", ("compress", tiny_mixtral)
+    made = run_cli(*command, tmp_path / "one", *METHOD, *calibration, *SEARCH, "--save-plan", file, "--json")
+    assert made.code == 0, made.stderr
+    *others, kept = made.json["trials"]
+    assert 0 < len(others) < 6
+    assert kept["increase"] <= 0.03
+    assert all(trial["increase"] > 0.03 for trial in others if trial["bytes"] < kept["bytes"])
+    assert 0.97 * kept["bytes"] < weight_bytes(tmp_path / "one") <= kept["bytes"]
+    assert f"perplexity grows by {kept['increase']:.2%} ± {kept['increase_error']:.2%}" in made.json["notes"][-1]
+    source = Source.open(tiny_mixtral)
+    options = AutoOptions(max_increase=0.03, calibration=str(calibration[1]), samples=8, sequence_length=32)
+    windows = held_out(source, options, 12)
+    lost = [window_losses(path, windows) for path in (tmp_path / "one", tiny_mixtral)]
+    assert kept["increase"] == pytest.approx((lost[0] - lost[1]).mean().expm1().item(), rel=1e-3, abs=1e-5)
+    followed = run_cli(*command, tmp_path / "two", *METHOD, *calibration, "--samples", 8, "--plan", file)
+    assert followed.code == 0, followed.stderr
+    assert weights(tmp_path / "one") == weights(tmp_path / "two")
+
+
+def window_losses(path: Path, windows: Tensor) -> Tensor:
+    """Mean next-token loss of each window, by the whole model."""
+    scores = logits(path, windows)[:, :-1].double().log_softmax(-1)
+    return -scores.gather(-1, windows[:, 1:, None])[..., 0].mean(-1)
+
+
+def test_a_search_that_was_killed_goes_on(
+    crash: CrashDriver, calibration: Any, tiny_mixtral: Path, tmp_path: Path
+) -> None:
+    """Among sizes, with some of them done."""
+    arguments = ("compress", tiny_mixtral, *METHOD, *calibration, *SEARCH)
+    whole = crash(tmp_path / "whole", arguments)
+    assert whole["code"] == 0, whole["stderr"]
+    assert crash(tmp_path / "out", arguments, at=whole["changes"] // 2)["code"] == -signal.SIGKILL
+    assert crash(tmp_path / "out", (*arguments, "--resume"))["code"] == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_an_increase_that_nothing_holds(
+    run_cli: Any, calibration: Any, tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def losses(job: Any, checkpoint: Any, windows: Tensor, *_: Any) -> Tensor:
+        worse = 0.0 if checkpoint.path == tiny_mixtral else 1e4 / checkpoint.weight_bytes
+        return torch.linspace(1, 2, len(windows), dtype=torch.float64) * (1 + worse)
+
+    monkeypatch.setattr(trials, "streamed_losses", losses)
+    result = run_cli("compress", tiny_mixtral, tmp_path / "out", *METHOD, *calibration, *SEARCH)
+    assert result.code == 2
+    assert "--max-increase 3.000% is not possible" in result.stderr
+    assert "The least that was measured: " in result.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "code", "says"),
     [
         ((), 2, "give --ratio, --bytes or --plan"),
+        (("--ratio", 0.5, "--max-increase", "2%"), 2, "one of them"),
+        (("--max-increase", "0%"), 2, "greater than 0"),
+        (("--max-increase=-2%",), 2, "greater than 0"),
+        (("--max-increase", "2"), 2, "if that is meant, write 200%"),
+        (("--max-increase", "little"), 2, "write it like 2% or 0.02"),
+        (("--max-increase", "2%", "--held-out", 1), 2, "--held-out"),
+        (("--max-increase", "2%", "--held-out", 100_000), 2, "and 100000 are to be held out"),
         (("--ratio", 0.5, "--bytes", "1MB"), 2, "give --ratio, --bytes or --plan"),
         (("--plan", "PLAN", "--save-plan", "x.yaml"), 2, "with --plan nothing is"),
         (("--bytes", "1kB"), 2, "at the least, so the ratio must be above 0 and at most"),

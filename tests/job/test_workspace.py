@@ -44,6 +44,45 @@ def test_a_new_directory(output: Path) -> None:
     assert list(output.iterdir()) == []
 
 
+def test_what_another_job_has_done_is_taken_over_once(tmp_path: Path) -> None:
+    """What it will delete stays here, and the other way round; what was used up there needs no file here."""
+    other = Workspace(tmp_path / "other", "theirs")
+    for unit, name in (("a", "a.bin"), ("b", "deep/b.bin")):
+        (other.work / name).parent.mkdir(exist_ok=True)
+        (other.work / name).write_text(unit)
+        other.done(unit, spent=[other.work / "a.bin"] if unit == "b" else [], told={"said": unit})
+    other.abandon()
+    mine = Workspace(tmp_path / "mine", "ours")
+    mine.begin_with(other.output)
+    assert [mine.is_done(unit) for unit in "abc"] == [True, True, False]
+    assert mine.told("b") == {"said": "b"}
+    assert not (mine.work / "a.bin").exists()
+    mine.done("c", spent=[mine.work / "deep" / "b.bin"])
+    assert (other.work / "deep" / "b.bin").read_text() == "b"
+    mine.begin_with(other.output)
+    assert mine.is_done("c")
+    mine.abandon()
+    resumed = Workspace(tmp_path / "mine", "ours", resume=True)
+    assert [resumed.is_done(unit) for unit in "abc"] == [True] * 3
+
+
+def test_damage_to_what_was_taken_over_is_made_good(tmp_path: Path) -> None:
+    """With what led to it and was used up, as if this job had made it all."""
+    other = Workspace(tmp_path / "other", "theirs")
+    (other.work / "a.bin").write_text("a")
+    other.done("a")
+    (other.work / "b.bin").write_text("b")
+    other.done("b", spent=[other.work / "a.bin"])
+    other.abandon()
+    mine = Workspace(tmp_path / "mine", "ours")
+    mine.begin_with(other.output)
+    mine.abandon()
+    (mine.work / "b.bin").unlink()
+    (mine.work / "b.bin").write_text("?")
+    resumed = Workspace(tmp_path / "mine", "ours", resume=True)
+    assert [resumed.is_done(unit) for unit in "ab"] == [False, False]
+
+
 def test_an_empty_directory_will_do(output: Path) -> None:
     output.mkdir(parents=True)
     assert Workspace(output, "f").work.is_dir()

@@ -15,7 +15,7 @@ from moetool.compare.candidates import candidates
 from moetool.compare.options import CompareOptions
 from moetool.compare.picture import plot_compared
 from moetool.compare.running import compare
-from moetool.compare.told import Compared, ComparedModel
+from moetool.compare.told import Compared, ComparedModel, SharedStatistics
 from moetool.job.execute import output_directory
 from moetool.job.forecast import format_seconds
 from moetool.measure.plots import pictured
@@ -57,6 +57,8 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         for row in result.rows:
             if row.error is not None:
                 print(line(row))
+        for shared in result.statistics:
+            print(shared_line(shared))
         next_step.tell(next_step.line("compress", model, "OUT", "--method", "METHOD", "--ratio", "RATIO"))
 
     return make_command(name, with_options(command, CompareOptions), COMMANDS[name][1])
@@ -104,10 +106,17 @@ def line(row: ComparedModel) -> str:
     return "  ".join(cell or "–" for cell in cells(row))
 
 
+def shared_line(shared: SharedStatistics) -> str:
+    """What was measured once, and for which rows."""
+    took = "" if shared.seconds is None else f" {format_seconds(shared.seconds)}, in none of their times"
+    return f"One statistics pass shared by {', '.join(shared.rows)}:{took}".removesuffix(":")
+
+
 def markdown(result: Compared) -> str:
     """The table as a page of its own."""
     rows: list[Sequence[str]] = [HEADERS, ["---", *["---:"] * (len(HEADERS) - 1)]]
     rows += [cells(row) for row in result.rows if row.error is None]
     lines = [headline(result), "", *(f"| {' | '.join(row)} |" for row in rows)]
-    failed = [f"- {line(row)}" for row in result.rows if row.error is not None]
-    return "\n".join([*lines, *(["", *failed] if failed else [])]) + "\n"
+    notes = [f"- {line(row)}" for row in result.rows if row.error is not None]
+    notes += [f"- {shared_line(shared)}" for shared in result.statistics]
+    return "\n".join([*lines, *(["", *notes] if notes else [])]) + "\n"

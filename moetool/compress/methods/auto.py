@@ -6,7 +6,8 @@ assumed: experts that were upcycled from one network have one in common, experts
 (arXiv:2606.03465).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -20,30 +21,49 @@ from moetool.checkpoint.source import local_path
 from moetool.compress.encoding import BaseBits
 from moetool.compress.mixing.choosing import Choosing, FormLosses, Mix
 from moetool.compress.mixing.footings import Footing, average_bits, on_base, without_base
+from moetool.compress.mixing.increase import MOST_TRIALS, Increase, SizeSearch
 from moetool.compress.mixing.mixing import Mixing
 from moetool.compress.mixing.options import MixingOptions
 from moetool.compress.mixing.plan_file import plan_text, read_plan
-from moetool.compress.told import MixedTold
+from moetool.compress.mixing.stage import MixingStage
+from moetool.compress.mixing.trials import Trials, in_words
+from moetool.compress.told import MixedTold, Trial
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout
+from moetool.job.building_blocks import calibration_forward, moe_size
+from moetool.job.calibrated import EVALUATE, held_out
+from moetool.job.execute import run_stage
 from moetool.job.job import Job
 from moetool.job.options import RunOptions
-from moetool.job.plan import Plan
-from moetool.job.stage import Stage
+from moetool.job.phases import ENCODE
+from moetool.job.plan import Plan, calibration_cost
+from moetool.job.processes import processes
+from moetool.job.result import Json
+from moetool.job.work import Phase
 from moetool.job.writing import OutputPlan, original_bytes
 
 
 class AutoOptions(MixingOptions):
     """A budget, and what it may be spent on."""
 
-    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "bytes", "plan")  # one typed replaces the others of a preset
+    # One typed replaces the others of a preset.
+    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "bytes", "max_increase", "plan")
 
     ratio: float | None = Field(
         None, gt=0, lt=1, description="Share of the weight files' bytes that disappears: 0.8 makes them 80 % smaller."
     )
     bytes: ByteSize | None = Field(None, description="Instead of a ratio: how large weight files may be, e.g. 20GB.")
+    max_increase: Increase | None = Field(
+        None,
+        description="Instead of either: how much perplexity (exp of the mean loss) may grow on windows of the "
+        "calibration text that nothing else sees: 2% lets 10.0 become 10.2. Up to six sizes are made and measured, and "
+        "the smallest that holds is kept.",
+    )
+    held_out: int = Field(
+        32, ge=2, description="With --max-increase: how many windows to measure it on, besides --samples."
+    )
     plan: str | None = Field(
-        None, description="Instead of either: a file that --save-plan wrote, edited or not, to be followed."
+        None, description="Instead of any: a file that --save-plan wrote, edited or not, to be followed."
     )
     save_plan: str | None = Field(None, description="Write what was chosen to this YAML file, which --plan reads.")
     merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
@@ -56,14 +76,14 @@ class AutoOptions(MixingOptions):
 
     @model_validator(mode="after")
     def _one_budget(self) -> "AutoOptions":
-        if sum(given is not None for given in (self.ratio, self.bytes, self.plan)) != 1:
-            raise ValueError("give --ratio, --bytes or --plan, one of them")
+        if sum(given is not None for given in (self.ratio, self.bytes, self.max_increase, self.plan)) != 1:
+            raise ValueError("give --ratio, --bytes or --plan, or --max-increase: one of them")
         if self.plan is not None and self.save_plan is not None:
             raise ValueError("--save-plan writes what was chosen; with --plan nothing is")
         return self
 
 
-class Auto(Stage[AutoOptions]):
+class Auto(MixingStage[AutoOptions]):
     """What loses least for its bytes."""
 
     name: ClassVar[str] = "auto"
@@ -77,29 +97,75 @@ class Auto(Stage[AutoOptions]):
         return [*super().reads(), *own]
 
     def plan(self) -> Plan:
-        mixing, original = self._mixing, original_bytes(self.source)
+        mixing, original = self.mixing, original_bytes(self.source)
         mixing.check()
+        if self._is_search and processes() > 1:
+            raise UsageError(f"--max-increase runs in one process; this is one of {processes()}.")
         if self.given is None and not self._smallest <= self._target < original:
             raise UsageError(
                 f"{format_bytes(self._target)} are not possible here: the weight files take {format_bytes(original)}, "
                 f"and {format_bytes(self._smallest)} at the least, so the ratio must be above 0 and at most "
                 f"{int((1 - self._smallest / original) * 1000) / 1000:g}."
             )
-        details = {"smallest_possible_bytes": self._smallest, "bits_per_number": round(self._bits_on(0), 2)}
-        return mixing.plan(self._target, details if self.given is None else {})
+        details: dict[str, Json] = {"smallest_possible_bytes": self._smallest}
+        if not self._is_search:
+            details["bits_per_number"] = round(self._bits_on(0), 2)
+        plan = mixing.plan(self._target, details if self.given is None else {})
+        return self._plan_of_trials(plan) if self._is_search else plan
+
+    def _plan_of_trials(self, plan: Plan) -> Plan:
+        """Costs of as many trials as there can be, each of the largest size, and of the result."""
+        cost = calibration_cost(self.source, self.options, self.options, gradients=True)
+        evaluated = calibration_forward(replace(cost, samples=self.options.held_out), moe_size(self.source.experts))
+        times, phases = MOST_TRIALS + 1, {phase.name: phase.work for phase in plan.phases}
+        phases = {**phases, EVALUATE: evaluated * times, ENCODE: phases[ENCODE] * times}
+        return replace(
+            plan,
+            scratch_bytes=2 * plan.scratch_bytes + plan.output_bytes,
+            phases=tuple(Phase(name, work) for name, work in phases.items()),
+            details={**plan.details, "most_trials": MOST_TRIALS},
+        )
+
+    @property
+    def _is_search(self) -> bool:
+        """Whether the budget is to be found: that of a trial is given."""
+        return self.options.max_increase is not None and self.options.bytes is None
+
+    def shared_recipe(self) -> Mapping[str, object] | None:
+        return None if self.options.max_increase is not None else super().shared_recipe()
+
+    def _tried(self, job: Job) -> Sequence[Trial]:
+        """Sizes that were tried, once everything is measured that they need; the one to keep comes last."""
+        options, mixing = self.options, self.mixing
+        assert options.max_increase is not None
+        windows = held_out(self.source, options, options.held_out)
+        mixing.measure(job)
+
+        def make(size: int, directory: Path) -> None:
+            own = options.model_copy(update={"bytes": size, "save_plan": None})
+            path = self.source.checkpoint.path
+            run_stage(type(self), path, directory, own, resume=True, progress=job.progress, measured=job.output)
+
+        reader = self.source.experts
+        per_bit = reader.shape.expert_parameters * reader.shape.experts * len(reader.moe_layers) / 8
+        search = SizeSearch(options.max_increase, self._smallest, self._target, per_bit)
+        return Trials(job, windows, make, mixing.experts_at_once).search(search)
 
     def run(self, job: Job) -> MixedTold:
-        mixing = self._mixing
+        mixing, trials = self.mixing, self._tried(job) if self._is_search else ()
+        target = trials[-1].bytes if trials else self._target
 
         def choose(losses: FormLosses) -> Mix:
-            mix = Choosing(self.source, mixing.footings, "matrix", self.options.shard_size).mix(self._target, losses)
+            mix = self._choosing(mixing.footings).mix(target, losses)
             if self.options.save_plan is not None and job.ranks.is_first:
                 file = local_path(self.options.save_plan)
                 with atomically(file) as temporary:
                     temporary.write_text(plan_text(mix.layouts), encoding="utf-8")
             return mix
 
-        return mixing.run(job, choose, 1 - self._target / original_bytes(self.source))
+        told = mixing.run(job, choose, 1 - target / original_bytes(self.source))
+        kept = [f"Kept of {len(trials)} sizes: {in_words(trials[-1])}"] if trials else []
+        return replace(told, notes=[*told.notes, *kept], trials=trials)
 
     @cached_property
     def given(self) -> Mapping[int, LayerLayout] | None:
@@ -113,10 +179,22 @@ class Auto(Stage[AutoOptions]):
     def _target(self) -> int:
         if self.given is not None:
             return OutputPlan(self.source, self.given, self.options.shard_size).nbytes
-        ratio = self.options.ratio
-        return self.options.bytes or round(original_bytes(self.source) * (1 - (ratio or 0)))
+        options, original = self.options, original_bytes(self.source)
+        if self._is_search:
+            return min(self._choosing([self._offered[1]]).largest, original - 1)
+        return options.bytes or round(original * (1 - (options.ratio or 0)))
 
-    def _footings(self, on: float, alone: float) -> list[Footing]:
+    def _choosing(self, footings: Sequence[Footing]) -> Choosing:
+        return Choosing(self.source, footings, "matrix", self.options.shard_size)
+
+    @property
+    def _offered(self) -> list[Footing]:
+        """What suits the budget; everything where that is to be found."""
+        if self.options.max_increase is not None:
+            return self._footings(None, None)
+        return self._footings(self._bits_on(0), 1 + self._bits_on(1))
+
+    def _footings(self, on: float | None, alone: float | None) -> list[Footing]:
         """What is offered where numbers of deltas, and of matrices on their own, can have so many bits on average."""
         options, shape = self.options, self.source.experts.shape
         turns = [None, options.seed] if options.rotate else [None]
@@ -133,7 +211,7 @@ class Auto(Stage[AutoOptions]):
     def _least(self) -> tuple[int, int]:
         """Bytes of the smallest forms: of no deltas to a base, and of one bit for every number without one."""
         first, second = self._footings(1.0, 1.0)[:2]
-        on, alone = (Choosing(self.source, [own], "matrix", self.options.shard_size) for own in (first, second))
+        on, alone = self._choosing([first]), self._choosing([second])
         return on.smallest, alone.smallest
 
     @property
@@ -144,6 +222,5 @@ class Auto(Stage[AutoOptions]):
         return average_bits(self.source.experts, self._target - self._least[place])
 
     @property
-    def _mixing(self) -> Mixing:
-        footings = self._footings(self._bits_on(0), 1 + self._bits_on(1))
-        return Mixing(self.name, self.source, self.options, footings, self.options.merge, self.given)
+    def mixing(self) -> Mixing:
+        return Mixing(self.name, self.source, self.options, self._offered, self.options.merge, self.given)

@@ -1,5 +1,6 @@
 """D²-MoE in one streamed pass: base, deltas, factors (arXiv:2502.17298)."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
@@ -31,10 +32,14 @@ from moetool.job.job import Job
 from moetool.job.layer_memory import LayerMemory
 from moetool.job.options import CalibrationOptions, IncludeOptions, RunOptions
 from moetool.job.plan import Plan
-from moetool.job.stage import Stage
+from moetool.job.stage import AnyStage, Stage
 from moetool.representations import Representation
 from moetool.representations.low_rank import LowRank
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
+
+# Options that only matter once bases and spectra are there.
+_SPENDING = {"ratio", "rank", "paper_counting", "allocation", "trim", "rank_multiple"}
+_LATER = {*_SPENDING, "device", "memory", "disk", "shard_size"}
 
 
 class D2MoEOptions(FactorOptions, IncludeOptions, CalibrationOptions):
@@ -140,11 +145,25 @@ class D2MoE(Stage[D2MoEOptions]):
             return self.options
         return self.options.model_copy(update={"ratio": None, "rank": self._paper_rank.rank})
 
+    def shared_recipe(self) -> Mapping[str, object]:
+        return {"stage": self.name, **self.options.model_dump(mode="json", exclude=_LATER)}
+
+    def measure(self, job: Job, beside: Sequence[AnyStage]) -> None:
+        self._measured(job)
+
     def run(self, job: Job) -> RankedTold:
-        options, reader = self._counted, self.source.experts
-        pruning = plan_pruning(reader.shape.intermediate, options.prune_base, options.pruning)
+        options = self._counted
+        pruning = plan_pruning(self.source.experts.shape.intermediate, options.prune_base, options.pruning)
         if pruning.dynamic:
             job.progress.log(BATCH_DEPENDENT)
+        calibrated = self._measured(job)
+        factored = FactoredLayers(job, pruning.dynamic, options)
+        return finish(job, factored, options, self.name, calibrated, calibrated.facts_with_loss, options.refine)
+
+    def _measured(self, job: Job) -> CalibratedJob:
+        """Leave base and spectra of every layer in the work directory."""
+        options, reader = self._counted, self.source.experts
+        pruning = plan_pruning(reader.shape.intermediate, options.prune_base, options.pruning)
         calibrated = CalibratedJob(job, options, gradients=True, experts_at_once=self._experts_at_once)
 
         def visit(index: int, layer: nn.Module) -> None:
@@ -163,5 +182,4 @@ class D2MoE(Stage[D2MoEOptions]):
             LayerFactors(reader.shape, deltas, options, grams, owned).measure(file)
 
         calibrated.reverse(visit, passes=2)
-        factored = FactoredLayers(job, pruning.dynamic, options)
-        return finish(job, factored, options, self.name, calibrated, calibrated.facts_with_loss, options.refine)
+        return calibrated

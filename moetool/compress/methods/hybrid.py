@@ -12,11 +12,11 @@ from moetool.compress.mixing.choosing import Choosing
 from moetool.compress.mixing.footings import Footing, average_bits, on_base
 from moetool.compress.mixing.mixing import Mixing
 from moetool.compress.mixing.options import MixingOptions
+from moetool.compress.mixing.stage import MixingStage
 from moetool.compress.told import MixedTold
 from moetool.job.job import Job
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
-from moetool.job.stage import Stage
 from moetool.job.writing import original_bytes
 
 
@@ -37,7 +37,7 @@ class HybridOptions(MixingOptions):
     )
 
 
-class Hybrid(Stage[HybridOptions]):
+class Hybrid(MixingStage[HybridOptions]):
     """Bits and ranks together: each form of each matrix is made and measured, and the budget buys the best mix."""
 
     name: ClassVar[str] = "hybrid"
@@ -70,16 +70,16 @@ class Hybrid(Stage[HybridOptions]):
         return average_bits(self.source.experts, self._target - self._smallest)
 
     @property
-    def _mixing(self) -> Mixing:
+    def mixing(self) -> Mixing:
         return Mixing(self.name, self.source, self.options, [self._footing(self._bits)], self.options.merge)
 
     def plan(self) -> Plan:
-        self._mixing.check()
+        self.mixing.check()
         check_ratio(self.options.ratio, self._smallest, original_bytes(self.source))
         details = {"smallest_possible_bytes": self._smallest, "bits_per_number": round(self._bits, 2)}
-        return self._mixing.plan(self._target, details)
+        return self.mixing.plan(self._target, details)
 
     def run(self, job: Job) -> MixedTold:
-        mixing = self._mixing
+        mixing = self.mixing
         choosing = Choosing(self.source, mixing.footings, "matrix", self.options.shard_size)
         return mixing.run(job, lambda losses: choosing.mix(self._target, losses), self.options.ratio)

@@ -26,6 +26,7 @@ from moetool.compress.mixing.choosing import Choosing
 from moetool.compress.mixing.footings import Footing, average_bits, codes_form, without_base
 from moetool.compress.mixing.mixing import Mixing
 from moetool.compress.mixing.options import MixingOptions
+from moetool.compress.mixing.stage import MixingStage
 from moetool.compress.rotated import seeds
 from moetool.compress.told import LayersTold
 from moetool.errors import UsageError
@@ -33,7 +34,6 @@ from moetool.format.layout import NO_BASE, LayerLayout
 from moetool.job.job import Job
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import Plan
-from moetool.job.stage import Stage
 from moetool.job.writing import original_bytes
 from moetool.representations import Representation
 
@@ -88,7 +88,7 @@ class QuantizeOptions(MixingOptions):
         return self
 
 
-class Quantize(Stage[QuantizeOptions]):
+class Quantize(MixingStage[QuantizeOptions]):
     """Codes of each expert's own matrices; no base."""
 
     name: ClassVar[str] = "quantize"
@@ -121,6 +121,9 @@ class Quantize(Stage[QuantizeOptions]):
     def _is_mixed(self) -> bool:
         """Whether gradients are needed, too."""
         return self.options.ratio is not None or self.options.refine > 0
+
+    def shared_recipe(self) -> Mapping[str, object] | None:
+        return super().shared_recipe() if self._is_mixed else None
 
     # The same bits for all.
 
@@ -181,8 +184,8 @@ class Quantize(Stage[QuantizeOptions]):
         return 1 + average_bits(self.source.experts, self._target - self._smallest)
 
     @property
-    def _mixing(self) -> Mixing:
-        return Mixing(self.name, self.source, self.options, [self._footing(self._bits)], "mean")
+    def mixing(self) -> Mixing:
+        return Mixing(self.name, self.source, self.options, [self._footing(self._bits)], "fisher")
 
     def _mixing_plan(self) -> Plan:
         options, original = self.options, original_bytes(self.source)
@@ -195,10 +198,10 @@ class Quantize(Stage[QuantizeOptions]):
                 f"be at most {int(highest * 1000) / 1000:g}."
             )
         details = {"smallest_possible_bytes": self._smallest, "bits_per_number": round(self._bits, 2)}
-        return self._mixing.plan(self._target, details)
+        return self.mixing.plan(self._target, details)
 
     def _mix(self, job: Job) -> LayersTold:
-        mixing, options = self._mixing, self.options
+        mixing, options = self.mixing, self.options
         choosing, target = self._choosing(mixing.footings[0]), self._target
         ratio = 1 - target / original_bytes(self.source) if options.ratio is None else options.ratio
         return mixing.run(job, lambda losses: choosing.mix(target, losses), ratio)

@@ -58,6 +58,17 @@ class Choosing:
         """Bytes of all weight files with the smallest form of everything, all on the footing where that is least."""
         return min(map(self._smallest_on, self.footings))
 
+    @property
+    def largest(self) -> int:
+        """The same with the last form of everything, all on the footing where that is most."""
+        return max(
+            self.planned(
+                dict.fromkeys(self._places, own),
+                {key: len(own.forms[key[1]]) - 1 for key in self._units},
+            )
+            for own in self.footings
+        )
+
     def _smallest_on(self, footing: Footing) -> int:
         return self.planned(dict.fromkeys(self._places, footing), dict.fromkeys(self._units, 0))
 

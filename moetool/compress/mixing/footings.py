@@ -1,8 +1,10 @@
 """What the experts of a layer can stand on, and the forms that their matrices are offered in there."""
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from moetool.architectures import MoEShape, Role
 from moetool.bases.layer_base import LayerBase
@@ -44,6 +46,12 @@ class Footing:
     forms: Mapping[Role, Sequence[Representation]]
     seed: int | None = None
 
+    @cached_property
+    def menu(self) -> str:
+        """Tells footings of one name apart by what is offered on them."""
+        forms = [(role, [form.spec for form in own]) for role, own in self.forms.items()]
+        return f"{self.name}:{hashlib.sha256(repr(forms).encode()).hexdigest()[:8]}"
+
     @property
     def is_rotated(self) -> bool:
         """Whether inputs are rotated."""
@@ -81,22 +89,27 @@ def average_bits(experts: ExpertReader, left: int) -> float:
 
 
 def on_base(
-    shape: MoEShape, base_bits: str, bits: float, group: int, rotated_by: int | None = None, trellis: bool = False
+    shape: MoEShape,
+    base_bits: str,
+    bits: float | None,
+    group: int,
+    rotated_by: int | None = None,
+    trellis: bool = False,
 ) -> Footing:
-    """On a base in few bits, where every number of a delta can have `bits` on average; for rotated inputs with a
-    seed, codes in a trellis if that is wanted."""
-    base = base_representations(shape, base_bits, group, trellis)
-    near = [b for b in _BITS if bits / _REACH <= b <= bits * _REACH] or [1 if bits < 1 else 8]
-    if bits <= _LOW_RANK_BITS:
+    """On a base in few bits, where every number of a delta can have `bits` on average, or, if that is not known, all
+    but deltas as they are; for rotated inputs with a seed, codes in a trellis if that is wanted."""
+    base, few = base_representations(shape, base_bits, group, trellis), bits is None or bits <= _LOW_RANK_BITS
+    near = [b for b in _BITS if bits is None or bits / _REACH <= b <= bits * _REACH] or [1 if few else 8]
+    if few:
         near = sorted({*near, _LOW_RANK_BITS})
     forms: dict[Role, list[Representation]] = {}
     for role in shape.roles:
         matrix = shape.matrix(role)
         own: list[Representation] = [LowRank(0), *(codes_form(b, group, matrix, trellis) for b in near)]
-        if bits <= _LOW_RANK_BITS:
+        if few:
             ranks = sorted({max(1, math.floor(break_even_rank(matrix) * share)) for share in _LOW_RANK_SHARES})
             own += [in_groups(QuantizedLowRank(rank, _LOW_RANK_BITS, group), matrix, group) for rank in ranks]
-        if rotated_by is None and (bits * _REACH >= 16 or not near[1:]):
+        if bits is not None and rotated_by is None and (bits * _REACH >= 16 or not near[1:]):
             own.append(Dense())
         forms[role] = own
     return Footing(_named(base_bits, rotated_by), base, forms, rotated_by)
@@ -104,16 +117,16 @@ def on_base(
 
 def without_base(
     shape: MoEShape,
-    bits: float,
+    bits: float | None,
     group: int,
     rotated_by: int | None = None,
     exact: int | None = None,
     trellis: bool = False,
 ) -> Footing:
-    """Every matrix on its own, where every number can have `bits` on average, or has an `exact` number of them; for
-    rotated inputs with a seed, in a trellis if that is wanted."""
-    near = [b for b in _BITS if bits / _REACH <= b <= bits * _REACH] or [8]
-    whole = [Dense()] if bits * _REACH >= 16 and rotated_by is None else []
+    """Every matrix on its own, where every number can have `bits` on average (all from 1 to 8 if that is not known), or
+    has an `exact` number of them; for rotated inputs with a seed, in a trellis if that is wanted."""
+    near = [b for b in _BITS if bits is None or bits / _REACH <= b <= bits * _REACH] or [8]
+    whole = [Dense()] if bits is not None and bits * _REACH >= 16 and rotated_by is None else []
     if exact is not None:
         near, whole = [exact], []
     forms = {role: [*(codes_form(b, group, shape.matrix(role), trellis) for b in near), *whole] for role in shape.roles}

@@ -40,7 +40,8 @@ def measure(
 ) -> None:
     """Leave in the work directory what every form on every footing would lose, by all processes together.
 
-    Of each footing `Deltas` gives what is to be stored there, before inputs are rotated.
+    Of each footing `Deltas` gives what is to be stored there, before inputs are rotated. What footings of one name lose
+    is to the last bit what each of them would alone.
     """
     shape, lost = reader.shape, dict[str, Tensor]()
     statistics = footings[0][1].base.statistics
@@ -49,17 +50,19 @@ def measure(
         for group in shape.groups:
             if not owned.has(group[0], expert):
                 continue
-            gram, plain = grams.gram(expert, group[0]), None
-            for footing, deltas in footings:
-                if (turn := footing.turning(shape, layer, group[0])) is None:
-                    inputs = plain = plain or Measured(gram).with_feedback()
-                else:
-                    inputs = Measured(turn.gram(gram)).with_feedback()
-                for role in group:
+            gram, inputs = grams.gram(expert, group[0]), dict[int | None, Measured]()
+            for role in group:
+                known = dict[tuple[str, int], Measured]()  # by footing's name and rank
+                counts = sensitivity.of(role, expert, shape.matrix(role)[1], whitened=True)
+                for footing, deltas in footings:
+                    turn, forms = footing.turning(shape, layer, role), footing.forms[role]
+                    if footing.seed not in inputs:
+                        inputs[footing.seed] = Measured(gram if turn is None else turn.gram(gram)).with_feedback()
                     delta = _turned(deltas.of(role, expert), turn)
-                    counts = sensitivity.of(role, expert, shape.matrix(role)[1], whitened=True)
-                    measured = prepared(delta, footing.forms[role], replace(inputs, row_scale=counts.row_scale))
-                    own = losses(delta, footing.forms[role], reader.dtype, measured, counts)
+                    key = footing.name, max(form.directions for form in forms)
+                    if key not in known:
+                        known[key] = prepared(delta, forms, replace(inputs[footing.seed], row_scale=counts.row_scale))
+                    own = losses(delta, forms, reader.dtype, known[key], counts)
                     lost[loss_name(footing, role, expert)] = torch.tensor(own, dtype=torch.float64)
     found = {name: own for others in owned.peers.gather(lost) for name, own in others.items()}
     if owned.peers.is_first:
@@ -68,7 +71,7 @@ def measure(
 
 def loss_name(footing: Footing, role: Role, expert: int) -> str:
     """By which the losses of a matrix on a footing are found in their file."""
-    return f"{footing.name}.{role}.{expert}"
+    return f"{footing.menu}.{role}.{expert}"
 
 
 def _turned(matrix: Tensor, turn: Rotation | None) -> Tensor:

@@ -1,6 +1,6 @@
 """A job that measures what every form of every matrix loses, buys the mix that loses least, and writes it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,12 +32,21 @@ from moetool.job.building_blocks import moe_size, refine
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, Source
 from moetool.job.layer_memory import LayerMemory, Measuring
+from moetool.job.options import CalibrationOptions, IncludeOptions
 from moetool.job.phases import menu_phases
 from moetool.job.plan import CalibrationCost, Plan, calibration_cost
 from moetool.job.result import Json
 from moetool.job.writing import OutputPlan, entry_for, original_bytes, write_model
 
 Choose = Callable[[FormLosses], Mix]  # by what every form loses
+_MEASURING = {
+    *CalibrationOptions.model_fields,
+    *IncludeOptions.model_fields,
+    "compute_dtype",
+    "group_size",
+    "sensitivity",
+    "trellis",
+}
 
 
 @dataclass(frozen=True)
@@ -119,12 +128,29 @@ class Mixing:
         """How many of a layer's experts are in memory together."""
         return self._memory.at_once(self.options.memory)
 
-    def run(self, job: Job, choose: Choose, ratio: float) -> MixedTold:
-        """Do it; `ratio` was asked for."""
-        reader, options = self.source.experts, self.options
-        calibrated = CalibratedJob(job, options, gradients=True, experts_at_once=self.experts_at_once)
+    def shared_recipe(self) -> Mapping[str, object] | None:
+        """The options that decide what a form loses, whatever else is offered; `None` if there is nothing to choose."""
+        if self.given is not None:
+            return None
+        own = self.options.model_dump(mode="json", include=_MEASURING)
+        return {"stage": "mixing", **own, "merge": self.merge, "refined": self.options.refine > 0}
+
+    def beside(self, others: Iterable["Mixing"]) -> "Mixing":
+        """The same with what others of the same `shared_recipe` measure."""
+        footings = {own.menu: own for mixing in (self, *others) for own in mixing.footings}
+        return replace(self, footings=list(footings.values()))
+
+    def measure(self, job: Job) -> "_Running":
+        """What comes before the choice."""
+        calibrated = CalibratedJob(job, self.options, gradients=True, experts_at_once=self.experts_at_once)
         running = _Running(self, job, calibrated)
         calibrated.reverse(running.visit, passes=2 if self.given is None else 1)
+        return running
+
+    def run(self, job: Job, choose: Choose, ratio: float) -> MixedTold:
+        """Do it; `ratio` was asked for."""
+        reader, options, running = self.source.experts, self.options, self.measure(job)
+        calibrated = running.calibrated
         if self.given is None:
             mix = job.ranks.broadcast(choose(running.losses()))
             if job.ranks.is_first:
@@ -157,7 +183,7 @@ class _Running:
     """The same at work."""
 
     def __init__(self, mixing: Mixing, job: Job, calibrated: CalibratedJob) -> None:
-        self._mixing, self._job, self._calibrated = mixing, job, calibrated
+        self._mixing, self._job, self.calibrated = mixing, job, calibrated
         self._reader, options = mixing.source.experts, mixing.options
         self.refining = (
             Refining(self._reader, job.work, job.device, options.refine, options.seed) if options.refine else None
@@ -166,14 +192,14 @@ class _Running:
     def _grams(
         self, sweep: Sweep, layer: int, module: nn.Module, owned: Owned, *others: Collector, keep: bool
     ) -> InputGramCollector:
-        job, calibrated = self._job, self._calibrated
+        job, calibrated = self._job, self.calibrated
         grams = InputGramCollector(self._reader.shape, job.device, owned, calibrated.experts_at_once)
         sweep.forward(layer, module, [grams, *others], keep=keep)
         return grams
 
     def visit(self, index: int, layer: nn.Module) -> None:
         """Make a layer's base, and measure."""
-        mixing, job, calibrated = self._mixing, self._job, self._calibrated
+        mixing, job, calibrated = self._mixing, self._job, self.calibrated
         blamed = [OutputGradients(calibrated.gradient_sweep, job.device)] if self.refining else []
         merged = measured_base(calibrated, index, layer, mixing.merge, blamed)
         if blamed and job.ranks.is_first:
@@ -182,18 +208,19 @@ class _Running:
             layout = mixing.given[index]
             agreed(job.ranks, base_path(job.work, index), stored_base(merged, layout.base, layout.rotation))
             return
-        weights, path, deltas = calibrated.weights(index, layer), losses_path(job.work, index), []
+        weights, path, deltas = calibrated.weights(index, layer), losses_path(job.work, index), dict[str, Deltas]()
         for footing in mixing.footings:
-            own = footing.under(self._reader.shape, index, merged)
-            base = agreed(job.ranks, self._base_path(index, footing), own)
-            deltas.append((footing, Deltas(weights, base, job.device)))
+            if footing.name not in deltas:
+                own = footing.under(self._reader.shape, index, merged)
+                base = agreed(job.ranks, self._base_path(index, footing), own)
+                deltas[footing.name] = Deltas(weights, base, job.device)
         owned = Owned(self._reader.shape, job.ranks)
         grams = self._grams(calibrated.gradient_sweep, index, layer, owned, keep=False)
-        measure(self._reader, index, deltas, grams, mixing.options.sensitivity, path, owned)
+        measured = [(footing, deltas[footing.name]) for footing in mixing.footings]
+        measure(self._reader, index, measured, grams, mixing.options.sensitivity, path, owned)
 
     def _base_path(self, layer: int, footing: Footing) -> Path:
-        place = self._mixing.footings.index(footing)
-        return self._job.work / f"base-{layer:05d}-{place}.safetensors"
+        return self._job.work / f"base-{layer:05d}-{footing.name.replace(', ', '-')}.safetensors"
 
     def losses(self) -> FormLosses:
         """What every form loses, as it was measured."""
@@ -224,7 +251,7 @@ class _Running:
 
     def encode(self, index: int, layer: nn.Module, layout: LayerLayout, owned: Owned) -> Iterator[tuple[str, Tensor]]:
         """The deltas of a layer that this process has."""
-        job, calibrated, choice = self._job, self._calibrated, self._mixing.options.sensitivity
+        job, calibrated, choice = self._job, self.calibrated, self._mixing.options.sensitivity
         base, weights = LayerBase.load(base_path(job.work, index)), calibrated.weights(index, layer)
         deltas = Deltas(weights, base, job.device)
         if self.refining is None:
