@@ -48,6 +48,7 @@ REQUIRED: dict[str, tuple[str, str | None, str]] = {
 EXTRAS: dict[str, tuple[str, str, str, str]] = {
     "matplotlib": ("plots", "3.9", "3.11.2", "pictures: --plot"),
     "bitsandbytes": ("bitsandbytes", "0.46", "0.50.2", "tune --quantize-base nf4 and int8 (QLoRA)"),
+    "gguf": ("gguf", "0.17", "0.19.0", "export --format gguf"),
 }
 _MODULES = {"pyyaml": "yaml"}  # that are called otherwise than the library
 
