@@ -1,12 +1,11 @@
 """`export --format gguf`: what the file holds, by the library's own reader, and what llama.cpp makes of it."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import change_config, copy_of, load, tensors_of
+from checkpoints import tensors_of
 from families import build
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
