@@ -14,7 +14,6 @@ from moetool.architectures import Architecture, Role
 from moetool.architectures.base import whole_number
 from moetool.errors import InvalidInputError, UsageError
 
-GGUF_SUFFIX = ".gguf"
 EXPERTS: Mapping[Role, str] = MappingProxyType({role: f"ffn_{role}_exps.weight" for role in ("gate", "up", "down")})
 SHARED_EXPERT: Mapping[Role, str] = MappingProxyType(
     {role: f"ffn_{role}_shexp.weight" for role in ("gate", "up", "down")}

@@ -1,16 +1,19 @@
 """`export --format gguf`: what the file holds, by the library's own reader, and what llama.cpp makes of it."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import tensors_of
+from checkpoints import change_config, copy_of, load, tensors_of
 from families import build
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from moetool.architectures import Role
+from moetool.calibration.windows import load_tokenizer
+from moetool.checkpoint.reader import Checkpoint
 from moetool.format.gguf import interleaved
 from moetool.job.job import Source
 
@@ -95,3 +98,84 @@ def test_metadata_and_tokenizer(
     tokens = found["tokenizer.ggml.tokens"]
     assert len(tokens) == 320
     assert all(tokens[token] == text for text, token in tiny_tokenizer.get_vocab().items())
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where files that are inputs are converted to."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_file_is_an_input(
+    run_cli: Any, models: dict[str, Path], tmp_path: Path, family: str, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """There and back again: the same tensors, numbers of the config, and tokens."""
+    export(run_cli, models[family], tmp_path / "out", "--type", "f32")
+    back = Checkpoint.open(tmp_path / "out" / "model.gguf")
+    before, after = tensors_of(models[family]), {name: back.read(name) for name in back.tensors}
+    assert family == "olmoe" or before.keys() == after.keys()  # its tied head is there a second time
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    text = "Tokens 12, and “others”."
+    assert load_tokenizer(back.path)(text)["input_ids"] == tiny_tokenizer(text)["input_ids"]
+    tokens = torch.arange(5, 45)[None]
+    assert torch.allclose(load(back.path)(tokens).logits, load(models[family])(tokens).logits, atol=1e-5)
+
+
+def test_commands_take_a_file(run_cli: Any, models: dict[str, Path], tmp_path: Path) -> None:
+    export(run_cli, models["mixtral"], tmp_path / "out", "--type", "q8_0")
+    file = tmp_path / "out" / "model.gguf"
+    plan = run_cli("compress", file, tmp_path / "none", "--method", "quantize", "--bits", 8, "--dry-run", "--json")
+    assert plan.code == 0, plan.stderr
+    result = run_cli("compress", file, tmp_path / "small", "--method", "quantize", "--bits", 8, "--json")
+    assert result.code == 0, result.stderr
+
+
+def test_files_that_cannot_be_read(run_cli: Any, models: dict[str, Path], tmp_path: Path) -> None:
+    export(run_cli, models["mixtral"], tmp_path / "out")
+    whole = (tmp_path / "out" / "model.gguf").read_bytes()
+    for name, content in {"cut": whole[:-1000], "stub": whole[:100], "text": b"no model", "empty": b""}.items():
+        file = tmp_path / f"{name}.gguf"
+        file.write_bytes(content)
+        result = run_cli("inspect", file)
+        assert result.code == 3, result.stderr
+        assert file.name in result.stderr
+    (tmp_path / "odd.gguf").write_bytes(whole.replace(b"llama", b"mamba"))
+    result = run_cli("inspect", tmp_path / "odd.gguf")
+    assert result.code == 3
+    assert "moetool reads" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("qwen2_moe", {"norm_topk_prob": True}, "not idle"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act"),
+        ("mixtral", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+    ],
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(
+    run_cli: Any, models: dict[str, Path], tmp_path: Path, family: str, changes: dict[str, Any], said: str
+) -> None:
+    result = export(run_cli, change_config(copy_of(models[family], tmp_path / "in"), **changes), tmp_path / "out")
+    assert result.code == 3
+    assert said in result.stderr
+    assert not (tmp_path / "out" / "model.gguf").exists()
+
+
+@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="wants llama-cpp-python, which compiles llama.cpp")
+@pytest.mark.parametrize("family", MODELS)
+def test_llama_cpp_computes_the_same(run_cli: Any, models: dict[str, Path], tmp_path: Path, family: str) -> None:
+    from llama_cpp import Llama
+
+    export(run_cli, models[family], tmp_path / "out", "--type", "f32")
+    file = tmp_path / "out" / "model.gguf"
+    tokens = torch.randint(320, (48,), generator=torch.Generator().manual_seed(0))
+    model = Llama(str(file), n_ctx=64, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False)
+    model.eval(tokens.tolist())
+    found = torch.from_numpy(model.scores[:48].copy())
+    model.close()
+    expected = load(models[family])(tokens[None]).logits[0]
+    assert (found - expected).norm() < 1e-3 * expected.norm()
