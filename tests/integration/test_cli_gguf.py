@@ -1,5 +1,6 @@
 """`export --format gguf`: what the file holds, by the library's own reader, and what llama.cpp makes of it."""
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -165,17 +166,57 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
     assert not (tmp_path / "out" / "model.gguf").exists()
 
 
-@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="wants llama-cpp-python, which compiles llama.cpp")
-@pytest.mark.parametrize("family", MODELS)
-def test_llama_cpp_computes_the_same(run_cli: Any, models: dict[str, Path], tmp_path: Path, family: str) -> None:
+def test_compressed_experts_are_decoded(
+    run_cli: Any, compress: Callable[..., Any], tiny_mixtral: Path, tmp_path: Path
+) -> None:
+    small = compress(tiny_mixtral, "--method", "quantize", "--bits", 4).path
+    assert export(run_cli, small, tmp_path / "out", "--type", "f32").code == 0
+    found, source = stored(tmp_path / "out" / "model.gguf"), Source.open(small)
+    assert torch.equal(found["blk.1.ffn_up_exps.weight"][2], source.experts.dense(1, 2, "up"))
+
+
+def agree(run_cli: Any, path: Path, target: Path) -> None:
+    """llama.cpp's logits of a model are transformers'."""
     from llama_cpp import Llama
 
-    export(run_cli, models[family], tmp_path / "out", "--type", "f32")
-    file = tmp_path / "out" / "model.gguf"
-    tokens = torch.randint(320, (48,), generator=torch.Generator().manual_seed(0))
-    model = Llama(str(file), n_ctx=64, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False)
+    result = export(run_cli, path, target, "--type", "f32")
+    assert result.code == 0, result.stderr
+    tokens = torch.randint(288, (48,), generator=torch.Generator().manual_seed(0))
+    model = Llama(str(target / "model.gguf"), n_ctx=64, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False)
     model.eval(tokens.tolist())
     found = torch.from_numpy(model.scores[:48].copy())
     model.close()
-    expected = load(models[family])(tokens[None]).logits[0]
+    expected = load(path)(tokens[None]).logits[0]
     assert (found - expected).norm() < 1e-3 * expected.norm()
+
+
+with_llama_cpp = pytest.mark.skipif(
+    find_spec("llama_cpp") is None, reason="wants llama-cpp-python, which compiles llama.cpp"
+)
+
+
+@with_llama_cpp
+@pytest.mark.parametrize("family", MODELS)
+def test_llama_cpp_computes_the_same(run_cli: Any, models: dict[str, Path], tmp_path: Path, family: str) -> None:
+    agree(run_cli, models[family], tmp_path / "out")
+
+
+@with_llama_cpp
+@pytest.mark.parametrize("family", ["llama", "llama3", "qwen2", "qwen3", "granite"])
+def test_llama_cpp_computes_the_same_of_dense_models(
+    run_cli: Any, dense: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    slowed = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {"rope_parameters": {**slowed, "original_max_position_embeddings": 16}} if family == "llama3" else {}
+    agree(run_cli, dense(family.removesuffix("3") if rope else family, **rope), tmp_path / "out")
+
+
+def test_an_upcycled_qwen2_is_a_mixtral_with_biases(
+    run_cli: Any, dense: Callable[..., Path], upcycle: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Its routing weights add up to one, which llama.cpp's qwen2moe does not compute, and its shared expert is idle."""
+    mixture = upcycle(dense("qwen2"), "--experts", 4, "--top-k", 2).path
+    assert export(run_cli, mixture, tmp_path / "out", "--type", "f32").code == 0
+    assert fields(tmp_path / "out" / "model.gguf")["general.architecture"] == "llama"
+    if find_spec("llama_cpp") is not None:
+        agree(run_cli, mixture, tmp_path / "again")

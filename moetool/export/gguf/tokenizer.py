@@ -80,7 +80,8 @@ def read_tokenizer(path: Path, vocabulary: int, cut: str | None = None) -> GgufT
         cut: llama.cpp's name of how it cuts a text, where that cannot be told from its rules.
 
     Raises:
-        InvalidInputError: llama.cpp has no tokenizer of its kind, or it has more tokens than the model.
+        InvalidInputError: llama.cpp has no tokenizer of its kind, or it has more tokens than the model, special ones
+            left out, which a class of tokenizers may add by itself.
         UsageError: `cut` is not known.
     """
     loaded = load_tokenizer(path)
@@ -93,11 +94,11 @@ def read_tokenizer(path: Path, vocabulary: int, cut: str | None = None) -> GgufT
         raise InvalidInputError(f"The tokenizer of {path} is a {model['type']} model; llama.cpp's are read from BPE.")
     is_pieces = bool(model.get("byte_fallback"))
     by_id = {token: text for text, token in loaded.get_vocab().items()}
-    if by_id and max(by_id) >= vocabulary:
-        raise InvalidInputError(
-            f"The tokenizer of {path} has tokens up to {max(by_id)}, the model embeddings for {vocabulary}."
-        )
     added = {token["id"]: token for token in rules["added_tokens"]}
+    if beyond := [token for token in by_id if token >= vocabulary and token not in added]:
+        raise InvalidInputError(
+            f"The tokenizer of {path} has tokens up to {max(beyond)}, the model embeddings for {vocabulary}."
+        )
     tokens = [by_id.get(token, f"[PAD{token}]") for token in range(vocabulary)]
     kinds = [
         _kind(token, by_id, added, is_pieces=is_pieces, unknown=model.get("unk_token")) for token in range(vocabulary)
@@ -106,7 +107,7 @@ def read_tokenizer(path: Path, vocabulary: int, cut: str | None = None) -> GgufT
     special = {
         name: int(token)
         for kind, name in _SPECIAL.items()
-        if (token := getattr(loaded, f"{kind}_token_id", None)) is not None
+        if (token := getattr(loaded, f"{kind}_token_id", None)) is not None and token < vocabulary
     }
     return GgufTokenizer(
         model="llama" if is_pieces else "gpt2",
