@@ -9,6 +9,8 @@ import pytest
 import torch
 from checkpoints import change_config, copy_of, load, tensors_of
 from families import build
+from tokenizers import Tokenizer, normalizers, processors
+from tokenizers.models import BPE
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -99,6 +101,48 @@ def test_metadata_and_tokenizer(
     tokens = found["tokenizer.ggml.tokens"]
     assert len(tokens) == 320
     assert all(tokens[token] == text for text, token in tiny_tokenizer.get_vocab().items())
+
+
+def test_types_and_the_plan(run_cli: Any, models: dict[str, Path], tmp_path: Path) -> None:
+    """Rows that are no whole blocks become fp16, and that is said; embeddings keep 8 bits, routers all."""
+    options = "--type", "q8_0", "--experts-type", "q4_0"
+    result = export(run_cli, models["mixtral"], tmp_path / "out", *options)
+    plan = export(run_cli, models["mixtral"], tmp_path / "none", *options, "--dry-run")
+    assert 0 <= plan.json["output_bytes"] - result.json["bytes_after"] < 1 << 17
+    assert "whole blocks" in result.stderr
+    types = {
+        tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors
+    }
+    named = {name: types[f"blk.0.{name}.weight"] for name in ("attn_q", "ffn_up_exps", "ffn_down_exps", "ffn_gate_inp")}
+    assert named == {"attn_q": "Q8_0", "ffn_up_exps": "Q4_0", "ffn_down_exps": "F16", "ffn_gate_inp": "F32"}
+    own, found = tensors_of(models["mixtral"]), stored(tmp_path / "out" / "model.gguf")
+    embeddings = own["model.embed_tokens.weight"]
+    assert (found["token_embd.weight"] - embeddings).norm() < 0.01 * embeddings.norm()
+
+
+def test_a_tokenizer_of_pieces(run_cli: Any, models: dict[str, Path], tmp_path: Path) -> None:
+    """As SentencePiece makes them: bytes that stand for what has no piece, and an order of merges."""
+    path = copy_of(models["mixtral"], tmp_path / "in")
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "ab", "▁ab"]
+    merges = [("a", "b"), ("▁", "ab")]
+    inner = Tokenizer(
+        BPE({piece: token for token, piece in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True)
+    )
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    marks = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=inner, **marks).save_pretrained(path)
+    assert export(run_cli, path, tmp_path / "out").code == 0
+    found = fields(tmp_path / "out" / "model.gguf")
+    assert (found["tokenizer.ggml.model"], found["tokenizer.ggml.pre"]) == ("llama", "default")
+    assert found["tokenizer.ggml.add_bos_token"]
+    assert found["tokenizer.ggml.add_space_prefix"]
+    assert found["tokenizer.ggml.token_type"][:4] == [2, 3, 3, 6]
+    scores = dict(zip(found["tokenizer.ggml.tokens"], found["tokenizer.ggml.scores"], strict=True))
+    assert scores["ab"] > scores["▁ab"]
+    text = "ab abc"
+    back = load_tokenizer(Checkpoint.open(tmp_path / "out" / "model.gguf").path)
+    assert back(text)["input_ids"] == load_tokenizer(path)(text)["input_ids"]
 
 
 @pytest.fixture(autouse=True)
