@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -45,7 +46,7 @@ from moetool.format.gguf import (
 from moetool.format.gguf_tokenizer import CUTTINGS
 
 _INDEX, _CONFIG = "model.safetensors.index.json", "config.json"
-_SAMPLE = 1 << 20  # bytes of the file's end, and of its beginning, that tell it from others
+_SAMPLES, _SAMPLE = 64, 1 << 16  # parts of a file that tell it from others, and their bytes
 _VOCABULARY = "tokenizer.ggml."
 
 
@@ -71,10 +72,11 @@ def converted(file: Path, *, weights: bool = True) -> Path:
         found.write(unfinished, weights=weights)
         if not directory.is_dir():  # another process may have been faster
             unfinished.rename(directory)
-    except OSError as error:
-        free = shutil.disk_usage(_cache().parent).free
+    except (OSError, SafetensorError) as error:
+        free = shutil.disk_usage(next(path for path in directory.parents if path.exists())).free
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise ResourceError(
-            f"Cannot write {file} as a checkpoint into {_cache()}: {error.strerror or error}. It needs about "
+            f"Cannot write {file} as a checkpoint into {_cache()}: {reason}. It needs about "
             f"{found.nbytes} bytes, {free} are free. HF_HOME moves it."
         ) from error
     finally:
@@ -89,15 +91,18 @@ def _cache() -> Path:
 
 
 def _digest(file: Path) -> str:
-    """Of a file's size, beginning and end: header, metadata and some of the weights."""
+    """Of a file's size, time and some of its content: one that was made again is another."""
+    digest = hashlib.sha256()
     try:
-        size = file.stat().st_size
+        stat = file.stat()
+        digest.update(f"{stat.st_size} {stat.st_mtime_ns}".encode())
         with file.open("rb") as stream:
-            head = stream.read(_SAMPLE)
-            stream.seek(max(0, size - _SAMPLE))
-            return hashlib.sha256(str(size).encode() + head + stream.read()).hexdigest()[:16]
+            for position in range(0, stat.st_size, max(_SAMPLE, stat.st_size // _SAMPLES)):
+                stream.seek(position)
+                digest.update(stream.read(_SAMPLE))
     except OSError as error:
         raise InvalidInputError(f"Cannot read {file}: {error.strerror or error}.") from error
+    return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)

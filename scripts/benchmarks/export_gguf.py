@@ -9,15 +9,17 @@ perplexity means nothing, but whether two programs find the same one does. A run
 """
 
 import argparse
+import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import numpy as np
 import torch
 from _common import Kept, made_by, publish
-from llama_cpp import Llama, __version__
+from llama_cpp import Llama
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -27,7 +29,7 @@ from moetool.job.execute import run_stage
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.stages import stages
 
-TYPES = ("f32", "f16", "q8_0", "q4_0")
+TYPES = ("f32", "f16", "q8_0", "q4_0", "Q4_K_M")  # the last by llama.cpp's own quantizer, from f16
 CHARACTERS = 20000  # of the text, that both tokenizers cut
 SHAPE = {
     "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "max_position_embeddings": 512,
@@ -74,6 +76,16 @@ def llama_cpp_loss(file: Path, windows: torch.Tensor) -> float:
     return sum(losses) / len(losses)
 
 
+def requantized(file: Path) -> Path:
+    """The file as `llama-quantize FILE RESULT Q4_K_M` writes it; it takes the place of the first."""
+    result = file.with_name("quantized.gguf")
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype, settings.nthread = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M, 1
+    if llama_cpp.llama_model_quantize(bytes(file), bytes(result), ctypes.byref(settings)):
+        raise RuntimeError(f"llama.cpp cannot quantize {file}")
+    return result.replace(file)
+
+
 def same_tokens(file: Path, model: Path, text: str) -> bool:
     """Whether llama.cpp's tokenizer makes of a text what the checkpoint's does."""
     other = Llama(str(file), vocab_only=True, verbose=False)
@@ -85,8 +97,11 @@ def same_tokens(file: Path, model: Path, text: str) -> bool:
 def measured(model: Path, number: str, options: argparse.Namespace) -> dict[str, Any]:
     """One model in one type."""
     kind, target = stages()["gguf"], options.work / f"{model.name}-{number}"
-    run_stage(kind, model, target, kind.options_type(type=number), overwrite=True)
+    exported = number if number.islower() else "f16"
+    run_stage(kind, model, target, kind.options_type(type=exported), overwrite=True)
     file = target / "model.gguf"
+    if exported != number:
+        file = requantized(file)
     windows = evaluation_windows(
         str(options.data), load_tokenizer(model), sequence_length=options.sequence_length, limit=options.windows,
         bos="never",
@@ -139,10 +154,11 @@ def main() -> None:
         models.append(path if (path / "config.json").exists() else make_random(family, models[0], path))
     command = "python scripts/benchmarks/export_gguf.py MODEL … --data TEST --work DIR" + " --random" * options.random
     head = [
-        made_by(command)[:-1] + f" and llama-cpp-python {__version__}. TEST is {options.data.name}.",
+        made_by(command)[:-1] + f" and llama-cpp-python {llama_cpp.__version__}. TEST is {options.data.name}.",
         "",
         f"Perplexity on the first {options.windows} windows of {options.sequence_length} tokens: moetool's in fp32, "
-        "llama.cpp's of files in four types, how far it is from moetool's, and the size. Tokens: whether llama.cpp's "
+        "llama.cpp's of files in several types, how far it is from moetool's, and the size. "
+        "Q4_K_M is by llama.cpp's own quantizer, without an importance matrix. Tokens: whether llama.cpp's "
         f"tokenizer makes the same of the text's first {CHARACTERS} characters.",
         "",
         f"| | moetool | {' | '.join(number.upper() for number in TYPES)} | same tokens |",
