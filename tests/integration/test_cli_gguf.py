@@ -168,6 +168,17 @@ def test_a_file_is_an_input(
     assert torch.allclose(load(back.path)(tokens).logits, load(models[family])(tokens).logits, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "granite"])
+def test_a_dense_file_is_an_input(run_cli: Any, dense: Callable[..., Path], tmp_path: Path, family: str) -> None:
+    own = dense(family)
+    export(run_cli, own, tmp_path / "out", "--type", "bf16")
+    back, before = Checkpoint.open(tmp_path / "out" / "model.gguf"), tensors_of(own)
+    assert set(back.tensors) == set(before)
+    assert all(torch.equal(back.read(name), tensor.bfloat16()) for name, tensor in before.items())
+    rope = {key: back.config["rope_parameters"][key] for key in ("rope_type", "rope_theta")}  # type: ignore[index]
+    assert rope == {key: load(own).config.rope_parameters[key] for key in rope}
+
+
 def test_commands_take_a_file(run_cli: Any, models: dict[str, Path], tmp_path: Path) -> None:
     export(run_cli, models["mixtral"], tmp_path / "out", "--type", "q8_0")
     file = tmp_path / "out" / "model.gguf"
@@ -246,13 +257,23 @@ def test_llama_cpp_computes_the_same(run_cli: Any, models: dict[str, Path], tmp_
 
 
 @with_llama_cpp
-@pytest.mark.parametrize("family", ["llama", "llama3", "qwen2", "qwen3", "granite"])
+@pytest.mark.parametrize("family", ["llama", "llama3", "mistral", "qwen2", "qwen3", "granite"])
 def test_llama_cpp_computes_the_same_of_dense_models(
     run_cli: Any, dense: Callable[..., Path], tmp_path: Path, family: str
 ) -> None:
     slowed = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope = {"rope_parameters": {**slowed, "original_max_position_embeddings": 16}} if family == "llama3" else {}
-    agree(run_cli, dense(family.removesuffix("3") if rope else family, **rope), tmp_path / "out")
+    changes: dict[str, dict[str, Any]] = {
+        "llama3": {"rope_parameters": {**slowed, "original_max_position_embeddings": 16}},
+        "mistral": {"sliding_window": None},
+    }
+    own = "llama" if family == "llama3" else family
+    agree(run_cli, dense(own, **changes.get(family, {})), tmp_path / "out")
+
+
+def test_a_window_that_llama_cpp_does_not_keep_to_is_told(
+    run_cli: Any, dense: Callable[..., Path], tmp_path: Path
+) -> None:
+    assert "window of 8 tokens" in export(run_cli, dense("mistral"), tmp_path / "out").stderr
 
 
 def test_an_upcycled_qwen2_is_a_mixtral_with_biases(
