@@ -5,7 +5,8 @@
 Wants `llama-cpp-python`, which compiles llama.cpp from its source package, and moetool[gguf]. Every model is exported
 by `export --format gguf` in several types, and run by llama.cpp on the windows of tokens that `eval` has made. With
 --random models of the families that are not at hand are made of random numbers, with the first MODEL's tokenizer: their
-perplexity means nothing, but whether two programs find the same one does. A run that was stopped goes on where it was.
+perplexity means nothing, but whether two programs find the same one does. The table grows by a row as each is done; a
+run that was stopped goes on where it was.
 """
 
 import argparse
@@ -153,7 +154,7 @@ def main() -> None:
         path = options.work / f"{family}, random"
         models.append(path if (path / "config.json").exists() else make_random(family, models[0], path))
     command = "python scripts/benchmarks/export_gguf.py MODEL … --data TEST --work DIR" + " --random" * options.random
-    head = [
+    lines = [
         made_by(command)[:-1] + f" and llama-cpp-python {llama_cpp.__version__}. TEST is {options.data.name}.",
         "",
         f"Perplexity on the first {options.windows} windows of {options.sequence_length} tokens: moetool's in fp32, "
@@ -164,7 +165,9 @@ def main() -> None:
         f"| | moetool | {' | '.join(number.upper() for number in TYPES)} | same tokens |",
         "|---" * (len(TYPES) + 3) + "|",
     ]
-    publish([*head, *rows(models, options, kept)], options.output)
+    for row in rows(models, options, kept):
+        lines.append(row)
+        publish(lines, options.output)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """`export --format gguf`: what the file holds, by the library's own reader, and what llama.cpp makes of it."""
 
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -118,6 +119,16 @@ def test_types_and_the_plan(run_cli: Any, models: dict[str, Path], tmp_path: Pat
     own, found = tensors_of(models["mixtral"]), stored(tmp_path / "out" / "model.gguf")
     embeddings = own["model.embed_tokens.weight"]
     assert (found["token_embd.weight"] - embeddings).norm() < 0.01 * embeddings.norm()
+
+
+def test_without_the_library_it_is_named(
+    run_cli: Any, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    result = export(run_cli, models["mixtral"], tmp_path / "out")
+    assert result.code == 2
+    assert "pip install moetool[gguf]" in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_tokenizer_of_pieces(run_cli: Any, models: dict[str, Path], tmp_path: Path) -> None:

@@ -52,7 +52,6 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
     @cached_property
     def _tensors(self) -> list[GgufTensor]:
         """What is written, of an input that can be."""
-        gguf_library()
         self.source.check()
         return self.source.tensors(self.options.type, self.options.experts_type or self.options.type)
 
@@ -89,11 +88,11 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         )
 
     def run(self, job: Job[GgufSource]) -> Told:
+        library = gguf_library()
         source, tensors, file = self.source, self._tensors, job.output / MODEL
         source.check_idle()
         for line in self._remarks():
             job.progress.log(line)
-        library = gguf_library()
         writer = library.GGUFWriter(None, source.family.architecture)
         writer.add_name(source.checkpoint.path.resolve().name)
         writer.add_file_type(library.LlamaFileType[_file_type(self.options.type)])
