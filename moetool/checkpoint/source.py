@@ -1,8 +1,9 @@
-"""Where a checkpoint comes from: a local directory, or a repository on the Hugging Face hub."""
+"""Where a checkpoint comes from: a local directory, a GGUF file, or a repository on the Hugging Face hub."""
 
 import errno
 from pathlib import Path
 
+from moetool.checkpoint.gguf import converted, is_gguf
 from moetool.errors import InvalidInputError, ResourceError
 
 # No pickles, no code and no weights in other formats ever leave the hub on our account.
@@ -28,7 +29,7 @@ def resolve_source(source: str | Path, revision: str | None = None, *, weights: 
     """The local directory of a checkpoint, downloaded first if `source` is a hub id.
 
     Args:
-        source: a directory, or a hub id such as `mistralai/Mixtral-8x7B-v0.1`. What exists locally wins.
+        source: a directory, a GGUF file, or a hub id such as `mistralai/Mixtral-8x7B-v0.1`. What exists locally wins.
         revision: branch, tag or commit on the hub; ignored for a directory.
         weights: whether anything but `config.json` has to be downloaded.
 
@@ -40,7 +41,9 @@ def resolve_source(source: str | Path, revision: str | None = None, *, weights: 
     if path.is_dir():
         return path
     if path.exists():
-        raise InvalidInputError(f"{source} is a file; give the directory of the checkpoint.")
+        if is_gguf(path):
+            return converted(path, weights=weights)
+        raise InvalidInputError(f"{source} is a file; give the directory of the checkpoint, or a .gguf file.")
     if isinstance(source, Path) or looks_local(source):
         raise InvalidInputError(f"No such directory: {source}. Give a checkpoint's directory or a hub id (owner/name).")
     return _download(source, revision, DOWNLOADED if weights else ["config.json"])

@@ -51,6 +51,7 @@ EXTRAS: dict[str, tuple[str, str, str | None, str]] = {
     "bitsandbytes": ("bitsandbytes", "0.46", "0.50.2", "tune --quantize-base nf4 and int8 (QLoRA)"),
     "vllm": ("vllm", "0.28", None, "compressed experts in vLLM"),
     "lm-eval": ("tasks", "0.4.13", "0.4.13", "eval --tasks"),
+    "gguf": ("gguf", "0.17", "0.19.0", "export --format gguf"),
 }
 _MODULES = {"pyyaml": "yaml", "lm-eval": "lm_eval"}  # that are called otherwise than the library
 

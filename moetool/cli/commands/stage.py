@@ -62,7 +62,9 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
     stage = stages()[chosen]
 
     def command(
-        input: Annotated[str, typer.Argument(help="A checkpoint: a directory or a hub id.", show_default=False)],
+        input: Annotated[
+            str, typer.Argument(help="A checkpoint: a directory, a .gguf file or a hub id.", show_default=False)
+        ],
         output: Annotated[Path, typer.Argument(help="Where to write; new or empty.", show_default=False)],
         preset: Annotated[str | None, typer.Option(*PRESET, help=_PRESET_HELP)] = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it will cost, and stop.")] = False,

@@ -1,0 +1,183 @@
+"""A checkpoint's tokenizer in the words of GGUF's metadata."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moetool.calibration.windows import load_tokenizer
+from moetool.errors import InvalidInputError, UsageError
+from moetool.format.gguf_tokenizer import CUTTINGS, cutting_name, cutting_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# llama.cpp's kinds of tokens.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
+_SPACE = "▁"
+
+
+@dataclass(frozen=True)
+class GgufTokenizer:
+    """A tokenizer.
+
+    Attributes:
+        model: `gpt2` for byte-level BPE, `llama` for SentencePiece's.
+        pre: how a text is cut first.
+        tokens, kinds: by id, as many as the model has embeddings.
+        scores: of a `llama`'s tokens: which of two neighbours are merged first.
+        merges: of a `gpt2`'s.
+        special: ids of special tokens, by their names in the metadata.
+        begins, ends: whether it puts its first and last token around a text by itself.
+        adds_space: whether it puts a space before a text.
+        template: of a chat.
+    """
+
+    model: str
+    pre: str
+    tokens: list[str]
+    kinds: list[int]
+    scores: list[float]
+    merges: list[str]
+    special: Mapping[str, int]
+    begins: bool
+    ends: bool
+    adds_space: bool
+    template: str | None
+
+    def add_to(self, writer: Any) -> None:
+        """Write it into the metadata of the library's `GGUFWriter`."""
+        writer.add_tokenizer_model(self.model)
+        writer.add_tokenizer_pre(self.pre)
+        writer.add_token_list(self.tokens)
+        writer.add_token_types(self.kinds)
+        if self.scores:
+            writer.add_token_scores(self.scores)
+        if self.merges:
+            writer.add_token_merges(self.merges)
+        for name, token in self.special.items():
+            writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
+        writer.add_add_bos_token(self.begins)
+        writer.add_add_eos_token(self.ends)
+        writer.add_add_space_prefix(self.adds_space)
+        if self.template is not None:
+            writer.add_chat_template(self.template)
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether a checkpoint's directory holds one."""
+    return any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
+def read_tokenizer(path: Path, vocabulary: int, cut: str | None = None) -> GgufTokenizer:
+    """The tokenizer of a checkpoint whose model has so many embeddings.
+
+    Args:
+        path: its directory.
+        vocabulary: rows of the embeddings.
+        cut: llama.cpp's name of how it cuts a text, where that cannot be told from its rules.
+
+    Raises:
+        InvalidInputError: llama.cpp has no tokenizer of its kind, or it has more tokens than the model, special ones
+            left out, which a class of tokenizers may add by itself.
+        UsageError: `cut` is not known.
+    """
+    loaded = load_tokenizer(path)
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise InvalidInputError(f"The tokenizer of {path} has no tokenizer.json, which its tokens are read from.")
+    rules = json.loads(backend.to_str())
+    model = rules["model"]
+    if model["type"] != "BPE":
+        raise InvalidInputError(f"The tokenizer of {path} is a {model['type']} model; llama.cpp's are read from BPE.")
+    is_pieces = bool(model.get("byte_fallback"))
+    by_id = {token: text for text, token in loaded.get_vocab().items()}
+    added = {token["id"]: token for token in rules["added_tokens"]}
+    if beyond := [token for token in by_id if token >= vocabulary and token not in added]:
+        raise InvalidInputError(
+            f"The tokenizer of {path} has tokens up to {max(beyond)}, the model embeddings for {vocabulary}."
+        )
+    tokens = [by_id.get(token, f"[PAD{token}]") for token in range(vocabulary)]
+    kinds = [
+        _kind(token, by_id, added, is_pieces=is_pieces, unknown=model.get("unk_token")) for token in range(vocabulary)
+    ]
+    marked, plain = (loaded("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    special = {
+        name: int(token)
+        for kind, name in _SPECIAL.items()
+        if (token := getattr(loaded, f"{kind}_token_id", None)) is not None and token < vocabulary
+    }
+    return GgufTokenizer(
+        model="llama" if is_pieces else "gpt2",
+        pre="default" if is_pieces else _pre(path, rules, cut),
+        tokens=[_as_text(text, kind) for text, kind in zip(tokens, kinds, strict=True)],
+        kinds=kinds,
+        scores=[_score(token, kind) for token, kind in enumerate(kinds)] if is_pieces else [],
+        merges=[] if is_pieces else [_merge(pair) for pair in model["merges"]],
+        special=special,
+        begins=len(marked) > len(plain) and marked[0] == special.get("bos"),
+        ends=len(marked) > len(plain) and marked[-1] == special.get("eos"),
+        adds_space=is_pieces and _puts_space(rules),
+        template=_template(loaded),
+    )
+
+
+def _pre(path: Path, rules: Mapping[str, object], cut: str | None) -> str:
+    if cut is not None:
+        if cut not in CUTTINGS:
+            raise UsageError(f"--pre-tokenizer {cut}: there is {', '.join(CUTTINGS)}.")
+        return cut
+    if (name := cutting_name(cutting_of(rules))) is None:
+        raise InvalidInputError(
+            f"The tokenizer of {path} cuts a text in a way that llama.cpp has no name for that moetool knows. "
+            f"--pre-tokenizer chooses what comes nearest: {', '.join(CUTTINGS)}."
+        )
+    return name
+
+
+def _puts_space(rules: Mapping[str, object]) -> bool:
+    """Whether a text is given a space to begin with, by whichever of the two ways there are."""
+    normalizer, pre_tokenizer = (json.dumps(rules.get(step)) for step in ("normalizer", "pre_tokenizer"))
+    return '"Prepend"' in normalizer or ('"Metaspace"' in pre_tokenizer and '"never"' not in pre_tokenizer)
+
+
+def _kind(
+    token: int,
+    by_id: Mapping[int, str],
+    added: Mapping[int, Mapping[str, Any]],
+    *,
+    is_pieces: bool,
+    unknown: str | None,
+) -> int:
+    text = by_id.get(token)
+    if text is None:
+        return _UNUSED
+    if is_pieces and text == unknown:
+        return _UNKNOWN
+    if token in added:
+        looks_special = text.startswith("<|") and text.endswith("|>")
+        return _CONTROL if added[token]["special"] or looks_special else _USER_DEFINED
+    is_byte = is_pieces and len(text) == 6 and text.startswith("<0x") and text.endswith(">")
+    return _BYTE if is_byte else _NORMAL
+
+
+def _as_text(text: str, kind: int) -> str:
+    return text.replace(_SPACE, " ") if kind == _USER_DEFINED else text
+
+
+def _score(token: int, kind: int) -> float:
+    """Pieces are numbered in the order in which they were merged in training, and so merged again."""
+    return -float(token) if kind == _NORMAL else 0.0 if kind in (_BYTE, _UNKNOWN) else -1000.0
+
+
+def _merge(pair: str | list[str]) -> str:
+    return pair if isinstance(pair, str) else " ".join(part.replace(" ", "Ġ") for part in pair)
+
+
+def _template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) else None

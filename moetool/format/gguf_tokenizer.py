@@ -1,0 +1,92 @@
+"""How llama.cpp names the ways in which byte-level tokenizers cut a text before they merge, and what each of them is.
+
+Source: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp (`llm_tokenizer_bpe`). Its converter knows
+published tokenizers by a hash of what they make of a text; here they are known by their own rules, so that one that
+was trained on another text is known, too.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s|"
+)
+_CASED_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """A way to cut a text.
+
+    Attributes:
+        pattern: a regular expression that cuts it before bytes become characters; `None` for GPT-2's, which is built
+            into what makes characters of bytes.
+        digits: whether every digit is cut off first.
+        ignores_merges: whether a piece that is a token is not merged from smaller ones.
+    """
+
+    pattern: str | None = None
+    digits: bool = False
+    ignores_merges: bool = False
+
+
+# The first name of several alike is written.
+CUTTINGS: Mapping[str, Cutting] = {
+    "gpt-2": Cutting(),
+    "olmo": Cutting(),
+    "smollm": Cutting(digits=True),
+    "starcoder": Cutting(digits=True),
+    "refact": Cutting(digits=True),
+    "command-r": Cutting(digits=True),
+    "qwen2": Cutting(_WORDS + r"\p{N}" + _TAIL),
+    "llama-bpe": Cutting(_WORDS + r"\p{N}{1,3}" + _TAIL, ignores_merges=True),
+    "smaug-bpe": Cutting(_WORDS + r"\p{N}{1,3}" + _TAIL),
+    "dbrx": Cutting(_WORDS + r"\p{N}{1,3}" + _TAIL),
+    "tekken": Cutting(_CASED % ("", "") + r"\p{N}" + _CASED_TAIL, ignores_merges=True),
+    "gpt-4o": Cutting(_CASED % (_CONTRACTION, _CONTRACTION) + r"\p{N}{1,3}" + _CASED_TAIL),
+}
+
+
+def cutting_of(tokenizer: Mapping[str, object]) -> Cutting | None:
+    """How a byte-level tokenizer cuts, by the content of its `tokenizer.json`; `None` for another way than these."""
+    model = tokenizer.get("model")
+    ignores = bool(isinstance(model, Mapping) and model.get("ignore_merges"))
+    pattern, digits, last = None, False, None
+    for step in _steps(tokenizer.get("pre_tokenizer")):
+        last = step
+        if step.get("type") == "Digits" and step.get("individual_digits"):
+            digits = True
+        elif step.get("type") == "Split" and step.get("behavior") == "Isolated" and not step.get("invert"):
+            regex = step.get("pattern")
+            pattern = str(regex.get("Regex")) if isinstance(regex, Mapping) and pattern is None else ""
+        elif step.get("type") != "ByteLevel" or step.get("add_prefix_space"):
+            return None
+    if last is None or last.get("type") != "ByteLevel" or bool(last.get("use_regex", True)) != (pattern is None):
+        return None
+    return Cutting(pattern, digits, ignores)
+
+
+def cutting_name(cutting: Cutting | None) -> str | None:
+    """llama.cpp's name of it; `None` if it has none. Whether a piece is merged that is a token itself matters only
+    where there are names for both."""
+    known = [(name, one) for name, one in CUTTINGS.items() if cutting is not None and _alike(one, cutting)]
+    exact = [name for name, one in known if one == cutting]
+    return next(iter([*exact, *(name for name, _ in known)]), None)
+
+
+def _alike(one: Cutting, other: Cutting) -> bool:
+    return (one.pattern, one.digits) == (other.pattern, other.digits)
+
+
+def _steps(pre_tokenizer: object) -> Iterator[Mapping[str, object]]:
+    if not isinstance(pre_tokenizer, Mapping):
+        return
+    if pre_tokenizer.get("type") == "Sequence":
+        for step in pre_tokenizer.get("pretokenizers", []):
+            yield from _steps(step)
+    else:
+        yield pre_tokenizer

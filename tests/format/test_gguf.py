@@ -1,0 +1,61 @@
+"""Names and the order of rows in GGUF, and how llama.cpp names a tokenizer's way to cut a text."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+from moetool.errors import InvalidInputError
+from moetool.format.gguf import family_in_file, gguf_family, halved, interleaved
+from moetool.format.gguf_tokenizer import CUTTINGS, cutting_name, cutting_of
+
+
+def rules(*steps: pre_tokenizers.PreTokenizer, ignores_merges: bool = False) -> dict[str, object]:
+    """What `tokenizer.json` says of a byte-level tokenizer that cuts by these steps."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=ignores_merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(steps))
+    return json.loads(tokenizer.to_str())
+
+
+def test_rows_of_a_head_are_interleaved_and_back() -> None:
+    rows = torch.arange(12).view(12, 1)
+    assert interleaved(rows, 2).flatten().tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+    assert torch.equal(halved(interleaved(rows, 2), 2), rows)
+    assert torch.equal(halved(interleaved(rows.flatten(), 3), 3), rows.flatten())
+
+
+@pytest.mark.parametrize("name", CUTTINGS)
+def test_ways_to_cut_are_known_by_their_rules(name: str) -> None:
+    cutting = CUTTINGS[name]
+    steps = [pre_tokenizers.Digits(individual_digits=True)] if cutting.digits else []
+    if cutting.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(cutting.pattern), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cutting.pattern is None))
+    found = cutting_name(cutting_of(rules(*steps, ignores_merges=cutting.ignores_merges)))
+    assert found is not None
+    assert CUTTINGS[found] == cutting
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [pre_tokenizers.Whitespace()],
+        [pre_tokenizers.ByteLevel(add_prefix_space=True)],
+        [pre_tokenizers.Split(Regex("x+"), behavior="isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)],
+        [pre_tokenizers.Punctuation(), pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    ],
+)
+def test_other_ways_have_no_name(steps: list[pre_tokenizers.PreTokenizer]) -> None:
+    assert cutting_name(cutting_of(rules(*steps))) is None
+
+
+def test_families() -> None:
+    assert gguf_family({"model_type": "qwen2_moe"}).architecture == "qwen2moe"
+    assert gguf_family({"model_type": "qwen2_moe", "norm_topk_prob": True}).architecture == "llama"
+    assert family_in_file("llama", is_moe=True, has_shared=False).model_type == "mixtral"
+    assert family_in_file("granitemoe", is_moe=True, has_shared=True).model_type == "granitemoeshared"
+    with pytest.raises(InvalidInputError, match="There is for llama, mistral"):
+        gguf_family({"model_type": "deepseek_v3"})
+    with pytest.raises(InvalidInputError, match="moetool reads granite"):
+        family_in_file("mamba", is_moe=False, has_shared=False)
