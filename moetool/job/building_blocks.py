@@ -21,6 +21,7 @@ from moetool.representations.low_rank_sparse import LowRankSparse
 from moetool.representations.quantized import Quantized
 from moetool.representations.quantized_low_rank import QuantizedLowRank
 from moetool.representations.sparse import MagnitudeSparse, Sparse
+from moetool.representations.trellis import Trellis
 from moetool.runtime.dense import DenseModel
 
 
@@ -287,6 +288,8 @@ def encode(form: Representation, matrix: tuple[int, int], *, fed_back: bool = Fa
     made, numbers = COEFFICIENTS, matrix[0] * matrix[1]
     taken = Work(moved=made.error_bytes * numbers, calls=100)
     if isinstance(form, Quantized):
+        if isinstance(form, Trellis):
+            return taken + _paths(matrix) + (feed_back(matrix) if fed_back else Work())
         tried = dict(made.scales).get(form.bits, made.scales[-1][1])
         taken += Work(moved=(made.scale_bytes * tried + made.nearest_bytes) * numbers)
         return taken + (feed_back(matrix) if fed_back else Work())
@@ -336,15 +339,27 @@ def feed_back(matrix: tuple[int, int]) -> Work:
     )
 
 
+def _paths(matrix: tuple[int, int]) -> Work:
+    """Codes of a matrix in a trellis."""
+    rows, columns = matrix
+    return Work(moved=COEFFICIENTS.path_bytes * rows * columns, calls=COEFFICIENTS.path_calls * columns)
+
+
 def tried(forms: Collection[Representation], matrix: tuple[int, int]) -> Work:
     """What every form of a delta loses on the inputs behind its Gram matrix, told from some of its rows."""
     numbers, columns = matrix[0] * matrix[1], matrix[1]
     made = COEFFICIENTS
-    return factorize(matrix, max((form.directions for form in forms), default=0)) + Work(
-        products={"float32": numbers * columns},
-        cholesky={columns: made.root},
-        moved=made.feedback_bytes * made.tried_rows * columns * len(forms) + made.error_bytes * numbers,
-        calls=made.tried_calls * columns,
+    rows = round(made.tried_rows)
+    paths = (_paths((rows, columns)) for form in forms if isinstance(form, Trellis))
+    return (
+        factorize(matrix, max((form.directions for form in forms), default=0))
+        + altogether(paths)
+        + Work(
+            products={"float32": numbers * columns},
+            cholesky={columns: made.root},
+            moved=made.feedback_bytes * rows * columns * len(forms) + made.error_bytes * numbers,
+            calls=made.tried_calls * columns,
+        )
     )
 
 

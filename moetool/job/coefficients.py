@@ -34,6 +34,8 @@ class Coefficients:
         scales: how many are tried by bits; else, the last.
         nearest_bytes: bytes moved per number to find its code and to pack it.
         tried_rows, tried_calls: of a matrix whose forms are tried, and operations per column.
+        path_bytes: bytes moved per number to find its code in a trellis.
+        path_calls: operations around the paths of one column.
         feedback_calls: operations per column in error feedback.
         feedback_bytes: bytes moved per number in error feedback.
         scatter_bytes: bytes moved per number of a sparse matrix, stored or not.
@@ -70,6 +72,8 @@ class Coefficients:
     scale_bytes: float = 400
     scales: tuple[tuple[int, float], ...] = ((1, 1), (8, 2.5), (4, 16))
     nearest_bytes: float = 1060
+    path_bytes: float = 3600
+    path_calls: float = 8
     feedback_calls: float = 14
     feedback_bytes: float = 2000
     tried_rows: float = 200
