@@ -345,7 +345,7 @@ def test_eval_of_a_moefied_encoder(run_cli: Any, dense: Any, moefy: Any, tiny_te
 
 def test_without_moetool_it_does_not_load(dense: Any, moefy: Any, tmp_path: Path) -> None:
     """Neither as it is, nor without the entry that says what it is."""
-    script = ["import sys, transformers"]
+    script = ["import os", "os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'", "import sys, transformers"]
     for family in ("llama", "opt", "bert"):
         path = moefy(dense(family), *FOUR).path
         plain = change_config(copy_of(path, tmp_path / family), quantization_config=None)

@@ -377,6 +377,8 @@ def test_without_their_entry_they_do_not_load(pesc: Path, simoe: Path, tmp_path:
 
 
 WITHOUT_MOETOOL = """
+import os
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # as where moetool is not installed
 import sys
 from transformers import AutoModelForCausalLM
 for path in sys.argv[1:]:

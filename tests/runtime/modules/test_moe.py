@@ -299,6 +299,8 @@ def test_a_missing_tensor_is_named(name: str, saved: dict[str, Path], tmp_path: 
 # Without moetool transformers must not fill the networks at random. The process runs while other tests go on.
 
 WITHOUT_MOETOOL = """
+import os
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # as where moetool is not installed
 import sys
 from transformers import AutoModelForCausalLM
 for path in sys.argv[1:]:
