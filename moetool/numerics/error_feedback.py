@@ -10,7 +10,7 @@ e is |e R|^2, whose part k holds the errors of inputs 0 to k alone, so the code 
 R_ik / R_kk as small as it can. That is the same choice (Chen et al., arXiv:2507.18553), and |e R|^2 falls out of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self
 
@@ -203,13 +203,10 @@ def _choose(errors: Tensor, codes: Tensor, grid: Grid, groups: int, feedback: Fe
     links, group_of = feedback.links, (feedback.order // (columns // groups)).tolist()
     pivots = feedback.pivots.tolist()
 
-    def choose(first: int, last: int) -> None:
-        if last - first > _BLOCK:
-            middle = first + (last - first + 1) // 2
-            choose(first, middle)
+    for first, middle, last in _halves(0, columns):
+        if middle < last:
             moved[middle:last].addmm_(links[first:middle, middle:last].T, errors[first:middle])
-            choose(middle, last)
-            return
+            continue
         for column in range(first, last):
             own = moved[column].add_(errors[column])
             value = grid.nearest(own, group_of[column], codes[column])
@@ -217,9 +214,19 @@ def _choose(errors: Tensor, codes: Tensor, grid: Grid, groups: int, feedback: Fe
             own -= value
             lost.addcmul_(own, own, value=pivots[column])
             moved[column + 1 : last].addr_(links[column, column + 1 : last], errors[column])
-
-    choose(0, columns)
     return lost
+
+
+def _halves(first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """How inputs are gone through: a block by itself as (first, last, last), and between two halves, each gone through
+    in the same way, (first, middle, last), where errors of the first half are moved to the second."""
+    if last - first <= _BLOCK:
+        yield first, last, last
+        return
+    middle = first + (last - first + 1) // 2
+    yield from _halves(first, middle)
+    yield first, middle, last
+    yield from _halves(middle, last)
 
 
 def _damped(errors: Tensor, feedback: Feedback) -> Tensor:

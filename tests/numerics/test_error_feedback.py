@@ -1,5 +1,9 @@
 """Error feedback: never worse in the output than the nearest codes, much better where inputs are correlated."""
 
+import gc
+import weakref
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -52,6 +56,20 @@ def test_block_size_hardly_matters(make_gram, monkeypatch: pytest.MonkeyPatch) -
     _, other, _ = fed(matrix, 3, gram)
     totals = [float(output_errors(matrix, codes, scales, 3, gram).sum()) for codes in (usual, other)]
     assert totals[0] == pytest.approx(totals[1], rel=0.05)
+
+
+def test_nothing_holds_the_links_afterwards(make_gram: Callable[[int, float], Tensor]) -> None:
+    """One matrix per expert, of 800 MB at Mixtral's width: it must not wait for the garbage collector."""
+    feedback = Feedback.of(make_gram(128, 1e4))
+    assert feedback is not None
+    matrix, links = normal(), weakref.ref(feedback.links)
+    gc.disable()
+    try:
+        feed_back(matrix, *quantize(matrix, 2, 64, torch.bfloat16), 2, feedback)
+        del feedback
+        assert links() is None
+    finally:
+        gc.enable()
 
 
 def test_few_tokens_and_silent_inputs() -> None:
