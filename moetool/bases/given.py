@@ -20,7 +20,7 @@ from moetool.errors import InvalidInputError, UsageError
 from moetool.job.writing import down_scale
 from moetool.representations import Representation, parse_representation
 from moetool.representations.quantized import QuantizedMatrix
-from moetool.representations.trellis import TrellisMatrix, takes_trellis
+from moetool.representations.trellis import in_trellis
 from moetool.runtime.dense import DenseModel
 
 # Experts that were upcycled from a dense FFN stay close to it; below this it is hardly theirs.
@@ -190,8 +190,8 @@ def base_form(bits: str, group: int, shape: tuple[int, int], trellis: bool = Fal
         UsageError: only groups of one would.
     """
     if bits.isdigit():
-        kind = TrellisMatrix if trellis and takes_trellis(int(bits), shape[0]) else QuantizedMatrix
-        form: Representation = kind(int(bits), group)
+        codes = QuantizedMatrix(int(bits), group)
+        form: Representation = in_trellis(codes, shape[0]) if trellis else codes
     else:
         form = parse_representation(bits)
     try:
@@ -204,9 +204,5 @@ def in_few_bits(base: LayerBase, bits: str | None, group: int) -> LayerBase:
     """The base in the form that `bits` names; as it is if `bits` is `None`."""
     if bits is None:
         return base
-    stored = {}
-    for role, matrix in base.matrices.items():
-        rows, columns = matrix.shape
-        form = base_form(bits, group, (rows, columns))
-        stored[role] = form, form.encode(base.full(role), matrix.dtype)
-    return base.stored_as(stored)
+    forms = {role: base_form(bits, group, (matrix.shape[0], matrix.shape[1])) for role, matrix in base.matrices.items()}
+    return base.encoded(forms)

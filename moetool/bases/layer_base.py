@@ -74,6 +74,20 @@ class LayerBase:
         """With other matrices for some roles, as they are stored."""
         return replace(self, matrices={**self.matrices, **matrices})
 
+    def encoded(
+        self, forms: Mapping[Role, Representation], rotation: Mapping[Role, int] = MappingProxyType({})
+    ) -> "LayerBase":
+        """In these forms by role, each of the full matrix; for rotated inputs where there is a seed. A form that
+        changes nothing is left out."""
+        compact = {}
+        for role, form in forms.items():
+            if form.is_whole:
+                continue
+            matrix = self.full(role)
+            turned = Rotation(matrix.shape[1], rotation[role])(matrix) if role in rotation else matrix
+            compact[role] = form, form.encode(turned, self.matrices[role].dtype)
+        return self.stored_as(compact, rotation)
+
     def stored_as(
         self,
         compact: Mapping[Role, tuple[Representation, dict[str, Tensor]]],

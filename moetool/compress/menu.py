@@ -17,12 +17,13 @@ from torch import Tensor
 from moetool.compress.factors.sensitivity import MatrixSensitivity
 from moetool.numerics.error_feedback import Feedback
 from moetool.numerics.factorize import factorize, leading
+from moetool.numerics.trellis import WIDTHS, rows_served
 from moetool.representations import Measured, Representation
 from moetool.representations.quantized import Quantized, encode_together
 from moetool.representations.quantized_low_rank import QuantizedLowRank
 
 _ROWS = 192  # of a matrix that are quantized on trial: the mean of so many was right within a few percent
-_SERVED = 8  # rows that come together in a trellis
+_SERVED = max(map(rows_served, WIDTHS))  # rows that come together in a trellis
 _BRACKET_ROWS = 32  # of W between one rank on offer and the next
 
 

@@ -36,12 +36,12 @@ def including(source: InputT, options: Options) -> InputT:
     Raises:
         UsageError: the model has nothing of what was asked for.
     """
-    if not isinstance(source, Source) or not isinstance(options, IncludeOptions) or not options.included:
+    if not isinstance(source, Source) or not isinstance(options, IncludeOptions) or not options.include:
         return source
     checkpoint, architecture = source.checkpoint, source.architecture
     kinds, done = quantizable(architecture, architecture.layers(checkpoint.config)), quantized_beside(checkpoint.config)
     chosen: dict[str, QuantizedMatrix] = {}
-    for kind in options.included:
+    for kind in options.include:
         weights = {name: checkpoint.tensors.get(weight_of(name)) for name in kinds[kind]}
         wide = {name: info for name, info in weights.items() if info is not None and info.dtype in _WIDE}
         if not wide:

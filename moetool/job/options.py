@@ -64,8 +64,8 @@ class CalibrationOptions(TextOptions):
 class IncludeOptions(Options):
     """What is quantized beside the experts."""
 
-    include: str | None = Field(
-        None,
+    include: Names = Field(
+        (),
         description="Store in 8 bits, too: attention (its projections), embeddings (of tokens, and the head), or both, "
         "with a comma. --ratio and --bytes are of all weight files with and without it: what this saves is left for "
         "the experts.",
@@ -73,16 +73,10 @@ class IncludeOptions(Options):
 
     @field_validator("include")
     @classmethod
-    def _known(cls, include: str | None) -> str | None:
-        parts = [] if include is None else [part.strip() for part in include.split(",")]
-        if wrong := [part for part in parts if part not in INCLUDED]:
+    def _known(cls, include: tuple[str, ...]) -> tuple[str, ...]:
+        if wrong := [part for part in include if part not in INCLUDED]:
             raise ValueError(f"there is {' and '.join(INCLUDED)}, or both with a comma, not {wrong[0]!r}")
-        return include
-
-    @property
-    def included(self) -> tuple[str, ...]:
-        """Its parts."""
-        return tuple(part for part in INCLUDED if self.include is not None and part in self.include)
+        return tuple(part for part in INCLUDED if part in include)
 
 
 class RunOptions(Options):

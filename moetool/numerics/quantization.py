@@ -23,6 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moetool.numerics.groups import CHUNK, check_group, in_parts, weights_of
+
 BITS = (1, 2, 3, 4, 8)
 
 _NORMAL_LEVELS = {
@@ -30,7 +32,6 @@ _NORMAL_LEVELS = {
     3: (0.2451171875, 0.7578125, 1.34375, 2.15625),
     4: (0.1279296875, 0.388671875, 0.65625, 0.94140625, 1.2578125, 1.6171875, 2.0625, 2.734375),
 }
-_CHUNK = 1 << 18  # elements worked on at a time
 _CANDIDATES = {2: 5, 3: 6, 4: 8, 8: 5}  # scales tried per group
 # Tried around the best of them, in steps from one to the next: then 30 candidates are .03, .06, .14 % better.
 _NEAR = (-0.33, 0.33)
@@ -77,23 +78,11 @@ def quantize(
         ValueError: bits, group or importance do not fit, or values that are not finite.
     """
     rows, columns = matrix.shape
-    if group < 1 or columns % group:
-        raise ValueError(f"groups of {group} do not divide {columns} columns")
-    weights = torch.ones(columns, device=matrix.device) if importance is None else importance.to(matrix.device).float()
-    if weights.shape != (columns,) or not bool((weights >= 0).all()) or not bool(weights.isfinite().all()):
-        raise ValueError(f"importance must be [{columns}], finite and not negative")
-    mean = weights.double().mean()
-    # Inputs that were never active still get sensible codes.
-    weights = (weights / mean).clamp(1e-4, 1e30).float() if mean > 0 else torch.ones_like(weights)
-    weights = weights.view(1, -1, group)
+    check_group(columns, group)
+    weights = weights_of(importance, columns, group, matrix.device)
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=matrix.device)
     scales = torch.empty(rows, columns // group, dtype=dtype, device=matrix.device)
-    step = max(1, _CHUNK // columns)
-    for start in range(0, rows, step):
-        part = slice(start, start + step)
-        values = matrix[part].detach().float().contiguous().view(-1, columns // group, group)
-        if not bool(values.isfinite().all()):
-            raise ValueError("a matrix with values that are not finite cannot be quantized")
+    for part, values in in_parts(matrix, group):
         # Groups are brought to unit size, so that no square under- or overflows.
         size = values.abs().amax(2, keepdim=True)
         unit = values / torch.where(size > 0, size, 1)
@@ -109,7 +98,7 @@ def dequantize(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype) -> 
     values = torch.empty(lines.shape, dtype=dtype, device=codes.device)
     factor = scales.to(dtype).unsqueeze(2)
     needs_graph = scales.requires_grad and torch.is_grad_enabled()
-    step = max(1, min(rows, _CHUNK // max(1, lines.shape[1])))
+    step = max(1, min(rows, CHUNK // max(1, lines.shape[1])))
     # The wider indices of all codes at once would not fit any cache, and new memory for each part takes as long.
     indices = torch.empty(step, lines.shape[1], dtype=torch.int32, device=codes.device)
     for start in range(0, rows, step):

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moetool.numerics.error_feedback import Feedback, better_codes
+from moetool.numerics.groups import check_group, in_parts, weights_of
 
 WHOLE_BITS = (2, 3, 4, 8)
 
-_CHUNK = 1 << 18  # elements worked on at a time
 _WORD = 32  # bits
 # Scales tried, by the share of a group's largest magnitude that the highest code stands for; few bits with both signs.
 _CLIPS = {
@@ -46,24 +46,15 @@ def quantize_whole(
         codes [out, in] int8 and scales [out, in / group] in `dtype`.
 
     Raises:
-        ValueError: bits or group do not fit, or values that are not finite.
+        ValueError: bits, group or importance do not fit, or values that are not finite.
     """
     rows, columns = matrix.shape
     _check(bits)
-    if group < 1 or columns % group:
-        raise ValueError(f"groups of {group} do not divide {columns} columns")
-    weights = torch.ones(columns, device=matrix.device)
-    if importance is not None and bool((mean := importance.double().mean()) > 0):
-        weights = (importance / mean).clamp(1e-4, 1e30).to(weights)
-    weights = weights.view(1, -1, group)
+    check_group(columns, group)
+    weights = weights_of(importance, columns, group, matrix.device)
     codes = torch.empty(rows, columns, dtype=torch.int8, device=matrix.device)
     scales = torch.empty(rows, columns // group, dtype=dtype, device=matrix.device)
-    step = max(1, _CHUNK // columns)
-    for start in range(0, rows, step):
-        part = slice(start, start + step)
-        values = matrix[part].detach().float().contiguous().view(-1, columns // group, group)
-        if not bool(values.isfinite().all()):
-            raise ValueError("a matrix with values that are not finite cannot be quantized")
+    for part, values in in_parts(matrix, group):
         found, scale = _search(values, weights, bits, dtype)
         codes[part] = found.to(torch.int8).view(-1, columns)
         scales[part] = scale.squeeze(2)

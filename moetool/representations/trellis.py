@@ -68,9 +68,11 @@ class TrellisMatrix(Trellis):
     examples: ClassVar[tuple[str, ...]] = ("trellis-weight:2:16",)
 
 
-def takes_trellis(bits: int, rows: int) -> bool:
-    """Whether a matrix of so many rows can have codes of `bits` in a trellis."""
-    return bits in trellis.WIDTHS and rows % trellis.rows_served(bits) == 0
+def in_trellis(form: Quantized, rows: int) -> Quantized:
+    """The same codes in a trellis, or as they are where a matrix of so many rows cannot have one."""
+    if form.bits not in trellis.WIDTHS or rows % trellis.rows_served(form.bits):
+        return form
+    return (Trellis if form.uses_base else TrellisMatrix)(form.bits, form.group)
 
 
 class TrellisWeight(QuantizedWeight):

@@ -205,7 +205,7 @@ def test_killed_and_resumed_it_is_the_same(run_cli: Any, crash: Any, tiny_mixtra
 
 @pytest.mark.parametrize(
     ("include", "told"),
-    [("experts", "there is attention and embeddings"), ("attention,,", "or both with a comma")],
+    [("experts", "there is attention and embeddings"), ("attention,,", "with commas between them")],
 )
 def test_what_cannot_be_included(
     include: str, told: str, run_cli: Any, tiny_mixtral_bf16: Path, tmp_path: Path

@@ -18,7 +18,7 @@ from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank, break_even_rank
 from moetool.representations.quantized import Quantized
 from moetool.representations.quantized_low_rank import QuantizedLowRank
-from moetool.representations.trellis import Trellis, takes_trellis
+from moetool.representations.trellis import in_trellis
 
 NONE = "none"  # the name of where matrices stand on their own
 _BITS = (1, 2, 3, 4, 8)
@@ -68,18 +68,7 @@ class Footing:
 
     def under(self, shape: MoEShape, layer: int, merged: LayerBase) -> LayerBase:
         """A layer's base as it is stored here, of the merge of its experts."""
-        return stored_base(merged, self.base, self.rotation(shape, layer))
-
-
-def stored_base(merged: LayerBase, forms: Mapping[Role, Representation], rotation: Mapping[Role, int]) -> LayerBase:
-    """The merge of a layer's experts as it is stored, by role; for rotated inputs where there is a seed."""
-    compact = {}
-    for role, form in forms.items():
-        matrix = merged.full(role)
-        turned = Rotation(matrix.shape[1], rotation[role])(matrix) if role in rotation else matrix
-        if not form.is_whole:
-            compact[role] = form, form.encode(turned, merged.matrices[role].dtype)
-    return merged.stored_as(compact, rotation)
+        return merged.encoded(self.base, self.rotation(shape, layer))
 
 
 def average_bits(experts: ExpertReader, left: int) -> float:
@@ -139,8 +128,8 @@ def codes_form(bits: int, group: int, matrix: tuple[int, int], trellis: bool) ->
     Raises:
         UsageError: only groups of one would fit.
     """
-    kind = Trellis if trellis and takes_trellis(bits, matrix[0]) else Quantized
-    return in_groups(kind(bits, group), matrix, group)
+    form = Quantized(bits, group)
+    return in_groups(in_trellis(form, matrix[0]) if trellis else form, matrix, group)
 
 
 def _named(base: str, rotated_by: int | None) -> str:

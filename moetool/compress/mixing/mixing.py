@@ -19,7 +19,7 @@ from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.calibration.sweep import Sweep
 from moetool.compress.encoded import Encoding, encoded_bytes
 from moetool.compress.mixing.choosing import FormLosses, Mix, notes_on
-from moetool.compress.mixing.footings import Footing, stored_base
+from moetool.compress.mixing.footings import Footing
 from moetool.compress.mixing.measuring import encoded, loss_name, losses_path, measure
 from moetool.compress.mixing.options import MixingOptions
 from moetool.compress.refining.expert import BATCH_TOKENS
@@ -206,7 +206,7 @@ class _Running:
             blamed[0].save(metric_path(job.work, index))
         if mixing.given is not None:
             layout = mixing.given[index]
-            agreed(job.ranks, base_path(job.work, index), stored_base(merged, layout.base, layout.rotation))
+            agreed(job.ranks, base_path(job.work, index), merged.encoded(layout.base, layout.rotation))
             return
         weights, path, deltas = calibrated.weights(index, layer), losses_path(job.work, index), dict[str, Deltas]()
         for footing in mixing.footings:
