@@ -34,7 +34,8 @@ from moetool.job.options import Options, RunOptions, TextOptions
 from moetool.job.phases import encoding_phases
 from moetool.job.plan import Plan, calibration_cost
 from moetool.job.result import Json
-from moetool.job.writing import OutputPlan, entry_for, write_model
+from moetool.job.shards import OutputPlan
+from moetool.job.writing import entry_for, write_model
 from moetool.representations import Measured, Representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank_sparse import LowRankSparse

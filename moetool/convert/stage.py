@@ -27,8 +27,9 @@ from moetool.job.phases import Phases, proof_phase, rewriting_phases, router_pha
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.progress import phase
 from moetool.job.result import CalibrationFacts, Json, Sizes
+from moetool.job.shards import ShardPlan
 from moetool.job.stage import Stage
-from moetool.job.writing import ShardPlan, write_checkpoint
+from moetool.job.writing import write_checkpoint
 from moetool.runtime.dense import DenseModel
 
 PROOF_WINDOWS, PROOF_LENGTH = 4, 64

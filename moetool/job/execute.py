@@ -24,10 +24,10 @@ from moetool.job.plan import Plan, fingerprint
 from moetool.job.processes import is_first_process, processes
 from moetool.job.progress import Progress, Silent, Stopwatch
 from moetool.job.ranks import JoinedRanks, Ranks
+from moetool.job.records import check_records
 from moetool.job.result import PhaseTime, Result, Sizes, Told
 from moetool.job.stage import AnyStage
 from moetool.job.workspace import FollowingWorkspace, RankWorkspace, Workspace, check_finished, is_finished
-from moetool.job.writing import check_records
 from moetool.runtime.memory import keep_few_programs, return_freed_memory
 
 _MEASURED = "measured"  # the last unit of what stages share

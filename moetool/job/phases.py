@@ -13,22 +13,18 @@ from moetool.job.building_blocks import (
     calibration_backward,
     calibration_forward,
     cluster,
-    cut,
     dense_size,
-    encode,
     factor_grams,
-    factorize,
     fisher,
     head_gradients,
     input_grams,
     merging,
     router_moments,
-    spectrum,
     train_selector,
-    tried,
     usage,
     writing,
 )
+from moetool.job.matrix_work import cut, encode, factorize, spectrum, tried
 from moetool.job.plan import CalibrationCost
 from moetool.job.work import Phase, Work, altogether
 from moetool.representations import Representation

@@ -1,13 +1,11 @@
 """Writing a job's result: weight files as planned, then everything else, the index last."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from moetool.architectures.base import whole_number
@@ -17,15 +15,12 @@ from moetool.checkpoint.files import (
     file_sha256,
     json_bytes,
     patch_config,
-    save_tensors,
     write_bytes,
     write_json,
 )
 from moetool.checkpoint.manifest import Manifest, Origin, Provenance, read_manifest, write_manifest
 from moetool.checkpoint.reader import CARD, CONFIG, INDEX, MANIFEST, Checkpoint
-from moetool.checkpoint.source import first_line
-from moetool.checkpoint.writer import CheckpointWriter, InParts, TensorSpec, is_finite
-from moetool.errors import InvalidInputError
+from moetool.checkpoint.writer import InParts
 from moetool.format.beside import quantized_beside
 from moetool.format.entry import format_entry, moetool_entry
 from moetool.format.kinds import custom_module
@@ -33,14 +28,15 @@ from moetool.format.kinds.moe import routed_scale
 from moetool.format.layout import LayerLayout
 from moetool.format.marker import BESIDE
 from moetool.job.card import SOURCE_CARD, chosen_options, keep_source_card, model_card
-from moetool.job.including import included_specs, included_tensors
-from moetool.job.job import Input, Job, Source, SourceT
+from moetool.job.including import included_tensors
+from moetool.job.job import Job, Source, SourceT
 from moetool.job.phases import ENCODE, WRITE
 from moetool.job.progress import phase
+from moetool.job.records import write_statistics
 from moetool.job.result import CalibrationFacts, Printed
+from moetool.job.shards import OutputPlan, ShardPlan
 from moetool.runtime.memory import return_heap
 
-STATISTICS = Path("moetool") / "statistics.safetensors"
 SHA256 = "sha256"  # of a weight file, in what its unit tells
 
 LayerTensors = Callable[[int, LayerLayout], Iterator[tuple[str, Tensor]]]
@@ -62,89 +58,6 @@ class Making(Protocol):
 
     def spent(self, layer: int) -> Iterable[Path]:
         """Files that nobody needs when the layer has been written."""
-
-
-class ShardPlan:
-    """Which tensors go into which shard: as many layers as fit, in order.
-
-    Args:
-        units: by layer, the tensors to write; -1 stands for everything that belongs to no layer.
-        shard_size: most bytes in a shard, if a layer is not larger.
-
-    Attributes:
-        units: as given.
-        shards: indices of the units of each.
-    """
-
-    def __init__(self, units: Iterable[tuple[int, Sequence[TensorSpec]]], shard_size: int) -> None:
-        self.units = list(units)
-        self.shards: list[list[int]] = []
-        size = 0
-        for unit, (_, specs) in enumerate(self.units):
-            nbytes = sum(spec.nbytes for spec in specs)
-            if not self.shards or size + nbytes > shard_size:
-                self.shards.append([])
-                size = 0
-            self.shards[-1].append(unit)
-            size += nbytes
-
-    def layers(self, shard: int) -> list[int]:
-        """The layers of a shard."""
-        return [self.units[unit][0] for unit in self.shards[shard]]
-
-    def specs(self, shard: int) -> list[TensorSpec]:
-        """The tensors of a shard."""
-        return [spec for unit in self.shards[shard] for spec in self.units[unit][1]]
-
-    def unit(self, layer: int) -> Sequence[TensorSpec]:
-        """The tensors of a layer."""
-        return next(specs for owner, specs in self.units if owner == layer)
-
-    def writer(self, directory: Path) -> CheckpointWriter:
-        """The writer for this plan."""
-        return CheckpointWriter(directory, [self.specs(shard) for shard in range(len(self.shards))])
-
-    @property
-    def nbytes(self) -> int:
-        """Exact bytes of all weight files."""
-        return self.writer(Path()).nbytes
-
-
-class OutputPlan(ShardPlan):
-    """The same for given layouts of the MoE layers of a model that is otherwise left as it is."""
-
-    def __init__(self, source: Source, layouts: Mapping[int, LayerLayout], shard_size: int) -> None:
-        self.source, self.layouts = source, dict(layouts)
-        super().__init__(_units(source, self.layouts), shard_size)
-
-
-def _units(source: Source, layouts: Mapping[int, LayerLayout]) -> Iterator[tuple[int, list[TensorSpec]]]:
-    """Everything outside the layers, then the layers in order; tensors that are not experts pass through."""
-    architecture, tensors = source.architecture, source.checkpoint.tensors
-    count = architecture.layers(source.checkpoint.config)
-    prefixes = [architecture.layer_prefix(layer) for layer in range(count)]
-    gone = {layer: source.experts.names | _joined(source, layer, layout) for layer, layout in layouts.items()}
-    names: dict[int, list[str]] = {layer: [] for layer in range(-1, count)}
-    for name in tensors:
-        owner = next((layer for layer, prefix in enumerate(prefixes) if name.startswith(prefix)), -1)
-        if owner not in layouts or name not in gone[owner]:
-            names[owner].append(name)
-    for layer, passed in names.items():
-        passing = (TensorSpec(name, tensors[name].dtype, tensors[name].shape) for name in passed)
-        specs = [spec for own in passing for spec in included_specs(source, own)]
-        if layer in layouts:
-            specs += source.experts.specs(layer, layouts[layer])
-            if source.experts.layout(layer).is_extended and not layouts[layer].is_extended:
-                specs += source.experts.shared_expert_specs(layer)
-        if specs:
-            yield layer, specs
-
-
-def _joined(source: Source, layer: int, layout: LayerLayout) -> set[str]:
-    """Native names of a shared expert that joins the routed ones on their base."""
-    if not layout.is_extended or source.experts.layout(layer).is_extended:
-        return set()
-    return {spec.name for spec in source.experts.shared_expert_specs(layer)}
 
 
 def write_model(
@@ -366,63 +279,3 @@ def original_bytes(source: Source) -> int:
     entry = moetool_entry(source.checkpoint.config)
     recorded = whole_number(entry, "original_bytes") if entry else None
     return source.checkpoint.weight_bytes if recorded is None else recorded
-
-
-def write_statistics(directory: Path, statistics: Mapping[int, LayerStatistics]) -> list[Path]:
-    """Keep what was measured beside the weights, in a directory of its own where no loader looks; returns the files."""
-    if not statistics:
-        return []
-    tensors = {
-        f"{layer}.{name}": tensor
-        for layer, measured in sorted(statistics.items())
-        for name, tensor in measured.tensors().items()
-    }
-    save_tensors(directory / STATISTICS, tensors)
-    return [directory / STATISTICS]
-
-
-def read_statistics(source: Source) -> dict[int, LayerStatistics]:
-    """Inverse of `write_statistics`; empty if nothing was measured.
-
-    Raises:
-        InvalidInputError: the file is damaged, or does not fit the model.
-    """
-    path, shape = source.checkpoint.path / STATISTICS, source.experts.shape
-    if not path.exists():
-        return {}
-    try:
-        tensors = load_file(path)
-        layers = sorted({int(name.split(".")[0]) for name in tensors})
-        found = {
-            layer: LayerStatistics.from_tensors(
-                {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{layer}.")}
-            )
-            for layer in layers
-        }
-    except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
-        raise InvalidInputError(
-            f"{path} is damaged ({first_line(error)}). Delete it: what a stage needs of it is measured again."
-        ) from error
-    rows = {role: (shape.experts, shape.matrix(role)[0]) for role in shape.roles}
-    for layer, measured in found.items():
-        fits = layer in source.experts.moe_layers and measured.tokens.shape == (shape.experts,)
-        fits = fits and measured.channel_energy.shape == (shape.intermediate,)
-        fits = fits and {role: tuple(fisher.shape) for role, fisher in measured.fisher.items()} == rows
-        if not fits or not all(map(is_finite, measured.tensors().values())):
-            raise InvalidInputError(
-                f"{path} does not fit the experts of layer {layer}. Delete it: what a stage needs of it is measured "
-                "again."
-            )
-    return found
-
-
-def check_records(source: Input) -> None:
-    """Read what earlier stages have left in a checkpoint's directory beside the weights, if they have.
-
-    Raises:
-        InvalidInputError: the manifest or the statistics are damaged.
-    """
-    if (source.checkpoint.path / MANIFEST).exists():
-        read_manifest(source.checkpoint.path)
-    if isinstance(source, Source):
-        read_statistics(source)

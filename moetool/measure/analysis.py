@@ -20,10 +20,10 @@ from moetool.errors import InvalidInputError, UsageError
 from moetool.job.job import Source
 from moetool.job.options import Options
 from moetool.job.progress import Progress, Silent, phase
+from moetool.job.records import read_statistics
 from moetool.job.result import Keyed
-from moetool.job.writing import read_statistics
+from moetool.measure.inspected import Analysis, Energies, LayerAnalysis, RoleAnalysis, Similarity
 from moetool.measure.similarity import energy_retention, pairwise_cka, relative_error_cost
-from moetool.measure.told import Analysis, Energies, LayerAnalysis, RoleAnalysis, Similarity
 
 SHARES = (10, 20, 30, 40, 50, 60, 70, 80, 90)  # per cent of the singular values
 _DIGITS = 6

@@ -12,7 +12,7 @@ from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.reader import Checkpoint
 from moetool.format.kinds import custom_module
 from moetool.format.kinds.base import Mask
-from moetool.measure.told import Files, Inspection, MaskedLayer, Masks, MoELayer, ParameterCounts, StoredLayers
+from moetool.measure.inspected import Files, Inspection, MaskedLayer, Masks, MoELayer, ParameterCounts, StoredLayers
 from moetool.numerics.hard_concrete import median_gate
 
 

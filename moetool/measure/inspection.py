@@ -16,7 +16,15 @@ from moetool.job.job import Source
 from moetool.job.result import Json, Keyed
 from moetool.job.writing import original_bytes
 from moetool.measure.custom_inspection import inspect_custom
-from moetool.measure.told import Files, Inspection, MoELayer, ParameterCounts, QuantizedBeside, SharedBase, StoredLayers
+from moetool.measure.inspected import (
+    Files,
+    Inspection,
+    MoELayer,
+    ParameterCounts,
+    QuantizedBeside,
+    SharedBase,
+    StoredLayers,
+)
 from moetool.representations import Representation
 from moetool.runtime.building import check_sizes
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 18  # elements worked on at a time
+ELEMENTS = 1 << 18  # worked on at a time
 
 
 def check_group(columns: int, group: int) -> None:
@@ -42,7 +42,7 @@ def in_parts(matrix: Tensor, group: int) -> Iterator[tuple[slice, Tensor]]:
         ValueError: values that are not finite.
     """
     rows, columns = matrix.shape
-    step = max(1, CHUNK // columns)
+    step = max(1, ELEMENTS // columns)
     for start in range(0, rows, step):
         part = slice(start, start + step)
         values = matrix[part].detach().float().contiguous().view(-1, columns // group, group)

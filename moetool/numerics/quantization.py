@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moetool.numerics.groups import CHUNK, check_group, in_parts, weights_of
+from moetool.numerics.groups import ELEMENTS, check_group, in_parts, weights_of
 
 BITS = (1, 2, 3, 4, 8)
 
@@ -98,7 +98,7 @@ def dequantize(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype) -> 
     values = torch.empty(lines.shape, dtype=dtype, device=codes.device)
     factor = scales.to(dtype).unsqueeze(2)
     needs_graph = scales.requires_grad and torch.is_grad_enabled()
-    step = max(1, min(rows, CHUNK // max(1, lines.shape[1])))
+    step = max(1, min(rows, ELEMENTS // max(1, lines.shape[1])))
     # The wider indices of all codes at once would not fit any cache, and new memory for each part takes as long.
     indices = torch.empty(step, lines.shape[1], dtype=torch.int32, device=codes.device)
     for start in range(0, rows, step):

@@ -7,7 +7,7 @@ from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.writer import TensorSpec
 from moetool.job.blueprint import layer_of
 from moetool.job.job import Source
-from moetool.job.writing import ShardPlan
+from moetool.job.shards import ShardPlan
 
 _PREDICTION = "num_nextn_predict_layers"
 

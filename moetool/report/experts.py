@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from moetool.architectures import ROLES, Role
 from moetool.convert.told import Activations
-from moetool.measure.told import MaskedLayer, Masks
+from moetool.measure.inspected import MaskedLayer, Masks
 from moetool.report.charts import Chart, Heat, Values, by_layer
 from moetool.report.likeness import pairs
 from moetool.report.parts import PageTable, Section, number

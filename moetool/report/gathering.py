@@ -17,14 +17,15 @@ from moetool.format.kinds import custom_module
 from moetool.job.blueprint import open_for_planning
 from moetool.job.job import Source
 from moetool.job.progress import Progress, Silent
+from moetool.job.records import read_statistics
 from moetool.job.result import Json
-from moetool.job.writing import read_statistics
 from moetool.measure.analysis import AnalysisOptions, analyse
 from moetool.measure.evaluated import Evaluation
+from moetool.measure.inspected import Inspection, MoELayer, StoredLayers
 from moetool.measure.inspection import inspect_checkpoint
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.measure.routing import RoutingOptions, routing
-from moetool.measure.told import Inspection, MoELayer, RoutingTold, StoredLayers
+from moetool.measure.told import RoutingTold
 from moetool.report.options import ReportOptions
 from moetool.report.recorded import RecordedResults, read_recorded
 from moetool.report.remaking import remaking

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from moetool.architectures import Role
-from moetool.measure.told import Analysis, LayerAnalysis, RoleAnalysis, Similarity
+from moetool.measure.inspected import Analysis, LayerAnalysis, RoleAnalysis, Similarity
 from moetool.report.charts import Heat, Lines, Values, by_layer
 from moetool.report.parts import PageTable, Section, number
 

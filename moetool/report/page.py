@@ -11,7 +11,7 @@ from moetool.checkpoint.files import storage_errors
 from moetool.errors import UsageError
 from moetool.job.execute import output_directory
 from moetool.job.progress import Progress, Silent, phase
-from moetool.measure.told import Masks
+from moetool.measure.inspected import Masks
 from moetool.report import pictures
 from moetool.report.experts import landed, merged, neurons, stored
 from moetool.report.likeness import analysed

@@ -7,7 +7,7 @@ from moetool.architectures import Role
 from moetool.checkpoint.experts import ExpertReader
 from moetool.format.layout import LayerLayout
 from moetool.job.result import Json
-from moetool.measure.told import Masks, StoredLayers
+from moetool.measure.inspected import Masks, StoredLayers
 from moetool.report.told import StoredExperts, StoredRole
 from moetool.representations import describe
 

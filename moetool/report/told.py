@@ -7,7 +7,8 @@ from moetool.architectures import Role
 from moetool.convert.told import Activations
 from moetool.job.result import Json, Printed
 from moetool.measure.evaluated import Evaluation
-from moetool.measure.told import Inspection, Matrix, RoutingTold
+from moetool.measure.inspected import Inspection
+from moetool.measure.told import Matrix, RoutingTold
 from moetool.report.recorded import RecordedResults
 
 

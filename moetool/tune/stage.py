@@ -30,8 +30,9 @@ from moetool.job.phases import training_phases
 from moetool.job.plan import Plan
 from moetool.job.processes import is_first_process, sharding
 from moetool.job.result import Sizes, Told
+from moetool.job.shards import ShardPlan
 from moetool.job.stage import Stage, found_here
-from moetool.job.writing import ShardPlan, passed_on, write_checkpoint
+from moetool.job.writing import passed_on, write_checkpoint
 from moetool.runtime.building import check_sizes, described_in
 from moetool.tune.options import TuneOptions
 from moetool.tune.told import TuningTold

@@ -8,7 +8,6 @@ them through the command line, and prints what each phase took, beside what `--d
 
 import argparse
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -98,8 +97,7 @@ def compressed(work: Path, method: str, ratio: str, samples: int, length: int) -
     with Scratch(work / "out" / ".moetool") as scratch:
         run = subprocess.run(command, capture_output=True, text=True, check=True)
     seconds = time.monotonic() - began
-    phases = re.findall(r"^(.*): done in (.*?)(?:,.*)?$", run.stderr, re.MULTILINE)
-    return {"told": told, "seconds": seconds, "scratch": scratch.most, "phases": phases, **json.loads(run.stdout)}
+    return {**json.loads(run.stdout), "told": told, "seconds": seconds, "scratch": scratch.most}
 
 
 def main() -> None:
@@ -127,7 +125,7 @@ def main() -> None:
             told = found["told"]
             lines.append(
                 f"| {name} | `{method}` | {parameters / 1e6:,.0f} M "
-                f"| {', '.join(f'{phase} {took}' for phase, took in found['phases'])} "
+                f"| {', '.join(f'{phase["name"]} {phase["seconds"]:,.0f} s' for phase in found['phases'])} "
                 f"| {found['seconds']:,.0f} s ({told.get('seconds', float('nan')):,.0f}) "
                 f"| {found['peak_memory_bytes'] / 1e9:.1f} GB ({told['peak_memory_bytes'] / 1e9:.1f}) "
                 f"| {found['scratch'] / 1e9:.2f} GB ({told['scratch_bytes'] / 1e9:.2f}) "

@@ -10,20 +10,17 @@ from moetool.job.building_blocks import (
     ModelSize,
     calibration_backward,
     calibration_forward,
-    encode,
     factor_grams,
-    factorize,
-    feed_back,
     fisher,
     head_gradients,
     input_grams,
     loading,
     merging,
-    spectrum,
     writing,
 )
 from moetool.job.coefficients import COEFFICIENTS
 from moetool.job.machine import Machine
+from moetool.job.matrix_work import encode, factorize, feed_back, spectrum
 from moetool.job.phases import encoding_phases, factor_phases, gradient_phases, menu_phases
 from moetool.job.plan import CalibrationCost
 from moetool.job.work import Phase, Work, altogether

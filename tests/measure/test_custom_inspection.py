@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from upcycled import interpolated, open_dense, save_dense, with_adapters, write_upcycled
 
 from moetool.convert.parts import Converted
+from moetool.measure.inspected import Masks, MoELayer, StoredLayers
 from moetool.measure.inspection import inspect_checkpoint
-from moetool.measure.told import Masks, MoELayer, StoredLayers
 from moetool.numerics.hard_concrete import median_gate
 from moetool.runtime.dense import DenseModel
 

@@ -7,12 +7,8 @@ import pytest
 
 from moetool.job.result import Keyed, Printed
 from moetool.measure.analysis import analyse
-from moetool.measure.inspection import inspect_checkpoint
-from moetool.measure.perplexity import perplexity
-from moetool.measure.routing import routing
-from moetool.measure.told import (
+from moetool.measure.inspected import (
     Analysis,
-    Comparison,
     Energies,
     LayerAnalysis,
     MaskedLayer,
@@ -22,8 +18,11 @@ from moetool.measure.told import (
     SharedBase,
     Similarity,
     StoredLayers,
-    Verification,
 )
+from moetool.measure.inspection import inspect_checkpoint
+from moetool.measure.perplexity import perplexity
+from moetool.measure.routing import routing
+from moetool.measure.told import Comparison, Verification
 from moetool.measure.verification import verify_checkpoint
 
 

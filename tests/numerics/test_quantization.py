@@ -144,7 +144,7 @@ def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     codes, scales = quantize(matrix, 4, 64, torch.bfloat16)
     decoded = dequantize(codes, scales, 4, torch.float32)
     for module in ("groups", "quantization"):
-        monkeypatch.setattr(f"moetool.numerics.{module}.CHUNK", 700)
+        monkeypatch.setattr(f"moetool.numerics.{module}.ELEMENTS", 700)
     again = quantize(matrix, 4, 64, torch.bfloat16)
     assert dequantize(codes, scales, 4, torch.float32).equal(decoded)
     assert codes.equal(again[0])

@@ -6,7 +6,7 @@ from moetool.architectures import ROLES
 from moetool.convert.told import Activations
 from moetool.job.result import Keyed, PhaseTime
 from moetool.measure.evaluated import Divergence, Evaluation
-from moetool.measure.told import (
+from moetool.measure.inspected import (
     Analysis,
     Energies,
     Files,
@@ -17,8 +17,8 @@ from moetool.measure.told import (
     ParameterCounts,
     RoleAnalysis,
     Similarity,
-    SynthesisTold,
 )
+from moetool.measure.told import SynthesisTold
 from moetool.report.recorded import RecordedResults, RecordedRun
 from moetool.report.told import (
     HowMade,

@@ -14,8 +14,8 @@ from moetool.cli.display import Display, print_fields, print_json, print_table
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
 from moetool.errors import UsageError
 from moetool.measure.analysis import AnalysisOptions, analyse
+from moetool.measure.inspected import Analysis, Inspection, MaskedLayer, Masks, SharedBase, Similarity, StoredLayers
 from moetool.measure.inspection import inspect_checkpoint
-from moetool.measure.told import Analysis, Inspection, MaskedLayer, Masks, SharedBase, Similarity, StoredLayers
 from moetool.representations import describe, parse_representation
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 

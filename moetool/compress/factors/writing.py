@@ -42,7 +42,8 @@ from moetool.job.options import RunOptions, TextOptions
 from moetool.job.phases import factor_phases
 from moetool.job.plan import CalibrationCost, Plan, calibration_cost
 from moetool.job.result import CalibrationFacts
-from moetool.job.writing import OutputPlan, entry_for, original_bytes, write_model
+from moetool.job.shards import OutputPlan
+from moetool.job.writing import entry_for, original_bytes, write_model
 from moetool.representations import Representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank

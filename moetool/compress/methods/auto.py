@@ -39,8 +39,9 @@ from moetool.job.phases import ENCODE
 from moetool.job.plan import Plan, calibration_cost
 from moetool.job.processes import processes
 from moetool.job.result import Json
+from moetool.job.shards import OutputPlan
 from moetool.job.work import Phase
-from moetool.job.writing import OutputPlan, original_bytes
+from moetool.job.writing import original_bytes
 
 
 class AutoOptions(MixingOptions):

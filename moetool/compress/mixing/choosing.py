@@ -15,7 +15,7 @@ from moetool.compress.choices import Scheme
 from moetool.compress.mixing.footings import NONE, Footing
 from moetool.format.layout import LayerLayout, base_name, delta_name
 from moetool.job.job import Source
-from moetool.job.writing import OutputPlan
+from moetool.job.shards import OutputPlan
 from moetool.representations import Representation
 
 Place = tuple[int, tuple[Role, ...]]  # a layer, and the roles that have one footing there

@@ -28,15 +28,17 @@ from moetool.compress.refining.metric import OutputGradients, metric_path
 from moetool.compress.told import MixedLayer, MixedTold
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout
-from moetool.job.building_blocks import moe_size, refine
+from moetool.job.building_blocks import moe_size
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, Source
 from moetool.job.layer_memory import LayerMemory, Measuring
+from moetool.job.matrix_work import refine
 from moetool.job.options import CalibrationOptions, IncludeOptions
 from moetool.job.phases import menu_phases
 from moetool.job.plan import CalibrationCost, Plan, calibration_cost
 from moetool.job.result import Json
-from moetool.job.writing import OutputPlan, entry_for, original_bytes, write_model
+from moetool.job.shards import OutputPlan
+from moetool.job.writing import entry_for, original_bytes, write_model
 
 Choose = Callable[[FormLosses], Mix]  # by what every form loses
 _MEASURING = {

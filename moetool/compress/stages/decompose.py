@@ -17,8 +17,9 @@ from moetool.job.options import RunOptions
 from moetool.job.phases import decomposing_phases
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.result import Told
+from moetool.job.shards import OutputPlan
 from moetool.job.stage import Stage, found_here
-from moetool.job.writing import OutputPlan, entry_for, write_model
+from moetool.job.writing import entry_for, write_model
 from moetool.representations.dense import Dense
 
 

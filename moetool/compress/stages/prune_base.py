@@ -24,9 +24,11 @@ from moetool.job.layer_memory import LayerMemory
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.phases import pruning_phases
 from moetool.job.plan import CalibrationCost, Plan, calibration_cost
+from moetool.job.records import read_statistics
 from moetool.job.result import CalibrationFacts, Json
+from moetool.job.shards import OutputPlan
 from moetool.job.stage import Stage
-from moetool.job.writing import OutputPlan, entry_for, read_statistics, write_model
+from moetool.job.writing import entry_for, write_model
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 

@@ -19,8 +19,8 @@ from moetool.format.layout import LayerLayout
 from moetool.job.job import Job
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import Plan
+from moetool.job.records import read_statistics
 from moetool.job.stage import Stage
-from moetool.job.writing import read_statistics
 
 
 class QuantizeDeltaOptions(RunOptions, CodeOptions, TextOptions):

@@ -10,8 +10,8 @@ from moetool.format.layout import LayerLayout
 from moetool.job.job import Job
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
+from moetool.job.records import read_statistics
 from moetool.job.stage import Stage
-from moetool.job.writing import read_statistics
 
 
 class SparsifyDeltaOptions(RunOptions, SparsityOptions):

@@ -25,8 +25,8 @@ from moetool.job.options import RunOptions
 from moetool.job.phases import FACTORIZE
 from moetool.job.plan import Plan
 from moetool.job.progress import phase
+from moetool.job.records import read_statistics
 from moetool.job.stage import Stage
-from moetool.job.writing import read_statistics
 
 
 class SvdCompress(Stage[FactorOptions]):

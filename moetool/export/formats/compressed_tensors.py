@@ -28,24 +28,18 @@ from moetool.format.compressed_tensors import (
 )
 from moetool.format.kinds import custom_module
 from moetool.format.layout import native_layout
-from moetool.job.building_blocks import (
-    ModelSize,
-    calibration_forward,
-    decoding,
-    encode,
-    input_grams,
-    moe_size,
-    writing,
-)
+from moetool.job.building_blocks import ModelSize, calibration_forward, decoding, input_grams, moe_size, writing
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import DecodedSource, Input, Job
+from moetool.job.matrix_work import encode
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.phases import ENCODE, rewriting_phases
 from moetool.job.plan import CalibrationCost, Plan, calibration_cost
 from moetool.job.result import Json, Sizes, Told
+from moetool.job.shards import OutputPlan, ShardPlan
 from moetool.job.stage import Stage
 from moetool.job.work import Phase, Work, altogether
-from moetool.job.writing import OutputPlan, ShardPlan, original_bytes, write_checkpoint
+from moetool.job.writing import original_bytes, write_checkpoint
 from moetool.numerics.whole_codes import WHOLE_BITS
 from moetool.representations.quantized import Quantized
 

@@ -24,8 +24,9 @@ from moetool.job.options import RunOptions
 from moetool.job.phases import rewriting_phases
 from moetool.job.plan import Plan
 from moetool.job.result import Sizes, Told
+from moetool.job.shards import ShardPlan
 from moetool.job.stage import Stage
-from moetool.job.writing import ShardPlan, down_scale, passed_on, write_checkpoint
+from moetool.job.writing import down_scale, passed_on, write_checkpoint
 from moetool.runtime.dense import DenseModel
 
 

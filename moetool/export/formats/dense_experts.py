@@ -15,8 +15,9 @@ from moetool.job.options import RunOptions
 from moetool.job.phases import rewriting_phases
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.result import Told
+from moetool.job.shards import OutputPlan
 from moetool.job.stage import Stage
-from moetool.job.writing import OutputPlan, write_model
+from moetool.job.writing import write_model
 
 
 class Export(Stage[RunOptions]):

@@ -1,0 +1,78 @@
+"""What stages leave beside the weights for later ones: statistics, and a manifest."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from moetool.calibration.collectors import LayerStatistics
+from moetool.checkpoint.files import save_tensors
+from moetool.checkpoint.manifest import read_manifest
+from moetool.checkpoint.reader import MANIFEST
+from moetool.checkpoint.source import first_line
+from moetool.checkpoint.writer import is_finite
+from moetool.errors import InvalidInputError
+from moetool.job.job import Input, Source
+
+STATISTICS = Path("moetool") / "statistics.safetensors"
+
+
+def write_statistics(directory: Path, statistics: Mapping[int, LayerStatistics]) -> list[Path]:
+    """Keep what was measured beside the weights, in a directory of its own where no loader looks; returns the files."""
+    if not statistics:
+        return []
+    tensors = {
+        f"{layer}.{name}": tensor
+        for layer, measured in sorted(statistics.items())
+        for name, tensor in measured.tensors().items()
+    }
+    save_tensors(directory / STATISTICS, tensors)
+    return [directory / STATISTICS]
+
+
+def read_statistics(source: Source) -> dict[int, LayerStatistics]:
+    """Inverse of `write_statistics`; empty if nothing was measured.
+
+    Raises:
+        InvalidInputError: the file is damaged, or does not fit the model.
+    """
+    path, shape = source.checkpoint.path / STATISTICS, source.experts.shape
+    if not path.exists():
+        return {}
+    try:
+        tensors = load_file(path)
+        layers = sorted({int(name.split(".")[0]) for name in tensors})
+        found = {
+            layer: LayerStatistics.from_tensors(
+                {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{layer}.")}
+            )
+            for layer in layers
+        }
+    except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(
+            f"{path} is damaged ({first_line(error)}). Delete it: what a stage needs of it is measured again."
+        ) from error
+    rows = {role: (shape.experts, shape.matrix(role)[0]) for role in shape.roles}
+    for layer, measured in found.items():
+        fits = layer in source.experts.moe_layers and measured.tokens.shape == (shape.experts,)
+        fits = fits and measured.channel_energy.shape == (shape.intermediate,)
+        fits = fits and {role: tuple(fisher.shape) for role, fisher in measured.fisher.items()} == rows
+        if not fits or not all(map(is_finite, measured.tensors().values())):
+            raise InvalidInputError(
+                f"{path} does not fit the experts of layer {layer}. Delete it: what a stage needs of it is measured "
+                "again."
+            )
+    return found
+
+
+def check_records(source: Input) -> None:
+    """Read what earlier stages have left in a checkpoint's directory beside the weights, if they have.
+
+    Raises:
+        InvalidInputError: the manifest or the statistics are damaged.
+    """
+    if (source.checkpoint.path / MANIFEST).exists():
+        read_manifest(source.checkpoint.path)
+    if isinstance(source, Source):
+        read_statistics(source)

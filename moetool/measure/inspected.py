@@ -1,0 +1,254 @@
+"""What `inspect` tells of a checkpoint."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moetool.architectures import Role
+from moetool.job.result import Inlined, Json, Keyed, Printed
+from moetool.measure.told import Matrix
+
+
+@dataclass(frozen=True)
+class ParameterCounts(Printed):
+    """Numbers in the model that a checkpoint stands for, those of them that one token uses, those in its files, and
+    those beyond one dense FFN per layer."""
+
+    total: int
+    active: int
+    stored: int
+    added: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files(Inlined):
+    """The files of a checkpoint.
+
+    Attributes:
+        bytes: of the weight files.
+        original_bytes: of those that it was compressed from.
+        ratio: `1 - bytes / original_bytes`, rounded.
+        files: with weights, how many.
+        headers: where names and shapes come from.
+        recipe: stage and options, from the manifest; `None` without one.
+    """
+
+    bytes: int
+    original_bytes: int
+    ratio: float
+    files: int
+    headers: Literal["files", "config.json alone"]
+    recipe: Mapping[str, Json] | None
+
+
+@dataclass(frozen=True)
+class SharedBase(Inlined):
+    """How the experts of a compressed layer are stored.
+
+    Attributes:
+        base_channels: intermediate channels of the base in the files; 0 without a base.
+        dynamic_channels: of them, how many each batch skips.
+        weights: by role the representation of every expert, or `native` for a role that was left as it was.
+    """
+
+    base_channels: int
+    dynamic_channels: int
+    weights: Keyed[Role, Sequence[str] | Literal["native"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoELayer(Printed):
+    """One layer with experts.
+
+    Attributes:
+        layer: its number.
+        representation: whether its experts are as another reader knows them, or share a base.
+        stored_parameters: numbers that its experts have in the files; `None` for custom modules.
+        base: what is stored, if they share one.
+        said: what the stage that wrote the layer noted in the manifest.
+    """
+
+    layer: int
+    representation: Literal["native", "shared-base", "no-base"]
+    stored_parameters: int | None = None
+    base: SharedBase | None = None
+    said: Keyed[str, Json] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredLayers(Inlined):
+    """The layers of a model whose experts are networks.
+
+    Attributes:
+        depends_on_batch: whether a token's result depends on the others of its batch; `None` for custom modules.
+        moe: every layer with experts.
+    """
+
+    depends_on_batch: bool | None = None
+    moe: Sequence[MoELayer]
+
+
+@dataclass(frozen=True)
+class MaskedLayer(Printed):
+    """One linear layer whose experts are masks.
+
+    Attributes:
+        site: its name.
+        channels: its inputs.
+        mean_density: the share of them that an expert's mask leaves open, on average.
+        union_density: the share that any does.
+    """
+
+    site: str
+    representation: Literal["masks"]
+    channels: int
+    mean_density: float
+    union_density: float
+
+
+@dataclass(frozen=True)
+class Masks(Inlined):
+    """The linear layers of a model whose experts are masks, and all of them together.
+
+    Attributes:
+        moe: every linear layer.
+        mean_density, union_density: the same of all their channels.
+        overlap: `[experts][experts]`, the share of an expert's channels that another leaves open, too.
+    """
+
+    moe: Sequence[MaskedLayer]
+    mean_density: float
+    union_density: float
+    overlap: Matrix
+
+
+@dataclass(frozen=True)
+class Similarity(Printed):
+    """CKA of every two experts, from 0 to 1.
+
+    Attributes:
+        matrix: `[experts][experts]`; `None` where an expert has no such matrix or its similarity is undefined.
+        mean, min, max: off the diagonal; `None` if there is nothing.
+    """
+
+    matrix: Sequence[Sequence[float | None]]
+    mean: float | None
+    min: float | None
+    max: float | None
+
+
+@dataclass(frozen=True)
+class Energies(Printed):
+    """Energy retained at the `shares` of the singular values. `None` where a matrix is zero.
+
+    Attributes:
+        experts: mean over them.
+        base: of the base.
+        delta: mean over the deltas that are not zero.
+        zero_deltas: the experts whose delta is.
+    """
+
+    experts: Sequence[float] | None
+    base: Sequence[float] | None
+    delta: Sequence[float] | None
+    zero_deltas: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleAnalysis(Printed):
+    """One role of one layer's experts.
+
+    Attributes:
+        base: `stored`, or the `mean` of the experts where none is.
+        sensitivity: what errors of the same relative size in all experts cost; `None` if it was not measured.
+        cka: between the experts' matrices.
+        cka_v, cka_u: between the factors of their deltas as stored, V over the input channels and U over the output
+            channels; `None` where fewer than two experts have factors.
+        energy: in the largest singular values.
+    """
+
+    base: Literal["stored", "mean"]
+    sensitivity: float | None
+    cka: Similarity
+    cka_v: Similarity | None
+    cka_u: Similarity | None
+    energy: Energies
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerAnalysis(Printed):
+    """One layer's experts.
+
+    Attributes:
+        layer: its number.
+        sensitivity: the sum over the roles.
+        token_share: the part of the routed tokens that each expert was given on calibration; `None` if not measured.
+        roles: of each.
+    """
+
+    layer: int
+    sensitivity: float | None
+    token_share: Sequence[float] | None
+    roles: Keyed[Role, RoleAnalysis]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis(Printed):
+    """What D²-MoE is motivated by.
+
+    Attributes:
+        shares: of the singular values, in per cent.
+        layers: those that were looked at.
+        notes: what is undefined (`None`) or left out, and why.
+    """
+
+    shares: Sequence[int]
+    layers: Sequence[LayerAnalysis]
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class QuantizedBeside(Printed):
+    """What is quantized beside experts.
+
+    Attributes:
+        modules: projections of attention, and embeddings.
+        bytes: of their codes and scales.
+    """
+
+    modules: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection(Printed):
+    """What a checkpoint holds.
+
+    Attributes:
+        path: as it was given.
+        model_type, architecture, router_rule: the family.
+        layers, moe_layers: decoder layers, if `config.json` counts them, and those with experts.
+        experts, top_k, hidden_size, intermediate_size, dtype: of these.
+        parameters: of the model that it stands for.
+        files: what it takes on disk.
+        moe: how its experts are stored.
+        beside: what else is quantized, if something is.
+        analysis: what they are like, if that was asked for.
+    """
+
+    path: str
+    model_type: str
+    architecture: str
+    router_rule: str
+    layers: int | None
+    moe_layers: int
+    experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    dtype: str
+    parameters: ParameterCounts
+    files: Files
+    moe: StoredLayers | Masks
+    beside: QuantizedBeside | None = None
+    analysis: Analysis | None = None
