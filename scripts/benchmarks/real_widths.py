@@ -123,9 +123,10 @@ def main() -> None:
         for method in options.methods:
             found = compressed(options.work, *METHODS[method], options.samples, options.sequence_length)
             told = found["told"]
+            phases = ", ".join(f"{phase['name']} {phase['seconds']:,.0f} s" for phase in found["phases"])
             lines.append(
                 f"| {name} | `{method}` | {parameters / 1e6:,.0f} M "
-                f"| {', '.join(f'{phase["name"]} {phase["seconds"]:,.0f} s' for phase in found['phases'])} "
+                f"| {phases} "
                 f"| {found['seconds']:,.0f} s ({told.get('seconds', float('nan')):,.0f}) "
                 f"| {found['peak_memory_bytes'] / 1e9:.1f} GB ({told['peak_memory_bytes'] / 1e9:.1f}) "
                 f"| {found['scratch'] / 1e9:.2f} GB ({told['scratch_bytes'] / 1e9:.2f}) "
