@@ -63,7 +63,7 @@ class Measuring:
         """Gram matrices for quantized deltas, and rounding on them; an expert that is `refined_on` so many tokens."""
         each_down = shape.intermediate**2 if keeps_each_down(shape) else 0
         means = _FP64 * (shape.hidden**2 + shape.intermediate**2)
-        work = _FP64 * 5 * max(shape.hidden, shape.intermediate) ** 2
+        work = _FP64 * 3 * max(shape.hidden, shape.intermediate) ** 2
         if refined_on:  # sixteen numbers for each of the matrices', and as often what the tokens are given and give
             tokens = 4 * refined_on * (4 * shape.hidden + 1)
             work = max(work, 60 * shape.expert_parameters + tokens + 3 * _FP64 * shape.hidden**2)
