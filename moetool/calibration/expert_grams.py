@@ -101,7 +101,7 @@ class GramsInSets(Collector):
         self.is_first = False
         for experts in self._sets:
             self.hold(experts)
-            self.again(experts)
+            self.again(self, experts)
             yield experts
 
     def matrices(self, roles: Sequence[Role]) -> Iterator[tuple[Role, int]]:

@@ -18,12 +18,12 @@ class Collector:
 
     Attributes:
         wants_sums: whether `observe_sum` is to be called.
-        again: lets some experts be observed once more, where they are not all in memory together; set by the pass that
-            they were first observed in.
+        again: lets the collector observe some experts once more, where they are not all in memory together; set by the
+            pass that they were first observed in. It is told which collector: one that held itself would not be freed.
     """
 
     wants_sums: ClassVar[bool] = False
-    again: Callable[[range], None] | None = None
+    again: Callable[["Collector", range], None] | None = None
 
     def observe(
         self,

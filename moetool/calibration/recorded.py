@@ -84,6 +84,10 @@ class Recorded:
                 observe(collectors, held, routing, self._length, self._inputs[part], result, sums, start)
                 tick()
 
+    def again(self, collector: Collector, experts: range) -> None:
+        """Let one collector observe some experts once more."""
+        self.observe(experts, [collector])
+
     @torch.no_grad()
     def run(self, collectors: Sequence[Collector], outputs: Tensor | None, tick: Tick, *, sums_only: bool) -> None:
         """Run all experts, set after set, into `outputs`; `collectors` see sums, and unless `sums_only` the rest."""

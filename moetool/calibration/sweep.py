@@ -9,7 +9,6 @@ fall below what fp16 can hold.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -163,7 +162,7 @@ class Sweep:
         outputs = recorded.scratch() if keep else None
         recorded.run(collectors, outputs, tick, sums_only=False)
         for collector in collectors:
-            collector.again = partial(_observe_again, recorded, collector)
+            collector.again = recorded.again
 
         def played(outputs: Tensor) -> Iterator[Tensor]:
             for (start, stop), part in zip(self._bounds, recorded.parts, strict=True):
@@ -261,10 +260,6 @@ class Sweep:
             with recorded.answering_backwards(part, outputs, given, weighing):
                 yield self._gradient(index, layer, start, stop)
             tick()
-
-
-def _observe_again(recorded: Recorded, collector: Collector, experts: range) -> None:
-    recorded.observe(experts, [collector])
 
 
 def _watched(experts: nn.Module | None, length: int, collectors: Sequence[Collector]) -> AbstractContextManager[None]:

@@ -1,12 +1,12 @@
-"""A published model through moetool's commands: upcycled, compressed, moefied, evaluated, spoken to.
+"""A published model through moetool's commands: upcycled, tuned, compressed, moefied, evaluated, spoken to.
 
     python scripts/get_smollm2.py MODEL
-    python scripts/benchmarks/smollm2.py MODEL --calibration VALID.txt --data TEST.txt --work DIR [--output FILE.md]
+    python scripts/python_questions.py QUESTIONS
+    python scripts/benchmarks/smollm2.py MODEL --questions QUESTIONS --calibration VALID.txt --data TEST.txt --work DIR
 
-Every result is evaluated and asked a question; the table grows by a row as each is done. A run that was stopped goes
-on where it was; DIR needs 3 GB. What is upcycled here is not trained afterwards: vanilla's experts are equal, and those
-of the two kinds that store the dense FFN once add nothing yet. So what is compressed has no deltas to lose: its bytes
-are those of any such model, its perplexity tells what the base and its bits cost, and no more. Drop's result is where
+Every result is evaluated on a text and on answers that were held out, and asked a question; the table grows by a row
+as each is done. A run that was stopped goes on where it was; DIR needs 7 GB. Tuning is short: experts hardly part, so
+what is compressed has small deltas, and its perplexity tells what the base and its bits cost. Drop's result is where
 training starts, not a model that speaks.
 """
 
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from _common import Kept, made_by
 
 QUESTION = "What is the capital of France?"
@@ -33,7 +34,6 @@ class Step:
     name: str
     source: str
     command: tuple[str, ...]
-    is_calibrated: bool = False
     is_exact: bool = False
 
 
@@ -42,19 +42,29 @@ def upcycle(method: str, *options: str, is_exact: bool = True) -> Step:
     return Step(f"upcycle {method}", DENSE, command, is_exact=is_exact)
 
 
-def compress(method: str, ratio: str, source: str) -> Step:
-    command = ("compress", "--method", method, "--ratio", ratio)
-    return Step(f"compress {method} {ratio} of {source}", f"upcycle {source}", command, is_calibrated=True)
+def tune(method: str, rate: str) -> Step:
+    command = ("tune", "--steps", "40", "--batch-size", "4", "--sequence-length", "256", "--learning-rate", rate)
+    return Step(f"tuned {method}", f"upcycle {method}", command)
+
+
+def compress(method: str, *options: str) -> Step:
+    source = "tuned vanilla"
+    return Step(f"{source}, {method} {options[-1]}", source, ("compress", "--method", method, *options))
 
 
 STEPS = (
     upcycle("vanilla"),
+    upcycle("fine-grained"),
     upcycle("drop", is_exact=False),
     upcycle("ders-lowrank", "--rank", "4"),
     upcycle("pesc", "--width", "64"),
-    compress("hybrid", "0.6", "vanilla"),
-    compress("d2moe", "0.4", "vanilla"),
-    Step("moefy, keep 0.75", DENSE, ("moefy", "--experts", "64", "--keep", "0.75"), is_calibrated=True),
+    upcycle("simoe"),
+    tune("vanilla", "5e-5"),
+    tune("ders-lowrank", "5e-4"),
+    compress("d2moe", "--ratio", "0.4"),
+    compress("hybrid", "--ratio", "0.6"),
+    compress("quantize", "--bits", "4"),
+    Step("moefy, keep 0.75", DENSE, ("moefy", "--experts", "64", "--keep", "0.75")),
 )
 
 
@@ -73,37 +83,53 @@ def lines_of(options: argparse.Namespace, kept: Kept) -> Iterator[str]:
     text = ("--calibration", options.calibration, "--samples", str(options.samples), *scale)
     inputs = {DENSE: options.model} | {step.name: str(options.work / step.name.replace(" ", "-")) for step in STEPS}
 
+    train, held_out = (str(options.questions / f"{part}.jsonl") for part in ("train", "test"))
+    extra = {"compress": text, "moefy": text, "tune": ("--data", train, "--eval-data", held_out)}
+
+    def perplexity(name: str, data: str) -> float:
+        found = moetool("eval", inputs[name], "--data", data, "--windows", str(options.windows), *scale)
+        return found["perplexity"]
+
     def spoken(name: str) -> dict:
-        evaluated = moetool("eval", inputs[name], "--data", options.data, "--windows", str(options.windows), *scale)
-        answered = moetool("generate", inputs[name], QUESTION, "--max-new-tokens", "32")
-        return {"perplexity": evaluated["perplexity"], "tokens": evaluated["tokens"], "answer": answered["text"]}
+        said = moetool("generate", inputs[name], QUESTION, "--max-new-tokens", "32")
+        return {
+            "perplexity": perplexity(name, options.data),
+            "answers": perplexity(name, str(options.questions / "test.txt")),
+            "speed": said["tokens_per_second"],
+            "answer": said["text"],
+        }
 
     def make(step: Step) -> dict:
         shutil.rmtree(inputs[step.name], ignore_errors=True)  # of a run that was stopped
         made = moetool(step.command[0], inputs[step.source], inputs[step.name], *step.command[1:],
-                       *(text if step.is_calibrated else ()))  # fmt: skip
+                       *extra.get(step.command[0], ()))  # fmt: skip
         return {"made": made, **spoken(step.name)}
 
     dense = kept.get(DENSE, partial(spoken, DENSE))
     found = {DENSE: dense}
     size = sum(file.stat().st_size for file in Path(options.model).glob("*.safetensors"))
     yield (
-        f"Perplexity on the first {options.windows} windows of {options.sequence_length} tokens; calibrated on the "
-        f"first {options.samples} of the other text. Nothing is trained, except moefy's selectors. Seconds are of the "
-        f"clock, one thread, on a machine that others used too."
+        f"Perplexity on the first {options.windows} windows of {options.sequence_length} tokens, and on questions "
+        f"about Python with their answers, a tenth that was held out of what `tune` trains on; calibrated on the first "
+        f"{options.samples} windows of the other text. Seconds and tokens per second (32 new ones, no batch) are of "
+        f"the clock, {torch.get_num_threads()} thread(s), on a machine that others used too."
     )
     yield ""
-    yield "| | bytes | perplexity | must be the same | seconds | peak memory | answer |"
-    yield "|---|---|---|---|---|---|---|"
-    yield f"| dense | {size / 1e6:.1f} MB | {dense['perplexity']:.4f} | | | | {_cell(dense['answer'])} |"
+    yield "| | bytes | WikiText | answers | must be the same | seconds | peak memory | tokens/s | answer |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    yield (
+        f"| dense | {size / 1e6:.1f} MB | {dense['perplexity']:.4f} | {dense['answers']:.4f} | | | "
+        f"| {dense['speed']:.1f} | {_cell(dense['answer'])} |"
+    )
     for step in STEPS:
         result = found[step.name] = kept.get(step.name, partial(make, step))
-        made, perplexity = result["made"], result["perplexity"]
-        is_same = abs(perplexity / found[step.source]["perplexity"] - 1) < 1e-5
+        made, loss = result["made"], result["perplexity"]
+        is_same = abs(loss / found[step.source]["perplexity"] - 1) < 1e-5
         verdict = ("yes: PASS" if is_same else "yes: missed") if step.is_exact else ""
         yield (
-            f"| {step.name} | {made['bytes_after'] / 1e6:.1f} MB | {perplexity:.4f} | {verdict} "
-            f"| {made['seconds']:.0f} | {made['peak_memory_bytes'] / 1e6:.0f} MB | {_cell(result['answer'])} |"
+            f"| {step.name} | {made['bytes_after'] / 1e6:.1f} MB | {loss:.4f} | {result['answers']:.4f} | {verdict} "
+            f"| {made['seconds']:.0f} | {made['peak_memory_bytes'] / 1e6:.0f} MB | {result['speed']:.1f} "
+            f"| {_cell(result['answer'])} |"
         )
 
 
@@ -114,6 +140,7 @@ def _cell(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="what get_smollm2.py wrote")
+    parser.add_argument("--questions", type=Path, required=True, help="what python_questions.py wrote")
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--data", required=True)
     parser.add_argument("--work", type=Path, required=True, help="for models, and for results as they come")
@@ -122,14 +149,14 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=20)
     parser.add_argument("--output", type=Path, help="write the table to this file as well")
     options = parser.parse_args()
-    command = "python scripts/benchmarks/smollm2.py MODEL --calibration VALID --data TEST --work DIR"
+    command = "python scripts/benchmarks/smollm2.py MODEL --questions DIR --calibration VALID --data TEST --work DIR"
     lines = [
         f"{made_by(command)} MODEL is SmolLM2-135M-Instruct as `scripts/get_smollm2.py` writes it (30 layers, hidden "
         "576, FFN 1536, bf16, dequantized from Q4_1); VALID and TEST are WikiText-2's validation and test text. "
         f'Asked was "{QUESTION}".',
         "",
     ]
-    kept = Kept(options.work / f"{options.samples}x{options.sequence_length}-{options.windows}.jsonl")
+    kept = Kept(options.work / f"tuned-{options.samples}x{options.sequence_length}-{options.windows}.jsonl")
     for line in lines_of(options, kept):
         print(line, flush=True)
         lines.append(line)
