@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moetool.kernels.launches import COLUMNS, COLUMNS_TRANSPOSED, SLOTS, Launch, kind
-from moetool.kernels.operands import FIELDS, FORMS, operand_levels
+from moetool.kernels.launches import COLUMNS, COLUMNS_TRANSPOSED, SLOTS, Launch, card_levels, kind
+from moetool.kernels.operands import FIELDS, FORMS
 from moetool.kernels.table import Table
 from moetool.representations.operand import Operand, by_positions, numbers
 
@@ -139,21 +139,23 @@ def _unpack(operands: Sequence[Operand], out: Tensor, *, adds: bool) -> None:
     first, second = operands[0], operands[-1]
     rows, columns = first.shape
     fixed: dict[str, int] = {}
+    served = 1
     for name, operand in zip(("FIRST", "SECOND"), (first, second), strict=True):
         own = kind(replace(operand, transposed=False))
         fixed |= {name: own.form, f"{name}_ALIGNED": own.is_aligned, f"{name}_WHOLE": own.is_whole}
+        served = max(served, own.served)
     if len(operands) == 1:
         fixed["SECOND"] = 0
     grid = (-(-rows // _ROWS), -(-columns // COLUMNS))
     kernels.unpack[grid](
         *_pointers(first), first.group or 1, *_pointers(second), second.group or 1, out, rows, columns,
-        **fixed, ADDS=adds, ROWS=_ROWS, COLUMNS=COLUMNS,
+        **fixed, ADDS=adds, SERVED=served, ROWS=_ROWS // served, COLUMNS=COLUMNS,
     )  # fmt: skip
 
 
 def _pointers(operand: Operand) -> tuple[Tensor, Tensor, Tensor]:
     """Data, scales and levels; what there is none of is not read."""
-    data, scales, levels = operand.data, operand.scales, operand_levels(operand)
+    data, scales, levels = operand.data, operand.scales, card_levels(operand)
     return data, data if scales is None else scales, data if levels is None else levels
 
 

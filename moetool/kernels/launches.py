@@ -6,20 +6,21 @@ one, stands in a table on the card. So nothing on the host depends on what token
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from moetool.kernels.operands import (
-    CODES,
     FIELDS,
     FORMS,
     OPERANDS,
     TERMS,
-    TRELLIS,
     UnsupportedMatrixError,
+    operand_levels,
     operand_row,
 )
+from moetool.numerics import trellis
 from moetool.representations.operand import Operand, Products, by_positions
 
 SLOTS = OPERANDS * TERMS
@@ -104,7 +105,9 @@ class Launches:
         if operand.kind == "sparse":
             operand = by_positions(operand)
             self._kept += [operand.scales] if operand.scales is not None else []
-        row = [number, *operand_row(operand)[1:]]
+        row, levels = [number, *operand_row(operand)[1:]], card_levels(operand)
+        if levels is not None:
+            row[_LEVELS] = levels.data_ptr()
         if operand.kind == "sparse":
             self._kept.append(row_starts(operand))
             row[_LEVELS] = self._kept[-1].data_ptr()
@@ -120,16 +123,29 @@ def kind(operand: Operand) -> OperandKind:
     form, rows, columns, group, transposed, data, _, numbers, *_ = operand_row(operand)
     if rows * columns >= _MOST:
         raise UnsupportedMatrixError(f"a matrix has {rows} × {columns} numbers; kernels of cards know up to {_MOST}")
-    if form in TRELLIS.values():
-        raise UnsupportedMatrixError("codes are in a trellis")
     if form == FORMS["sparse"]:
         if transposed:
             raise UnsupportedMatrixError("a sparse matrix is transposed")
         return OperandKind(form, numbers, 1, False, False, False)
-    stripes = {CODES[1]: 8, CODES[2]: 4, CODES[3]: 8, CODES[4]: 2}.get(form, 1)
-    aligned = columns % 16 == 0 and rows % stripes == 0 and data % 16 == 0
+    is_packed = operand.kind in ("codes", "trellis") and operand.bits < 8
+    stripes = trellis.rows_served(operand.bits) if is_packed else 1
+    served = stripes if rows % stripes == 0 else 1
+    aligned = columns % 16 == 0 and served == stripes and data % 16 == 0
     whole = group == columns or group % (COLUMNS_TRANSPOSED if transposed else COLUMNS) == 0
-    return OperandKind(form, numbers, stripes if aligned else 1, aligned, whole, bool(transposed))
+    return OperandKind(form, numbers, served, aligned, whole, bool(transposed))
+
+
+def card_levels(operand: Operand) -> Tensor | None:
+    """See `operand_levels`; what windows of a trellis stand for is [256] bf16, half as many lines of a cache."""
+    if operand.kind == "trellis":
+        return _trellis_levels(operand.bits, operand.data.device)
+    return operand_levels(operand)
+
+
+@cache
+def _trellis_levels(bits: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return trellis.values(bits, device).bfloat16()
 
 
 def row_starts(operand: Operand) -> Tensor:

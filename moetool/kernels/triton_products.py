@@ -1,7 +1,8 @@
 """Kernels of cards, in Triton: products with stored matrices, and their unpacking.
 
 A tile of a matrix is read as it is stored, and decoded in registers. Where one byte serves several rows (`matrices.h`),
-a tile has all of these rows, so that bytes come from memory once. Sums are fp32. Forms are those of `operands.py`.
+a tile has all of these rows, so that bytes come from memory once. A tile is given more dimensions by a reshape, which
+leaves it in its registers; `[None]` would not. Sums are fp32. Forms are those of `operands.py`.
 """
 
 import triton
@@ -10,6 +11,7 @@ import triton.language as tl
 F32, BF16, F16 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 CODES1, CODES2, CODES3, CODES4, CODES8 = (tl.constexpr(4 + i) for i in range(5))
 NF4, INT8, SPARSE = tl.constexpr(9), tl.constexpr(10), tl.constexpr(11)
+TRELLIS1, TRELLIS2, TRELLIS3, TRELLIS4 = (tl.constexpr(12 + i) for i in range(4))
 
 
 @triton.jit
@@ -51,13 +53,99 @@ def _plane(data, rows, columns, row, column, mask, WIDTH: tl.constexpr, ALIGNED:
 
 
 @triton.jit
-def _tile(
-    data, scales, levels, rows, columns, group, row, start, inside,
-    FORM: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, COLUMNS: tl.constexpr,
+def _rows(rows, first, SERVED: tl.constexpr, ROWS: tl.constexpr):
+    """`ROWS` rows from `first` on of each of `SERVED` stripes, and whether they are there."""
+    each, height = tl.arange(0, SERVED * ROWS), rows // SERVED
+    within = first + each % ROWS
+    return each // ROWS * height + within, within < height
+
+
+@triton.jit
+def _two(data, height, columns, stripe, row, column, mask, BACK: tl.constexpr):
+    """Of codes of three bits the lower two, for those `BACK` numbers before on their paths."""
+    row, stripe = row - (stripe < BACK).to(tl.int32), (stripe - BACK) & 7
+    byte = tl.load(data + (row + stripe % 2 * height) * columns + column, mask & (row >= 0), 0).to(tl.int32)
+    return (byte >> (stripe // 2 * 2)) & 0x03030303
+
+
+@triton.jit
+def _third(data, height, columns, stripe, row, column, mask, BACK: tl.constexpr):
+    """The other bit of the same."""
+    row, stripe = row - (stripe < BACK).to(tl.int32), (stripe - BACK) & 7
+    byte = tl.load(data + (row + 2 * height) * columns + column, mask & (row >= 0), 0).to(tl.int32)
+    return (byte >> stripe) & 0x01010101
+
+
+@triton.jit
+def _windows(data, height, columns, stripe, row, column, mask, BITS: tl.constexpr):
+    """Windows of a trellis in the rows stripe · height + row, int32: in the lowest byte, or where `data` are words of
+    four columns (and `columns` and `column` count these) in every byte."""
+    if BITS == 3:
+        found = _two(data, height, columns, stripe, row, column, mask, 2)
+        found |= _two(data, height, columns, stripe, row, column, mask, 1) << 2
+        found |= _third(data, height, columns, stripe, row, column, mask, 1) << 4
+        found |= _two(data, height, columns, stripe, row, column, mask, 0) << 5
+        found |= _third(data, height, columns, stripe, row, column, mask, 0) << 7
+    else:
+        at, shift = row * columns + column, (stripe + 1) * BITS
+        own = tl.load(data + at, mask, 0).to(tl.int32)
+        above = tl.load(data + at - columns, mask & (row > 0) & (shift < 8), 0).to(tl.int32)
+        low = (255 >> shift) * 0x01010101  # bits of the byte above, in every byte
+        found = ((own << (8 - shift)) & ~low) | ((above >> shift) & low)
+    return found
+
+
+@triton.jit
+def _looked_up(levels, windows):
+    """By the lowest byte."""
+    return tl.load(levels + (windows & 255))
+
+
+@triton.jit
+def _path(
+    data, levels, rows, columns, first, start,
+    BITS: tl.constexpr, ALIGNED: tl.constexpr, SERVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The columns from `start` on of the rows `row` [rows], which are there where `inside` says so: fp32."""
-    column = (start + tl.arange(0, COLUMNS))[None, :]
-    row, exists = row[:, None], inside[:, None]
+    """A tile of numbers in a trellis, unscaled: [rows, columns].
+
+    It is found in one dimension. In two, Triton would look it up in another order than it reads codes in, and carry
+    every address from one to the other through shared memory.
+    """
+    LANES: tl.constexpr = 4 if ALIGNED else 1
+    STRIPES: tl.constexpr = 8 if BITS % 2 == 1 else 8 // BITS
+    WIDTH: tl.constexpr = COLUMNS // LANES
+    each = tl.arange(0, SERVED * ROWS * WIDTH)
+    part, within = each // WIDTH // ROWS, first + each // WIDTH % ROWS
+    height, column = rows // STRIPES, start // LANES + each % WIDTH
+    if SERVED == STRIPES:
+        stripe, row = part, within
+    else:
+        row = part * (rows // SERVED) + within
+        stripe, row = row // height, row % height
+    if ALIGNED:
+        columns = columns // 16 * 4
+        data = tl.multiple_of(data.to(tl.pointer_type(tl.int32)), 16)  # words of four columns
+    mask = (within < rows // SERVED) & (column < columns)
+    windows = _windows(data, height, columns, stripe, row, column, mask, BITS)
+    values = _looked_up(levels, windows)
+    if ALIGNED:
+        odd = tl.join(_looked_up(levels, windows >> 8), _looked_up(levels, windows >> 24))
+        values = tl.join(tl.join(values, _looked_up(levels, windows >> 16)), odd)
+    return tl.reshape(values, (SERVED * ROWS, COLUMNS)).to(tl.float32)
+
+
+@triton.jit
+def _tile(
+    data, scales, levels, rows, columns, group, first, start,
+    FORM: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
+    SERVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The columns from `start` on of `ROWS` rows from `first` on of each of `SERVED` stripes: fp32 [rows, columns].
+
+    What is not there is finite.
+    """
+    row, inside = _rows(rows, first, SERVED, ROWS)
+    row, exists, column = row[:, None], inside[:, None], (start + tl.arange(0, COLUMNS))[None, :]
     mask = exists & (column < columns)
     if FORM <= F16:
         values = _read(data, row * columns + column, mask, ALIGNED).to(tl.float32)
@@ -75,6 +163,8 @@ def _tile(
             low = _plane(data, rows, columns, row, column, mask, 2, ALIGNED)
             high = _plane(data + (rows * columns + 3) // 4, rows, columns, row, column, mask, 1, ALIGNED)
             values = tl.load(levels + (low | (high << 2)))
+        elif FORM >= TRELLIS1:
+            values = _path(data, levels, rows, columns, first, start, FORM - 11, ALIGNED, SERVED, ROWS, COLUMNS)
         else:
             WIDTH: tl.constexpr = 1 if FORM == CODES1 else 2 if FORM == CODES2 else 4
             values = tl.load(levels + _plane(data, rows, columns, row, column, mask, WIDTH, ALIGNED))
@@ -86,7 +176,7 @@ def _tile(
         if FORM == INT8:
             scale = scale / 127
         values = values * scale
-    return tl.where(mask, values, 0.0)
+    return values
 
 
 @triton.jit
@@ -127,31 +217,31 @@ def products(
         columns = columns // 16 * 16  # says that it is a multiple of 16
     data = _data(tl.load(own + 5), FORM)
     scales = _data(tl.load(own + 6), NUMBERS)
-    levels = _data(tl.load(own + 8), F32)
-    height = rows // SERVED  # of a stripe: rows that share bytes are so far apart
-    each = tl.arange(0, SERVED * ROWS)
-    stripe, within = each // ROWS * height, each % ROWS
+    levels = _data(tl.load(own + 8), BF16 if FORM >= TRELLIS1 else F32)
     source, target = x + pair[:, None] * x_length, y + pair[:, None] * y_length
     total = tl.zeros((TOKENS, SERVED * ROWS, COLUMNS), tl.float32)
     if TRANSPOSED:
         start = block * COLUMNS
-        for first in range(0, height, ROWS):
-            inside = first + within < height
-            row = stripe + first + within
-            tile = _tile(data, scales, levels, rows, columns, group, row, start, inside, FORM, ALIGNED, WHOLE, COLUMNS)
+        for first in range(0, rows // SERVED, ROWS):
+            tile = _tile(
+                data, scales, levels, rows, columns, group, first, start, FORM, ALIGNED, WHOLE, SERVED, ROWS, COLUMNS
+            )
+            row, inside = _rows(rows, first, SERVED, ROWS)
             given = tl.load(source + row[None, :], exists[:, None] & inside[None, :], 0)
-            total += given[:, :, None] * tile[None, :, :]
+            total += given[:, :, None] * tl.reshape(tile, (1, SERVED * ROWS, COLUMNS))
         at = start + tl.arange(0, COLUMNS)
         mask = exists[:, None] & (at < columns)[None, :]
         found = tl.sum(total, 1)
     else:
-        inside = block * ROWS + within < height
-        at = stripe + block * ROWS + within
         for start in range(0, columns, COLUMNS):
-            tile = _tile(data, scales, levels, rows, columns, group, at, start, inside, FORM, ALIGNED, WHOLE, COLUMNS)
+            tile = _tile(
+                data, scales, levels, rows, columns, group, block * ROWS, start,
+                FORM, ALIGNED, WHOLE, SERVED, ROWS, COLUMNS,
+            )  # fmt: skip
             column = start + tl.arange(0, COLUMNS)
             given = tl.load(source + column[None, :], exists[:, None] & (column < columns)[None, :], 0)
-            total += given[:, None, :] * tile[None, :, :]
+            total += given[:, None, :] * tl.reshape(tile, (1, SERVED * ROWS, COLUMNS))
+        at, inside = _rows(rows, block * ROWS, SERVED, ROWS)
         mask = exists[:, None] & inside[None, :]
         found = tl.sum(total, 2)
     tl.store(target + at[None, :], tl.load(target + at[None, :], mask, 0) + found, mask)
@@ -192,18 +282,19 @@ def unpack(
     data, scales, levels, group, more_data, more_scales, more_levels, more_group, out, rows, columns,
     FIRST: tl.constexpr, FIRST_ALIGNED: tl.constexpr, FIRST_WHOLE: tl.constexpr,
     SECOND: tl.constexpr, SECOND_ALIGNED: tl.constexpr, SECOND_WHOLE: tl.constexpr,
-    ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ADDS: tl.constexpr, SERVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """out [rows, columns] = M, plus a second matrix if there is one, plus what is there if `ADDS`. Programs: tiles."""
-    row, start = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS
-    exists = row < rows
+    first, start = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
+    row, exists = _rows(rows, first, SERVED, ROWS)
     values = _tile(
-        data, scales, levels, rows, columns, group, row, start, exists, FIRST, FIRST_ALIGNED, FIRST_WHOLE, COLUMNS
-    )
+        data, scales, levels, rows, columns, group, first, start,
+        FIRST, FIRST_ALIGNED, FIRST_WHOLE, SERVED, ROWS, COLUMNS,
+    )  # fmt: skip
     if SECOND:
         values += _tile(
-            more_data, more_scales, more_levels, rows, columns, more_group, row, start, exists,
-            SECOND, SECOND_ALIGNED, SECOND_WHOLE, COLUMNS,
+            more_data, more_scales, more_levels, rows, columns, more_group, first, start,
+            SECOND, SECOND_ALIGNED, SECOND_WHOLE, SERVED, ROWS, COLUMNS,
         )  # fmt: skip
     column = start + tl.arange(0, COLUMNS)
     target = out + row[:, None] * columns + column[None, :]

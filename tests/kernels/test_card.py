@@ -32,16 +32,18 @@ def test_they_compute_what_dense_matrices_do() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("capability", [80, 90])
-def test_kernels_compile_for_cards_that_are_not_here(capability: int, tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("capability", "form", "served"), [(80, 6, 8), (90, 6, 8), (80, 14, 8), (90, 13, 4)])
+def test_kernels_compile_for_cards_that_are_not_here(
+    capability: int, form: int, served: int, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compiler = importlib.import_module("triton.compiler")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", capability, 32)
     kernels = importlib.import_module("moetool.kernels.triton_products")
     places = dict.fromkeys(("table", "chosen", "order", "places"), "*i64") | {"x": "*fp32", "y": "*fp32"}
     counts = dict.fromkeys(("pairs", "matrices", "x_length", "y_length", "number"), "i32")
-    constants = {"SLOT": 0, "SLOTS": 4, "FIELDS": 10, "NUMBERS": 2, "TOKENS": 4, "FORM": 6, "SERVED": 8,
-                 "ALIGNED": True, "WHOLE": True, "TRANSPOSED": False, "ROWS": 2, "COLUMNS": 128}  # fmt: skip
+    constants = {"SLOT": 0, "SLOTS": 4, "FIELDS": 10, "NUMBERS": 2, "TOKENS": 4, "FORM": form, "SERVED": served,
+                 "ALIGNED": True, "WHOLE": True, "TRANSPOSED": False, "ROWS": 16 // served, "COLUMNS": 128}  # fmt: skip
     signature = places | counts | dict.fromkeys(constants, "constexpr")
     made = compiler.compile(compiler.ASTSource(kernels.products, signature, constants), target=target)
     assert "ld.global.v4.b32" in made.asm["ptx"]  # 16 bytes of codes at once

@@ -16,6 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from moetool.kernels import card, products
 from moetool.kernels.table import Table
+from moetool.numerics.trellis import WIDTHS
 from moetool.representations import parse_representation
 from moetool.runtime.modules.experts import SharedBaseExperts
 
@@ -31,6 +32,9 @@ FORMS = [
     *("nf4", "int8", "low-rank:5", "quantised-low-rank:8:3:row", "quantised-low-rank:5:4:row", "sparse:0.7:1"),
     *("sparse-magnitude:0.2", "low-rank-sparse:3:sparse-magnitude:0.1"),
 ]
+# A byte below another or none; several blocks of rows and columns, the last ones in part; columns that are not aligned.
+TRELLISES = [("row", (8, 48)), ("32", (40, 160)), ("128", (8, 256)), ("4", (24, 36))]
+TRANSPOSED = [("row", (8, 48)), ("16", (72, 48)), ("4", (24, 36))]
 MANY = ["sparse:0.5:2", "int8", "quantised:2:8"]
 
 
@@ -58,15 +62,24 @@ def encoded(spec: str, shape: tuple[int, int], dtype: torch.dtype, seed: int) ->
     return weight.requires_grad_(False).to(DEVICE)
 
 
+def in_trellis(spec: str, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> Any:
+    """Any codes, so that all windows are met, and any scales."""
+    weight = parse_representation(spec).build(shape, dtype, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    weight.codes.random_(0, 256, generator=generator)
+    weight.scales.detach().normal_(generator=generator)
+    return weight.requires_grad_(False).to(DEVICE)
+
+
 def random(*size: int, seed: int = 9) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def expected(weights: list[Any], chosen: Tensor, inputs: Tensor) -> Tensor:
+def expected(weights: list[Any], chosen: Tensor, inputs: Tensor, *, transposed: bool = False) -> Tensor:
+    matrices = [weight.dense().float().T if transposed else weight.dense().float() for weight in weights]
+    nothing = torch.zeros_like(matrices[0])
     rows = [
-        weights[own].dense().float() @ each
-        if 0 <= own < len(weights)
-        else torch.zeros(len(weights[0].dense()), device=DEVICE)
+        (matrices[own] if 0 <= own < len(weights) else nothing) @ each
         for own, each in zip(chosen.tolist(), inputs, strict=True)
     ]
     return torch.stack(rows)
@@ -87,9 +100,38 @@ def test_tokens_meet_the_matrices_that_they_chose(spec: str, dtype: torch.dtype)
         assert error(card.routed(table, chosen, inputs), expected(weights, chosen, inputs)) < 2e-6
 
 
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize(
+    ("group", "shape", "transposed"), [(*each, False) for each in TRELLISES] + [(*each, True) for each in TRANSPOSED]
+)
+def test_tokens_meet_matrices_in_a_trellis(bits: int, group: str, shape: tuple[int, int], transposed: bool) -> None:
+    dtype = list(ROUNDING)[bits % 3]
+    weights = [in_trellis(f"trellis:{bits}:{group}", shape, dtype, seed) for seed in range(3)]
+    table = Table(
+        [((weight.operand(transposed=transposed),),) for weight in weights],
+        shape[::-1] if transposed else shape,
+        weights,
+    )
+    for experts in ([2, 0, -1], [1, 2, 2, 0, 2], [1, 2, 2, 3, 2, 2, 0, 2, 2]):
+        chosen, inputs = torch.tensor(experts, device=DEVICE), random(len(experts), table.shape[1])
+        wanted = expected(weights, chosen, inputs, transposed=transposed)
+        assert error(card.routed(table, chosen, inputs), wanted) < 2e-6
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize(("group", "shape"), TRELLISES)
+def test_a_trellis_is_unpacked_as_plain_torch_does(bits: int, group: str, shape: tuple[int, int]) -> None:
+    """To the last bit: a number is one product."""
+    dtype = list(ROUNDING)[bits % 3]
+    weight = in_trellis(f"trellis:{bits}:{group}", shape, dtype, bits)
+    assert card.unpacked(weight.operand(), torch.float32).equal(weight.dense())
+    base = in_trellis(f"trellis-weight:{bits % 4 + 1}:{group}", shape, dtype, 7)
+    assert card.summed([weight.operand(), base.operand()], torch.float32).equal(weight.dense() + base.dense())
+
+
 def test_experts_may_be_of_every_form_at_once() -> None:
     """And of several group sizes, numbers and ranks; some of them nothing at all."""
-    shape, specs = (16, 64), [*FORMS, "quantised:2:16", "low-rank:0", "low-rank:2"]
+    shape, specs = (16, 64), [*FORMS, "trellis:3:16", "trellis:2:row", "quantised:2:16", "low-rank:0", "low-rank:2"]
     weights = [encoded(spec, shape, list(ROUNDING)[i % 3], i) for i, spec in enumerate(specs)]
     table = Table([weight.products() for weight in weights], shape, weights)
     chosen, inputs = torch.arange(len(specs), device=DEVICE).flip(0), random(len(specs), shape[1])
@@ -121,6 +163,7 @@ def test_sums_of_matrices_are_unpacked_and_rounded_once(shape: tuple[int, int]) 
     [
         (("quantised:3:16", "dense", "low-rank:5"), "quantised-weight:4:16"),
         (("low-rank-sparse:2:sparse:0.8:3",), "nf4"),
+        (("trellis:1:16", "trellis:3:16", "trellis-weight:2:8"), "trellis-weight:4:16"),
     ],
 )
 def test_a_layer_computes_what_it_does_in_plain_torch(specs: Any, base: str, monkeypatch: Any) -> None:
