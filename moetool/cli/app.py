@@ -82,7 +82,6 @@ app = typer.Typer(
     name="moetool",
     help="Turn dense checkpoints into MoE models, and make MoE models smaller.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

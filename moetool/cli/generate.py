@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 from typer.core import TyperCommand
 
 from moetool.checkpoint.sizes import format_bytes, parse_bytes
+from moetool.cli.completion import offered_for
 from moetool.errors import UsageError, did_you_mean, explained
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -125,7 +126,7 @@ def _annotation(name: str, field: FieldInfo) -> Any:
         default = format_bytes(field.default) if is_size else field.default
         description += f" [default: {default}]"
     names = (flag, f"--no-{name.replace('_', '-')}") if kind is bool else (flag,)
-    option = typer.Option("/".join(names), help=description, show_default=False)
+    option = typer.Option("/".join(names), help=description, show_default=False, autocompletion=offered_for(name))
     return Annotated[kind | None, option]
 
 

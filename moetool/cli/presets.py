@@ -27,6 +27,14 @@ def presets() -> dict[str, str]:
     return {name: f"{file}:{name}" for file, content in files().items() for name in content.get("variants", {})}
 
 
+def presets_for(command: str, method: str | None) -> list[str]:
+    """The names of those that come along for a command, and for its method if that is known."""
+    fitting = [content for content in files().values() if content.get("command") == command]
+    if method is not None:
+        fitting = [content for content in fitting if content.get("method", method) == method]
+    return [name for content in fitting for name in content.get("variants", {})]
+
+
 def preset_options(preset: str | None, command: str, method: str | None = None) -> dict[str, Any]:
     """The options of a preset: a name of `presets()`, `FILE.yaml` or `FILE.yaml:VARIANT`.
 

@@ -1,12 +1,14 @@
 """Pictures, by matplotlib (`pip install moetool[plots]`)."""
 
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from moetool.checkpoint.source import local_path
 from moetool.errors import UsageError
+from moetool.measure.inspected import Analysis
 from moetool.measure.told import Clustering, RoutingTold
 
 DrawnT = TypeVar("DrawnT")
@@ -66,6 +68,48 @@ def plot_routing(result: RoutingTold, path: Path) -> None:
         _draw_tree(axes[2], result.clustering, names)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def plot_analysis(result: Analysis, path: Path) -> None:
+    """What `moetool inspect --analysis` found, a row for each role: energy in the largest singular values and CKA of
+    every two experts, means over the layers, and by layer the CKA of two experts, its mean and its range."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    roles = list(result.layers[0].roles)
+    figure, grid = pyplot.subplots(len(roles), 3, figsize=(14, 3.6 * len(roles)), layout="constrained", squeeze=False)
+    for axes, role in zip(grid, roles, strict=True):
+        own = [layer.roles[role] for layer in result.layers]
+        for name in ("experts", "base", "delta"):
+            found = [energy for each in own if (energy := getattr(each.energy, name)) is not None]
+            if found:
+                axes[0].plot(result.shares, [_mean(column) for column in zip(*found, strict=True)], label=name)
+        axes[0].set(title=f"{role}: energy in the largest singular values", xlabel="% of them", ylim=(0, 1.02))
+        axes[0].legend()
+        experts = range(len(own[0].cka.matrix))
+        means = [[_mean([each.cka.matrix[i][j] for each in own]) for j in experts] for i in experts]
+        image = axes[1].imshow(means, vmin=0, vmax=1, cmap="viridis")
+        figure.colorbar(image, ax=axes[1])
+        axes[1].set(title=f"{role}: CKA of experts", xlabel="expert", ylabel="expert")
+        numbers = [layer.layer for layer in result.layers]
+        middle, low, high = (
+            [math.nan if (value := getattr(each.cka, name)) is None else value for each in own]
+            for name in ("mean", "min", "max")
+        )
+        axes[2].fill_between(numbers, low, high, alpha=0.25)
+        axes[2].plot(numbers, middle, marker="o", markersize=3)
+        axes[2].set(title=f"{role}: CKA of two experts by layer", xlabel="layer", ylim=(0, 1.02))
+        axes[2].xaxis.get_major_locator().set_params(integer=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    """Of those that are there; NaN if none is."""
+    found = [value for value in values if value is not None]
+    return sum(found) / len(found) if found else math.nan
 
 
 def _draw_tree(axis: Any, clustering: Clustering, names: list[str]) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from moetool.measure.plots import plot_routing
+from moetool.job.result import Keyed
+from moetool.measure.inspected import Analysis, Energies, LayerAnalysis, RoleAnalysis, Similarity
+from moetool.measure.plots import plot_analysis, plot_routing
 from moetool.measure.told import Clustering, RoutingTold, TextRouting
 
 pyplot = pytest.importorskip("matplotlib.pyplot")
@@ -45,3 +47,25 @@ def test_a_tree_joins_at_distances(monkeypatch, tmp_path):
     assert sorted(label.get_text() for label in tree.get_yticklabels()) == ["a.txt", "b.txt", "c.txt"]
     assert sorted(max(line.get_xdata()) for line in tree.get_lines()) == [0.25, 0.5]
     assert tree.get_xlim() == pytest.approx((0, 0.525))
+
+
+def test_what_an_analysis_found(monkeypatch, tmp_path):
+    def layer(number: int, energy: Sequence[float] | None, cka: Sequence[Sequence[float | None]]) -> LayerAnalysis:
+        own = Similarity(cka, cka[0][1], cka[0][1], cka[0][1])
+        energies = Energies(energy, energy, None, [0, 1])
+        role = RoleAnalysis(base="mean", sensitivity=None, cka=own, cka_v=None, cka_u=None, energy=energies)
+        return LayerAnalysis(layer=number, sensitivity=None, token_share=None, roles=Keyed({"down": role}))
+
+    layers = [layer(0, [0.5, 0.9], [[1.0, 0.25], [0.25, 1.0]]), layer(3, None, [[1.0, None], [None, 1.0]])]
+    figures: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    plot_analysis(Analysis(shares=[10, 20], layers=layers, notes=[]), tmp_path / "analysis.png")
+    monkeypatch.undo()
+    pyplot.close(figures[0])
+    energy, heat, by_layer = figures[0].axes[:3]
+    assert {line.get_label(): list(line.get_ydata()) for line in energy.get_lines()} == {
+        "experts": [0.5, 0.9],
+        "base": [0.5, 0.9],
+    }
+    assert heat.get_images()[0].get_array().tolist() == [[1.0, 0.25], [0.25, 1.0]]
+    assert list(by_layer.get_lines()[0].get_xdata()) == [0, 3]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +17,7 @@ from moetool.errors import UsageError
 from moetool.measure.analysis import AnalysisOptions, analyse
 from moetool.measure.inspected import Analysis, Inspection, MaskedLayer, Masks, SharedBase, Similarity, StoredLayers
 from moetool.measure.inspection import inspect_checkpoint
+from moetool.measure.plots import pictured, plot_analysis
 from moetool.representations import describe, parse_representation
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
@@ -28,15 +30,19 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         analysis: Annotated[
             bool, typer.Option("--analysis", help="Similarity of experts, energy of singular values, sensitivity.")
         ] = False,
+        plot: Annotated[Path | None, typer.Option(help="Draw the analysis, too: FILE.png, .svg or .pdf.")] = None,
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
         **typed: object,
     ) -> None:
         options = build_options(AnalysisOptions, typed)
         if options.model_fields_set and not analysis:
             raise UsageError("--layers limits --analysis: give both.")
+        if plot is not None and not analysis:
+            raise UsageError("--plot draws what --analysis finds: give both.")
         result = inspect_checkpoint(model)
         if analysis:
-            result = replace(result, analysis=analyse(model, options, Display()))
+            found = pictured(plot, lambda: analyse(model, options, Display()), plot_analysis)
+            result = replace(result, analysis=found)
         if json:
             print_json(result.to_json())
             return

@@ -13,6 +13,7 @@ from moetool.checkpoint.reader import CONFIG, read_config
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.cli import next_step
 from moetool.cli.app import commands
+from moetool.cli.completion import offered, offered_presets
 from moetool.cli.display import Display, print_fields, print_json
 from moetool.cli.events import EventLog, logged, started
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
@@ -46,16 +47,17 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
     from moetool.stages import stages
 
     more: list[inspect.Parameter] = []
-    chosen = name
+    chosen, typed_method = name, None
     methods = [stage for stage, kind in stages().items() if kind.method_of == name]
     if methods:
         choice, default = CHOICES[name]
+        typed_method = _value(arguments, f"--{choice}")
         chosen = _method(arguments, f"--{choice}", methods, default)
         if chosen not in methods:
             hint = did_you_mean(chosen, methods)
             print(f"error: --{choice} {chosen}: there is {', '.join(methods)}.{hint}", file=sys.stderr)
             raise typer.Exit(UsageError.exit_code)
-        option = typer.Option(help=f"One of: {', '.join(methods)}.")
+        option = typer.Option(help=f"One of: {', '.join(methods)}.", autocompletion=offered(lambda: methods))
         more.append(
             inspect.Parameter(choice, inspect.Parameter.KEYWORD_ONLY, default=chosen, annotation=Annotated[str, option])
         )
@@ -66,7 +68,9 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             str, typer.Argument(help="A checkpoint: a directory, a .gguf file or a hub id.", show_default=False)
         ],
         output: Annotated[Path, typer.Argument(help="Where to write; new or empty.", show_default=False)],
-        preset: Annotated[str | None, typer.Option(*PRESET, help=_PRESET_HELP)] = None,
+        preset: Annotated[
+            str | None, typer.Option(*PRESET, help=_PRESET_HELP, autocompletion=offered_presets(name, typed_method))
+        ] = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it will cost, and stop.")] = False,
         resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
         overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete an earlier result.")] = False,
