@@ -1,8 +1,10 @@
 """Kernels of cards, in Triton: products with stored matrices, and their unpacking.
 
 A tile of a matrix is read as it is stored, and decoded in registers. Where one byte serves several rows (`matrices.h`),
-a tile has all of these rows, so that bytes come from memory once. A tile is given more dimensions by a reshape, which
-leaves it in its registers; `[None]` would not. Sums are fp32. Forms are those of `operands.py`.
+a tile has all of these rows, so that bytes come from memory once. Sums are fp32. Forms are those of `operands.py`.
+
+Tiles are found in one dimension, and then reshaped. In two, Triton would have other threads look levels up than those
+that read the codes, and send all addresses through shared memory; with `[None]` instead of a reshape, all numbers.
 """
 
 import triton
@@ -35,103 +37,123 @@ def _read(data, at, mask, ALIGNED: tl.constexpr):
     """A tile; neighbours at once where they lie so."""
     pointer = data + at
     if ALIGNED:
-        pointer = tl.multiple_of(pointer, (1, 16))
+        pointer = tl.multiple_of(pointer, 16)
     return tl.load(pointer, mask, 0)
 
 
 @triton.jit
-def _plane(data, rows, columns, row, column, mask, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
-    """Codes of `WIDTH` bits of one plane, int32."""
-    if ALIGNED:
-        height = rows * WIDTH // 8
-        stripe, at = row // height, (row % height) * columns + column
-    else:
-        length, flat = (rows * columns * WIDTH + 7) // 8, row * columns + column
-        stripe, at = flat // length, flat % length
-    byte = _read(data, at, mask, ALIGNED).to(tl.int32)
-    return (byte >> (stripe * WIDTH)) & ((1 << WIDTH) - 1)
-
-
-@triton.jit
 def _rows(rows, first, SERVED: tl.constexpr, ROWS: tl.constexpr):
-    """`ROWS` rows from `first` on of each of `SERVED` stripes, and whether they are there."""
+    """The rows of a tile, and whether they are there."""
     each, height = tl.arange(0, SERVED * ROWS), rows // SERVED
     within = first + each % ROWS
     return each // ROWS * height + within, within < height
 
 
 @triton.jit
-def _two(data, height, columns, stripe, row, column, mask, BACK: tl.constexpr):
-    """Of codes of three bits the lower two, for those `BACK` numbers before on their paths."""
-    row, stripe = row - (stripe < BACK).to(tl.int32), (stripe - BACK) & 7
-    byte = tl.load(data + (row + stripe % 2 * height) * columns + column, mask & (row >= 0), 0).to(tl.int32)
-    return (byte >> (stripe // 2 * 2)) & 0x03030303
+def _places(first, SERVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of a tile's numbers, row by row: stripe, row in the stripe, and column in the tile."""
+    each = tl.arange(0, SERVED * ROWS * COLUMNS)
+    line = each // COLUMNS
+    return line // ROWS, first + line % ROWS, each % COLUMNS
 
 
 @triton.jit
-def _third(data, height, columns, stripe, row, column, mask, BACK: tl.constexpr):
+def _plane(data, count, at, mask, WIDTH: tl.constexpr):
+    """Codes of `WIDTH` bits of one plane of `count` codes wherever they lie, int32."""
+    length = (count * WIDTH + 7) // 8
+    return (tl.load(data + at % length, mask, 0).to(tl.int32) >> (at // length * WIDTH)) & ((1 << WIDTH) - 1)
+
+
+@triton.jit
+def _lowest_two(data, columns, height, stripe, row, column, mask, BACK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Of codes of three bits, those of the rows stripe · height + row or `BACK` before them on their paths, the lower
+    two."""
+    row, stripe = row - (stripe < BACK).to(tl.int32), (stripe - BACK) & 7
+    codes = _read(data, (row + stripe % 2 * height) * columns + column, mask & (row >= 0), ALIGNED).to(tl.int32)
+    return (codes >> (stripe // 2 * 2)) & 0x03030303
+
+
+@triton.jit
+def _third(data, columns, height, stripe, row, column, mask, BACK: tl.constexpr, ALIGNED: tl.constexpr):
     """The other bit of the same."""
     row, stripe = row - (stripe < BACK).to(tl.int32), (stripe - BACK) & 7
-    byte = tl.load(data + (row + 2 * height) * columns + column, mask & (row >= 0), 0).to(tl.int32)
-    return (byte >> stripe) & 0x01010101
+    codes = _read(data, (row + 2 * height) * columns + column, mask & (row >= 0), ALIGNED).to(tl.int32)
+    return (codes >> stripe) & 0x01010101
 
 
 @triton.jit
-def _windows(data, height, columns, stripe, row, column, mask, BITS: tl.constexpr):
-    """Windows of a trellis in the rows stripe · height + row, int32: in the lowest byte, or where `data` are words of
-    four columns (and `columns` and `column` count these) in every byte."""
+def _codes(data, columns, height, stripe, row, column, mask, BITS: tl.constexpr, ALIGNED: tl.constexpr):
+    """Codes of the rows stripe · height + row in every byte, int32."""
     if BITS == 3:
-        found = _two(data, height, columns, stripe, row, column, mask, 2)
-        found |= _two(data, height, columns, stripe, row, column, mask, 1) << 2
-        found |= _third(data, height, columns, stripe, row, column, mask, 1) << 4
-        found |= _two(data, height, columns, stripe, row, column, mask, 0) << 5
-        found |= _third(data, height, columns, stripe, row, column, mask, 0) << 7
+        found = _lowest_two(data, columns, height, stripe, row, column, mask, 0, ALIGNED)
+        found |= _third(data, columns, height, stripe, row, column, mask, 0, ALIGNED) << 2
     else:
-        at, shift = row * columns + column, (stripe + 1) * BITS
-        own = tl.load(data + at, mask, 0).to(tl.int32)
-        above = tl.load(data + at - columns, mask & (row > 0) & (shift < 8), 0).to(tl.int32)
-        low = (255 >> shift) * 0x01010101  # bits of the byte above, in every byte
-        found = ((own << (8 - shift)) & ~low) | ((above >> shift) & low)
+        found = _read(data, row * columns + column, mask, ALIGNED).to(tl.int32) >> (stripe * BITS)
+        found &= ((1 << BITS) - 1) * 0x01010101
     return found
 
 
 @triton.jit
-def _looked_up(levels, windows):
-    """By the lowest byte."""
-    return tl.load(levels + (windows & 255))
+def _windows(data, columns, height, stripe, row, column, mask, BITS: tl.constexpr, ALIGNED: tl.constexpr):
+    """In a trellis, windows of the rows stripe · height + row in every byte, int32."""
+    if BITS == 3:
+        found = _lowest_two(data, columns, height, stripe, row, column, mask, 2, ALIGNED)
+        found |= _lowest_two(data, columns, height, stripe, row, column, mask, 1, ALIGNED) << 2
+        found |= _third(data, columns, height, stripe, row, column, mask, 1, ALIGNED) << 4
+        found |= _lowest_two(data, columns, height, stripe, row, column, mask, 0, ALIGNED) << 5
+        found |= _third(data, columns, height, stripe, row, column, mask, 0, ALIGNED) << 7
+    else:
+        by, at = (stripe + 1) * BITS, row * columns + column
+        own = _read(data, at, mask, ALIGNED).to(tl.int32) << (8 - by)
+        above = _read(data, at - columns, mask & (row > 0), ALIGNED).to(tl.int32) >> by
+        low = (255 >> by) * 0x01010101
+        found = (own & ~low) | (above & low)
+    return found
 
 
 @triton.jit
-def _path(
-    data, levels, rows, columns, first, start,
-    BITS: tl.constexpr, ALIGNED: tl.constexpr, SERVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """A tile of numbers in a trellis, unscaled: [rows, columns].
+def _looked_up(levels, places):
+    """By the lowest byte."""
+    return tl.load(levels + (places & 255))
 
-    It is found in one dimension. In two, Triton would look it up in another order than it reads codes in, and carry
-    every address from one to the other through shared memory.
-    """
+
+@triton.jit
+def _few_bits(
+    data, levels, rows, columns, first, start,
+    FORM: tl.constexpr, ALIGNED: tl.constexpr, SERVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """What codes of 1 to 4 bits stand for, row by row; aligned ones are told apart in words of four columns."""
+    IN_TRELLIS: tl.constexpr = FORM >= TRELLIS1
+    BITS: tl.constexpr = FORM - 11 if IN_TRELLIS else FORM - 3
+    STRIPES: tl.constexpr = 8 if BITS % 2 else 8 // BITS
     LANES: tl.constexpr = 4 if ALIGNED else 1
-    STRIPES: tl.constexpr = 8 if BITS % 2 == 1 else 8 // BITS
-    WIDTH: tl.constexpr = COLUMNS // LANES
-    each = tl.arange(0, SERVED * ROWS * WIDTH)
-    part, within = each // WIDTH // ROWS, first + each // WIDTH % ROWS
-    height, column = rows // STRIPES, start // LANES + each % WIDTH
-    if SERVED == STRIPES:
-        stripe, row = part, within
-    else:
-        row = part * (rows // SERVED) + within
+    height = rows // SERVED
+    stripe, row, column = _places(first, SERVED, ROWS, COLUMNS // LANES)
+    column += start // LANES
+    mask = (row < height) & (column < columns // LANES)
+    if not (ALIGNED or IN_TRELLIS):
+        row += stripe * height
+    elif SERVED != STRIPES:
+        row, height = tl.minimum(row + stripe * height, rows - 1), rows // STRIPES
         stripe, row = row // height, row % height
     if ALIGNED:
-        columns = columns // 16 * 4
-        data = tl.multiple_of(data.to(tl.pointer_type(tl.int32)), 16)  # words of four columns
-    mask = (within < rows // SERVED) & (column < columns)
-    windows = _windows(data, height, columns, stripe, row, column, mask, BITS)
-    values = _looked_up(levels, windows)
+        columns, data = columns // 4, data.to(tl.pointer_type(tl.int32))
+    if IN_TRELLIS:
+        found = _windows(data, columns, height, stripe, row, column, mask, BITS, ALIGNED)
+    elif ALIGNED:
+        found = _codes(data, columns, height, stripe, row, column, mask, BITS, ALIGNED)
+    elif BITS == 3:
+        count, at = rows * columns, row * columns + column
+        found = _plane(data, count, at, mask, 2) | (_plane(data + (count + 3) // 4, count, at, mask, 1) << 2)
+    else:
+        found = _plane(data, rows * columns, row * columns + column, mask, BITS)
     if ALIGNED:
-        odd = tl.join(_looked_up(levels, windows >> 8), _looked_up(levels, windows >> 24))
-        values = tl.join(tl.join(values, _looked_up(levels, windows >> 16)), odd)
-    return tl.reshape(values, (SERVED * ROWS, COLUMNS)).to(tl.float32)
+        even = tl.join(_looked_up(levels, found), _looked_up(levels, found >> 16))
+        odd = tl.join(_looked_up(levels, found >> 8), _looked_up(levels, found >> 24))
+        values = tl.join(even, odd)
+    else:
+        values = _looked_up(levels, found)
+    return values
 
 
 @triton.jit
@@ -140,42 +162,33 @@ def _tile(
     FORM: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
     SERVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The columns from `start` on of `ROWS` rows from `first` on of each of `SERVED` stripes: fp32 [rows, columns].
-
-    What is not there is finite.
-    """
-    row, inside = _rows(rows, first, SERVED, ROWS)
-    row, exists, column = row[:, None], inside[:, None], (start + tl.arange(0, COLUMNS))[None, :]
-    mask = exists & (column < columns)
+    """The columns from `start` on of `ROWS` rows from `first` on of each of `SERVED` stripes: fp32 [rows, columns], any
+    finite numbers where there are none."""
+    height = rows // SERVED
+    stripe, within, column = _places(first, SERVED, ROWS, COLUMNS)
+    row, column = stripe * height + within, start + column
+    at, mask = row * columns + column, (within < height) & (column < columns)
     if FORM <= F16:
-        values = _read(data, row * columns + column, mask, ALIGNED).to(tl.float32)
+        values = _read(data, at, mask, ALIGNED)
     elif FORM == NF4:
-        at = row * columns + column
         byte = tl.load(data + at // 2, mask, 0).to(tl.int32)
         code = tl.where(at % 2 == 1, byte & 15, byte >> 4)
         values = tl.load(levels + code) * tl.load(scales + at // group, mask, 0).to(tl.float32)
+    elif FORM == INT8:
+        values = _read(data, at, mask, ALIGNED)
+    elif FORM == CODES8:
+        values = _read(data, at, mask, ALIGNED).to(tl.float32) - 127
     else:
-        if FORM == INT8:
-            values = _read(data, row * columns + column, mask, ALIGNED).to(tl.float32)
-        elif FORM == CODES8:
-            values = _read(data, row * columns + column, mask, ALIGNED).to(tl.float32) - 127
-        elif FORM == CODES3:
-            low = _plane(data, rows, columns, row, column, mask, 2, ALIGNED)
-            high = _plane(data + (rows * columns + 3) // 4, rows, columns, row, column, mask, 1, ALIGNED)
-            values = tl.load(levels + (low | (high << 2)))
-        elif FORM >= TRELLIS1:
-            values = _path(data, levels, rows, columns, first, start, FORM - 11, ALIGNED, SERVED, ROWS, COLUMNS)
-        else:
-            WIDTH: tl.constexpr = 1 if FORM == CODES1 else 2 if FORM == CODES2 else 4
-            values = tl.load(levels + _plane(data, rows, columns, row, column, mask, WIDTH, ALIGNED))
-        groups = columns // group
+        values = _few_bits(data, levels, rows, columns, first, start, FORM, ALIGNED, SERVED, ROWS, COLUMNS)
+    values = tl.reshape(values.to(tl.float32), (SERVED * ROWS, COLUMNS))
+    if (FORM > F16) & (FORM != NF4):
         if WHOLE:
-            scale = tl.load(scales + row * groups + start // group, exists, 0).to(tl.float32)
+            row, inside = _rows(rows, first, SERVED, ROWS)
+            scale = tl.load(scales + row * (columns // group) + start // group, inside, 0)[:, None]
         else:
-            scale = tl.load(scales + row * groups + column // group, mask, 0).to(tl.float32)
-        if FORM == INT8:
-            scale = scale / 127
-        values = values * scale
+            scale = tl.load(scales + row * (columns // group) + column // group, mask, 0)
+            scale = tl.reshape(scale, (SERVED * ROWS, COLUMNS))
+        values *= scale.to(tl.float32) / 127 if FORM == INT8 else scale.to(tl.float32)
     return values
 
 
@@ -233,15 +246,15 @@ def products(
         mask = exists[:, None] & (at < columns)[None, :]
         found = tl.sum(total, 1)
     else:
+        first = block * ROWS
         for start in range(0, columns, COLUMNS):
             tile = _tile(
-                data, scales, levels, rows, columns, group, block * ROWS, start,
-                FORM, ALIGNED, WHOLE, SERVED, ROWS, COLUMNS,
-            )  # fmt: skip
+                data, scales, levels, rows, columns, group, first, start, FORM, ALIGNED, WHOLE, SERVED, ROWS, COLUMNS
+            )
             column = start + tl.arange(0, COLUMNS)
             given = tl.load(source + column[None, :], exists[:, None] & (column < columns)[None, :], 0)
             total += given[:, None, :] * tl.reshape(tile, (1, SERVED * ROWS, COLUMNS))
-        at, inside = _rows(rows, block * ROWS, SERVED, ROWS)
+        at, inside = _rows(rows, first, SERVED, ROWS)
         mask = exists[:, None] & inside[None, :]
         found = tl.sum(total, 2)
     tl.store(target + at[None, :], tl.load(target + at[None, :], mask, 0) + found, mask)
@@ -286,7 +299,6 @@ def unpack(
 ):  # fmt: skip
     """out [rows, columns] = M, plus a second matrix if there is one, plus what is there if `ADDS`. Programs: tiles."""
     first, start = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
-    row, exists = _rows(rows, first, SERVED, ROWS)
     values = _tile(
         data, scales, levels, rows, columns, group, first, start,
         FIRST, FIRST_ALIGNED, FIRST_WHOLE, SERVED, ROWS, COLUMNS,
@@ -296,6 +308,7 @@ def unpack(
             more_data, more_scales, more_levels, rows, columns, more_group, first, start,
             SECOND, SECOND_ALIGNED, SECOND_WHOLE, SERVED, ROWS, COLUMNS,
         )  # fmt: skip
+    row, exists = _rows(rows, first, SERVED, ROWS)
     column = start + tl.arange(0, COLUMNS)
     target = out + row[:, None] * columns + column[None, :]
     mask = exists[:, None] & (column < columns)[None, :]

@@ -62,8 +62,8 @@ def encoded(spec: str, shape: tuple[int, int], dtype: torch.dtype, seed: int) ->
     return weight.requires_grad_(False).to(DEVICE)
 
 
-def in_trellis(spec: str, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> Any:
-    """Any codes, so that all windows are met, and any scales."""
+def coded(spec: str, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> Any:
+    """Any codes, so that all of them and all windows are met, and any scales."""
     weight = parse_representation(spec).build(shape, dtype, torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
     weight.codes.random_(0, 256, generator=generator)
@@ -102,11 +102,18 @@ def test_tokens_meet_the_matrices_that_they_chose(spec: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize(
-    ("group", "shape", "transposed"), [(*each, False) for each in TRELLISES] + [(*each, True) for each in TRANSPOSED]
+    ("form", "group", "shape", "transposed"),
+    [
+        *(("trellis", *each, False) for each in TRELLISES),
+        *(("trellis", *each, True) for each in TRANSPOSED),
+        *(("quantised", "32", (40, 160), False), ("quantised", "16", (72, 48), True)),
+    ],
 )
-def test_tokens_meet_matrices_in_a_trellis(bits: int, group: str, shape: tuple[int, int], transposed: bool) -> None:
+def test_tokens_meet_matrices_in_few_bits(
+    bits: int, form: str, group: str, shape: tuple[int, int], transposed: bool
+) -> None:
     dtype = list(ROUNDING)[bits % 3]
-    weights = [in_trellis(f"trellis:{bits}:{group}", shape, dtype, seed) for seed in range(3)]
+    weights = [coded(f"{form}:{bits}:{group}", shape, dtype, seed) for seed in range(3)]
     table = Table(
         [((weight.operand(transposed=transposed),),) for weight in weights],
         shape[::-1] if transposed else shape,
@@ -119,13 +126,15 @@ def test_tokens_meet_matrices_in_a_trellis(bits: int, group: str, shape: tuple[i
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-@pytest.mark.parametrize(("group", "shape"), TRELLISES)
-def test_a_trellis_is_unpacked_as_plain_torch_does(bits: int, group: str, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("form", "group", "shape"), [*(("trellis", *each) for each in TRELLISES), ("quantised", "32", (40, 160))]
+)
+def test_few_bits_are_unpacked_as_plain_torch_does(bits: int, form: str, group: str, shape: tuple[int, int]) -> None:
     """To the last bit: a number is one product."""
     dtype = list(ROUNDING)[bits % 3]
-    weight = in_trellis(f"trellis:{bits}:{group}", shape, dtype, bits)
+    weight = coded(f"{form}:{bits}:{group}", shape, dtype, bits)
     assert card.unpacked(weight.operand(), torch.float32).equal(weight.dense())
-    base = in_trellis(f"trellis-weight:{bits % 4 + 1}:{group}", shape, dtype, 7)
+    base = coded(f"{form}-weight:{bits % 4 + 1}:{group}", shape, dtype, 7)
     assert card.summed([weight.operand(), base.operand()], torch.float32).equal(weight.dense() + base.dense())
 
 
