@@ -25,6 +25,7 @@ from _common import Kept, made_by
 
 QUESTION = "What is the capital of France?"
 DENSE = "dense"
+TOP_2 = ("--top-k", "2")
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Step:
 
 
 def upcycle(method: str, *options: str, is_exact: bool = True) -> Step:
-    command = ("upcycle", "--method", method, "--experts", "4", "--top-k", "2", *options)
+    command = ("upcycle", "--method", method, "--experts", "4", *options)
     return Step(f"upcycle {method}", DENSE, command, is_exact=is_exact)
 
 
@@ -53,11 +54,11 @@ def compress(method: str, *options: str) -> Step:
 
 
 STEPS = (
-    upcycle("vanilla"),
-    upcycle("fine-grained"),
-    upcycle("drop", is_exact=False),
-    upcycle("ders-lowrank", "--rank", "4"),
-    upcycle("pesc", "--width", "64"),
+    upcycle("vanilla", *TOP_2),
+    upcycle("fine-grained", *TOP_2),
+    upcycle("drop", *TOP_2, is_exact=False),
+    upcycle("ders-lowrank", *TOP_2, "--rank", "4"),
+    upcycle("pesc", *TOP_2, "--width", "64"),
     upcycle("simoe"),
     tune("vanilla", "5e-5"),
     tune("ders-lowrank", "5e-4"),
