@@ -154,6 +154,9 @@ def test_it_is_verified_exported_and_compressed_on(
     assert tensors_of(dense).keys() == tensors_of(tiny_mixtral_bf16).keys()
     assert "quantization_config" not in config_of(dense)
     assert relative_error(logits(dense, tokens), logits(made.path, tokens)) < 0.1
+    told = run_cli("verify", dense, "--against", made.path, "--json")
+    assert told.code == 0, told.stderr
+    assert told.json["same_tensors"] == len([name for name in tensors_of(dense) if ".experts." not in name])
     packed = tmp_path / "packed"
     options = ("--format", "compressed-tensors", "--bits", 8, "--group-size", 16)
     assert run_cli("export", made.path, packed, *options).code == 0
