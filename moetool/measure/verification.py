@@ -49,6 +49,7 @@ def verify_checkpoint(
     progress = progress or Silent()
     checkpoint = Checkpoint.open(path)
     made = _moe_source(checkpoint)
+    check_sizes(checkpoint)
     manifest = _manifest(checkpoint)
     problems: list[str] = []
     notes: list[str] = []
@@ -129,7 +130,6 @@ def _moe_source(checkpoint: Checkpoint, *, as_matrices: bool = False) -> Source 
     """The checkpoint as an MoE model, or `None` for one of a dense family or of moetool's own networks; if asked, with
     matrices in the place of codes beside its experts. Raises `InvalidInputError` for one that is neither."""
     if is_opaque(checkpoint.config):
-        check_sizes(checkpoint)
         return None
     try:
         shown = decoded(checkpoint)  # or its headers say that it cannot be

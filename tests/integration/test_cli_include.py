@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import (
+    change_config,
     change_tensors,
     config_of,
     contents,
@@ -225,6 +226,19 @@ def test_damage_is_named(run_cli: Any, tiny_mixtral_bf16: Path, tmp_path: Path) 
     result = run_cli("compress", damaged, tmp_path / "out", *QUANTIZE, *BOTH)
     assert result.code == 3
     assert f"Tensor {name} of {damaged} has NaN or infinite values" in result.stderr
+
+
+def test_a_list_that_does_not_fit_is_found_without_a_manifest(made: Any, run_cli: Any, tmp_path: Path) -> None:
+    """As `save_pretrained` leaves it: no digests, names and shapes alone."""
+    saved = copy_of(made.path, tmp_path / "saved")
+    (saved / "moetool.json").unlink()
+    assert run_cli("verify", saved).code == 0
+    entry = config_of(saved)["quantization_config"]
+    del entry["beside"]["model.embed_tokens"]
+    result = run_cli("verify", change_config(saved, quantization_config=entry))
+    assert result.code == 3
+    assert "model.embed_tokens.weight" in result.stderr
+    assert "[1, 1], config.json promises [288, 32]" in result.stderr
 
 
 def test_a_model_of_custom_modules_has_none_to_include(dense: Any, upcycle: Any, run_cli: Any, tmp_path: Path) -> None:
