@@ -67,6 +67,10 @@ class LayerLayout:
             raise ValueError(f"{self.stored_experts} representations for {self.shape.experts} experts")
         if self.is_extended and any(weights is None for weights in self.weights.values()):
             raise ValueError("a shared expert can only be stored beside bases of all roles")
+        if not 0 < self.base_channels <= self.shape.intermediate:
+            raise ValueError(f"{self.base_channels} base channels of {self.shape.intermediate}")
+        for role, base in self.compact_bases():
+            _check(base, role, self.base_shape(role))
         for group in self.shape.groups:
             native = {self.weights[role] is None for role in group}
             if len(native) > 1:
@@ -84,10 +88,6 @@ class LayerLayout:
             common = [own for weight in weights or () if (own := weight.shared_tensors(self.shape.matrix(role)))]
             if any(own != common[0] for own in common):
                 raise ValueError(f"{role}: the experts do not share the same factor")
-        if not 0 < self.base_channels <= self.shape.intermediate:
-            raise ValueError(f"{self.base_channels} base channels of {self.shape.intermediate}")
-        for role, base in self.compact_bases():
-            _check(base, role, self.base_shape(role))
         if not 0 <= self.dynamic_channels < self.base_channels:
             raise ValueError(f"{self.dynamic_channels} dynamic channels of {self.base_channels}")
         if (self.is_pruned or self.dynamic_channels) and self.is_baseless:

@@ -49,6 +49,7 @@ def verify_checkpoint(
     progress = progress or Silent()
     checkpoint = Checkpoint.open(path)
     made = _moe_source(checkpoint)
+    check_sizes(checkpoint)
     manifest = _manifest(checkpoint)
     problems: list[str] = []
     notes: list[str] = []
@@ -63,7 +64,8 @@ def verify_checkpoint(
         stages = [] if is_itself else _stages(manifest, original, notes)
         if stages is None:
             problems.append(f"its manifest names another source than {against}")
-        pair = _comparable(made, _moe_source(original))
+        # An export shows the matrices that codes stood for beside experts.
+        pair = _comparable(made, _moe_source(original, as_matrices=not quantized_tensors(checkpoint)))
         if pair is None and not stages and not is_itself:
             problems.append(f"it is not made from {against}: family or shape differ, and no manifest says otherwise")
         if pair is not None:
@@ -124,15 +126,14 @@ def _raise_for(path: str | Path, problems: list[str]) -> None:
         raise VerificationError(f"{path}: " + "; ".join(problems[:5]) + more)
 
 
-def _moe_source(checkpoint: Checkpoint) -> Source | None:
-    """The checkpoint as an MoE model, or `None` for one of a dense family or of moetool's own networks. Raises
-    `InvalidInputError` for one that is neither."""
+def _moe_source(checkpoint: Checkpoint, *, as_matrices: bool = False) -> Source | None:
+    """The checkpoint as an MoE model, or `None` for one of a dense family or of moetool's own networks; if asked, with
+    matrices in the place of codes beside its experts. Raises `InvalidInputError` for one that is neither."""
     if is_opaque(checkpoint.config):
-        check_sizes(checkpoint)
         return None
     try:
-        decoded(checkpoint)  # or its headers say that it cannot be
-        return Source.of(checkpoint)
+        shown = decoded(checkpoint)  # or its headers say that it cannot be
+        return Source.of(shown if as_matrices else checkpoint)
     except InvalidInputError:
         try:
             DenseSource.of(checkpoint)

@@ -59,16 +59,20 @@ def rows_served(bits: int) -> int:
     return {1: 8, 2: 4, 3: 8, 4: 2}[bits]
 
 
+def check_rows(rows: int, bits: int) -> None:
+    """Raise `ValueError` unless bytes serve whole rows."""
+    if rows % (served := rows_served(bits)):
+        raise ValueError(f"a trellis of {bits} bits takes a multiple of {served} rows, not {rows}")
+
+
 def in_order(rows: int, bits: int) -> Tensor:
     """[rows] int64: the rows of a column in the order of its path, all that share a byte one after the other.
 
     Raises:
         ValueError: bytes do not serve whole rows.
     """
-    served = rows_served(bits)
-    if rows % served:
-        raise ValueError(f"a trellis of {bits} bits takes a multiple of {served} rows, not {rows}")
-    return torch.arange(rows).view(served, -1).T.reshape(-1)
+    check_rows(rows, bits)
+    return torch.arange(rows).view(rows_served(bits), -1).T.reshape(-1)
 
 
 def decoded(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype) -> Tensor:

@@ -59,6 +59,8 @@ def plain(value: object) -> str:
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, list):
+        return ",".join(map(plain, value)) or "–"
     if isinstance(value, int) and value >= 10_000:
         return f"{value:,}"
     return f"{value:.6g}" if isinstance(value, float) else str(value)

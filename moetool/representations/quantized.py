@@ -142,9 +142,13 @@ class QuantizedWeight(Weight):
         return dequantize(codes, self.scales, self.bits, dtype)
 
     def rows(self, indices: Tensor) -> Tensor:
-        """The rows `[…, in]` of those numbers `[…]`, of 8 bits, whose codes lie row by row."""
-        scales = self.scales[indices].unsqueeze(-1)  # […, groups, 1]
-        values = (self.codes.view(self.shape)[indices].to(scales.dtype) - 127).clamp_max(127)
+        """The rows `[…, in]` of those numbers `[…]`, of 8 bits, whose codes lie row by row.
+
+        Raises:
+            IndexError: on a CPU, there is no such row; negative numbers do not count from the end.
+        """
+        scales = F.embedding(indices, self.scales).unsqueeze(-1)  # […, groups, 1]
+        values = (F.embedding(indices, self.codes.view(self.shape)).to(scales.dtype) - 127).clamp_max(127)
         groups = self.scales.shape[1]
         return (values.view(*indices.shape, groups, self.shape[1] // groups) * scales).flatten(-2)
 

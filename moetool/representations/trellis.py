@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moetool.numerics import trellis
 from moetool.numerics.packing import pack, unpack
+from moetool.representations.base import Stored
 from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.operand import Operand
 from moetool.representations.quantized import Quantized, QuantizedWeight, group_size
@@ -32,8 +33,12 @@ class Trellis(Quantized):
             raise ValueError(f"codes in a trellis have {', '.join(map(str, trellis.WIDTHS))} bits, not {self.bits}")
 
     def fitted(self, shape: tuple[int, int]) -> Self:
-        trellis.in_order(shape[0], self.bits)
+        trellis.check_rows(shape[0], self.bits)
         return super().fitted(shape)
+
+    def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
+        trellis.check_rows(shape[0], self.bits)
+        return super().tensors(shape)
 
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         """`matrix` is floating and finite, scales are in `dtype`. With a Gram matrix errors are chosen to cancel in the

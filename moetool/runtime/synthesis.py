@@ -12,6 +12,7 @@ from moetool.architectures.base import by_name
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import ResourceError, UsageError
 from moetool.kernels.products import problem
+from moetool.runtime.loading import run_experts_of_any_width
 from moetool.runtime.memory import free_bytes, returning_memory
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.fused import fused_tensors
@@ -50,6 +51,7 @@ def synthesize(model: "PreTrainedModel") -> "PreTrainedModel":
             for name in names:
                 model.set_submodule(name, made(model.get_submodule(name)))
     dense_modules(model)
+    run_experts_of_any_width(model)
     entry: Any = getattr(model.config, "quantization_config", None)
     if getattr(entry, "mixture", None) is not None:
         entry.layers = {}

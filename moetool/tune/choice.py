@@ -6,7 +6,6 @@ from torch import nn
 
 from moetool.errors import UsageError
 from moetool.runtime.modules.experts import SharedBaseExperts
-from moetool.runtime.modules.fused import entering
 from moetool.runtime.modules.insertion import CustomLayer, is_placeholder
 from moetool.runtime.modules.routers import Routers
 from moetool.runtime.modules.simoe_mixing import interpolation_of
@@ -37,8 +36,7 @@ def choose(model: "PreTrainedModel", train: Train, *, freeze_shared: bool) -> in
         UsageError: the model has nothing of the kind.
     """
     stored = [module for module in model.modules() if isinstance(module, SharedBaseExperts)]
-    shared = [module for module in stored if not module.layout.is_baseless]
-    if freeze_shared and not shared:
+    if freeze_shared and all(module.layout.is_baseless for module in stored):
         raise UsageError("--freeze-shared: this model's experts are no deltas to a base.")
     if train == "all" and interpolation_of(model) is not None:
         raise UsageError("--train all: interpolated experts (SIMoE) are deltas to a model that stays as it is.")
@@ -47,9 +45,8 @@ def choose(model: "PreTrainedModel", train: Train, *, freeze_shared: bool) -> in
     elif train == "experts" or (train == "auto" and is_efficient(model)):
         _experts_only(model)
     if freeze_shared:
-        for module in shared:
-            entering(module).requires_grad_(False)
-            module.down_proj.requires_grad_(False)
+        for parameter in (own for module in stored for own in module.base_parameters()):
+            parameter.requires_grad_(False)
     for parameter in model.parameters():
         if is_placeholder(parameter) or not parameter.is_floating_point():
             parameter.requires_grad_(False)

@@ -279,22 +279,32 @@ class Tune(Stage[TuneOptions, AnySource]):
     def _write(self, job: Job[AnySource], model: "PreTrainedModel") -> None:
         from transformers.core_model_loading import revert_weight_conversion
 
+        from moetool.runtime.loading import surplus
+
         source, config = self.source.checkpoint, self._finish(model)
         state = model.to("cpu").state_dict()
         for tied in getattr(model, "all_tied_weights_keys", None) or {}:
             if tied not in source.tensors:
                 state.pop(tied, None)
         tensors: dict[str, Tensor] = dict(revert_weight_conversion(model, state))
-        units: dict[str, list[TensorSpec]] = {}
-        for name, tensor in sorted(tensors.items()):
+        specs = []
+        # What transformers has no place for, such as a layer that predicts further tokens, stays as it is.
+        unused = source.tensors.keys() - tensors.keys()
+        for name in unused - {*surplus([*unused], source.config)}:
+            specs.append(TensorSpec(name, source.tensors[name].dtype, source.tensors[name].shape))
+        for name, tensor in tensors.items():
             stored = self.source.dtype if tensor.is_floating_point() else tensor.dtype
             dtype = source.tensors[name].dtype if name in source.tensors else stored
-            units.setdefault(layer_of(name), []).append(TensorSpec(name, dtype, tuple(tensor.shape)))
+            specs.append(TensorSpec(name, dtype, tuple(tensor.shape)))
+        units: dict[str, list[TensorSpec]] = {}
+        for spec in sorted(specs, key=lambda spec: spec.name):
+            units.setdefault(layer_of(spec.name), []).append(spec)
         order = list(units)
 
         def made(unit: int) -> Iterator[tuple[str, Tensor]]:
             for spec in units[order[unit]]:
-                yield spec.name, tensors[spec.name].to(spec.dtype)
+                made = tensors[spec.name] if spec.name in tensors else source.read(spec.name)
+                yield spec.name, made.to(spec.dtype)
 
         plan = ShardPlan(((index, units[unit]) for index, unit in enumerate(order)), self.options.shard_size)
         provenance = passed_on(source)

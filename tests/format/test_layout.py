@@ -149,6 +149,14 @@ def test_delta_names() -> None:
         ({"base_channels": 5, "dynamic_channels": 5}, "5 dynamic channels of 5"),
         ({"base_channels": "many"}, "base_channels must be a whole number, not .many"),
         ({"down": ["dense", "low-rank", "dense"]}, "takes one argument"),
+        (
+            {"gate": ["dense", "trellis:3:4", "dense"]},
+            "gate cannot be stored as 'trellis:3:4': .* multiple of 8 rows, not 12",
+        ),
+        (
+            {"base": dict.fromkeys(("gate", "up"), "trellis-weight:1:4")},
+            "gate cannot be stored as 'trellis-weight:1:4'",
+        ),
         ({"rotation": {"down": 1}}, "only routed experts on a quantized base, or on none, can be rotated"),
         ({"rotation": 3}, "rotation must be an object by role"),
         ({"spline": 3}, r"does not know: \['spline'\]"),

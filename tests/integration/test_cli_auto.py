@@ -246,6 +246,16 @@ def test_what_cannot_be(
     assert not (tmp_path / "out").exists()
 
 
+def test_inputs_that_cannot_be_rotated_are_told_before_the_text_is_read(
+    run_cli: Any, calibration: Any, make_mixtral: Any, save_model: Any, tmp_path: Path
+) -> None:
+    source = save_model(make_mixtral(intermediate_size=44), tmp_path / "odd")
+    options = ("--group-size", 4, "--ratio", 0.5, "--rotate", *calibration)
+    result = run_cli("compress", source, tmp_path / "out", "--method", "auto", *options, "--dry-run")
+    assert result.code == 2
+    assert "of the 44 inputs of down, blocks of 4 are all that fit" in result.stderr
+
+
 def test_no_text(run_cli: Any, tiny_mixtral: Path, tmp_path: Path) -> None:
     result = run_cli("compress", tiny_mixtral, tmp_path / "out", *METHOD, "--ratio", 0.5)
     assert result.code == 2

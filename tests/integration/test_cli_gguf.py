@@ -89,6 +89,18 @@ def test_the_file_holds_what_the_checkpoint_holds(
     assert torch.equal(found["token_embd.weight"], before["model.embed_tokens.weight"])
 
 
+def test_matrices_stand_for_codes_beside_experts(run_cli: Any, models: dict[str, Path], tmp_path: Path) -> None:
+    options = ("--method", "quantize", "--bits", 8, "--rounding", "nearest", "--group-size", 16)
+    include = ("--include", "attention,embeddings")
+    assert run_cli("compress", models["mixtral"], tmp_path / "small", *options, *include).code == 0
+    result = export(run_cli, tmp_path / "small", tmp_path / "out", "--type", "f32")
+    assert result.code == 0, result.stderr
+    assert run_cli("export", tmp_path / "small", tmp_path / "dense").code == 0
+    found, dense = stored(tmp_path / "out" / "model.gguf"), tensors_of(tmp_path / "dense")
+    for own, name in {"token_embd": "embed_tokens", "blk.1.attn_v": "layers.1.self_attn.v_proj"}.items():
+        assert torch.equal(found[f"{own}.weight"], dense[f"model.{name}.weight"])
+
+
 def test_metadata_and_tokenizer(
     run_cli: Any, models: dict[str, Path], tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import (
+    change_config,
     change_tensors,
     config_of,
     contents,
@@ -154,6 +155,9 @@ def test_it_is_verified_exported_and_compressed_on(
     assert tensors_of(dense).keys() == tensors_of(tiny_mixtral_bf16).keys()
     assert "quantization_config" not in config_of(dense)
     assert relative_error(logits(dense, tokens), logits(made.path, tokens)) < 0.1
+    told = run_cli("verify", dense, "--against", made.path, "--json")
+    assert told.code == 0, told.stderr
+    assert told.json["same_tensors"] == len([name for name in tensors_of(dense) if ".experts." not in name])
     packed = tmp_path / "packed"
     options = ("--format", "compressed-tensors", "--bits", 8, "--group-size", 16)
     assert run_cli("export", made.path, packed, *options).code == 0
@@ -222,6 +226,19 @@ def test_damage_is_named(run_cli: Any, tiny_mixtral_bf16: Path, tmp_path: Path) 
     result = run_cli("compress", damaged, tmp_path / "out", *QUANTIZE, *BOTH)
     assert result.code == 3
     assert f"Tensor {name} of {damaged} has NaN or infinite values" in result.stderr
+
+
+def test_a_list_that_does_not_fit_is_found_without_a_manifest(made: Any, run_cli: Any, tmp_path: Path) -> None:
+    """As `save_pretrained` leaves it: no digests, names and shapes alone."""
+    saved = copy_of(made.path, tmp_path / "saved")
+    (saved / "moetool.json").unlink()
+    assert run_cli("verify", saved).code == 0
+    entry = config_of(saved)["quantization_config"]
+    del entry["beside"]["model.embed_tokens"]
+    result = run_cli("verify", change_config(saved, quantization_config=entry))
+    assert result.code == 3
+    assert "model.embed_tokens.weight" in result.stderr
+    assert "[1, 1], config.json promises [288, 32]" in result.stderr
 
 
 def test_a_model_of_custom_modules_has_none_to_include(dense: Any, upcycle: Any, run_cli: Any, tmp_path: Path) -> None:

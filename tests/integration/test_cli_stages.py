@@ -221,15 +221,26 @@ def test_stages_are_repeatable(run_cli, base, decomposed, calibration, tiny_mixt
         ("decompose", "decomposed", (), 2, ["already decomposed"]),
         ("compress", "decomposed", ("--ratio", 0.3), 2, ["already a moetool checkpoint", "svd-compress"]),
         ("svd-compress", "base", ("--ratio", 0.3), 3, ["config.json"]),
+        ("fisher-merge", "small", (), 2, ["is compressed already"]),
     ],
 )
 def test_stages_in_the_wrong_order(request, run_cli, calibration, tmp_path, command, source, options, code, words):
-    if command in ("compress", "svd-compress"):
+    if command in ("compress", "svd-compress", "fisher-merge"):
         options = (*options, *calibration)
     result = run_cli(command, request.getfixturevalue(source), tmp_path / "out", *options)
     assert result.code == code
     assert all(word in result.stderr for word in words), result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_result_is_not_made_larger_again(run_cli, decomposed, calibration, tmp_path):
+    chain(run_cli, tmp_path, ("svd-compress", decomposed, "once", "--rank", 4, *calibration))
+    result = run_cli("svd-compress", tmp_path / "once", tmp_path / "twice", "--ratio", 0.2, *calibration)
+    assert result.code == 2
+    least = float(result.stderr.strip().removesuffix(".").rpartition("Give a ratio above ")[2])
+    assert 0.2 < least < 0.7
+    assert run_cli("svd-compress", tmp_path / "once", tmp_path / "twice", "--ratio", least, *calibration).code == 0
+    assert weight_bytes(tmp_path / "twice") <= weight_bytes(tmp_path / "once")
 
 
 def test_pruning_twice(run_cli, decomposed, tmp_path):

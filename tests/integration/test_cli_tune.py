@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import torch
 from checkpoints import ONE_THREAD, contents, load, load_whole, logits, relative_error, tensors_of
@@ -58,6 +59,19 @@ def test_it_learns(tuned: Any, moe: Path, tiny_text: Path, tokens: Tensor) -> No
     assert (output / "tokenizer.json").read_bytes() == (moe / "tokenizer.json").read_bytes()
     assert (output / "config.json").read_text() == (moe / "config.json").read_text()
     assert tensors_of(output).keys() == tensors_of(moe).keys()
+
+
+def test_layers_that_predict_further_tokens_stay_as_they_are(
+    tuned: Any, save_model: Any, data: Path, tmp_path: Path
+) -> None:
+    source = save_model(families.build("deepseek_v3"), tmp_path / "model")
+    families.add_prediction_layer(source)
+    output, _ = tuned(source, "--data", data, "--steps", 1)
+    before, after = tensors_of(source), tensors_of(output)
+    assert before.keys() == after.keys()
+    further = [name for name in before if name.startswith("model.layers.3.")]
+    assert further
+    assert all(before[name].equal(after[name]) for name in further)
 
 
 def _loss(path: Path, tokens: Tensor) -> float:

@@ -1,5 +1,6 @@
 """What `svd-compress` and `compress` share: options, costs, and the way from factorisations to a written checkpoint."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -293,6 +294,13 @@ def factor_plan(
     if options.ratio is not None:
         check_ratio(options.ratio, size(0), original)
         output = round(original * (1 - options.ratio))
+        if output > checkpoint.weight_bytes:
+            reached = math.ceil((1 - checkpoint.weight_bytes / original) * 1000) / 1000
+            raise UsageError(
+                f"--ratio {options.ratio:g} is of the {format_bytes(original)} that the model had before anything was "
+                f"compressed: the result would have {format_bytes(output)}, {checkpoint.path} has "
+                f"{format_bytes(checkpoint.weight_bytes)}. Give a ratio above {reached:g}."
+            )
         if options.trim:
             whole = (LowRank(0),) * options.trim + (Dense(),) * (reader.shape.experts - options.trim)
             layout = LayerLayout(

@@ -106,13 +106,16 @@ class Mixing:
         )
 
     def check(self) -> None:
-        """Raise `UsageError` without a calibration text, or for a model that is not an ordinary one."""
+        """Raise `UsageError` without a calibration text, for a model that is not an ordinary one, or for inputs that
+        cannot be rotated where they were to be."""
         if self.source.experts.layouts:
             raise UsageError(
                 f"{self.source.checkpoint.path} is already a moetool checkpoint: start from an ordinary one."
             )
         if self.options.calibration is None:
             raise UsageError(f"--method {self.name} measures what every form loses: give --calibration.")
+        for footing in self.footings:
+            footing.rotation(self.source.experts.shape, 0)
 
     @cached_property
     def _cost(self) -> CalibrationCost:

@@ -71,6 +71,8 @@ def _layout(where: str, entries: object, shape: MoEShape) -> LayerLayout:
             raise InvalidInputError(f"{here}: needs `base` and `forms`, and may have `rotation`.")
         base[role] = NO_BASE[role] if entry["base"] == "none" else parse_representation(str(entry["base"]))
         weights[role] = _forms(here, entry["forms"], shape.experts)
+        for form in {base[role], *weights[role]}:
+            _check(here, form, shape.matrix(role))
         if "rotation" in entry:
             if not isinstance(entry["rotation"], int):
                 raise InvalidInputError(f"{here}: a rotation is a seed, not {entry['rotation']!r}.")
@@ -79,6 +81,19 @@ def _layout(where: str, entries: object, shape: MoEShape) -> LayerLayout:
         return LayerLayout(shape, weights, shape.intermediate, base=base, rotation=rotation)
     except ValueError as error:
         raise InvalidInputError(f"{where}: {error}.") from error
+
+
+def _check(where: str, form: Representation, matrix: tuple[int, int]) -> None:
+    """Raise `InvalidInputError` for a form that one matrix `[out, in]` by itself cannot be brought into."""
+    if form.shared_tensors(matrix):
+        raise InvalidInputError(
+            f"{where}: '{form.spec}' shares a factor among experts, and a plan chooses for each by itself."
+        )
+    if form.directions > min(matrix):
+        raise InvalidInputError(
+            f"{where}: '{form.spec}' has {form.directions} directions; a matrix of {matrix[0]} × {matrix[1]} has "
+            f"{min(matrix)}."
+        )
 
 
 def _forms(where: str, entry: object, experts: int) -> tuple[Representation, ...]:

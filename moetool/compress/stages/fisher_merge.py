@@ -40,6 +40,11 @@ class FisherMerge(Stage[FisherMergeOptions]):
 
     def plan(self) -> Plan:
         reader, options = self.source.experts, self.options
+        if reader.layouts:
+            raise UsageError(
+                f"{self.source.checkpoint.path} is compressed already, and decompose, which a base is for, starts from "
+                "an ordinary checkpoint: so does this."
+            )
         if options.calibration is None and options.merge not in UNMEASURED_MERGES:
             raise UsageError(f"--merge {options.merge} needs calibration text: give --calibration.")
         cost, at_once = self._cost, self._experts_at_once

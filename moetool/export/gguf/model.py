@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moetool.architectures import Architecture, MoEShape, Role
 from moetool.architectures.base import by_name
+from moetool.checkpoint.decoded import decoded
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
@@ -54,7 +55,7 @@ class GgufSource:
     """An MoE or dense model of a family that llama.cpp knows.
 
     Attributes:
-        checkpoint: where it lies.
+        checkpoint: where it lies, with matrices in the place of codes beside its experts.
         family: as llama.cpp computes it.
         dense: of a model without experts.
         experts: of one that has some.
@@ -76,6 +77,7 @@ class GgufSource:
         family = gguf_family(config)
         if not family.is_moe:
             return cls(checkpoint, family, DenseModel(checkpoint), None)
+        checkpoint = decoded(checkpoint)
         return cls(checkpoint, family, None, ExpertReader(checkpoint, architecture_of(config)))
 
     @property

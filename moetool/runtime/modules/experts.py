@@ -6,7 +6,7 @@ sum of the activations: `Σ_i G_i (B + Δ_i) h_i = B (Σ_i G_i h_i) + Σ_i Δ_i 
 (D²-MoE, Eq. 10). With the base inside every expert the model would be slower than the original.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +102,14 @@ class SharedBaseExperts(RoutedExperts):
             return []
         compact = self._compact(role)
         return [compact, *below(compact)]
+
+    def base_parameters(self) -> Iterator[nn.Parameter]:
+        """What the base is stored in, and placeholders where it is not under its native name."""
+        for roles in self.layout.shape.groups:
+            if self.layout.weights[roles[0]] is not None:
+                yield self.get_parameter(fused_name(roles))
+        for role, _ in self.layout.compact_bases():
+            yield from self._compact(role).parameters()
 
     def _shared(self) -> list[nn.Module]:
         """The modules that hold what deltas have in common."""

@@ -46,6 +46,12 @@ def test_there_and_back(tmp_path: Path) -> None:
         ({"forms": {"quantised:2:16": [0, 1, 2], "low-rank:0": [2]}}, "expert 2 has more than one form"),
         ({"forms": {"magic:2": [0, 1, 2]}}, "Unknown representation 'magic:2'"),
         ({"forms": {"quantised:2:13": [0, 1, 2]}}, "cannot be stored as 'quantised:2:13'"),
+        ({"forms": {"shared-v:3": [0, 1, 2]}}, "'shared-v:3' shares a factor among experts"),
+        ({"base": "shared-u:3"}, "'shared-u:3' shares a factor among experts"),
+        (
+            {"forms": {"low-rank-sparse:17:sparse-magnitude:0.1": [0, 1, 2]}},
+            "17 directions; a matrix of 32 × 16 has 16",
+        ),
         ({"base": "none"}, "gate and up have either both a base or both none"),
         ({"rotation": "often"}, "a rotation is a seed, not 'often'"),
         ({"more": 1}, "needs `base` and `forms`"),

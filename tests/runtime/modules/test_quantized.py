@@ -68,6 +68,9 @@ def test_an_embedding(dtype: torch.dtype) -> None:
     assert embedding(tokens).equal(embedding.dense(embedding.matrix())(tokens))
     assert embedding(tokens).dtype == dtype
     assert embedding(tokens[:, :0]).shape == (2, 0, 32)
+    for missing in (-1, 24):
+        with pytest.raises(IndexError):
+            embedding(torch.tensor([missing]))
 
 
 @torch.no_grad()

@@ -1,0 +1,29 @@
+"""What is trained of experts that are deltas to a base."""
+
+from pathlib import Path
+
+import pytest
+from kinds import save_kind
+from transformers import AutoModelForCausalLM
+
+from moetool.runtime.modules.experts import SharedBaseExperts
+from moetool.tune.choice import choose
+
+
+@pytest.mark.parametrize("kind", ["low-rank", "trellis"])
+def test_a_base_is_left_alone_in_whatever_form(kind: str, tmp_path: Path) -> None:
+    """Experts that are stored natively, where a layer has some, are no base."""
+    model = AutoModelForCausalLM.from_pretrained(save_kind(kind, tmp_path))
+    choose(model, "auto", freeze_shared=True)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, SharedBaseExperts)}
+    frozen, trained = set(), set()
+    for path, module in layers.items():
+        for name, parameter in module.named_parameters():
+            is_native = name == "down_proj" and module.layout.weights["down"] is None
+            is_base = (not is_native and not name.startswith("moetool.")) or name.startswith("moetool.base.")
+            (frozen if is_base else trained).add(f"{path}.{name}")
+            assert parameter.requires_grad == (not is_base), name
+    assert frozen
+    assert trained
+    assert any(".moetool.base." in name for name in frozen) == (kind == "trellis")
+    assert any(name.endswith("down_proj") for name in trained) == (kind == "low-rank")
