@@ -16,15 +16,21 @@ __all__ = [
     "check_unquantized",
     "custom_entry",
     "format_entry",
+    "is_quantized_elsewhere",
     "layer_layouts",
     "moetool_entry",
 ]
 
 
+def is_quantized_elsewhere(config: Mapping[str, object]) -> bool:
+    """Whether weights are in a format that is not moetool's, by another tool or an export."""
+    return config.get("quantization_config") is not None and moetool_entry(config) is None
+
+
 def check_unquantized(config: Mapping[str, object]) -> None:
     """Raise `InvalidInputError` for a checkpoint that another tool has quantized."""
     entry = config.get("quantization_config")
-    if entry is not None and moetool_entry(config) is None:
+    if is_quantized_elsewhere(config):
         method = entry.get("quant_method", "unknown") if isinstance(entry, Mapping) else entry
         raise InvalidInputError(
             f"This checkpoint is already quantized (quant_method '{method}'). moetool needs the weights in 16 or 32 "

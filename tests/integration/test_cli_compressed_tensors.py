@@ -239,3 +239,22 @@ def test_an_export_is_no_input(run_cli: Any, tiny_mixtral: Path, tmp_path: Path)
     again = export(run_cli, tmp_path / "out", tmp_path / "again", "--group-size", 16)
     assert again.code == 3
     assert "already quantized (quant_method 'compressed-tensors')" in again.stderr
+
+
+def test_an_export_is_verified(run_cli: Any, small: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
+    """Its digests, and against what it was made from every tensor that is in both."""
+    out = tmp_path / "out"
+    assert export(run_cli, small, out, "--bits", 4, "--group-size", 16).code == 0
+    told = run_cli("verify", out, "--against", small, "--json").json
+    shared = load_file(out / WEIGHTS).keys() & load_file(small / WEIGHTS).keys()
+    assert told["same_tensors"] == len(shared) > 0
+    assert "packed" in told["notes"][0]
+    assert run_cli("verify", out, "--against", tiny_mixtral).code == 0
+    with (out / WEIGHTS).open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)[0]
+        file.seek(-1, 2)
+        file.write(bytes([last ^ 1]))
+    assert run_cli("verify", out).code == 5
+    (out / "moetool.json").unlink()
+    assert run_cli("verify", out).code == 3
