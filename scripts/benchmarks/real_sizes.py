@@ -23,7 +23,8 @@ from moetool.job.machine import Machine, this_machine
 from moetool.job.plan import Plan
 from moetool.stages import stages
 
-METHODS = {"d2moe": {"ratio": 0.4}, "hybrid": {"ratio": 0.75}}
+MEMORY = 24_000_000_000  # that jobs may use
+METHODS = {"d2moe": {"ratio": 0.4, "memory": MEMORY}, "hybrid": {"ratio": 0.75, "memory": MEMORY}}
 # One 80 GB card of the H100's kind: half of its published peak for products, a third of its memory's bandwidth, dense
 # eigen-solvers at a twentieth of its fp64 peak, and a local NVMe disk.
 ASSUMED = Machine(
@@ -71,7 +72,8 @@ def main() -> None:
     options = parser.parse_args()
     here = this_machine(torch.device("cpu"), Path(tempfile.gettempdir()))
     lines = [
-        f"{made_by('python scripts/benchmarks/real_sizes.py CONFIG.json …')} {torch.get_num_threads()} threads here.",
+        f"{made_by('python scripts/benchmarks/real_sizes.py CONFIG.json …')} {torch.get_num_threads()} threads here, "
+        f"{MEMORY / 1e9:.0f} GB of memory.",
         "512 windows of 2048 tokens, or of as many as the context has, gradients on 128. Cards: assumed speeds.",
         "",
         "| model | method | size | memory | scratch | here, fp32 | here, bf16 | one card | 8 nodes of 8 cards |",
