@@ -17,15 +17,31 @@ from typer.core import TyperCommand
 
 from moetool.checkpoint.sizes import format_bytes, parse_bytes
 from moetool.cli.completion import offered_for
+from moetool.cli.examples import EXAMPLES
 from moetool.errors import UsageError, did_you_mean, explained
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
+
+_UNGROUPED = "Options"
 
 
 class HintingCommand(TyperCommand):
     """A command that says which option or choice was probably meant."""
 
     elsewhere: Mapping[str, str] = {}  # Option → where it exists, for options that this command does not have.
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Arguments, options of the command itself, and then those that many commands share, group by group."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], _UNGROUPED: []}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                is_option = parameter.param_type_name == "option"
+                group = getattr(parameter, "rich_help_panel", None) or _UNGROUPED
+                sections.setdefault(group if is_option else "Arguments", []).append(record)
+        for title, rows in sections.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -60,7 +76,8 @@ def make_command(
         elsewhere: options that other forms of the command have, and with what.
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(name=name, help=summary, cls=HintingCommand)(guarded(function))
+    example = f"Example: moetool {EXAMPLES[name]}" if name in EXAMPLES else None
+    app.command(name=name, help=summary, epilog=example, cls=HintingCommand)(guarded(function))
     command = typer.main.get_command(app)
     assert isinstance(command, HintingCommand)
     command.elsewhere = elsewhere or {}
@@ -108,12 +125,21 @@ def with_options(
 def parameters_of(model: type[BaseModel]) -> list[inspect.Parameter]:
     """One keyword parameter per field."""
     return [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name, field))
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name, field, _group(model, name))
+        )
         for name, field in model.model_fields.items()
     ]
 
 
-def _annotation(name: str, field: FieldInfo) -> Any:
+def _group(model: type[BaseModel], name: str) -> str | None:
+    """The `group` of the set of options that a field was written in, if it is one that many commands share."""
+    owner = next(kind for kind in model.__mro__ if name in inspect.get_annotations(kind))
+    group = vars(owner).get("group")
+    return group if isinstance(group, str) else None
+
+
+def _annotation(name: str, field: FieldInfo, group: str | None) -> Any:
     flag = "--" + name.replace("_", "-")
     is_size = any(getattr(rule, "func", None) is parse_bytes for rule in field.metadata)
     kind = str if is_size else _plain_type(field.annotation)
@@ -126,7 +152,13 @@ def _annotation(name: str, field: FieldInfo) -> Any:
         default = format_bytes(field.default) if is_size else field.default
         description += f" [default: {default}]"
     names = (flag, f"--no-{name.replace('_', '-')}") if kind is bool else (flag,)
-    option = typer.Option("/".join(names), help=description, show_default=False, autocompletion=offered_for(name))
+    option = typer.Option(
+        "/".join(names),
+        help=description,
+        show_default=False,
+        autocompletion=offered_for(name),
+        rich_help_panel=group,
+    )
     return Annotated[kind | None, option]
 
 

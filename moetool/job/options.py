@@ -1,7 +1,7 @@
 """Options that many commands share, as frozen pydantic models. Command line and YAML are both generated from these."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Annotated, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
@@ -39,6 +39,8 @@ class Options(BaseModel):
 class TextOptions(Options):
     """Which text statistics are measured on."""
 
+    group: ClassVar[str] = "Calibration"  # of the help
+
     calibration: str | None = Field(
         None,
         description="Calibration text: a .txt, .jsonl or .parquet file, a folder of them, or a hub data set "
@@ -52,6 +54,8 @@ class TextOptions(Options):
 
 class CalibrationOptions(TextOptions):
     """Which text the statistics are measured on, gradients among them."""
+
+    group: ClassVar[str] = "Calibration"
 
     gradient_samples: int = Field(
         128, ge=1, description="How many of these windows gradients are taken on; all, if there are no more."
@@ -81,6 +85,8 @@ class IncludeOptions(Options):
 
 class RunOptions(Options):
     """Where and how a job runs. None of these changes what is computed, except the compute dtype."""
+
+    group: ClassVar[str] = "Machine"
 
     device: str = Field("auto", description="cpu, cuda, cuda:1 … (auto: CUDA when there is a card).")
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,6 +43,9 @@ _LOG_HELP = "Also append what happens to this file, one JSON object a line."
 _PRESET_HELP = "Options of a preset: one that comes along (d2moe-40 …), FILE.yaml or FILE.yaml:VARIANT."
 
 
+_job_option = partial(typer.Option, rich_help_panel="Job")
+
+
 def build(name: str, arguments: list[str]) -> HintingCommand:
     """The command for one stage; `compress --method X` takes the options of X."""
     from moetool.stages import stages
@@ -69,13 +73,13 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         ],
         output: Annotated[Path, typer.Argument(help="Where to write; new or empty.", show_default=False)],
         preset: Annotated[
-            str | None, typer.Option(*PRESET, help=_PRESET_HELP, autocompletion=offered_presets(name, typed_method))
+            str | None, _job_option(*PRESET, help=_PRESET_HELP, autocompletion=offered_presets(name, typed_method))
         ] = None,
-        dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it will cost, and stop.")] = False,
-        resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
-        overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete an earlier result.")] = False,
-        json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
-        log_json: Annotated[Path | None, typer.Option("--log-json", help=_LOG_HELP)] = None,
+        dry_run: Annotated[bool, _job_option("--dry-run", help="Say what it will cost, and stop.")] = False,
+        resume: Annotated[bool, _job_option("--resume", help="Go on with an interrupted run.")] = False,
+        overwrite: Annotated[bool, _job_option("--overwrite", help="Delete an earlier result.")] = False,
+        json: Annotated[bool, _job_option("--json", help="The result as one JSON object.")] = False,
+        log_json: Annotated[Path | None, _job_option("--log-json", help=_LOG_HELP)] = None,
         **typed: object,
     ) -> None:
         from moetool.job.estimate import estimate

@@ -1,0 +1,29 @@
+"""One example for the `--help` of each command; they go on with each other's results."""
+
+_TEXT = "--calibration text.txt"
+
+EXAMPLES = {
+    "upcycle": "upcycle mistralai/Mistral-7B-v0.1 mixture --experts 8 --top-k 2 --dry-run",
+    "moefy": f"moefy mistralai/Mistral-7B-v0.1 sparser --keep 0.75 {_TEXT}",
+    "tune": "tune mixture tuned --data instructions.jsonl --eval-data held-out.jsonl",
+    "compress": f"compress mistralai/Mixtral-8x7B-v0.1 smaller --method hybrid --ratio 0.75 {_TEXT} --dry-run",
+    "fisher-merge": f"fisher-merge mixture base {_TEXT}",
+    "decompose": "decompose mixture parts --base base",
+    "svd-compress": f"svd-compress parts smaller --ratio 0.4 {_TEXT}",
+    "prune-base": "prune-base smaller pruned --ratio 0.2",
+    "quantize-delta": f"quantize-delta parts coded --bits 2 {_TEXT}",
+    "sparsify-delta": "sparsify-delta parts sparse --drop 0.9",
+    "export": "export smaller for-vllm --format compressed-tensors --bits 4",
+    "eval": "eval smaller --data held-out.txt --against mistralai/Mixtral-8x7B-v0.1",
+    "compare": f"compare mixture --methods d2moe,hybrid --ratios 0.4,0.75 {_TEXT} --data held-out.txt --plot size.svg",
+    "generate": 'generate smaller "The first thing to do is" --max-new-tokens 20',
+    "routing": "routing mixture --data text.txt,held-out.txt --plot routing.png",
+    "bench": "bench smaller --against mistralai/Mixtral-8x7B-v0.1",
+    "inspect": "inspect smaller --analysis --plot analysis.svg",
+    "report": "report smaller smaller.html --data held-out.txt",
+    "verify": "verify smaller --against mistralai/Mixtral-8x7B-v0.1 --text held-out.txt --max-kl 0.05",
+    "push": "push smaller me/mixtral-75 --dry-run",
+    "doctor": "doctor --json",
+    "demo": "demo folder",
+    "list": "list presets",
+}
