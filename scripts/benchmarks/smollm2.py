@@ -61,11 +61,11 @@ STEPS = (
     upcycle("pesc", *TOP_2, "--width", "64"),
     upcycle("simoe"),
     tune("vanilla", "5e-5"),
-    tune("ders-lowrank", "5e-4"),
     compress("d2moe", "--ratio", "0.4"),
     compress("hybrid", "--ratio", "0.6"),
     compress("quantize", "--bits", "4"),
     Step("moefy, keep 0.75", DENSE, ("moefy", "--experts", "64", "--keep", "0.75")),
+    tune("ders-lowrank", "5e-4"),
 )
 
 
