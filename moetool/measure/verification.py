@@ -62,7 +62,7 @@ def verify_checkpoint(
         found = check_files(checkpoint.path, manifest, edited=edited)
         problems, notes = found.problems, [*notes, *found.notes]
     same: set[str] = set()
-    pair = comparison = original = None
+    pair = comparison = compared = None
     if against is not None:
         original = Checkpoint.open(against)
         is_itself = original.fingerprint() == checkpoint.fingerprint()
@@ -74,8 +74,9 @@ def verify_checkpoint(
         if pair is None and not stages and not is_itself:
             problems.append(f"it is not made from {against}: family or shape differ, and no manifest says otherwise")
         if is_packed and stages == ["compressed-tensors"]:
-            same = checkpoint.tensors.keys() & original.tensors.keys()
+            same, compared = checkpoint.tensors.keys() & original.tensors.keys(), original
         if pair is not None:
+            compared = pair[1].checkpoint
             lost = _passed(*pair) - checkpoint.tensors.keys()
             problems += [f"{name} is missing" for name in sorted(lost)]
             if _TRAINING not in (stages or ()):
@@ -87,10 +88,10 @@ def verify_checkpoint(
             tensor = checkpoint.read(name)
             if not is_finite(tensor):
                 problems.append(f"{name} holds NaN or infinity")
-            if name in same and original is not None:
-                if name not in original.tensors:
+            if name in same and compared is not None:
+                if name not in compared.tensors:
                     problems.append(f"{name} is not in {against}")
-                elif not torch.equal(tensor, original.read(name)):
+                elif not torch.equal(tensor, compared.read(name)):
                     problems.append(f"{name} differs from {against}")
             progress.advance()
     if made is not None:
