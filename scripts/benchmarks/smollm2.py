@@ -96,7 +96,6 @@ def lines_of(options: argparse.Namespace, kept: Kept) -> Iterator[str]:
         return {
             "perplexity": perplexity(name, options.data),
             "answers": perplexity(name, str(options.questions / "test.txt")),
-            "speed": said["tokens_per_second"],
             "answer": said["text"],
         }
 
@@ -112,15 +111,15 @@ def lines_of(options: argparse.Namespace, kept: Kept) -> Iterator[str]:
     yield (
         f"Perplexity on the first {options.windows} windows of {options.sequence_length} tokens, and on questions "
         f"about Python with their answers, a tenth that was held out of what `tune` trains on; calibrated on the first "
-        f"{options.samples} windows of the other text. Seconds and tokens per second (32 new ones, no batch) are of "
-        f"the clock, {torch.get_num_threads()} thread(s), on a machine that others used too."
+        f"{options.samples} windows of the other text. Seconds are of the clock, "
+        f"{torch.get_num_threads()} thread(s), on a machine that others used too."
     )
     yield ""
-    yield "| | bytes | WikiText | answers | must be the same | seconds | peak memory | tokens/s | answer |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield "| | bytes | WikiText | answers | must be the same | seconds | peak memory | answer |"
+    yield "|---|---|---|---|---|---|---|---|"
     yield (
         f"| dense | {size / 1e6:.1f} MB | {dense['perplexity']:.4f} | {dense['answers']:.4f} | | | "
-        f"| {dense['speed']:.1f} | {_cell(dense['answer'])} |"
+        f"| {_cell(dense['answer'])} |"
     )
     for step in STEPS:
         result = found[step.name] = kept.get(step.name, partial(make, step))
@@ -129,7 +128,7 @@ def lines_of(options: argparse.Namespace, kept: Kept) -> Iterator[str]:
         verdict = ("yes: PASS" if is_same else "yes: missed") if step.is_exact else ""
         yield (
             f"| {step.name} | {made['bytes_after'] / 1e6:.1f} MB | {loss:.4f} | {result['answers']:.4f} | {verdict} "
-            f"| {made['seconds']:.0f} | {made['peak_memory_bytes'] / 1e6:.0f} MB | {result['speed']:.1f} "
+            f"| {made['seconds']:.0f} | {made['peak_memory_bytes'] / 1e6:.0f} MB "
             f"| {_cell(result['answer'])} |"
         )
 
