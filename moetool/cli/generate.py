@@ -144,7 +144,9 @@ def _annotation(name: str, field: FieldInfo, group: str | None) -> Any:
     is_size = any(getattr(rule, "func", None) is parse_bytes for rule in field.metadata)
     kind = str if is_size else _plain_type(field.annotation)
     description = field.description or ""
-    if field.is_required():
+    if re.search(r"\[(default|required)", description):
+        pass  # it is said already, with more to it
+    elif field.is_required():
         description += " [required]"
     elif kind is bool:
         description += " [default: on]" if field.default else ""

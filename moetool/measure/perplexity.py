@@ -34,7 +34,9 @@ from moetool.runtime.modules.batch_dependence import depends_on_batch
 class EvaluationOptions(EvaluatedOptions):
     """What to evaluate on, and how."""
 
-    data: str = Field(description="Text: a file, folder or hub data set, as for --calibration.")
+    data: str = Field(
+        description="Text: a file, folder or hub data set, as for --calibration. [required without --tasks]"
+    )
     sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
     windows: int | None = Field(None, ge=1, description="Only the first so many windows.")
     bos: Bos = Field("auto", description=BOS_HELP)
