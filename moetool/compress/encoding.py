@@ -96,6 +96,12 @@ class SparsityOptions(Options):
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of what is dropped.")
 
 
+def refuse_compressed(source: Source) -> None:
+    """Raise `UsageError` for a model whose experts a method has stored already."""
+    if source.experts.layouts:
+        raise UsageError(f"{source.checkpoint.path} is already a moetool checkpoint: start from an ordinary one.")
+
+
 def base_representations(
     shape: MoEShape, bits: str | None, group: int, trellis: bool = False
 ) -> dict[Role, Representation]:

@@ -303,8 +303,8 @@ class Tune(Stage[TuneOptions, AnySource]):
 
         def made(unit: int) -> Iterator[tuple[str, Tensor]]:
             for spec in units[order[unit]]:
-                made = tensors[spec.name] if spec.name in tensors else source.read(spec.name)
-                yield spec.name, made.to(spec.dtype)
+                tensor = tensors[spec.name] if spec.name in tensors else source.read(spec.name)
+                yield spec.name, tensor.to(spec.dtype)
 
         plan = ShardPlan(((index, units[unit]) for index, unit in enumerate(order)), self.options.shard_size)
         provenance = passed_on(source)

@@ -56,7 +56,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
     if methods:
         choice, default = CHOICES[name]
         typed_method = _value(arguments, f"--{choice}")
-        chosen = _method(arguments, f"--{choice}", methods, default)
+        chosen = typed_method if typed_method is not None else _preset_method(arguments, methods, default)
         if chosen not in methods:
             hint = did_you_mean(chosen, methods)
             print(f"error: --{choice} {chosen}: there is {', '.join(methods)}.{hint}", file=sys.stderr)
@@ -133,10 +133,8 @@ def _is_encoder(output: str) -> bool:
     return (path / CONFIG).is_file() and is_encoder(read_config(path)[1])
 
 
-def _method(arguments: list[str], option: str, known: list[str], default: str) -> str:
-    """What `--method` says, or the preset; it decides which other options there are."""
-    if (said := _value(arguments, option)) is not None:
-        return said
+def _preset_method(arguments: list[str], known: list[str], default: str) -> str:
+    """The method of the preset, or the default; it decides which other options there are."""
     try:
         said = preset_method(_value(arguments, *PRESET))
     except MoetoolError:

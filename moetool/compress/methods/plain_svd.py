@@ -15,10 +15,10 @@ from moetool.architectures import Role
 from moetool.bases.delta import Deltas
 from moetool.bases.layer_base import LayerBase, base_path, no_base
 from moetool.checkpoint.experts import Weights
+from moetool.compress.encoding import refuse_compressed
 from moetool.compress.factors.files import LayerFactors, SpectrumFile
 from moetool.compress.factors.writing import FactoredLayers, FactorOptions, factor_memory, factor_plan, finish
 from moetool.compress.told import RankedTold
-from moetool.errors import UsageError
 from moetool.format.layout import NO_BASE
 from moetool.job.job import Job
 from moetool.job.options import RunOptions
@@ -74,8 +74,7 @@ class UnmeasuredSvd(Stage[PlainSvdOptions]):
 
     def plan(self) -> Plan:
         source, shape = self.source, self.source.experts.shape
-        if source.experts.layouts:
-            raise UsageError(f"{source.checkpoint.path} is already a moetool checkpoint: start from an ordinary one.")
+        refuse_compressed(source)
         memory = factor_memory(source, self._factors, None)
         return factor_plan(
             self.name,

@@ -21,7 +21,14 @@ from moetool.bases.layer_base import LayerBase, no_base
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.choices import Scheme
-from moetool.compress.encoding import BaseBits, encoding_memory, encoding_plan, run_encoding, with_text
+from moetool.compress.encoding import (
+    BaseBits,
+    encoding_memory,
+    encoding_plan,
+    refuse_compressed,
+    run_encoding,
+    with_text,
+)
 from moetool.compress.mixing.choosing import Choosing
 from moetool.compress.mixing.footings import Footing, average_bits, codes_form, without_base
 from moetool.compress.mixing.mixing import Mixing
@@ -99,8 +106,7 @@ class Quantize(MixingStage[QuantizeOptions]):
 
     def plan(self) -> Plan:
         source, options = self.source, self.options
-        if source.experts.layouts:
-            raise UsageError(f"{source.checkpoint.path} is already a moetool checkpoint: start from an ordinary one.")
+        refuse_compressed(source)
         if options.calibration is None and options.rounding == "error-feedback":
             raise UsageError("--rounding error-feedback measures inputs: give --calibration.")
         if self._is_mixed:

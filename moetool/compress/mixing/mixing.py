@@ -18,6 +18,7 @@ from moetool.calibration.peers import Owned
 from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.calibration.sweep import Sweep
 from moetool.compress.encoded import Encoding, encoded_bytes
+from moetool.compress.encoding import refuse_compressed
 from moetool.compress.mixing.choosing import FormLosses, Mix, notes_on
 from moetool.compress.mixing.footings import Footing
 from moetool.compress.mixing.measuring import encoded, loss_name, losses_path, measure
@@ -108,10 +109,7 @@ class Mixing:
     def check(self) -> None:
         """Raise `UsageError` without a calibration text, for a model that is not an ordinary one, or for inputs that
         cannot be rotated where they were to be."""
-        if self.source.experts.layouts:
-            raise UsageError(
-                f"{self.source.checkpoint.path} is already a moetool checkpoint: start from an ordinary one."
-            )
+        refuse_compressed(self.source)
         if self.options.calibration is None:
             raise UsageError(f"--method {self.name} measures what every form loses: give --calibration.")
         for footing in self.footings:
