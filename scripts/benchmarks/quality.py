@@ -19,13 +19,16 @@ from pathlib import Path
 
 from _common import Kept, excess, made_by
 
-METHODS = {
-    "mean base + plain SVD, uniform": ["--merge", "mean", "--svd", "vanilla"],
-    "Fisher base + plain SVD, uniform": ["--merge", "fisher", "--svd", "vanilla"],
-    "Fisher base + truncation-aware SVD, uniform": ["--merge", "fisher", "--svd", "truncation-aware"],
-    "moetool's default": [],
-}
 UNIFORM = ["--allocation", "uniform", "--sensitivity", "none"]
+METHODS = {
+    "mean base + plain SVD, uniform": [*UNIFORM, "--merge", "mean", "--svd", "vanilla"],
+    "Fisher base + plain SVD, uniform": [*UNIFORM, "--svd", "vanilla"],
+    "Fisher base + truncation-aware SVD, uniform": UNIFORM,
+    "moetool's default": [],
+    "`--refine 64`": ["--refine", "64"],
+    "`--factor-bits 8`": ["--factor-bits", "8"],
+    "`--method hybrid`": ["--method", "hybrid"],
+}
 PUBLISHED = "Fisher base + truncation-aware SVD, uniform"
 
 
@@ -62,7 +65,7 @@ def main() -> None:
         made = moetool(
             "compress", options.model, str(target), "--ratio", str(ratio), "--calibration", options.calibration,
             "--samples", options.samples, "--sequence-length", options.sequence_length,
-            *flags, *(UNIFORM if flags else []),
+            *flags,
         )  # fmt: skip
         return {"achieved": made["achieved_ratio"], "seconds": made["seconds"], **score(target)}
 

@@ -37,6 +37,7 @@ def chain(run_cli, directory: Path, *commands: tuple[object, ...]) -> Path:
         ("fisher", ("--ratio", 0.45, "--allocation", "uniform", "--sensitivity", "matrix")),
         ("frequency", ("--ratio", 0.3, "--svd", "activation-aware", "--sensitivity", "none", "--rank-multiple", 2)),
         ("mean", ("--rank", 5, "--svd", "vanilla")),
+        ("fisher", ("--ratio", 0.45, "--factor-bits", 8)),
     ],
 )
 @pytest.mark.parametrize("stored", ["tiny_mixtral", "tiny_mixtral_bf16"])

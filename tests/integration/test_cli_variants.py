@@ -217,6 +217,39 @@ def test_a_shared_factor_of_one_rank_is_the_best_there_is(run_cli: Any, compress
     torch.testing.assert_close((stacked - u @ v).double().square().sum(), best, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("ratio", [0.15, 0.25])
+def test_coded_factors_are_nearer_in_the_same_bytes(
+    run_cli: Any, compress: Any, tiny_mixtral_bf16: Path, ratio: float
+) -> None:
+    plain, coded = (compress(tiny_mixtral_bf16, "--ratio", ratio, *more) for more in ((), ("--factor-bits", 8)))
+    before = weight_bytes(tiny_mixtral_bf16)
+    assert weight_bytes(coded.path) <= before * (1 - ratio)
+    layers = config_of(coded.path)["quantization_config"]["layers"]
+    kinds = {spec.split(":")[0] for layer in layers.values() for spec in layer["gate"]}
+    assert kinds <= {"quantised-low-rank", "quantised", "low-rank"}
+    assert kinds & {"quantised-low-rank", "quantised"}
+    lost = [
+        sum(sum(role) for layer in made.told["layers"].values() for role in layer["lost_energy"].values())
+        for made in (plain, coded)
+    ]
+    assert lost[1] < 0.7 * lost[0]
+    assert run_cli("verify", coded.path, "--against", tiny_mixtral_bf16).code == 0
+
+
+def test_what_a_rank_loses_is_told_of_coded_factors(compress: Any, tiny_mixtral: Path) -> None:
+    plain, coded = (compress(tiny_mixtral, "--rank", 6, *more).told for more in ((), ("--factor-bits", 8)))
+    for index, layer in plain["layers"].items():
+        assert coded["layers"][index]["lost_energy"] == layer["lost_energy"]
+
+
+def test_what_does_not_go_with_coded_factors(run_cli: Any, tiny_mixtral: Path) -> None:
+    for more in ("--share", "v"), ("--refine", 8), ("--paper-counting",):
+        refused = run_cli("compress", tiny_mixtral, "unused", "--ratio", 0.4, "--factor-bits", 8, *more)
+        assert refused.code == 2
+        assert "exclude each other" in refused.stderr
+        assert more[0] in refused.stderr
+
+
 def test_what_does_not_go_with_sharing(run_cli: Any, tiny_mixtral: Path) -> None:
     for more, says in (("--trim", 1), "exclude each other"), (("--svd", "activation-aware"), "truncation-aware or"):
         refused = run_cli("compress", tiny_mixtral, "unused", "--ratio", 0.4, "--share", "v", *more)

@@ -14,6 +14,7 @@ from itertools import pairwise
 from operator import neg
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from moetool.architectures import Role
@@ -21,10 +22,12 @@ from moetool.numerics.arrays import Floats, Integers
 from moetool.representations import Representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank, break_even_rank
+from moetool.representations.quantized import Quantized
 from moetool.representations.shared_factor import SharedU, SharedV
 
 Key = tuple[int, Role, int]  # layer, role, expert
 Forms = dict[Key, Representation]  # what every matrix gets; those of groups that are left as they were are missing
+CODED_GROUP = 128  # numbers of a coded factor that share a scale
 Factors = type[LowRank] | type[SharedU] | type[SharedV]  # how factors of a rank above 0 are stored
 
 
@@ -67,11 +70,17 @@ class Item:
         return int(np.diff(self.nbytes)[: max(self.steps, 1)].min()) if self.last else None
 
 
-def factors_of(shape: tuple[int, int], rank: int, factors: Factors) -> Representation:
-    """A matrix `[out, in]` at a given rank, or dense where that costs no more."""
+def whole_of(shape: tuple[int, int], bits: int | None = None) -> Representation:
+    """A matrix `[out, in]` none of whose directions is lost: itself, or its delta in codes of `bits`."""
+    return Dense() if bits is None else Quantized(bits, CODED_GROUP).fitted(shape)
+
+
+def factors_of(shape: tuple[int, int], rank: int, factors: Factors, bits: int | None = None) -> Representation:
+    """A matrix `[out, in]` at a given rank, in codes of `bits` if any, or whole where that costs no more."""
     if rank > break_even_rank(shape):
-        return Dense()
-    return factors(rank) if rank else LowRank(0)
+        return whole_of(shape, bits)
+    plain = factors(rank) if rank else LowRank(0)
+    return plain if bits is None else plain.quantized(bits, CODED_GROUP).fitted(shape)
 
 
 @dataclass(frozen=True)
@@ -80,37 +89,42 @@ class Ladder:
 
     Attributes:
         shape: of the matrix.
-        itemsize: bytes per stored number.
+        dtype: of the model.
         multiple: ranks come in multiples of this.
         factors: how they are stored.
+        bits: of codes that factors are stored in, and the delta where these are no smaller; `None` for the model's
+            numbers. What codes lose is not counted, so they should have 8.
     """
 
     shape: tuple[int, int]
-    itemsize: int
+    dtype: torch.dtype
     multiple: int = 1
     factors: Factors = LowRank
+    bits: int | None = None
+
+    def _at(self, rank: int) -> Representation:
+        return factors_of(self.shape, rank, self.factors, self.bits)
 
     @cached_property
     def step_bytes(self) -> int:
         """Bytes of one step in rank."""
-        return sum(self.shape) * self.itemsize * self.multiple
+        form = self._at(self.multiple)
+        shared = sum(stored.nbytes(self.dtype) for stored in form.shared_tensors(self.shape).values())
+        return form.nbytes(self.shape, self.dtype) + shared
 
     @cached_property
     def dense_bytes(self) -> int:
         """Bytes of the matrix itself."""
-        return self.shape[0] * self.shape[1] * self.itemsize
+        return whole_of(self.shape, self.bits).nbytes(self.shape, self.dtype)
 
     @cached_property
     def steps(self) -> int:
         """Steps in rank that stay cheaper than the matrix itself."""
-        return break_even_rank(self.shape) // self.multiple
+        return min(break_even_rank(self.shape) // self.multiple, (self.dense_bytes - 1) // self.step_bytes)
 
     @cached_property
     def _forms(self) -> list[Representation]:
-        return [
-            *(factors_of(self.shape, step * self.multiple, self.factors) for step in range(self.steps + 1)),
-            Dense(),
-        ]
+        return [*(self._at(step * self.multiple) for step in range(self.steps + 1)), whole_of(self.shape, self.bits)]
 
     @cached_property
     def _nbytes(self) -> Integers:

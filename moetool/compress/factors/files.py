@@ -195,7 +195,7 @@ class LayerFactors:
         if form.is_whole:
             return form.encode(self._deltas.weight(role, expert), dtype)
         if not form.directions:
-            return {}
+            return form.encode(self._deltas.of(role, expert), dtype)
         whitened, sensitivity, [own] = self._whitened(role, expert)
         found = whitened.factorize(form.directions, coarse=dtype == torch.bfloat16)
         return form.encode(own, dtype, Measured(row_scale=sensitivity.row_scale, factorization=found))

@@ -34,6 +34,7 @@ class LayerSpectra:
     statistics: LayerStatistics | None
     base: Mapping[Role, Representation] = field(default_factory=lambda: DENSE_BASE)
     trimmed: frozenset[int] = frozenset()  # experts that lose their deltas
+    bits: int | None = None  # of codes that factors are stored in
 
     def base_bytes(self, role: Role, shape: MoEShape, dtype: torch.dtype) -> int:
         """Bytes of the stored base of one role."""
@@ -53,7 +54,7 @@ def build_groups(spectra: Sequence[LayerSpectra], shape: MoEShape, dtype: torch.
         if expert in entry.trimmed:
             return dropped(energy)
         kind = entry.factors.matrix(role), entry.factors.share
-        ladder = ladders.setdefault(kind, Ladder(kind[0], dtype.itemsize, multiple, FACTORS[kind[1]]))
+        ladder = ladders.setdefault(kind, Ladder(kind[0], dtype, multiple, FACTORS[kind[1]], entry.bits))
         return ladder.item(spectrum, energy)
 
     groups = []
@@ -95,7 +96,7 @@ def same_rank(spectra: Sequence[LayerSpectra], shape: MoEShape, rank: int) -> Fo
     return {
         (entry.layer, role, expert): LowRank(0)
         if expert in entry.trimmed
-        else factors_of(entry.factors.matrix(role), rank, FACTORS[entry.factors.share])
+        else factors_of(entry.factors.matrix(role), rank, FACTORS[entry.factors.share], entry.bits)
         for entry in spectra
         for role in shape.roles
         for expert in range(entry.factors.count)

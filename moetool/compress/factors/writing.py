@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from moetool.bases.delta import Deltas
 from moetool.bases.layer_base import LayerBase, base_path
 from moetool.calibration.peers import Owned
 from moetool.checkpoint.sizes import format_bytes
+from moetool.compress.budget.items import whole_of
 from moetool.compress.choices import Allocation, Sensitivity, SharedFactor, Svd
 from moetool.compress.encoded import Encoding, encoded_bytes
 from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams
@@ -46,7 +47,6 @@ from moetool.job.result import CalibrationFacts
 from moetool.job.shards import OutputPlan
 from moetool.job.writing import entry_for, original_bytes, write_model
 from moetool.representations import Representation
-from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
 
 
@@ -73,6 +73,9 @@ class FactorOptions(RunOptions, TextOptions):
         0, ge=0, description="Drop the deltas of this many experts per layer, those that were given fewest tokens."
     )
     rank_multiple: int = Field(1, ge=1, description="Ranks are multiples of this; 8 suits tensor cores.")
+    factor_bits: Literal[8, 16] = Field(
+        16, description="Bits per number of the factors. 8, as codes, are nearly as good and buy twice the rank."
+    )
 
     @model_validator(mode="after")
     def _one_target(self) -> "FactorOptions":
@@ -80,9 +83,16 @@ class FactorOptions(RunOptions, TextOptions):
             raise ValueError("give --ratio or --rank, one of them")
         if self.share != "none" and self.trim:
             raise ValueError(f"--share {self.share} and --trim exclude each other: what is shared cannot be dropped")
+        if self.share != "none" and self.factor_bits == 8:
+            raise ValueError(f"--share {self.share} and --factor-bits 8 exclude each other")
         if self.share != "none" and self.svd == "activation-aware":
             raise ValueError(f"--share {self.share} goes with --svd truncation-aware or vanilla")
         return self
+
+    @property
+    def coded_bits(self) -> int | None:
+        """Bits of codes that factors are stored in, if they are."""
+        return None if self.factor_bits == 16 else self.factor_bits
 
 
 class FactoredLayers:
@@ -107,6 +117,7 @@ class FactoredLayers:
                     base.statistics,
                     base.representations,
                     least_routed(tokens, options.trim),
+                    options.coded_bits,
                 )
             )
 
@@ -151,7 +162,7 @@ class FactoredLayers:
 
     def trim_note(self, layouts: Mapping[int, LayerLayout], options: FactorOptions) -> str | None:
         """That the result is smaller than it was to be, if all deltas that `--trim` has left are whole."""
-        dropped = sum(not form.is_whole for layout in layouts.values() for _, _, form in layout.deltas())
+        dropped = sum(_is_cut(form) for layout in layouts.values() for _, _, form in layout.deltas())
         if dropped > options.trim * len(self.reader.shape.roles) * len(layouts):
             return None
         return _trim_note(options, self._plan(layouts).nbytes, original_bytes(self.job.source))
@@ -166,7 +177,7 @@ class FactoredLayers:
             errors: dict[Role, list[float]] = {role: [] for role, own in layout.weights.items() if own is not None}
             for expert, role, form in layout.deltas():
                 error = 0.0
-                if form.uses_base:
+                if _is_cut(form):
                     spectrum, energy = entry.factors.spectrum(role, min(expert, entry.factors.count - 1))
                     error = 1 - spectrum[: form.directions].sum().item() / energy if energy > 0 else 0.0
                 errors[role].append(float(f"{max(error, 0.0):.4g}"))
@@ -226,6 +237,11 @@ def finish(
         notes=() if (note := factored.trim_note(layouts, options)) is None else (note,),
         layers=layers(),
     )
+
+
+def _is_cut(form: Representation) -> bool:
+    """Whether directions of a delta are lost, or all."""
+    return form.uses_base and (form.is_plain or form.directions > 0)
 
 
 def _trim_note(options: FactorOptions, largest: int, original: int) -> str | None:
@@ -302,10 +318,12 @@ def factor_plan(
                 f"{format_bytes(checkpoint.weight_bytes)}. Give a ratio above {reached:g}."
             )
         if options.trim:
-            whole = (LowRank(0),) * options.trim + (Dense(),) * (reader.shape.experts - options.trim)
-            layout = LayerLayout(
-                reader.shape, dict.fromkeys(reader.shape.roles, whole), base_channels, base=base or DENSE_BASE
-            )
+            kept = reader.shape.experts - options.trim
+            whole = {
+                role: (LowRank(0),) * options.trim + (whole_of(reader.shape.matrix(role), options.coded_bits),) * kept
+                for role in reader.shape.roles
+            }
+            layout = LayerLayout(reader.shape, dict(whole), base_channels, base=base or DENSE_BASE)
             largest = OutputPlan(source, dict.fromkeys(reader.moe_layers, layout), options.shard_size).nbytes
             output, note = min(output, largest), _trim_note(options, largest, original)
     else:

@@ -38,7 +38,7 @@ from moetool.representations.low_rank import LowRank
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 # Options that only matter once bases and spectra are there.
-_SPENDING = {"ratio", "rank", "paper_counting", "allocation", "trim", "rank_multiple"}
+_SPENDING = {"ratio", "rank", "paper_counting", "allocation", "trim", "rank_multiple", "factor_bits"}
 _LATER = {*_SPENDING, "device", "memory", "disk", "shard_size"}
 
 
@@ -71,6 +71,9 @@ class D2MoEOptions(FactorOptions, IncludeOptions, CalibrationOptions):
     def _apart(self) -> "D2MoEOptions":
         if self.refine and self.share != "none":
             raise ValueError(f"--refine {self.refine} and --share {self.share} exclude each other")
+        if self.factor_bits == 8 and (self.refine or self.paper_counting):
+            other = f"--refine {self.refine}" if self.refine else "--paper-counting"
+            raise ValueError(f"--factor-bits 8 and {other} exclude each other")
         return self
 
     @model_validator(mode="after")

@@ -14,6 +14,8 @@ from moetool.compress.budget.spending import allocate
 from moetool.errors import UsageError
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
+from moetool.representations.quantized import Quantized
+from moetool.representations.quantized_low_rank import QuantizedLowRank
 from moetool.representations.shared_factor import SharedV
 
 
@@ -104,7 +106,7 @@ def test_too_small_a_budget() -> None:
 
 
 def test_a_ladder_has_every_rank_below_break_even_and_dense() -> None:
-    item = Ladder((12, 12), 2).item(torch.tensor([8.0, 4, 2, 1, 0.5], dtype=torch.float64), 16.0)
+    item = Ladder((12, 12), torch.bfloat16).item(torch.tensor([8.0, 4, 2, 1, 0.5], dtype=torch.float64), 16.0)
     assert item.forms == [*(LowRank(rank) for rank in range(6)), Dense()]
     assert item.nbytes.tolist() == [0, 48, 96, 144, 192, 240, 288]
     assert item.losses.tolist() == [16.0, 8.0, 4.0, 2.0, 1.0, 0.5, 0.0]
@@ -114,19 +116,33 @@ def test_a_ladder_has_every_rank_below_break_even_and_dense() -> None:
 
 
 def test_a_flat_ladder_goes_straight_to_dense() -> None:
-    item = Ladder((8, 8), 2).item(torch.ones(3, dtype=torch.float64), 8.0)
+    item = Ladder((8, 8), torch.bfloat16).item(torch.ones(3, dtype=torch.float64), 8.0)
     assert item.slopes.tolist() == [8 / 128]
     assert [item.forms[item.at(price)] for price in (1.0, 0.01)] == [LowRank(0), Dense()]
 
 
 def test_a_ladder_in_multiples_of_a_shared_factor() -> None:
-    item = Ladder((12, 12), 2, 2, SharedV).item(torch.tensor([8.0, 4, 2, 1, 0.5], dtype=torch.float64), 16.0)
+    item = Ladder((12, 12), torch.bfloat16, 2, SharedV).item(
+        torch.tensor([8.0, 4, 2, 1, 0.5], dtype=torch.float64), 16.0
+    )
     assert item.forms == [LowRank(0), SharedV(2), SharedV(4), Dense()]
     assert item.losses.tolist() == [16.0, 4.0, 1.0, 0.0]
 
 
+def test_a_ladder_of_codes_ends_with_the_delta_in_codes() -> None:
+    ladder = Ladder((128, 128), torch.bfloat16, bits=8)
+    item = ladder.item(torch.arange(63, 0, -1).double(), 3000.0)
+    assert item.forms == [
+        LowRank(0),
+        *(QuantizedLowRank(rank, 8, 128) for rank in range(1, 64)),
+        Quantized(8, 128),
+    ]
+    assert item.nbytes.tolist() == [form.nbytes((128, 128), torch.bfloat16) for form in item.forms]
+    assert item.losses[-1] == 0
+
+
 def test_matrices_of_a_ladder_share_what_is_the_same() -> None:
-    ladder = Ladder((12, 12), 2)
+    ladder = Ladder((12, 12), torch.bfloat16)
     items = [ladder.item(torch.arange(5, 0, -1).double() * scale, 15.0 * scale) for scale in (1, 2)]
     assert items[0].nbytes is items[1].nbytes
     assert items[0].forms is items[1].forms

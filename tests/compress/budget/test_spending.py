@@ -36,7 +36,7 @@ class Matrix:
 
     @property
     def ladder(self) -> Ladder:
-        return Ladder(self.shape, ITEMSIZE, self.multiple)
+        return Ladder(self.shape, torch.bfloat16, self.multiple)
 
     @property
     def item(self) -> Item:

@@ -173,7 +173,7 @@ def test_the_expert_with_more_tokens_gets_the_higher_rank(layer: Layer, role: Ro
     for expert, factorization in enumerate(found):
         lost = float((layer.given(role)[expert] @ delta.double().T).square().sum())
         assert 0.3 < factorization.energy / lost < 3
-    ladder = Ladder((60, 60), 2)
+    ladder = Ladder((60, 60), torch.bfloat16)
     items = {
         (0, role, expert): ladder.item(torch.cat([own.spectrum, torch.zeros(60)]), own.energy)
         for expert, own in enumerate(found)
