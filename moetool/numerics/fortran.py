@@ -9,14 +9,15 @@ pools that wait for each other's cores cost more time than the second thread sav
 """
 
 import ctypes
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from moetool.numerics.shared_setting import SharedSetting
 
 Routine = Callable[..., object]
 
@@ -58,40 +59,18 @@ def call(function: Routine, *arguments: NDArray[np.generic] | Tensor) -> None:
         function(*addresses)
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
+def one_thread() -> AbstractContextManager[None]:
     """Within this block scipy's OpenBLAS computes on the calling thread alone; without effect on another BLAS.
 
-    The number is one per process; the last of several concurrent users restores it, also after an exception.
+    The number is one per process.
     """
-    global _users, _before
     pool = _pool()
-    if pool is None:
-        yield
-        return
-    get, put = pool
-    with _lock:
-        if _users == 0:
-            _before = get()
-            put(1)
-        _users += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if _users == 0:
-                put(_before)
-
-
-_lock = threading.Lock()
-_users = 0
-_before = 1
+    return nullcontext() if pool is None else pool.held_at(1)
 
 
 @cache
-def _pool() -> tuple[Callable[[], int], Callable[[int], None]] | None:
-    """How to read and set the number of threads of the OpenBLAS that scipy calls; None where it calls another."""
+def _pool() -> SharedSetting[int] | None:
+    """The number of threads of the OpenBLAS that scipy calls; None where it calls another."""
     try:
         from scipy.linalg import cython_blas
 
@@ -104,5 +83,5 @@ def _pool() -> tuple[Callable[[], int], Callable[[int], None]] | None:
         except AttributeError:
             continue
         get.restype, get.argtypes, put.restype, put.argtypes = ctypes.c_int, [], None, [ctypes.c_int]
-        return get, put
+        return SharedSetting(get, put)
     return None

@@ -1,38 +1,31 @@
 """Which internal precision fp32 matrix products use on the CPU, and what the processor can do."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-_lock = threading.Lock()
-_users = 0
-_before = "none"
+from moetool.numerics.shared_setting import SharedSetting
 
 
-@contextmanager
-def bf16_products() -> Iterator[None]:
+def _switch() -> Any:
+    return torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+
+
+def _set(precision: str) -> None:
+    _switch().fp32_precision = precision
+
+
+_precision = SharedSetting[str](lambda: _switch().fp32_precision, _set)
+
+
+def bf16_products() -> AbstractContextManager[None]:
     """Within this block fp32 matrix products on the CPU round their operands to bf16 and accumulate in fp32.
 
     Exact for operands that are bf16 values already. The switch is one per process, so other threads' fp32 products
-    see it too; the last of several concurrent users restores it, also after an exception.
+    see it too.
     """
-    global _users, _before
-    switch: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    with _lock:
-        if _users == 0:
-            _before = switch.fp32_precision
-            switch.fp32_precision = "bf16"
-        _users += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if _users == 0:
-                switch.fp32_precision = _before
+    return _precision.held_at("bf16")
 
 
 def fp32_products_are_exact() -> bool:
