@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-Value = TypeVar("Value")
+SettingT = TypeVar("SettingT")
 
 
 @dataclass(eq=False)
-class SharedSetting(Generic[Value]):
+class SharedSetting(Generic[SettingT]):
     """One value per process: the first of several concurrent users changes it, the last restores what was there before,
     also after an exception.
 
@@ -18,14 +18,14 @@ class SharedSetting(Generic[Value]):
         get, put: the setting.
     """
 
-    get: Callable[[], Value]
-    put: Callable[[Value], object]
+    get: Callable[[], SettingT]
+    put: Callable[[SettingT], object]
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
-    _before: list[Value] = field(default_factory=list, init=False)
+    _before: list[SettingT] = field(default_factory=list, init=False)
     _users: int = field(default=0, init=False)
 
     @contextmanager
-    def held_at(self, value: Value) -> Iterator[None]:
+    def held_at(self, value: SettingT) -> Iterator[None]:
         """Within this block the setting has `value`, in other threads too; all concurrent users want the same."""
         with self._lock:
             if self._users == 0:
