@@ -14,6 +14,7 @@ from moetool.format.compressed_tensors import PACKED, SCALE, SHAPE, packed_name
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, to_cpu
 from moetool.numerics.error_feedback import Feedback
+from moetool.numerics.scale_fitting import FITTED, fitted_scales
 from moetool.numerics.whole_codes import feed_back_whole, pack_words, quantize_whole
 
 
@@ -24,6 +25,7 @@ def packed_matrix(
     dtype: torch.dtype,
     importance: Tensor | None = None,
     feedback: Feedback | None = None,
+    gram: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """The tensors in the place of a matrix `[out, in]`, by their part of the name.
 
@@ -34,10 +36,14 @@ def packed_matrix(
         dtype: of the scales.
         importance: `[in]`, how much the squared error of each input counts.
         feedback: of the inputs, on which codes then make good for each other's errors.
+        gram: `[in, in]` of the inputs, to which scales are then fitted.
     """
     codes, scales = quantize_whole(matrix, bits, group, dtype, importance=importance)
     if feedback is not None:
         codes = feed_back_whole(matrix, codes, scales, bits, feedback)
+        if gram is not None and bits in FITTED:
+            decoded = codes * scales.float().repeat_interleave(group, 1)
+            scales = fitted_scales(matrix, decoded, scales, gram)
     return {PACKED: pack_words(codes, bits), SCALE: scales, SHAPE: torch.tensor(matrix.shape)}
 
 
@@ -89,7 +95,7 @@ class PackedLayers(EncodedLayers):
                     importance, feedback = gram.diagonal(), Feedback.of(gram)
                     for role in roles:
                         matrix = weights(expert, role).to(device)
-                        coded = self._code(matrix, importance=importance, feedback=feedback)
+                        coded = self._code(matrix, importance=importance, feedback=feedback, gram=gram)
                         yield from _named(reader.architecture.weight_name(layer, expert, role), coded)
 
 

@@ -5,10 +5,11 @@ from collections.abc import Collection
 from moetool.architectures import MoEShape
 from moetool.job.coefficients import COEFFICIENTS
 from moetool.job.work import Precision, Work, altogether
+from moetool.numerics.scale_fitting import FITTED
 from moetool.representations import Representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank_sparse import LowRankSparse
-from moetool.representations.quantized import Quantized
+from moetool.representations.quantized import Quantized, group_size
 from moetool.representations.quantized_low_rank import QuantizedLowRank
 from moetool.representations.sparse import MagnitudeSparse, Sparse
 from moetool.representations.trellis import Trellis
@@ -59,11 +60,12 @@ def encode(form: Representation, matrix: tuple[int, int], *, fed_back: bool = Fa
     made, numbers = COEFFICIENTS, matrix[0] * matrix[1]
     taken = Work(moved=made.error_bytes * numbers, calls=100)
     if isinstance(form, Quantized):
+        if fed_back:
+            taken += feed_back(matrix) + (_fit_scales(form, matrix) if form.bits in FITTED else Work())
         if isinstance(form, Trellis):
-            return taken + _paths(matrix) + (feed_back(matrix) if fed_back else Work())
+            return taken + _paths(matrix)
         tried = dict(made.scales).get(form.bits, made.scales[-1][1])
-        taken += Work(moved=(made.scale_bytes * tried + made.nearest_bytes) * numbers)
-        return taken + (feed_back(matrix) if fed_back else Work())
+        return taken + Work(moved=(made.scale_bytes * tried + made.nearest_bytes) * numbers)
     if isinstance(form, QuantizedLowRank):
         rank = form.directions
         factors = [encode(part, shape) for part, shape in ((form.u, (matrix[0], rank)), (form.v, (rank, matrix[1])))]
@@ -96,6 +98,13 @@ def feed_back(matrix: tuple[int, int]) -> Work:
         moved=COEFFICIENTS.feedback_bytes * numbers,
         calls=COEFFICIENTS.feedback_calls * columns,
     )
+
+
+def _fit_scales(form: Quantized, matrix: tuple[int, int]) -> Work:
+    """What the codes of every group do to the outputs, and its products with those of every other."""
+    rows, columns = matrix
+    groups = columns // group_size(form.group, columns)
+    return Work(products={"bfloat16": rows * columns**2}, moved=16.0 * groups * rows * columns + 12.0 * columns**2)
 
 
 def _paths(matrix: tuple[int, int]) -> Work:

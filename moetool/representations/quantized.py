@@ -14,6 +14,7 @@ from moetool.numerics.coded_product import can_multiply, coded_product
 from moetool.numerics.error_feedback import Coded, feed_back_together
 from moetool.numerics.packing import pack, packed_size, unpack
 from moetool.numerics.quantization import BITS, dequantize, quantize
+from moetool.numerics.scale_fitting import FITTED, fitted_scales
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
 from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.operand import Operand, Products
@@ -93,7 +94,7 @@ def encode_together(
     for matrix, form in parts:
         group = group_size(form.group, matrix.shape[1])
         coded.append(Coded(matrix, *quantize(matrix, form.bits, group, dtype, importance=measured.energy), form.bits))
-    codes = [part.codes for part in coded]
+    codes, scales = [part.codes for part in coded], [part.scales for part in coded]
     if (feedback := measured.with_feedback().feedback) is not None:
         alike: dict[tuple[int, int], list[int]] = {}
         for place, part in enumerate(coded):
@@ -102,9 +103,13 @@ def encode_together(
         for places in alike.values():
             for place, own in zip(places, feed_back_together([coded[p] for p in places], feedback), strict=True):
                 codes[place] = own
+                matrix, _, chosen_under, bits = coded[place]
+                if bits in FITTED and measured.gram is not None:
+                    decoded = dequantize(own, chosen_under, bits, torch.float32)
+                    scales[place] = fitted_scales(matrix, decoded, chosen_under, measured.gram)
     return [
-        {"codes": pack(own.reshape(-1), part.bits), "scales": part.scales}
-        for own, part in zip(codes, coded, strict=True)
+        {"codes": pack(own.reshape(-1), part.bits), "scales": fitted}
+        for own, fitted, part in zip(codes, scales, coded, strict=True)
     ]
 
 

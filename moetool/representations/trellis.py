@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moetool.numerics import trellis
 from moetool.numerics.packing import pack, unpack
+from moetool.numerics.scale_fitting import FITTED, fitted_scales
 from moetool.representations.base import Stored
 from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.operand import Operand
@@ -51,6 +52,9 @@ class Trellis(Quantized):
             importance=measured.energy,
             feedback=measured.with_feedback().feedback,
         )
+        if measured.gram is not None and self.bits in FITTED:
+            decoded = trellis.decoded(codes, scales, self.bits, torch.float32)
+            scales = fitted_scales(matrix, decoded, scales, measured.gram)
         return {"codes": pack(codes.reshape(-1), self.bits), "scales": scales}
 
     def trainable(

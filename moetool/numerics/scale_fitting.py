@@ -1,0 +1,70 @@
+"""Scales that fit the codes chosen under them, by what errors do to the output.
+
+Codes that make good for each other's errors (`numerics.error_feedback`) were chosen under scales that suit the nearest
+ones. Once chosen, what a row of them loses, |w - sum_g t_g d_g|_G² with d_g what the codes of group g stand for, is a
+least squares problem in one number t_g per group. On a trained model, and inputs not seen before, that removes half of
+the error of codes of 1 bit, 10 to 20 % at 2 bits, 1 to 10 % at 3 bits: the more, the smaller the groups are.
+"""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from moetool.numerics.groups import ELEMENTS
+from moetool.numerics.precision import bf16_products, has_fast_bf16
+
+FITTED = (1, 2, 3)  # bits of codes for which it is worth its time
+_DAMPING = 0.01  # of every input's own energy, as error feedback has it
+_TINY = 1e-9  # share of the mean diagonal that holds what no input tells of at 1
+
+
+def fitted_scales(matrix: Tensor, decoded: Tensor, scales: Tensor, gram: Tensor) -> Tensor:
+    """The scales that lose least at the output; where these are no better, as they are.
+
+    Args:
+        matrix: [out, in], floating.
+        decoded: [out, in] fp32, what codes stand for under `scales`.
+        scales: [out, groups], as stored.
+        gram: [in, in], sum of x x^T over the inputs.
+
+    Returns:
+        [out, groups] in the dtype of `scales`, of the same signs.
+    """
+    a, b = _normal_equations(matrix.detach().float(), decoded, scales.shape[1], gram.to(decoded.device))
+    held = _TINY * a.diagonal(dim1=1, dim2=2).mean(1, keepdim=True).clamp_min(torch.finfo(a.dtype).tiny)
+    a.diagonal(dim1=1, dim2=2).add_(held)
+    b.add_(held)
+    factors, failed = torch.linalg.solve_ex(a, b)
+    usable = factors.isfinite() & (factors > 0) & (failed == 0)[:, None]
+    stored = (scales.double() * torch.where(usable, factors, 1)).to(scales.dtype)
+    factors = torch.where(scales != 0, stored.double() / scales.double(), 1).to(a)
+    # A factor t costs t A t - 2 b t more than nothing.
+    change = factors - 1
+    residual = a.sum(2) - b
+    better = (change * (torch.einsum("rgh,rh->rg", a, change) + 2 * residual)).sum(1) < 0
+    return torch.where(better[:, None], stored, scales)
+
+
+def _normal_equations(matrix: Tensor, decoded: Tensor, groups: int, gram: Tensor) -> tuple[Tensor, Tensor]:
+    """A [out, groups, groups] and b [out, groups], fp64, of every row's least squares problem A t = b."""
+    rows, columns = matrix.shape
+    size = columns // groups
+    energy = gram.diagonal().double()
+    mean = energy.mean().clamp_min(torch.finfo(torch.float64).tiny)
+    damping = (_DAMPING * energy / mean).float()
+    a = torch.empty(rows, groups, groups, dtype=torch.float64, device=matrix.device)
+    b = torch.empty(rows, groups, dtype=torch.float64, device=matrix.device)
+    step = max(1, 4 * ELEMENTS // columns)
+    fast = bf16_products() if matrix.device.type == "cpu" and has_fast_bf16() else nullcontext()
+    with fast:
+        for group in range(groups):
+            own = slice(group * size, (group + 1) * size)
+            slab = (gram[own] / mean).float()
+            for start in range(0, rows, step):
+                part = slice(start, start + step)
+                image = decoded[part, own] @ slab
+                image[:, own] += decoded[part, own] * damping[own]
+                b[part, group] = (image * matrix[part]).sum(1, dtype=torch.float64)
+                a[part, group] = image.mul_(decoded[part]).view(len(image), groups, size).sum(2)
+    return (a + a.transpose(1, 2)).div_(2), b

@@ -1,0 +1,98 @@
+"""Scales fitted to codes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from moetool.numerics.error_feedback import Feedback, feed_back
+from moetool.numerics.quantization import dequantize, quantize
+from moetool.numerics.scale_fitting import fitted_scales
+
+ROWS, COLUMNS, GROUPS = 12, 48, 3
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def inputs() -> Tensor:
+    """Correlated ones [tokens, in], the first of which are loud."""
+    mixed = random(200, COLUMNS, seed=1) @ random(COLUMNS, COLUMNS, seed=2) + 3
+    mixed[:, :5] *= 10
+    return mixed
+
+
+def coded(matrix: Tensor, gram: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    feedback = Feedback.of(gram)
+    assert feedback is not None
+    codes, scales = quantize(matrix, bits, COLUMNS // GROUPS, torch.float32, importance=gram.diagonal())
+    return feed_back(matrix, codes, scales, bits, feedback), scales
+
+
+def lost(matrix: Tensor, decoded: Tensor, gram: Tensor) -> Tensor:
+    """What each row loses with the damping of error feedback: [out]."""
+    damped = gram.double() + 0.01 * torch.diag(gram.double().diagonal())
+    error = (matrix - decoded).double()
+    return ((error @ damped) * error).sum(1)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_they_solve_the_least_squares_problem_of_every_row(inputs: Tensor, bits: int) -> None:
+    gram, matrix = inputs.T @ inputs, random(ROWS, COLUMNS, seed=3)
+    codes, scales = coded(matrix, gram, bits)
+    decoded = dequantize(codes, scales, bits, torch.float32)
+    found = fitted_scales(matrix, decoded, scales, gram)
+    damped = torch.cat([inputs, torch.diag((0.01 * gram.diagonal()).sqrt())]).double()
+    for row in range(ROWS):
+        parts = torch.stack(
+            [damped[:, part] @ decoded[row, part].double() for part in torch.arange(COLUMNS).chunk(GROUPS)], 1
+        )
+        best = torch.linalg.lstsq(parts, (damped @ matrix[row].double())[:, None]).solution.squeeze(1)
+        if bool((best > 0).all()):
+            # Products of 16 bits may be used, which move the minimum a little and what is lost there hardly.
+            fitted = (damped @ matrix[row].double() - parts @ (found[row] / scales[row]).double()).square().sum()
+            least = (damped @ matrix[row].double() - parts @ best).square().sum()
+            assert fitted <= 1.01 * least
+
+
+def test_codes_of_one_bit_lose_much_less(inputs: Tensor) -> None:
+    gram, matrix = inputs.T @ inputs, random(ROWS, COLUMNS, seed=3)
+    codes, scales = coded(matrix, gram, 1)
+    before = dequantize(codes, scales, 1, torch.float32)
+    after = dequantize(codes, fitted_scales(matrix, before, scales, gram), 1, torch.float32)
+    assert lost(matrix, after, gram).sum() < 0.8 * lost(matrix, before, gram).sum()
+
+
+def test_no_row_loses_more_in_the_dtype_of_the_scales(inputs: Tensor) -> None:
+    gram, matrix = inputs.T @ inputs, random(ROWS, COLUMNS, seed=4)
+    codes, scales = coded(matrix, gram, 2)
+    scales = scales.bfloat16()
+    before = dequantize(codes, scales, 2, torch.float32)
+    found = fitted_scales(matrix, before, scales, gram)
+    assert found.dtype == torch.bfloat16
+    after = dequantize(codes, found, 2, torch.float32)
+    assert bool((lost(matrix, after, gram) <= 1.001 * lost(matrix, before, gram)).all())
+
+
+def test_scales_that_are_off_come_back(inputs: Tensor) -> None:
+    gram = inputs.T @ inputs
+    right = random(ROWS, GROUPS, seed=5).abs() + 0.1
+    signs = random(ROWS, COLUMNS, seed=6).sign()
+    matrix = signs * right.repeat_interleave(COLUMNS // GROUPS, 1)
+    wrong = right * torch.tensor([0.5, 1.0, 2.0])
+    found = fitted_scales(matrix, signs * wrong.repeat_interleave(COLUMNS // GROUPS, 1), wrong, gram)
+    torch.testing.assert_close(found, right, rtol=2e-2, atol=0)
+
+
+def test_what_inputs_do_not_tell_stays_as_it_is(inputs: Tensor) -> None:
+    inputs[:, :16] = 0
+    gram, matrix = inputs.T @ inputs, random(ROWS, COLUMNS, seed=7)
+    codes, scales = coded(matrix, gram, 2)
+    matrix[3], scales[3] = 0, 0
+    found = fitted_scales(matrix, dequantize(codes, scales, 2, torch.float32), scales, gram)
+    assert bool(found.isfinite().all())
+    assert torch.equal(found[:, 0], scales[:, 0])
+    assert torch.equal(found[3], scales[3])
+    nothing = torch.zeros_like(gram)
+    assert torch.equal(fitted_scales(matrix, dequantize(codes, scales, 2, torch.float32), scales, nothing), scales)
