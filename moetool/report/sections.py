@@ -8,7 +8,7 @@ from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.job.forecast import format_seconds
 from moetool.job.result import PhaseCost
 from moetool.measure.evaluated import Evaluation
-from moetool.report.charts import Bars, Chart, Lines
+from moetool.report.charts import LONGEST, Bars, Chart, Lines
 from moetool.report.parts import CodeBlock, PageTable, Section, count, number, plain
 from moetool.report.recorded import RecordedRun
 from moetool.report.told import HowMade, Report
@@ -176,25 +176,26 @@ def time_and_memory(report: Report) -> Section | None:
     phases = [(run, phase) for run in runs for phase in run.phases]
     charts = []
     if phases:
-        rows = [(run.stage, *_phase(phase)) for run, phase in phases]
+        rows = [row for run in runs for row in _phases(run)]
         tables.append(PageTable(title="Phases", headers=("stage", *_PHASES), rows=rows, words=2))
-        names = [f"{run.stage}: {phase.name}" if len(runs) > 1 else phase.name for run, phase in phases]
+        names = [_label(f"{run.stage}: {phase.name}" if len(runs) > 1 else phase.name) for run, phase in phases]
         seconds: dict[str, Sequence[float | None]] = {"took": [phase.seconds for _, phase in phases]}
         if any(phase.expected_seconds is not None for _, phase in phases):
             seconds["expected"] = [phase.expected_seconds for _, phase in phases]
         charts.append(_by_phase("Time by phase", names, seconds, "seconds"))
-        room = {
-            "peak memory": [_megabytes(phase.peak_memory_bytes) for _, phase in phases],
-            "scratch": [_megabytes(phase.scratch_bytes) for _, phase in phases],
-        }
-        if any(value is not None for values in room.values() for value in values):
-            charts.append(_by_phase("Memory and scratch by phase", names, room, "MB"))
+        memory = [_megabytes(phase.peak_memory_bytes) for _, phase in phases]
+        scratch = [_megabytes(phase.scratch_bytes) for _, phase in phases]
+        if any(value is not None for value in memory):
+            charts.append(_by_phase("Peak memory by phase", names, {"peak memory": memory}, "MB"))
+        if any(value is not None and value > _NOTES for value in scratch):
+            charts.append(_by_phase("Scratch by phase", names, {"scratch": scratch}, "MB"))
     notes = ["Expected: as --dry-run told. Scratch: unfinished work on the disk, gone at the end."]
     if any(run.runs > 1 for run in runs):
         notes.append("A job that was gone on with counts all its runs, what had to be done twice included.")
     return Section(name="jobs", title="Time, memory and scratch", charts=charts, tables=tables, notes=notes)
 
 
+_NOTES = 0.1  # MB of scratch that a journal may take
 _JOBS = ("stage", "output", "runs", "time", "expected", "peak memory", "expected", "scratch", "expected")
 _PHASES = ("phase", "seconds", "expected", "peak memory", "scratch")
 
@@ -214,6 +215,14 @@ def _job(run: RecordedRun) -> tuple[str, ...]:
     )
 
 
+def _phases(run: RecordedRun) -> Iterator[tuple[str, ...]]:
+    """A row for each phase of a job, and one for what it did beside them: libraries, headers, checks."""
+    yield from ((run.stage, *_phase(phase)) for phase in run.phases)
+    if run.phases:
+        rest = run.seconds - sum(phase.seconds for phase in run.phases)
+        yield run.stage, "the rest", f"{max(rest, 0):.1f}", "–", "–", "–"
+
+
 def _phase(phase: PhaseCost) -> tuple[str, ...]:
     expected = "–" if phase.expected_seconds is None else f"{phase.expected_seconds:.1f}"
     return (
@@ -223,6 +232,11 @@ def _phase(phase: PhaseCost) -> tuple[str, ...]:
         _bytes(phase.peak_memory_bytes),
         _bytes(phase.scratch_bytes),
     )
+
+
+def _label(phase: str) -> str:
+    """As long as it may stand beside a chart; not its end but its beginning tells it from others."""
+    return phase if len(phase) <= LONGEST else f"{phase[: LONGEST - 1]}…"
 
 
 def _by_phase(title: str, names: Sequence[str], series: Mapping[str, Sequence[float | None]], axis: str) -> Chart:

@@ -108,7 +108,7 @@ def test_measured_numbers_are_those_of_other_commands(run_cli, models, tiny_mixt
 
 def test_what_simoe_and_neurons_say(run_cli, models, tmp_path):
     page, told = reported(run_cli, models["simoe"], tmp_path / "a.html")
-    assert page.drawn == 5  # two of them of what it cost
+    assert page.drawn == 5  # two of them of time and memory
     assert len(page.rows("Open channels")) == 3 + 7  # layers, and kinds of linear layers
     masks = next(each["bytes"] for each in told["weights"] if each["kind"] == "masks")
     assert masks == 4 * 4 * sum(site["channels"] for site in told["inspection"]["moe"])
@@ -151,7 +151,8 @@ def test_results_of_other_commands(run_cli, compress, tiny_mixtral, tiny_text, t
     phases = made.told["phases"]
     assert {"Forward", "Backward"} <= {phase["name"] for phase in phases}
     assert 0 < sum(phase["seconds"] for phase in phases) <= made.told["seconds"] + 0.1
-    assert len(page.rows("Phases")) == len(phases) + len(tuned.json["phases"])
+    rows = [row for row in page.rows("Phases") if row[1] != "the rest"]
+    assert len(rows) == len(phases) + len(tuned.json["phases"])
 
 
 def test_every_job_on_the_way_has_kept_what_it_cost(run_cli, compress, tiny_mixtral, tiny_text, tmp_path):
@@ -179,7 +180,10 @@ def test_every_job_on_the_way_has_kept_what_it_cost(run_cli, compress, tiny_mixt
     assert last["expected"] == {
         name: plan[name] for name in ("seconds", "peak_memory_bytes", "scratch_bytes") if name in last["expected"]
     }
-    assert len(page.rows("Phases")) == len(first["phases"]) + len(last["phases"])
+    assert len(page.rows("Phases")) == len(first["phases"]) + len(last["phases"]) + 2
+    assert sum(float(row[2]) for row in page.rows("Phases") if row[0] == "d2moe") == pytest.approx(
+        last["seconds"], abs=0.5
+    )
 
 
 def test_a_hostile_name_is_text(run_cli, models, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from dense_families import build_dense
 from torch import Tensor
+from transformers import BertForSequenceClassification
 
 from moetool.errors import InvalidInputError
 from moetool.measure.predictions import HiddenTokens, window_loss
@@ -139,3 +140,15 @@ def test_an_encoder_beside_another(
     assert (found["kl"], found["agreement"]) == (pytest.approx(kl, rel=1e-4), same)
     told = run_cli("verify", paths[0], "--against", paths[0], "--text", tiny_text, "--max-kl", 0, *few).json["likeness"]
     assert (told["kl"], told["agreement"], told["layer_error"]) == (0, 1, {"0": 0, "1": 0, "2": 0})
+
+
+def test_the_head_of_a_task_is_told(run_cli: Any, save_model: Any, bert: Any, tiny_text: Path, masking_tokenizer: Any,
+                                    tmp_path: Path) -> None:  # fmt: skip
+    torch.manual_seed(0)
+    save_model(BertForSequenceClassification(bert.config), tmp_path / "head")
+    masking_tokenizer.save_pretrained(tmp_path / "head")
+    moefy = ("moefy", tmp_path / "head", tmp_path / "out", "--calibration", tiny_text, "--dry-run")
+    for words in (("eval", tmp_path / "head", "--data", tiny_text), moefy):
+        refused = run_cli(*words)
+        assert refused.code == 3
+        assert "is a BertForSequenceClassification: it has the head of a task" in refused.stderr
