@@ -3,7 +3,7 @@
 import io
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -153,10 +153,16 @@ def _heat(axes: "Axes", chart: Heat) -> None:
 
 def _values(axes: "Axes", chart: Bars | Lines) -> None:
     """The axis of what stands upright."""
-    if chart.log:
+    if chart.log and _is_wide(chart.series):
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter("")
     axes.yaxis.set_major_formatter(_told_apart())
+
+
+def _is_wide(series: Mapping[str, Values]) -> bool:
+    """Whether numbers are of several powers of ten; of fewer a logarithmic axis has hardly a number to show."""
+    there = [value for values in series.values() for value in values if value]
+    return bool(there) and max(there) > 20 * min(there)
 
 
 def _tick(value: float, _: float) -> str:
