@@ -128,12 +128,13 @@ class Meter:
         """Of all phases that were predicted."""
         return round(sum(phase.seconds for phase in self._expected), 2) if self._expected else None
 
-    def keep(self) -> None:
-        """The workspace is this job's: from now on its account is kept there, behind that of earlier runs."""
-        found = read_sealed(self._work / SPENT)
-        with suppress(ValidationError):
-            self._earlier = TypeAdapter(JobCosts).validate_python(found or {})
-        self._earlier = self._earlier or JobCosts()
+    def keep(self, *, resumed: bool = False) -> None:
+        """The workspace is this job's: from now on its account is kept there, behind that of earlier runs; if it is
+        `resumed`, and that is lost, one is counted without time."""
+        self._earlier = JobCosts(runs=int(resumed))
+        if (found := read_sealed(self._work / SPENT)) is not None:
+            with suppress(ValidationError):
+                self._earlier = TypeAdapter(JobCosts).validate_python(found)
 
     def save(self) -> None:
         """Write the account into the workspace. A disk that is full ends the job, but not here."""

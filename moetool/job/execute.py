@@ -124,7 +124,7 @@ def _lead(
     try:
         ranks.broadcast(True)
         if is_first_process():
-            meter.keep()
+            meter.keep(resumed=workspace.is_resumed)
         with _storage_explained(directory, plan.disk_bytes), meter, listening() as interrupt:
             job = Job(stage.source, workspace, options, recipe, meter, interrupt, ranks)
             if not isinstance(progress, Silent):
