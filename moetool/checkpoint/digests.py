@@ -8,7 +8,8 @@ from pathlib import Path
 
 from moetool.checkpoint.files import file_sha256, json_bytes
 from moetool.checkpoint.manifest import Manifest
-from moetool.checkpoint.reader import MANIFEST, WORK_DIRECTORIES
+from moetool.checkpoint.reader import COSTS, MANIFEST, WORK_DIRECTORIES
+from moetool.checkpoint.sealed import read_sealed
 from moetool.checkpoint.source import DOCUMENTS, DOWNLOADED
 
 # The hub writes them itself.
@@ -24,7 +25,8 @@ class FileCheck:
 
 
 def check_files(path: Path, manifest: Manifest, *, edited: bool = False, trusted: Collection[str] = ()) -> FileCheck:
-    """Compare all files with the digests that were noted when they were written, the manifest with its own.
+    """Compare all files with the digests that were noted when they were written, the manifest and the job's costs
+    with their own.
 
     Manifests of format 1 hold digests of the weight files only, and none of their own.
 
@@ -51,6 +53,8 @@ def check_files(path: Path, manifest: Manifest, *, edited: bool = False, trusted
                 found.notes.append(told)
             else:
                 found.problems.append(f"{told}; if it was edited: --edited-documents" if is_document else told)
+    if (path / COSTS).exists() and read_sealed(path / COSTS) is None:
+        found.problems.append(f"{COSTS} is not what was written (its own digest differs)")
     if manifest.format_version > 1 and (added := sorted(_present(path) - manifest.files.keys())):
         more = ", …" if len(added) > 5 else ""
         found.notes.append(f"added since it was written: {', '.join(added[:5])}{more}")
@@ -64,8 +68,8 @@ def _is_canonical(file: Path) -> bool:
 
 
 def _present(path: Path) -> set[str]:
-    """Names of all files of a checkpoint but its manifest."""
-    return {file.relative_to(path).as_posix() for file in files_of(path)} - {MANIFEST}
+    """Names of all files of a checkpoint but those that have digests of their own."""
+    return {file.relative_to(path).as_posix() for file in files_of(path)} - {MANIFEST, COSTS}
 
 
 def files_of(path: Path) -> list[Path]:

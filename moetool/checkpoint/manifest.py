@@ -88,7 +88,8 @@ class Manifest(BaseModel):
         statistics: what was measured on the calibration data.
         provenance: what the model was made of.
         layers: per layer, what was chosen and the errors that came of it.
-        files: SHA-256 of every file of the checkpoint but this one, in hexadecimal, by its path there.
+        files: SHA-256 of every file of the checkpoint but this one and the job's costs, in hexadecimal, by its path
+            there.
         lineage: how the source came about, its last step first, as far as moetool did it.
         run: hash of everything that decided the result, by which a finished run is known again.
         digest: SHA-256 of all the rest of this record; empty in one that is not written yet.

@@ -37,6 +37,7 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MANIFEST = "moetool.json"
+COSTS = "moetool/costs.json"
 CARD = "README.md"
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -193,9 +194,9 @@ class Checkpoint:
     def sidecars(self) -> list[Path]:
         """Every file that goes into an output byte for byte, sorted: tokenizer, templates, licence, and the like.
 
-        Left out are weights in any format with their indices, `config.json`, which gets patched, `moetool.json` and
-        the model card, which describe this checkpoint and no other, and the directories of tools (`.git`, `.cache`,
-        `.moetool`).
+        Left out are weights in any format with their indices, `config.json`, which gets patched, `moetool.json`, what
+        the job cost and the model card, which describe this checkpoint and no other, and the directories of tools
+        (`.git`, `.cache`, `.moetool`).
         """
         return sorted(_sidecars(self.path))
 
@@ -392,5 +393,7 @@ def _sidecars(root: Path) -> Iterator[Path]:
         top = Path(directory) == root
         for name in names:
             stem = name.removesuffix(".tmp").removesuffix(".index.json").lower()
-            if not stem.endswith(WEIGHTS) and not (top and name in (CONFIG, MANIFEST, CARD)):
-                yield Path(directory) / name
+            file = Path(directory) / name
+            is_own = file == root / COSTS or (top and name in (CONFIG, MANIFEST, CARD))
+            if not stem.endswith(WEIGHTS) and not is_own:
+                yield file

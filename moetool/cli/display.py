@@ -65,7 +65,7 @@ class Display:
         self._began = time.monotonic()
         if self._forecast is not None:
             self._forecast.start(phase, total)
-        if self._console.is_terminal:
+        if self._console.is_terminal and total:
             self._bar = Progress(
                 TextColumn("{task.description:>14}"),
                 BarColumn(),

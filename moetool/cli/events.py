@@ -1,4 +1,4 @@
-"""`--log-json`: what a job does, one JSON object a line (docs/jobs.md)."""
+"""`--log-json`: what a command does, one JSON object a line (docs/jobs.md)."""
 
 import json
 import os
@@ -10,9 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from moetool.errors import UsageError, explained
-from moetool.job.result import Json, Result
+from moetool.job.result import Json, Printed
 from moetool.version import __version__
 
+LOG_HELP = "Also append what happens to this file, one JSON object a line."
 EVENTS_VERSION = 1  # of the fields of events: one more when a field goes or changes its meaning
 
 
@@ -22,10 +23,11 @@ class EventLog:
     A log that can no longer be written to, on a full disk, is given up with one line on stderr: the job goes on.
     """
 
-    def __init__(self, file: Path, output: Path) -> None:
-        """Raises `UsageError` where nothing can be written, or inside the `output` of the job."""
-        if file.absolute().is_relative_to(output.absolute()):
-            raise UsageError(f"--log-json {file} lies inside {output}, which holds the result alone. Write beside it.")
+    def __init__(self, file: Path, *models: Path) -> None:
+        """Raises `UsageError` where nothing can be written, or inside one of the `models`, which may be the output."""
+        for model in models:
+            if file.absolute().is_relative_to(model.absolute()):
+                raise UsageError(f"--log-json {file} lies inside {model}, which holds a model alone. Write beside it.")
         try:
             self._descriptor: int | None = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             size = os.fstat(self._descriptor).st_size
@@ -47,17 +49,17 @@ class EventLog:
             print(f"--log-json ends here: {error.strerror or error}", file=sys.stderr)
 
 
-def started(events: EventLog, job: Mapping[str, Json], options: Mapping[str, Json], plan: Mapping[str, Json]) -> None:
+def started(events: EventLog, job: Mapping[str, Json], options: Mapping[str, Json], **more: Json) -> None:
     """Note what is about to be done."""
     versions: dict[str, Json] = {"events_version": EVENTS_VERSION, "moetool_version": __version__}
-    events.write("started", **versions, **job, pid=os.getpid(), options=options, plan=plan)
+    events.write("started", **versions, **job, pid=os.getpid(), options=options, **more)
 
 
 @contextmanager
-def logged(events: EventLog | None) -> Iterator[Callable[[Result], None]]:
+def logged(events: EventLog | None) -> Iterator[Callable[[Printed], None]]:
     """Note how a job ends: it is to call what it is given with its result; what it raises is noted and goes on."""
 
-    def ended(result: Result) -> None:
+    def ended(result: Printed) -> None:
         if events is not None:
             events.write("finished", exit_code=0, result=result.to_json())
 

@@ -80,6 +80,9 @@ def make_command(
     app.command(name=name, help=summary, epilog=example, cls=HintingCommand)(guarded(function))
     command = typer.main.get_command(app)
     assert isinstance(command, HintingCommand)
+    for parameter in command.params:
+        if parameter.param_type_name == "argument" and parameter.name:
+            parameter.metavar = parameter.name.upper()  # as docs and messages call it
     command.elsewhere = elsewhere or {}
     return command
 

@@ -20,7 +20,7 @@ class Pulse(Printed):
 
     Attributes:
         phase: at work.
-        done, total: units of the phase, those of earlier runs left out.
+        done, total: units of the phase, those of earlier runs left out; 0 where they are not counted.
         units_per_second: in this phase.
         memory_bytes, peak_memory_bytes: anonymous memory, now and the most that was seen of it once a second.
         seconds_left: of the whole job where that is known (`in_all`), else of the phase; `None` if neither is.
@@ -43,7 +43,8 @@ class Pulse(Printed):
         if self.seconds_left is not None:
             left = f", about {format_seconds(self.seconds_left)} left{' in all' if self.in_all else ''}"
         memory = f"memory {format_bytes(self.memory_bytes)}, at most {format_bytes(self.peak_memory_bytes)}"
-        return f"{self.phase}: {self.done} of {self.total}{pace}, {memory}{left}"
+        where = f"{self.done} of {self.total}{pace}, " if self.total else ""
+        return f"{self.phase}: {where}{memory}{left}"
 
 
 class Heartbeat:

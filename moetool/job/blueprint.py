@@ -12,6 +12,7 @@ from moetool.checkpoint.writer import TensorSpec, shard_nbytes
 from moetool.errors import InvalidInputError
 from moetool.format.families import is_opaque
 from moetool.runtime.building import empty_model, names_on_disk
+from moetool.runtime.loading import refuse_other_head
 
 
 def open_for_planning(source: str | Path) -> Checkpoint:
@@ -30,6 +31,7 @@ def check_against_config(checkpoint: Checkpoint) -> None:
     shapes = {_today(name): info.shape for name, info in checkpoint.tensors.items()}
     for name, info in promised.items():
         if name not in shapes:
+            refuse_other_head(checkpoint)
             raise InvalidInputError(f"{checkpoint.path} has no tensor {name}, which its config.json promises.")
         if (found := shapes[name]) != info.shape:
             raise InvalidInputError(

@@ -15,17 +15,18 @@ from moetool.checkpoint.source import local_path
 from moetool.errors import InvalidInputError, MoetoolError, UsageError, VerificationError
 from moetool.job.blueprint import open_for_planning
 from moetool.job.calibrated import calibration_windows
+from moetool.job.costs import Meter, write_costs
 from moetool.job.estimate import estimate
 from moetool.job.interrupt import listening
 from moetool.job.job import Job
-from moetool.job.memory import PeakMemory, anonymous_bytes
+from moetool.job.memory import anonymous_bytes
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import Plan, fingerprint
 from moetool.job.processes import is_first_process, processes
-from moetool.job.progress import Progress, Silent, Stopwatch
+from moetool.job.progress import Progress, Silent
 from moetool.job.ranks import JoinedRanks, Ranks
 from moetool.job.records import check_records
-from moetool.job.result import PhaseTime, Result, Sizes, Told
+from moetool.job.result import Result, Sizes, Told
 from moetool.job.stage import AnyStage
 from moetool.job.workspace import FollowingWorkspace, RankWorkspace, Workspace, check_finished, is_finished
 from moetool.runtime.memory import keep_few_programs, return_freed_memory
@@ -92,12 +93,13 @@ def _lead(
     measured: Path | None,
 ) -> Result:
     """What the first process does, or the only one, or each of those that a Trainer brings together."""
-    began, timed = time.monotonic(), Stopwatch(progress)
+    began = time.monotonic()
     opened = kind.source_type.of(Checkpoint.open(source))
     check_records(opened)
     stage = kind(opened, options)
     plan = stage.plan()
     directory = output_directory(output)
+    meter = Meter(progress, directory)
     recipe = stage.recipe()
     identity = fingerprint(kind.name, stage.sources(), recipe)
     _refuse_self(opened.checkpoint.path, directory, "the input")
@@ -115,30 +117,40 @@ def _lead(
         # No earlier result is thrown away for a text that cannot be used.
         calibration_windows(opened, stage.options)
     workspace = (
-        Workspace(directory, identity, resume=resume, overwrite=overwrite, progress=timed)
+        Workspace(directory, identity, resume=resume, overwrite=overwrite, progress=meter)
         if is_first_process()
         else FollowingWorkspace(directory)
     )
     try:
         ranks.broadcast(True)
-        with _storage_explained(directory, plan.disk_bytes), PeakMemory() as peak, listening() as interrupt:
-            job = Job(stage.source, workspace, options, recipe, timed, interrupt, ranks)
+        if is_first_process():
+            meter.keep(resumed=workspace.is_resumed)
+        with _storage_explained(directory, plan.disk_bytes), meter, listening() as interrupt:
+            job = Job(stage.source, workspace, options, recipe, meter, interrupt, ranks)
             if not isinstance(progress, Silent):
-                progress.expect(estimate(plan, options, directory).phases)
+                meter.expect(estimate(plan, options, directory).phases)
             if workspace.is_resumed:
                 progress.log(f"Going on with the run in {directory}.")
             elif measured is not None:
                 workspace.begin_with(measured)
             told = stage.run(job)
-            sizes = _verified(stage, directory) if is_first_process() else None
+            result = _result(kind, source, directory, began, told)
+            if is_first_process():
+                result = replace(result, sizes=_verified(stage, directory))
+                write_costs(directory, opened.checkpoint.path, meter, plan, result)
             workspace.close()
     except BaseException as error:
         ranks.fail(error)
         workspace.abandon()
         raise
-    phases = [PhaseTime(name, round(seconds, 2)) for name, seconds in timed.seconds.items()]
-    result = _result(kind, source, directory, began, told)
-    return replace(result, sizes=sizes, peak_memory_bytes=peak.bytes, phases=phases)
+    spent = meter.this_run
+    return replace(
+        result,
+        seconds=round(time.monotonic() - began, 2),
+        peak_memory_bytes=spent.peak_memory_bytes,
+        scratch_bytes=spent.scratch_bytes,
+        phases=spent.phases,
+    )
 
 
 def _verified(stage: AnyStage, directory: Path, *, edited: bool = False) -> Sizes | None:

@@ -24,13 +24,23 @@ class PeakMemory:
     """Samples memory for the time of a `with` block; `bytes` is the most that was seen."""
 
     def __init__(self, interval: float = 0.05) -> None:
-        self.bytes = anonymous_bytes()
+        self.bytes = self._lap = anonymous_bytes()
         self._interval, self._stop = interval, threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def _sample(self) -> None:
         while not self._stop.wait(self._interval):
-            self.bytes = max(self.bytes, anonymous_bytes())
+            self._look()
+
+    def _look(self) -> None:
+        now = anonymous_bytes()
+        self.bytes, self._lap = max(self.bytes, now), max(self._lap, now)
+
+    def lap(self) -> int:
+        """The most since the last call, or the beginning."""
+        self._look()
+        most, self._lap = self._lap, anonymous_bytes()
+        return most
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -41,4 +51,4 @@ class PeakMemory:
     ) -> None:
         self._stop.set()
         self._thread.join()
-        self.bytes = max(self.bytes, anonymous_bytes())
+        self._look()

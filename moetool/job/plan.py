@@ -89,7 +89,7 @@ class Plan:
         while not there.exists() and there != there.parent:
             there = there.parent
         free = shutil.disk_usage(there).free if disk is None else disk
-        written = _bytes_below(output)
+        written = bytes_below(output)  # by an earlier, interrupted run
         if self.disk_bytes - written > free:
             raise ResourceError(
                 f"This job needs {format_bytes(self.disk_bytes)} of disk in {there} ({format_bytes(self.output_bytes)} "
@@ -97,8 +97,8 @@ class Plan:
             )
 
 
-def _bytes_below(directory: Path) -> int:
-    """What an earlier, interrupted run has already written."""
+def bytes_below(directory: Path) -> int:
+    """Bytes of all files in a directory, some of which may go meanwhile."""
     total = 0
     for root, _, names in os.walk(directory):
         for name in names:

@@ -1,7 +1,6 @@
 """How a job tells where it is. The pipeline reports, the command line draws."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -15,7 +14,7 @@ class Progress(Protocol):
         """These phases will come, and take about so long."""
 
     def start(self, phase: str, total: int) -> None:
-        """A phase of `total` steps begins."""
+        """A phase of `total` steps begins; 0: nobody counts them."""
 
     def advance(self) -> None:
         """One step is done."""
@@ -44,40 +43,6 @@ class Silent:
     def finish(self) -> None: ...
 
     def log(self, message: str) -> None: ...
-
-
-class Stopwatch:
-    """Passes on what it receives, and times it.
-
-    Attributes:
-        seconds: of every phase by its name, in the order in which they began.
-    """
-
-    def __init__(self, progress: Progress, clock: Callable[[], float] = time.monotonic) -> None:
-        self._progress, self._clock = progress, clock
-        self._phase, self._began = "", 0.0
-        self.seconds: dict[str, float] = {}
-
-    def expect(self, phases: Sequence[PhaseTime]) -> None:
-        self._progress.expect(phases)
-
-    def start(self, phase: str, total: int) -> None:
-        self._phase, self._began = phase, self._clock()
-        self.seconds.setdefault(phase, 0.0)
-        self._progress.start(phase, total)
-
-    def advance(self) -> None:
-        self._progress.advance()
-
-    def skip(self, steps: int) -> None:
-        self._progress.skip(steps)
-
-    def finish(self) -> None:
-        self.seconds[self._phase] += self._clock() - self._began
-        self._progress.finish()
-
-    def log(self, message: str) -> None:
-        self._progress.log(message)
 
 
 @contextmanager

@@ -76,6 +76,21 @@ class PhaseTime(Printed):
 
 
 @dataclass(frozen=True)
+class PhaseCost(PhaseTime):
+    """What a phase took.
+
+    Attributes:
+        peak_memory_bytes: of anonymous memory.
+        scratch_bytes: the most that unfinished work took on the disk.
+        expected_seconds: as `--dry-run` tells, if it does.
+    """
+
+    peak_memory_bytes: int | None = None
+    scratch_bytes: int | None = None
+    expected_seconds: float | None = None
+
+
+@dataclass(frozen=True)
 class Sizes(Inlined):
     """Weight files in bytes.
 
@@ -114,6 +129,7 @@ class Result(Printed):
         sizes: of a stage that writes a model.
         seconds: of the whole run.
         peak_memory_bytes: of anonymous memory.
+        scratch_bytes: the most that unfinished work took on the disk.
         phases: of this run, in the order in which they began.
         told: what the stage itself says; of a run that had finished already, nothing.
     """
@@ -125,5 +141,6 @@ class Result(Printed):
     sizes: Sizes | None = None
     seconds: float
     peak_memory_bytes: int
-    phases: Sequence[PhaseTime] = ()
+    scratch_bytes: int | None = None
+    phases: Sequence[PhaseCost] = ()
     told: Told

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moetool.checkpoint.files import fast_digest, is_intact, place, storage_errors
+from moetool.checkpoint.files import TEMPORARY, fast_digest, is_intact, place, storage_errors
 from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import MANIFEST
 from moetool.errors import UsageError
@@ -24,8 +24,9 @@ WORK_DIRECTORY = ".moetool"
 FINISHED = "finished"  # the journal's last unit
 TRAINER = "trainer"  # checkpoints of a training, which have digests of their own
 TRIALS = "trials"  # outputs of other jobs, which have journals of their own
+SPENT = "costs.json"  # what runs have cost, which has a digest of its own
 _LOCK, _JOURNAL = "lock", "journal.jsonl"
-_UNJOURNALED = {_LOCK, _JOURNAL, TRAINER, TRIALS}
+_UNJOURNALED = {_LOCK, _JOURNAL, TRAINER, TRIALS, SPENT, SPENT + TEMPORARY}
 
 
 class Outcome(NamedTuple):

@@ -10,11 +10,10 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moetool.architectures.base import whole_number
 from moetool.architectures.dense import is_encoder
@@ -27,6 +26,7 @@ from moetool.job.progress import Progress, phase
 from moetool.measure.evaluated import Divergence
 from moetool.measure.loading import both_fit, computed_in, load_for
 from moetool.measure.options import LoadedOptions
+from moetool.measure.predictions import Predictions, prediction_losses
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,21 +37,6 @@ Batches: TypeAlias = Sequence[Tensor]
 # The number of a batch → the original's logits of it `[batch, positions, vocabulary]`.
 Reference: TypeAlias = Callable[[int], Tensor]
 Noted: TypeAlias = tuple[int, torch.Size, torch.dtype]  # where in the file logits begin, and what they are
-
-
-@torch.inference_mode()
-def next_logits(model: Any, windows: Tensor) -> Tensor:
-    """Logits after every token but the last of windows `[batch, length]`: `[batch, length − 1, vocabulary]`."""
-    logits: Tensor = model(input_ids=windows.to(model.device), use_cache=False).logits[:, :-1]
-    return logits
-
-
-@torch.inference_mode()
-def next_losses(logits: Tensor, windows: Tensor) -> Tensor:
-    """Mean next-token loss of each window, from the logits that `next_logits` gives: `[batch]` fp64."""
-    targets = windows[:, 1:].to(logits.device)
-    losses = [F.cross_entropy(row.float(), target) for row, target in zip(logits, targets, strict=True)]
-    return torch.stack(losses).double().cpu()
 
 
 @torch.inference_mode()
@@ -77,11 +62,12 @@ class AgainstOriginal:
 
     Args:
         model: the original, as it was given.
+        asked: what both are asked.
         reference: its logits of every batch.
     """
 
-    def __init__(self, model: str, reference: Reference) -> None:
-        self._model, self._reference = model, reference
+    def __init__(self, model: str, asked: Predictions, reference: Reference) -> None:
+        self._model, self._asked, self._reference = model, asked, reference
         self._losses: list[Tensor] = []
         self._others: list[Tensor] = []
         self._kl, self._same, self._predictions = 0.0, 0, 0
@@ -90,7 +76,7 @@ class AgainstOriginal:
         """Batch `number` of the text, the model's logits of it and its losses. Raises `VerificationError` where the
         original's are no numbers."""
         original = self._reference(number)
-        own = next_losses(original, windows)
+        own = prediction_losses(original, self._asked.targets(windows))
         if not own.isfinite().all():
             raise VerificationError(f"{self._model} gives a loss of {own.mean().item()}: its weights are damaged.")
         kl, same = compared(original, logits)
@@ -121,6 +107,7 @@ def original_beside(
     checkpoint: Checkpoint,
     tokenizer: "PreTrainedTokenizerBase",
     batches: Batches,
+    asked: Predictions,
     options: LoadedOptions,
     progress: Progress,
 ) -> Iterator[AgainstOriginal]:
@@ -131,11 +118,12 @@ def original_beside(
         checkpoint: of the model.
         tokenizer: the model's.
         batches: windows of tokens `[batch, length]`.
+        asked: what both are asked.
         options: how models are loaded.
         progress: told what is kept where.
 
     Raises:
-        UsageError: the models are encoders.
+        UsageError: one is an encoder, and the other is not.
         InvalidInputError: their vocabularies are not the same.
         ResourceError: the original does not fit in memory, or its logits not on the disk.
     """
@@ -143,19 +131,20 @@ def original_beside(
     check_comparable(original, checkpoint, tokenizer)
     if both_fit(original, checkpoint, options.device, options.compute_dtype):
         model = load_for(original, options.device, options.compute_dtype, progress)
-        yield AgainstOriginal(path, lambda number: next_logits(model, batches[number]))
+        yield AgainstOriginal(path, asked, lambda number: asked.logits(model, batches[number]))
         return
     place = Path(tempfile.gettempdir())
-    _check_room(original, batches, computed_in(original, options.device, options.compute_dtype), place, progress)
+    predictions = sum(asked.targets(rows).numel() for rows in batches)
+    _check_room(original, predictions, computed_in(original, options.device, options.compute_dtype), place, progress)
     with tempfile.TemporaryFile(dir=place) as file:
-        noted = _note_all(file, place, original, batches, options, progress)
-        yield AgainstOriginal(path, lambda number: _read(file, *noted[number]))
+        noted = _note_all(file, place, original, batches, asked, options, progress)
+        yield AgainstOriginal(path, asked, lambda number: _read(file, *noted[number]))
 
 
-def _check_room(original: Checkpoint, batches: Batches, dtype: torch.dtype, place: Path, progress: Progress) -> None:
+def _check_room(original: Checkpoint, predictions: int, dtype: torch.dtype, place: Path, progress: Progress) -> None:
     """Say what the original's logits take on the disk. Raises `ResourceError` if that is more than there is."""
     vocabulary = whole_number(original.config, "vocab_size") or 0
-    needed = sum(len(rows) * (rows.shape[1] - 1) for rows in batches) * vocabulary * dtype.itemsize
+    needed = predictions * vocabulary * dtype.itemsize
     size, free = format_bytes(needed), shutil.disk_usage(place).free
     progress.log(f"Both models do not fit in memory: the logits of {original.path} wait in {place}, {size}.")
     if needed > free:
@@ -166,19 +155,25 @@ def _check_room(original: Checkpoint, batches: Batches, dtype: torch.dtype, plac
 
 
 def _note_all(
-    file: BinaryIO, place: Path, original: Checkpoint, batches: Batches, options: LoadedOptions, progress: Progress
+    file: BinaryIO,
+    place: Path,
+    original: Checkpoint,
+    batches: Batches,
+    asked: Predictions,
+    options: LoadedOptions,
+    progress: Progress,
 ) -> list[Noted]:
     """Write the logits of every batch, and let go of the model."""
     model = load_for(original, options.device, options.compute_dtype, progress)
     with phase(progress, "Original", len(batches)):
-        return [_note(file, place, next_logits(model, rows), progress) for rows in batches]
+        return [_note(file, place, asked.logits(model, rows), progress) for rows in batches]
 
 
 def check_comparable(original: Checkpoint, model: Checkpoint, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raise unless both predict tokens of the same vocabulary, each after those before it."""
-    for one in (original, model):
-        if is_encoder(one.config):
-            raise UsageError(f"--against compares what comes next, and {one.path} is an encoder: leave it out.")
+    """Raise unless both predict tokens of the same vocabulary, from what is before them or from all others."""
+    if is_encoder(original.config) != is_encoder(model.config):
+        encoder = original if is_encoder(original.config) else model
+        raise UsageError(f"{encoder.path} is an encoder, and the other is not: they do not predict the same.")
     sizes = [whole_number(one.config, "vocab_size") for one in (original, model)]
     if None not in sizes and sizes[0] != sizes[1]:
         raise InvalidInputError(

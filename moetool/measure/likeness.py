@@ -22,6 +22,7 @@ from moetool.measure.divergence import Batches
 from moetool.measure.loading import computed_in
 from moetool.measure.options import LoadedOptions
 from moetool.measure.perplexity import EvaluationOptions, perplexity
+from moetool.measure.predictions import marks
 from moetool.measure.told import Likeness
 
 
@@ -57,7 +58,7 @@ def measure_likeness(made: str | Path, original: str | Path, options: LikenessOp
     """Run a checkpoint and its source on the text of `options`.
 
     Raises:
-        UsageError: the models are encoders, or a limit is asked for that cannot be measured.
+        UsageError: only one is an encoder, or a limit is asked for that cannot be measured.
         InvalidInputError: models or text cannot be used, or compared token by token.
         ResourceError: there is too little memory or disk.
         VerificationError: a limit is not kept, or the output of one of them is not a number.
@@ -65,9 +66,9 @@ def measure_likeness(made: str | Path, original: str | Path, options: LikenessOp
     text = options.text
     assert text is not None
     result, source = Checkpoint.open(made), Checkpoint.open(original)
-    if is_encoder(result.config):
-        raise UsageError("--text compares what comes next, and this is an encoder: leave it out.")
-    options = fit_context(options, result.config)
+    tokenizer = load_tokenizer(result.path)
+    encoder = is_encoder(result.config)
+    options = fit_context(options, result.config, sum(map(len, marks(tokenizer))) if encoder else 0)
     same = ("windows", "sequence_length", "bos", "device", "compute_dtype", "keep")
     shared = {name: getattr(options, name) for name in same}
     evaluated = perplexity(str(made), EvaluationOptions(data=text, against=str(original), **shared), progress)
@@ -75,9 +76,9 @@ def measure_likeness(made: str | Path, original: str | Path, options: LikenessOp
     assert found is not None
     errors = None
     if (unlike := _incomparable(result, source)) is None:
-        tokenizer = load_tokenizer(result.path)
+        bos: Bos = "never" if encoder else options.bos
         windows = evaluation_windows(
-            text, tokenizer, sequence_length=options.sequence_length, limit=options.windows, bos=options.bos
+            text, tokenizer, sequence_length=options.sequence_length, limit=options.windows, bos=bos
         )
         errors = layer_errors(result, source, windows.split(evaluated.batch_rows), options, progress)
     elif options.max_layer_error is not None:

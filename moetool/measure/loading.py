@@ -7,7 +7,7 @@ import torch
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
 from moetool.job.job import pick_compute_dtype, pick_device
-from moetool.job.progress import Progress
+from moetool.job.progress import Progress, Silent, phase
 from moetool.measure.options import EvaluatedOptions
 from moetool.runtime.building import check_sizes, described_in
 from moetool.runtime.loading import check_memory, load_model, loading_memory
@@ -54,7 +54,7 @@ def load_for(
         needed, free = format_bytes(memory.needed), format_bytes(memory.free)
         progress.log(f"Loading needs about {needed} of memory, {free} are free.")
     check_sizes(checkpoint)
-    with described_in(checkpoint.path):
+    with phase(progress or Silent(), "Load", 0), described_in(checkpoint.path):
         model = load_model(checkpoint, dtype, place)
         with torch.inference_mode():
             # A config can promise what its layers cannot compute, which none of them says before it runs.

@@ -4,16 +4,15 @@ Protocol: the text is tokenised as one stream without special tokens and cut int
 perplexity is exp of the mean next-token loss over the length − 1 predictions of every window. Where the tokenizer
 begins every text with a BOS token, so does every window: that token is one of its own, and the next is predicted from
 it, so that there are as many predictions (`--bos never` leaves it out, as most published numbers of Llama do). Of an
-encoder it is the pseudo-perplexity, for which every token of a window is hidden once.
+encoder it is the pseudo-perplexity, for which every token of a window is hidden once (Salazar et al., "Masked Language
+Model Scoring", arXiv:1910.14659).
 """
 
 import math
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from moetool.architectures.base import whole_number
 from moetool.architectures.dense import is_encoder
@@ -23,10 +22,10 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import VerificationError
 from moetool.job.options import fit_context
 from moetool.job.progress import Progress, Silent, phase
-from moetool.measure.divergence import next_logits, next_losses, original_beside
+from moetool.measure.divergence import original_beside
 from moetool.measure.evaluated import Evaluation
 from moetool.measure.options import EvaluatedOptions
-from moetool.measure.pseudo_perplexity import marks, pseudo_losses
+from moetool.measure.predictions import HiddenTokens, NextTokens, Predictions, marks, prediction_losses
 from moetool.measure.told import SynthesisTold
 from moetool.runtime.modules.batch_dependence import depends_on_batch
 
@@ -46,12 +45,6 @@ class EvaluationOptions(EvaluatedOptions):
         "and the delta of the losses with its standard error.",
     )
     batch_tokens: int = Field(2048, ge=1, description="Tokens per batch.")
-
-
-@torch.inference_mode()
-def window_loss(model: Any, windows: Tensor) -> Tensor:
-    """Mean next-token loss of each window `[batch, length]`: `[batch]` fp64."""
-    return next_losses(next_logits(model, windows), windows)
 
 
 def perplexity(path: str, options: EvaluationOptions, progress: Progress | None = None) -> Evaluation:
@@ -75,27 +68,24 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
     )
     check_vocabulary(windows, whole_number(checkpoint.config, "vocab_size"))
     batch = max(1, options.batch_tokens // options.sequence_length)
-    batches = windows.split(batch)
+    asked: Predictions = HiddenTokens(tokenizer, batch) if encoder else NextTokens()
+    batches = windows.split(1 if encoder else batch)
     beside = (
-        original_beside(options.against, checkpoint, tokenizer, batches, options, progress)
+        original_beside(options.against, checkpoint, tokenizer, batches, asked, options, progress)
         if options.against
         else nullcontext()
     )
     with beside as comparison:
         model, synthesis = load_to_evaluate(checkpoint, options, progress)
-        if encoder:
-            with phase(progress, "Evaluate", len(windows)):
-                nll = pseudo_losses(model, windows, tokenizer, batch, progress.advance).mean().item()
-        else:
-            losses = []
-            with phase(progress, "Evaluate", len(batches)):
-                for number, rows in enumerate(batches):
-                    logits = next_logits(model, rows)
-                    losses.append(next_losses(logits, rows))
-                    if comparison is not None:
-                        comparison.add(number, rows, logits, losses[-1])
-                    progress.advance()
-            nll = torch.cat(losses).mean().item()
+        losses = []
+        with phase(progress, "Evaluate", len(batches)):
+            for number, rows in enumerate(batches):
+                logits = asked.logits(model, rows)
+                losses.append(prediction_losses(logits, asked.targets(rows)))
+                if comparison is not None:
+                    comparison.add(number, rows, logits, losses[-1])
+                progress.advance()
+        nll = torch.cat(losses).mean().item()
     if not math.isfinite(nll):
         raise VerificationError(f"{path} gives a loss of {nll} on {options.data}: its weights are damaged.")
     return Evaluation(

@@ -27,7 +27,7 @@ from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.measure.routing import RoutingOptions, routing
 from moetool.measure.told import RoutingTold
 from moetool.report.options import ReportOptions
-from moetool.report.recorded import RecordedResults, read_recorded
+from moetool.report.recorded import RecordedResults, kept_runs, read_recorded
 from moetool.report.remaking import remaking
 from moetool.report.storing import stored_experts
 from moetool.report.told import HowMade, MadeStep, MergedExperts, RareExpert, Report, TextCoverage, WeightBytes
@@ -86,6 +86,7 @@ def gather(path: str, output: Path, options: ReportOptions, progress: Progress |
         routing=routed,
         evaluation=evaluation,
         activations=None if manifest is None else _activations(manifest),
+        jobs=kept_runs(checkpoint.path, manifest, recorded),
         recorded=recorded,
         notes=tuple(notes),
     )

@@ -3,7 +3,7 @@
 import io
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from moetool.report.charts import Bars, Chart, Heat, Lines, Values, elided
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.ticker import Formatter
 
 WIDTH = 5.0  # inches of 72 units: as wide as a phone, so that 11 units of text can be read there
 INK = "#010203"  # what is drawn in it takes the colour of the page's text
@@ -93,7 +94,7 @@ def _bars(axes: "Axes", chart: Bars) -> None:
         axes.set_yticks(ticks, shown)
         axes.invert_yaxis()
         axes.set_xlabel(chart.axis)
-        axes.xaxis.set_major_formatter(_tick)
+        axes.xaxis.set_major_formatter(_told_apart())
     else:
         axes.set_xticks(ticks, shown)
         axes.set(xlabel=chart.label_axis, ylabel=chart.axis)
@@ -117,6 +118,8 @@ def _lines(axes: "Axes", chart: Lines) -> None:
             color=color,
         )
     axes.set(xlabel=chart.at_axis, ylabel=chart.axis)
+    if all(float(at).is_integer() for at in chart.at):
+        axes.locator_params(axis="x", integer=True)
     _values(axes, chart)
     axes.grid(color=INK, alpha=0.15)
     _legend(axes, len(chart.series))
@@ -150,15 +153,36 @@ def _heat(axes: "Axes", chart: Heat) -> None:
 
 def _values(axes: "Axes", chart: Bars | Lines) -> None:
     """The axis of what stands upright."""
-    if chart.log:
+    if chart.log and _is_wide(chart.series):
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter("")
-    axes.yaxis.set_major_formatter(_tick)
+    axes.yaxis.set_major_formatter(_told_apart())
+
+
+def _is_wide(series: Mapping[str, Values]) -> bool:
+    """Whether numbers are of several powers of ten; of fewer a logarithmic axis has hardly a number to show."""
+    there = [value for values in series.values() for value in values if value]
+    return bool(there) and max(there) > 20 * min(there)
 
 
 def _tick(value: float, _: float) -> str:
     """Of an axis: the whole number, no power of ten apart from it."""
     return f"{value:.4g}"
+
+
+def _told_apart() -> "Formatter":
+    """Numbers of an axis as `_tick` writes them, with so many more digits that no two are the same."""
+    from matplotlib.ticker import FuncFormatter
+
+    class Digits(FuncFormatter):
+        def format_ticks(self, values: Iterable[float]) -> list[str]:
+            for digits in range(4, 12):
+                labels = [f"{value:.{digits}g}" for value in values]
+                if len(set(labels)) == len(labels):
+                    break
+            return labels
+
+    return Digits(_tick)
 
 
 def _short(value: float) -> str:

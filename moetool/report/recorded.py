@@ -1,4 +1,4 @@
-"""What other commands have printed with `--json`, read back for a report."""
+"""What jobs have left beside their results, and what commands have printed with `--json`, read back for a report."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,10 +7,12 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from moetool.checkpoint.reader import read_object
+from moetool.checkpoint.manifest import Manifest
+from moetool.checkpoint.reader import COSTS, read_object
 from moetool.checkpoint.source import local_path
 from moetool.errors import InvalidInputError
-from moetool.job.result import PhaseTime, Printed
+from moetool.job.costs import ExpectedCosts, read_costs
+from moetool.job.result import PhaseCost, Printed
 from moetool.measure.evaluated import Evaluation
 from moetool.measure.told import RoutingTold
 
@@ -31,6 +33,10 @@ class RecordedRun(Printed):
     """What a stage had told; `None` and empty where it does not say such a thing.
 
     Attributes:
+        input, output: as they were given.
+        runs: that the job took, where that was kept; the rest is of all of them.
+        scratch_bytes: the most that unfinished work took on the disk.
+        expected: what `--dry-run` tells of it.
         curve: of a training, numbers by what they are, `step` among them.
     """
 
@@ -39,9 +45,12 @@ class RecordedRun(Printed):
     output: str
     seconds: float
     peak_memory_bytes: int
+    runs: int = 1
+    scratch_bytes: int | None = None
+    expected: ExpectedCosts | None = None
     bytes_before: int | None = None
     bytes_after: int | None = None
-    phases: Sequence[PhaseTime] = ()
+    phases: Sequence[PhaseCost] = ()
     proof: RecordedProof | None = None
     eval_loss: float | None = None
     curve: Sequence[Mapping[str, float]] = ()
@@ -54,6 +63,24 @@ class RecordedResults(Printed):
     runs: Sequence[RecordedRun] = field(default_factory=list)
     evaluations: Sequence[Evaluation] = field(default_factory=list)
     routings: Sequence[RoutingTold] = field(default_factory=list)
+
+
+def kept_runs(path: Path, manifest: Manifest | None, results: RecordedResults | None) -> list[RecordedRun]:
+    """The jobs that made a checkpoint, the first above, as far as each kept what it cost beside its result; without
+    those that are among `results`.
+
+    Raises:
+        InvalidInputError: another version of moetool has kept something else.
+    """
+    origins = () if manifest is None else manifest.origins
+    told = {(run.stage, Path(run.output).resolve()) for run in (() if results is None else results.runs)}
+    found, output = list[RecordedRun](), str(path)
+    for job, origin in zip(reversed(read_costs(path)), origins, strict=False):
+        run = _as(RecordedRun, {**job, "input": origin.source, "output": output}, path / COSTS)
+        if (run.stage, Path(output).resolve()) not in told:
+            found.append(run)
+        output = origin.source
+    return found[::-1]
 
 
 def read_recorded(names: str) -> RecordedResults:
@@ -69,11 +96,11 @@ def read_recorded(names: str) -> RecordedResults:
         path = local_path(name)
         content = _read(path)
         if "stage" in content and "seconds" in content:
-            runs.append(_as(RecordedRun, content, path))
+            runs.append(_as(RecordedRun, content, path, "--results "))
         elif "perplexity" in content and "nll" in content:
-            evaluations.append(_as(Evaluation, content, path))
+            evaluations.append(_as(Evaluation, content, path, "--results "))
         elif "data" in content and "begin" in content:
-            routings.append(_as(RoutingTold, content, path))
+            routings.append(_as(RoutingTold, content, path, "--results "))
         else:
             raise InvalidInputError(
                 f"--results {path}: this is not what compress, upcycle, moefy, tune, export, eval or routing print "
@@ -86,11 +113,11 @@ def _read(path: Path) -> dict[str, object]:
     return read_object(path, lambda: f"--results: there is no file {path}.")[1]
 
 
-def _as(kind: type[ToldT], content: Mapping[str, object], path: Path) -> ToldT:
+def _as(kind: type[ToldT], content: Mapping[str, object], path: Path, option: str = "") -> ToldT:
     try:
         told: ToldT = TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise InvalidInputError(f"--results {path}: {place}: {first['msg']}.") from error
+        raise InvalidInputError(f"{option}{path}: {place}: {first['msg']}.") from error
     return told

@@ -6,9 +6,11 @@ from pathlib import Path
 
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.job.forecast import format_seconds
+from moetool.job.result import PhaseCost
 from moetool.measure.evaluated import Evaluation
-from moetool.report.charts import Bars, Chart, Lines
+from moetool.report.charts import LONGEST, Bars, Chart, Lines
 from moetool.report.parts import CodeBlock, PageTable, Section, count, number, plain
+from moetool.report.recorded import RecordedRun
 from moetool.report.told import HowMade, Report
 
 
@@ -161,38 +163,97 @@ def _evaluated(found: Evaluation) -> tuple[str, ...]:
 
 
 def _proofs(report: Report) -> Iterator[tuple[str, ...]]:
-    for run in () if report.recorded is None else report.recorded.runs:
+    for run in report.runs:
         if run.proof is not None and run.proof.loss_dense is not None:
             yield run.stage, *map(number, (run.proof.loss_dense, run.proof.loss_mixture, run.proof.loss_kept))
 
 
 def time_and_memory(report: Report) -> Section | None:
-    """What the jobs took that made it, as far as their results were kept."""
-    runs = () if report.recorded is None else report.recorded.runs
-    if not runs:
+    """What the jobs took that made it."""
+    if not (runs := report.runs):
         return None
-    rows = [(run.stage, run.output, format_seconds(run.seconds), format_bytes(run.peak_memory_bytes)) for run in runs]
-    phases = [(run.stage, each.name, f"{each.seconds:.1f}") for run in runs for each in run.phases]
-    tables = [PageTable(title="Jobs", headers=("stage", "output", "time", "peak memory"), rows=rows, words=2)]
+    tables = [PageTable(title="Jobs", headers=_JOBS, rows=[_job(run) for run in runs], words=2)]
+    phases = [(run, phase) for run in runs for phase in run.phases]
     charts = []
     if phases:
-        tables.append(PageTable(title="Phases", headers=("stage", "phase", "seconds"), rows=phases, words=2))
-        charts.append(
-            Bars(
-                title="Time by phase",
-                labels=[f"{stage}: {name}" if len(runs) > 1 else name for stage, name, _ in phases],
-                series={"seconds": [each.seconds for run in runs for each in run.phases]},
-                label_axis="phase",
-                axis="seconds",
-                lying=True,
-            )
-        )
-    return Section(name="jobs", title="Time and memory", charts=charts, tables=tables)
+        rows = [row for run in runs for row in _phases(run)]
+        tables.append(PageTable(title="Phases", headers=("stage", *_PHASES), rows=rows, words=2))
+        names = [_label(f"{run.stage}: {phase.name}" if len(runs) > 1 else phase.name) for run, phase in phases]
+        seconds: dict[str, Sequence[float | None]] = {"took": [phase.seconds for _, phase in phases]}
+        if any(phase.expected_seconds is not None for _, phase in phases):
+            seconds["expected"] = [phase.expected_seconds for _, phase in phases]
+        charts.append(_by_phase("Time by phase", names, seconds, "seconds"))
+        memory = [_megabytes(phase.peak_memory_bytes) for _, phase in phases]
+        scratch = [_megabytes(phase.scratch_bytes) for _, phase in phases]
+        if any(value is not None for value in memory):
+            charts.append(_by_phase("Peak memory by phase", names, {"peak memory": memory}, "MB"))
+        if any(value is not None and value > _NOTES for value in scratch):
+            charts.append(_by_phase("Scratch by phase", names, {"scratch": scratch}, "MB"))
+    notes = ["Expected: as --dry-run told. Scratch: unfinished work on the disk, gone at the end."]
+    if any(run.runs > 1 for run in runs):
+        notes.append("A job that was gone on with counts all its runs, what had to be done twice included.")
+    return Section(name="jobs", title="Time, memory and scratch", charts=charts, tables=tables, notes=notes)
+
+
+_NOTES = 0.1  # MB of scratch that a journal may take
+_JOBS = ("stage", "output", "runs", "time", "expected", "peak memory", "expected", "scratch", "expected")
+_PHASES = ("phase", "seconds", "expected", "peak memory", "scratch")
+
+
+def _job(run: RecordedRun) -> tuple[str, ...]:
+    told = run.expected
+    return (
+        run.stage,
+        run.output,
+        str(run.runs),
+        format_seconds(run.seconds),
+        "–" if told is None or told.seconds is None else format_seconds(told.seconds),
+        format_bytes(run.peak_memory_bytes),
+        _bytes(None if told is None else told.peak_memory_bytes),
+        _bytes(run.scratch_bytes),
+        _bytes(None if told is None else told.scratch_bytes),
+    )
+
+
+def _phases(run: RecordedRun) -> Iterator[tuple[str, ...]]:
+    """A row for each phase of a job, and one for what it did beside them: libraries, headers, checks."""
+    yield from ((run.stage, *_phase(phase)) for phase in run.phases)
+    if run.phases:
+        rest = run.seconds - sum(phase.seconds for phase in run.phases)
+        yield run.stage, "the rest", f"{max(rest, 0):.1f}", "–", "–", "–"
+
+
+def _phase(phase: PhaseCost) -> tuple[str, ...]:
+    expected = "–" if phase.expected_seconds is None else f"{phase.expected_seconds:.1f}"
+    return (
+        phase.name,
+        f"{phase.seconds:.1f}",
+        expected,
+        _bytes(phase.peak_memory_bytes),
+        _bytes(phase.scratch_bytes),
+    )
+
+
+def _label(phase: str) -> str:
+    """As long as it may stand beside a chart; not its end but its beginning tells it from others."""
+    return phase if len(phase) <= LONGEST else f"{phase[: LONGEST - 1]}…"
+
+
+def _by_phase(title: str, names: Sequence[str], series: Mapping[str, Sequence[float | None]], axis: str) -> Chart:
+    return Bars(title=title, labels=names, series=series, label_axis="phase", axis=axis, lying=True)
+
+
+def _megabytes(count: int | None) -> float | None:
+    return None if count is None else count / 1e6
+
+
+def _bytes(count: int | None) -> str:
+    return "–" if count is None else format_bytes(count)
 
 
 def training(report: Report) -> Section | None:
     """Curves of `tune`."""
-    runs = [run for run in (() if report.recorded is None else report.recorded.runs) if run.curve]
+    runs = [run for run in report.runs if run.curve]
     if not runs:
         return None
     charts, tables = [], []

@@ -9,7 +9,7 @@ from moetool.job.result import Json, Printed
 from moetool.measure.evaluated import Evaluation
 from moetool.measure.inspected import Inspection
 from moetool.measure.told import Matrix, RoutingTold
-from moetool.report.recorded import RecordedResults
+from moetool.report.recorded import RecordedResults, RecordedRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +140,7 @@ class Report(Printed):
         routing: which experts are chosen on texts.
         evaluation: how well it predicts a text.
         activations: of neurons as experts, by layer.
+        jobs: what those that made it have cost, as far as that was kept, the first above.
         recorded: what other commands had printed with `--json`.
         notes: what was left out, and why.
     """
@@ -160,5 +161,11 @@ class Report(Printed):
     routing: RoutingTold | None = None
     evaluation: Evaluation | None = None
     activations: Mapping[int, Activations] | None = None
+    jobs: Sequence[RecordedRun] = ()
     recorded: RecordedResults | None = None
     notes: Sequence[str] = ()
+
+    @property
+    def runs(self) -> Sequence[RecordedRun]:
+        """Those that were kept, and behind them those that were given."""
+        return [*self.jobs, *(() if self.recorded is None else self.recorded.runs)]

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from moetool.architectures import aliases
-from moetool.architectures.dense import dense_architectures, is_encoder
+from moetool.architectures.dense import dense_architectures, head_of_a_task, is_encoder
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
@@ -172,10 +172,20 @@ def _refuse_loaded(checkpoint: Checkpoint, told: Mapping[str, Any]) -> None:
         if names
     ]
     if problems:
+        refuse_other_head(checkpoint)
         _refuse_experts(checkpoint)
         raise InvalidInputError(
             f"{checkpoint.path} is not a whole {checkpoint.config.get('model_type')} model: {'; '.join(problems)}. "
             "Results would be wrong; refusing. Download it again, or give its tensors the names of its family."
+        )
+
+
+def refuse_other_head(checkpoint: Checkpoint) -> None:
+    """Raise `InvalidInputError` for an encoder whose files have the head of a task, not that of hidden words."""
+    if (head := head_of_a_task(checkpoint.config)) is not None:
+        raise InvalidInputError(
+            f"{checkpoint.path} is a {head}: it has the head of a task where one is needed that finds hidden words. "
+            "Give the masked language model that it was trained from; what moefy makes of that can be given any head."
         )
 
 

@@ -102,7 +102,8 @@ def train(
         job.interrupt.check()
         found = Training(steps=steps, training_seconds=round(time.monotonic() - began, 2))
         if held_out:
-            loss = trainer.evaluate()["eval_loss"]
+            with phase(job.progress, "Evaluate", 0):
+                loss = trainer.evaluate()["eval_loss"]
             perplexity = round(math.exp(min(loss, 700)), 4)
             found = replace(found, eval_loss=round(loss, 6), eval_perplexity=perplexity)
         if done < steps:

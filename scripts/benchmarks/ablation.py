@@ -23,7 +23,7 @@ from _common import Kept, excess, made_by
 from moetool.calibration.windows import evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.job.execute import run_stage
-from moetool.measure.perplexity import window_loss
+from moetool.measure.predictions import window_loss
 from moetool.runtime.loading import load_model
 from moetool.stages import stages
 

@@ -23,8 +23,7 @@ from moetool.calibration.windows import evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.told import ConversionTold
 from moetool.job.execute import run_stage
-from moetool.measure.perplexity import window_loss
-from moetool.measure.pseudo_perplexity import pseudo_losses
+from moetool.measure.predictions import HiddenTokens, window_loss
 from moetool.moefy.stage import MoefyOptions
 from moetool.runtime.loading import load_model
 from moetool.runtime.modules.moefied import set_keep
@@ -52,7 +51,7 @@ class Judge:
 
     def __call__(self, model: Any) -> float:
         if self.encodes:
-            losses = pseudo_losses(model, self.windows, self.tokenizer, 64, lambda: None)
+            losses = window_loss(model, self.windows, HiddenTokens(self.tokenizer, 64))
         else:
             losses = torch.cat([window_loss(model, rows) for rows in self.windows.split(4)])
         return math.exp(losses.mean().item())

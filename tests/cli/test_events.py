@@ -46,6 +46,40 @@ def test_a_job_from_its_beginning_to_its_end(tiny_mixtral: Path, run_cli: RunCli
     assert result.stderr.splitlines()[-1] == f"next: moetool svd-compress {out} OUT --ratio 0.5 --calibration TEXT"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("eval", "{model}", "--data", "{text}", "--windows", 2, "--sequence-length", 32, "--against", "{model}"),
+        ("routing", "{model}", "--data", "{text}", "--windows", 2, "--sequence-length", 32),
+        ("verify", "{model}", "--against", "{model}"),
+        ("inspect", "{model}", "--analysis", "--layers", 0),
+        ("bench", "{model}", "--lengths", 8, "--new-tokens", 1, "--rounds", 1),
+        ("report", "{model}", "{here}/report.html"),
+    ],
+)
+def test_what_takes_long_keeps_a_log(
+    tiny_mixtral: Path, tiny_text: Path, run_cli: RunCli, tmp_path: Path, command: tuple[object, ...]
+) -> None:
+    """From beginning to end, with the result that `--json` prints, which is alone on stdout; the last line says what is
+    next."""
+    log, places = tmp_path / "log.jsonl", {"model": tiny_mixtral, "text": tiny_text, "here": tmp_path}
+    words = [str(word).format(**places) for word in command]
+    result = run_cli(*words, "--json", "--log-json", log)
+    assert result.code == 0, result.stderr
+    found = read(log)
+    assert (found[0]["event"], found[0]["command"]) == ("started", words[0])
+    assert found[0]["input"][0] == str(tiny_mixtral)
+    assert "phase_ended" in {event["event"] for event in found}
+    assert found[-1]["event"] == "finished"
+    assert {"schema_version": 1, **found[-1]["result"]} == json.loads(result.stdout)
+    assert "next: " not in result.stderr
+    if words[0] != "bench":
+        assert run_cli(*words).stderr.splitlines()[-1].startswith("next: ")
+    inside = run_cli(*words, "--log-json", tiny_mixtral / "log.jsonl")
+    assert inside.code == 2
+    assert "which holds a model alone" in inside.stderr
+
+
 def test_a_job_that_fails_says_with_what(tiny_mixtral: Path, run_cli: RunCli, tmp_path: Path) -> None:
     """In the same file, behind what was there, though another program left half a line."""
     log = tmp_path / "log.jsonl"

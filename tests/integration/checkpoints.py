@@ -20,15 +20,17 @@ from moetool.runtime.quiet import quiet
 
 WEIGHTS = "model.safetensors"
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+COSTS = {("moetool", "costs.json"), (".moetool", "costs.json")}
 COMMAND_LINE = "from moetool.cli import main; main()"
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    """Every file below a directory, by relative path, but the note of who has written there last."""
+def contents(directory: Path, *, costs: bool = False) -> dict[str, bytes]:
+    """Every file below a directory, by relative path, but the note of who has written there last, and what it cost."""
+    left_out = {(".moetool", "lock"), *(() if costs else COSTS)}
     return {
         path.relative_to(directory).as_posix(): path.read_bytes()
         for path in sorted(directory.rglob("*"))
-        if path.is_file() and path.parts[-2:] != (".moetool", "lock")
+        if path.is_file() and path.parts[-2:] not in left_out
     }
 
 

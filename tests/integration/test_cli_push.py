@@ -27,7 +27,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 def test_a_checkpoint_arrives_whole_and_nothing_else(run_cli: Any, small: Path, tmp_path: Path, hub: FakeHub) -> None:
     output = copy_of(small, tmp_path / "out")
     (output / "README.md").write_text("---\nlicense: apache-2.0\n---\nA model.")
-    expected = contents(output)
+    expected = contents(output, costs=True)
     for left_out in (".cache/huggingface/state", ".git/HEAD", "model.safetensors.tmp"):
         (output / left_out).parent.mkdir(parents=True, exist_ok=True)
         (output / left_out).write_text("x")

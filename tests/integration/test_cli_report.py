@@ -10,7 +10,7 @@ from checkpoints import copy_of
 from html_pages import Page, check_page
 
 MADE = ["How it was made", "Size"]
-OPTIONS = "Options and versions"
+LAST = ("Time, memory and scratch", "Options and versions")
 SIMOE = ("--method", "simoe", "--experts", 4, "--router-width", 8, "--sparsity", 0.5)
 WINDOWS = ("--sequence-length", 32, "--windows", 4)
 
@@ -41,11 +41,11 @@ def reported(run_cli: Any, model: Path, output: Path, *options: object) -> tuple
     [
         ("dense", ["Size"]),
         ("moe", ["Size"]),
-        ("d2moe", [*MADE, "Experts as stored", "Routing and coverage", OPTIONS]),
-        ("hybrid", [*MADE, "Experts as stored", "Routing and coverage", OPTIONS]),
-        ("reap", [*MADE, "Experts left", OPTIONS]),
-        ("simoe", [*MADE, "Where experts landed", OPTIONS]),
-        ("moefied", [*MADE, "Neurons as experts", OPTIONS]),
+        ("d2moe", [*MADE, "Experts as stored", "Routing and coverage", *LAST]),
+        ("hybrid", [*MADE, "Experts as stored", "Routing and coverage", *LAST]),
+        ("reap", [*MADE, "Experts left", *LAST]),
+        ("simoe", [*MADE, "Quality", "Where experts landed", *LAST]),
+        ("moefied", [*MADE, "Quality", "Neurons as experts", *LAST]),
     ],
 )
 def test_sections_are_those_that_apply(run_cli, models, tmp_path, kind, headings):
@@ -108,7 +108,7 @@ def test_measured_numbers_are_those_of_other_commands(run_cli, models, tiny_mixt
 
 def test_what_simoe_and_neurons_say(run_cli, models, tmp_path):
     page, told = reported(run_cli, models["simoe"], tmp_path / "a.html")
-    assert page.drawn == 3
+    assert page.drawn == 5  # two of them of time and memory
     assert len(page.rows("Open channels")) == 3 + 7  # layers, and kinds of linear layers
     masks = next(each["bytes"] for each in told["weights"] if each["kind"] == "masks")
     assert masks == 4 * 4 * sum(site["channels"] for site in told["inspection"]["moe"])
@@ -143,7 +143,7 @@ def test_results_of_other_commands(run_cli, compress, tiny_mixtral, tiny_text, t
     (tmp_path / "tune.json").write_text(tuned.stdout)
     results = f"{tmp_path}/run.json,{tmp_path}/tune.json"
     page, told = reported(run_cli, made.path, tmp_path / "a.html", "--results", results)
-    assert page.headings[-3:] == ["Training", "Time and memory", OPTIONS]
+    assert page.headings[-3:] == ["Training", *LAST]
     curve = tuned.json["curve"]
     assert [point["step"] for point in curve if "loss" in point] == [2, 4]
     assert curve[-1]["eval_loss"] == pytest.approx(tuned.json["eval_loss"], abs=1e-5)
@@ -151,7 +151,39 @@ def test_results_of_other_commands(run_cli, compress, tiny_mixtral, tiny_text, t
     phases = made.told["phases"]
     assert {"Forward", "Backward"} <= {phase["name"] for phase in phases}
     assert 0 < sum(phase["seconds"] for phase in phases) <= made.told["seconds"] + 0.1
-    assert len(page.rows("Phases")) == len(phases) + len(tuned.json["phases"])
+    rows = [row for row in page.rows("Phases") if row[1] != "the rest"]
+    assert len(rows) == len(phases) + len(tuned.json["phases"])
+
+
+def test_every_job_on_the_way_has_kept_what_it_cost(run_cli, compress, tiny_mixtral, tiny_text, tmp_path):
+    """Without what the commands printed: the curve of a training, and phases of that and of what came after."""
+    tuned, made = tmp_path / "tuned", tmp_path / "made"
+    steps = ("--data", tiny_text, "--steps", 4, "--log-every", 2, "--sequence-length", 32)
+    assert run_cli("tune", tiny_mixtral, tuned, *steps).code == 0
+    text = ("--calibration", tiny_text, "--samples", 2, "--sequence-length", 32)
+    compressed = run_cli("compress", tuned, made, "--ratio", 0.35, *text, "--json")
+    assert compressed.code == 0, compressed.stderr
+    page, told = reported(run_cli, made, tmp_path / "a.html")
+    first, last = told["jobs"]
+    assert [(each["stage"], each["input"], each["output"]) for each in (first, last)] == [
+        ("tune", str(tiny_mixtral), str(tuned)),
+        ("d2moe", str(tuned), str(made)),
+    ]
+    assert [point["step"] for point in first["curve"] if "loss" in point] == [2, 4]
+    assert page.headings[-3:] == ["Training", *LAST]
+    printed = compressed.json["phases"]
+    assert [each["name"] for each in last["phases"]] == [each["name"] for each in printed]
+    assert [each["seconds"] for each in last["phases"]] == [each["seconds"] for each in printed]
+    assert max(each["scratch_bytes"] for each in last["phases"]) == last["scratch_bytes"] > 0
+    assert max(each["peak_memory_bytes"] for each in last["phases"]) <= last["peak_memory_bytes"]
+    plan = run_cli("compress", tuned, tmp_path / "x", "--ratio", 0.35, *text, "--dry-run", "--json").json
+    assert last["expected"] == {
+        name: plan[name] for name in ("seconds", "peak_memory_bytes", "scratch_bytes") if name in last["expected"]
+    }
+    assert len(page.rows("Phases")) == len(first["phases"]) + len(last["phases"]) + 2
+    assert sum(float(row[2]) for row in page.rows("Phases") if row[0] == "d2moe") == pytest.approx(
+        last["seconds"], abs=0.5
+    )
 
 
 def test_a_hostile_name_is_text(run_cli, models, tmp_path):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from checkpoints import COMMAND_LINE, ONE_THREAD, contents, copy_of
 
+from moetool.job.costs import read_costs
 from moetool.job.journal import Journal
 
 SHARDS = ("--shard-size", "40kB")
@@ -131,6 +132,10 @@ def test_continues_where_it_was(run_cli, stopped, arguments, undisturbed, tmp_pa
     assert f"Going on with the run in {output}" in result.stderr
     assert result.json["achieved_ratio"] > 0.35
     assert contents(output) == undisturbed
+    (job,) = read_costs(output)
+    assert job["runs"] == 2
+    assert job["seconds"] >= sum(phase["seconds"] for phase in result.json["phases"])
+    assert {phase["name"] for phase in job["phases"]} >= {phase["name"] for phase in result.json["phases"]}
 
 
 @pytest.mark.parametrize("torn", ['{"un', '{"unit": "reverse/0"', "\x00" * 7], ids=["begun", "almost", "zeros"])

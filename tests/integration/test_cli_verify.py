@@ -20,8 +20,8 @@ def flipped(data: bytes, place: int) -> bytes:
 
 def test_one_flipped_bit_in_any_file(run_cli: Any, small: Path, tmp_path: Path) -> None:
     """At the beginning, in the middle and at the end of each: 5, or 3 where the file cannot be read any more."""
-    output, files = copy_of(small, tmp_path / "out"), contents(small)
-    assert {"tokenizer.json", "tokenizer_config.json", "moetool/statistics.safetensors", "config.json"} <= set(files)
+    output, files = copy_of(small, tmp_path / "out"), contents(small, costs=True)
+    assert {"tokenizer.json", "moetool/costs.json", "moetool/statistics.safetensors", "config.json"} <= set(files)
     for name, data in files.items():
         for place in (1, len(data) // 2, len(data) - 3):
             (output / name).write_bytes(flipped(data, place))
@@ -38,8 +38,14 @@ def test_two_hundred_random_flips(run_cli: Any, tiny_mixtral: Path, calibration:
     output, draw = tmp_path / "out", random.Random(0)
     made = run_cli("compress", tiny_mixtral, output, "--ratio", 0.35, *calibration, "--shard-size", 40_000)
     assert made.code == 0, made.stderr
-    files = contents(output)
-    assert {"README.md", "generation_config.json", "model.safetensors.index.json", MANIFEST} <= set(files)
+    files = contents(output, costs=True)
+    assert {
+        "README.md",
+        "moetool/costs.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+        MANIFEST,
+    } <= set(files)
     names = sorted(files)
     for number in range(200):
         name = names[number % len(names)]

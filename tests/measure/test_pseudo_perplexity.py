@@ -9,10 +9,10 @@ import pytest
 import torch
 from dense_families import build_dense
 from torch import Tensor
+from transformers import BertForSequenceClassification
 
 from moetool.errors import InvalidInputError
-from moetool.measure.perplexity import window_loss
-from moetool.measure.pseudo_perplexity import pseudo_losses
+from moetool.measure.predictions import HiddenTokens, window_loss
 
 
 @pytest.fixture(scope="module")
@@ -39,25 +39,23 @@ def naive(model: Any, window: Tensor, mask: int, before: list[int], after: list[
 
 @pytest.mark.parametrize("rows", [1, 4, 11, 64])
 def test_every_token_is_hidden_once(bert: Any, windows: Tensor, masking_tokenizer: Any, rows: int) -> None:
-    ticks: list[int] = []
-    found = pseudo_losses(bert, windows, masking_tokenizer, rows, lambda: ticks.append(1))
+    found = window_loss(bert, windows, HiddenTokens(masking_tokenizer, rows))
     mask, end = masking_tokenizer.mask_token_id, masking_tokenizer.cls_token_id
     expected = [naive(bert, window, mask, [end], [end]) for window in windows]
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=0)
-    assert len(ticks) == len(windows)
 
 
 def test_without_marks_there_are_none(bert: Any, windows: Tensor, tiny_tokenizer: Any, masking_tokenizer: Any) -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.mask_token = masking_tokenizer.mask_token
-    found = pseudo_losses(bert, windows[:1], tokenizer, 4, lambda: None)
+    found = window_loss(bert, windows[:1], HiddenTokens(tokenizer, 4))
     expected = naive(bert, windows[0], tokenizer.mask_token_id, [], [])
     assert found.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_without_a_mask_token_it_cannot_be_told(bert: Any, windows: Tensor, tiny_tokenizer: Any) -> None:
     with pytest.raises(InvalidInputError, match="no mask token"):
-        pseudo_losses(bert, windows, tiny_tokenizer, 4, lambda: None)
+        window_loss(bert, windows, HiddenTokens(tiny_tokenizer, 4))
 
 
 def test_causal_losses_are_those_of_transformers(windows: Tensor) -> None:
@@ -108,3 +106,49 @@ def test_eval_of_a_causal_model_fills_its_context(
     refused = run_cli("eval", path, "--data", tiny_text, "--sequence-length", 129)
     assert refused.code == 2
     assert "context of 128 tokens" in refused.stderr
+
+
+def test_an_encoder_beside_another(
+    run_cli: Any,
+    bert: Any,
+    save_model: Any,
+    tiny_text: Path,
+    tiny_tokens: Tensor,
+    masking_tokenizer: Any,
+    tmp_path: Path,
+) -> None:
+    """`eval --against` and `verify --text`: of what both find in the place of every token, given all others."""
+    models, paths = [bert, build_dense("bert", seed=1)], [tmp_path / "one", tmp_path / "other"]
+    for model, path in zip(models, paths, strict=True):
+        save_model(model, path)
+        masking_tokenizer.save_pretrained(path)
+    windows, end = tiny_tokens[:22].view(2, 11), masking_tokenizer.cls_token_id
+    logs = []
+    for model in models:
+        rows = []
+        for window in windows.tolist():
+            for place in range(len(window)):
+                ids = [end, *window, end]
+                ids[place + 1] = masking_tokenizer.mask_token_id
+                with torch.no_grad():
+                    rows.append(model(torch.tensor([ids])).logits[0, place + 1])
+        logs.append(torch.stack(rows).double().log_softmax(-1))
+    kl = (logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean().item()
+    same = (logs[0].argmax(-1) == logs[1].argmax(-1)).double().mean().item()
+    few = ("--sequence-length", 11, "--windows", 2, "--json")
+    found = run_cli("eval", paths[1], "--data", tiny_text, "--against", paths[0], *few).json["against"]
+    assert (found["kl"], found["agreement"]) == (pytest.approx(kl, rel=1e-4), same)
+    told = run_cli("verify", paths[0], "--against", paths[0], "--text", tiny_text, "--max-kl", 0, *few).json["likeness"]
+    assert (told["kl"], told["agreement"], told["layer_error"]) == (0, 1, {"0": 0, "1": 0, "2": 0})
+
+
+def test_the_head_of_a_task_is_told(run_cli: Any, save_model: Any, bert: Any, tiny_text: Path, masking_tokenizer: Any,
+                                    tmp_path: Path) -> None:  # fmt: skip
+    torch.manual_seed(0)
+    save_model(BertForSequenceClassification(bert.config), tmp_path / "head")
+    masking_tokenizer.save_pretrained(tmp_path / "head")
+    moefy = ("moefy", tmp_path / "head", tmp_path / "out", "--calibration", tiny_text, "--dry-run")
+    for words in (("eval", tmp_path / "head", "--data", tiny_text), moefy):
+        refused = run_cli(*words)
+        assert refused.code == 3
+        assert "is a BertForSequenceClassification: it has the head of a task" in refused.stderr

@@ -47,7 +47,14 @@ def test_everything_is_escaped() -> None:
     found = check_page(content)
     assert "<script" not in content
     assert found.headings == [
-        *("How it was made", "Size", "Routing and coverage", "Training", "Time and memory", "Options and versions"),
+        *(
+            "How it was made",
+            "Size",
+            "Routing and coverage",
+            "Training",
+            "Time, memory and scratch",
+            "Options and versions",
+        ),
     ]
 
 
@@ -56,7 +63,7 @@ def test_curves_are_those_that_were_logged() -> None:
     run = RecordedRun(stage="tune", input="a", output="b", seconds=61, peak_memory_bytes=10**9, curve=curve)
     found = check_page(page(report(recorded=RecordedResults(runs=[run]))))
     assert found.rows("Training: b") == [["10", "2.5", "–"], ["20", "2.25", "–"], ["20", "–", "2.4"]]
-    assert found.rows("Jobs") == [["tune", "b", "61 s", "1.0 GB"]]
+    assert found.rows("Jobs") == [["tune", "b", "1", "61 s", "–", "1.0 GB", "–", "–", "–"]]
 
 
 def test_without_matplotlib_there_are_no_charts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Charts: the same bytes for the same numbers, safe to stand in a page, readable without being seen."""
 
+import re
 import xml.etree.ElementTree as xml
 
 import pytest
@@ -54,3 +55,14 @@ def test_what_a_user_has_set_of_matplotlib_changes_nothing() -> None:
     with mpl.rc_context({"font.size": 30, "svg.fonttype": "path", "axes.facecolor": "red"}):
         assert draw(CHARTS[0], "one") == before
         assert mpl.rcParams["font.size"] == 30
+
+
+def test_no_two_numbers_of_an_axis_are_the_same() -> None:
+    """However little values vary; steps are whole numbers."""
+    lines = Lines(
+        title="t", at=[5, 10, 15, 20], series={"a": [1.0189, 1.0202, 1.0173, 1.0196]}, at_axis="step", axis="l"
+    )
+    words = re.findall(r"<text[^>]*>([^<]*)</text>", draw(lines, "one"))
+    numbers = [word for word in words if re.fullmatch(r"[\d.]+", word)]
+    assert len(set(numbers)) == len(numbers) > 6
+    assert all("." not in number for number in numbers if float(number) > 2)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from moetool.architectures import ROLES
 from moetool.convert.told import Activations
-from moetool.job.result import Keyed, PhaseTime
+from moetool.job.costs import ExpectedCosts
+from moetool.job.result import Keyed, PhaseCost
 from moetool.measure.evaluated import Divergence, Evaluation
 from moetool.measure.inspected import (
     Analysis,
@@ -64,8 +65,9 @@ def whole_report() -> Report:
     shares = [[(expert + 1) / 36 for expert in range(EXPERTS)] for _ in range(LAYERS)]
     rare = [RareExpert(layer=layer, expert=0, share=0.001) for layer in range(LAYERS)]
     run = RecordedRun(
-        stage="tune", input=LONG, output=LONG, seconds=1234.5, peak_memory_bytes=10**10,
-        phases=[PhaseTime("Compare with the dense model", 3.5), PhaseTime("Write", 800.0)],
+        stage="tune", input=LONG, output=LONG, seconds=1234.5, peak_memory_bytes=10**10, scratch_bytes=10**8,
+        runs=3, expected=ExpectedCosts(seconds=900.0, peak_memory_bytes=10**10, scratch_bytes=10**9),
+        phases=[PhaseCost("Compare with the dense model", 3.5), PhaseCost("Write", 800.0, 10**9, 10**8, 700.0)],
         curve=[{"step": float(step), "loss": 5 / step, "learning_rate": step / 1e6} for step in range(10, 600, 10)],
     )  # fmt: skip
     return Report(

@@ -10,9 +10,17 @@ from moetool.architectures.base import EXPERT_KEYS, whole_number
 from moetool.architectures.dense.base import FEATURES, DenseArchitecture
 from moetool.errors import InvalidInputError
 
-__all__ = ["FEATURES", "DenseArchitecture", "dense_architectures", "find_dense_architecture", "is_encoder"]
+__all__ = [
+    "FEATURES",
+    "DenseArchitecture",
+    "dense_architectures",
+    "find_dense_architecture",
+    "head_of_a_task",
+    "is_encoder",
+]
 
 _ENCODERS = ("MaskedLM", "Encoder", "SequenceClassification", "TokenClassification")
+_MASKED = ("MaskedLM", "PreTraining")
 _ENCODER_TYPES = ("bert", "roberta", "xlm-roberta", "deberta", "deberta-v2", "electra", "distilbert", "modernbert")
 
 
@@ -27,6 +35,14 @@ def dense_architectures() -> tuple[DenseArchitecture, ...]:
 def is_encoder(config: Mapping[str, object]) -> bool:
     """Whether a `config.json` is that of a known family of encoders."""
     return any(family.is_encoder and config.get("model_type") in family.model_types for family in dense_architectures())
+
+
+def head_of_a_task(config: Mapping[str, object]) -> str | None:
+    """As what an encoder of a known family was saved, by its `config.json`, if that does not find hidden words."""
+    listed = config.get("architectures")
+    if not is_encoder(config) or not isinstance(listed, list | tuple) or not listed:
+        return None
+    return None if any(str(name).endswith(_MASKED) for name in listed) else str(listed[0])
 
 
 def find_dense_architecture(config: Mapping[str, object]) -> DenseArchitecture:

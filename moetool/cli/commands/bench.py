@@ -9,8 +9,9 @@ import typer
 from moetool.checkpoint.sizes import format_bytes
 from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
-from moetool.cli.display import Display, print_fields, print_json, print_table
+from moetool.cli.display import print_fields, print_json, print_table
 from moetool.cli.generate import build_options, make_command, with_options
+from moetool.cli.watched import LogJson, watched
 from moetool.measure.bench.benchmark import bench
 from moetool.measure.bench.options import BenchOptions
 from moetool.measure.bench.picture import plot_bench
@@ -66,10 +67,14 @@ def build(name: str, arguments: list[str]) -> Any:
         model: Annotated[str, typer.Argument(help="A checkpoint, compressed or not.", show_default=False)],
         plot: Annotated[Path | None, typer.Option(help="Draw it too: FILE.png, .svg or .pdf.")] = None,
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+        log_json: LogJson = None,
         **typed: Any,
     ) -> None:
         options = build_options(BenchOptions, typed)
-        result = pictured(plot, lambda: bench(model, options, Display()), plot_bench)
+        models = [model, *([] if options.against is None else [options.against])]
+        with watched(log_json, name, models, options.model_dump(mode="json")) as (display, ended):
+            result = pictured(plot, lambda: bench(model, options, display), plot_bench)
+            ended(result)
         if json:
             print_json(result.to_json())
             return

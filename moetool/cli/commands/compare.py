@@ -9,8 +9,9 @@ import typer
 from moetool.checkpoint.sizes import format_bytes
 from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
-from moetool.cli.display import Display, print_json, print_table
+from moetool.cli.display import print_json, print_table
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
+from moetool.cli.watched import LogJson, watched
 from moetool.compare.candidates import candidates
 from moetool.compare.options import CompareOptions
 from moetool.compare.picture import plot_compared
@@ -33,20 +34,22 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         output: Annotated[Path | None, typer.Option(help="Write the table to FILE.md, too.")] = None,
         plot: Annotated[Path | None, typer.Option(help="Draw it: FILE.svg, .png or .pdf.")] = None,
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+        log_json: LogJson = None,
         **typed: object,
     ) -> None:
         options = build_options(CompareOptions, typed)
         wanted = candidates(options, build_options)
         table = None if output is None else output_file(output)
-        display = Display()
+        with watched(log_json, name, [model, *options.models], options.model_dump(mode="json")) as (display, ended):
 
-        def run() -> Compared:
-            display.log("  ".join(HEADERS))
-            return compare(
-                model, options, wanted, work, keep=keep, progress=display, seen=lambda row: display.log(line(row))
-            )
+            def run() -> Compared:
+                display.log("  ".join(HEADERS))
+                return compare(
+                    model, options, wanted, work, keep=keep, progress=display, seen=lambda row: display.log(line(row))
+                )
 
-        result = pictured(plot, run, plot_compared)
+            result = pictured(plot, run, plot_compared)
+            ended(result)
         if table is not None:
             table.write_text(markdown(result), encoding="utf-8")
         if json:

@@ -10,12 +10,13 @@ import typer
 from moetool.checkpoint.files import write_json
 from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
-from moetool.cli.display import SCHEMA_VERSION, Display, print_json
+from moetool.cli.display import SCHEMA_VERSION, print_json
 from moetool.cli.evaluations import print_evaluation, print_evaluations
 from moetool.cli.generate import HintingCommand, build_options, make_command, parameters_of, with_options
+from moetool.cli.watched import LogJson, watched
 from moetool.errors import UsageError
 from moetool.job.execute import output_directory
-from moetool.job.result import Printed
+from moetool.job.result import Json, Printed
 from moetool.measure.evaluated import Evaluation
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.measure.tasks.evaluating import evaluate
@@ -36,28 +37,33 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             typer.Option(help="Write the results to FILE.json; those of tasks go beside the checkpoint without it."),
         ] = None,
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+        log_json: LogJson = None,
         **typed: object,
     ) -> None:
         text, tasks = asked_for(typed)
         file = None if output is None else new_file(output)
-        display = Display()
+        options: dict[str, Json] = {}
+        for asked in (text, tasks):
+            options |= {} if asked is None else asked.model_dump(mode="json")
+        with watched(log_json, name, model, options) as (display, ended):
 
-        def seen(found: Evaluated) -> Evaluated:
-            """Hours of tasks are on the disk before the next model begins."""
-            if file is not None or found.tasks is None:
-                return found
-            place = place_beside(found.model)
-            _write(place, Evaluations(models=[found]))
-            display.log(f"Saved to {place}.")
-            return replace(found, saved=str(place))
+            def seen(found: Evaluated) -> Evaluated:
+                """Hours of tasks are on the disk before the next model begins."""
+                if file is not None or found.tasks is None:
+                    return found
+                place = place_beside(found.model)
+                _write(place, Evaluations(models=[found]))
+                display.log(f"Saved to {place}.")
+                return replace(found, saved=str(place))
 
-        result: Printed
-        if text is not None and tasks is None and len(model) == 1:
-            result = perplexity(model[0], text, display)
-        else:
-            result = evaluate(model, text, tasks, display, seen)
-        if file is not None:
-            _write(file, result)
+            result: Printed
+            if text is not None and tasks is None and len(model) == 1:
+                result = perplexity(model[0], text, display)
+            else:
+                result = evaluate(model, text, tasks, display, seen)
+            if file is not None:
+                _write(file, result)
+            ended(result)
         if json:
             print_json(result.to_json())
             return

@@ -11,8 +11,9 @@ from moetool.architectures import ROLES, Role
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
-from moetool.cli.display import Display, print_fields, print_json, print_table
+from moetool.cli.display import print_fields, print_json, print_table
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
+from moetool.cli.watched import LogJson, watched
 from moetool.errors import UsageError
 from moetool.measure.analysis import AnalysisOptions, analyse
 from moetool.measure.inspected import Analysis, Inspection, MaskedLayer, Masks, SharedBase, Similarity, StoredLayers
@@ -32,6 +33,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         ] = False,
         plot: Annotated[Path | None, typer.Option(help="Draw the analysis, too: FILE.png, .svg or .pdf.")] = None,
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+        log_json: LogJson = None,
         **typed: object,
     ) -> None:
         options = build_options(AnalysisOptions, typed)
@@ -39,10 +41,14 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             raise UsageError("--layers limits --analysis: give both.")
         if plot is not None and not analysis:
             raise UsageError("--plot draws what --analysis finds: give both.")
+        if log_json is not None and not analysis:
+            raise UsageError("--log-json tells how far --analysis is: give both.")
         result = inspect_checkpoint(model)
         if analysis:
-            found = pictured(plot, lambda: analyse(model, options, Display()), plot_analysis)
-            result = replace(result, analysis=found)
+            with watched(log_json, name, [model], options.model_dump(mode="json")) as (display, ended):
+                found = pictured(plot, lambda: analyse(model, options, display), plot_analysis)
+                result = replace(result, analysis=found)
+                ended(result)
         if json:
             print_json(result.to_json())
             return

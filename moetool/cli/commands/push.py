@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from moetool.checkpoint.sizes import format_bytes
+from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
 from moetool.cli.display import Display, print_fields, print_json, print_table
 from moetool.cli.generate import HintingCommand, make_command
@@ -38,5 +39,6 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
                 *(("note", note) for note in result.notes),
             ]
         )
+        next_step.tell("the same without --dry-run" if dry_run else next_step.line("eval", repo, "--data", "TEXT"))
 
     return make_command(name, command, COMMANDS[name][1])

@@ -1,14 +1,18 @@
 """`moetool report`."""
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from moetool.checkpoint.sizes import format_bytes
+from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
-from moetool.cli.display import Display, print_fields, print_json
+from moetool.cli.display import print_fields, print_json
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
+from moetool.cli.watched import LogJson, watched
 from moetool.report import pictures
 from moetool.report.gathering import gather
 from moetool.report.options import ReportOptions
@@ -25,14 +29,17 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             typer.Argument(help="FILE.html to write [default: the model's name, here].", show_default=False),
         ] = None,
         json: Annotated[bool, typer.Option("--json", help="The numbers behind it as one JSON object.")] = False,
+        log_json: LogJson = None,
         **typed: object,
     ) -> None:
         options = build_options(ReportOptions, typed)
-        file, display = page_file(model, output), Display()
-        if not pictures.is_there():
-            display.log("matplotlib is not installed: the report will have no charts (pip install matplotlib).")
-        result = gather(model, file, options, display)
-        write_page(result, file, display)
+        file = page_file(model, output)
+        with watched(log_json, name, [model], options.model_dump(mode="json")) as (display, ended):
+            if not pictures.is_there():
+                display.log("matplotlib is not installed: the report will have no charts (pip install matplotlib).")
+            result = gather(model, file, options, display)
+            write_page(result, file, display)
+            ended(result)
         if json:
             print_json(result.to_json())
             return
@@ -41,5 +48,6 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             [("report", f"{file} ({format_bytes(file.stat().st_size)})"), ("sections", titles)]
             + [("note", note) for note in result.notes]
         )
+        next_step.tell(f"{shlex.quote(sys.executable)} -m webbrowser {shlex.quote(file.absolute().as_uri())}")
 
     return make_command(name, with_options(command, ReportOptions), COMMANDS[name][1])

@@ -7,8 +7,9 @@ import typer
 
 from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
-from moetool.cli.display import Display, print_fields, print_json, print_table
+from moetool.cli.display import print_fields, print_json, print_table
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
+from moetool.cli.watched import LogJson, watched
 from moetool.measure.plots import pictured, plot_routing
 from moetool.measure.routing import RoutingOptions, routing
 from moetool.measure.told import Matrix
@@ -24,10 +25,13 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         model: Annotated[str, typer.Argument(help="An MoE model of any kind.", show_default=False)],
         plot: Annotated[Path | None, typer.Option(help="Draw it too: FILE.png, .svg or .pdf.")] = None,
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+        log_json: LogJson = None,
         **typed: object,
     ) -> None:
         options = build_options(RoutingOptions, typed)
-        result = pictured(plot, lambda: routing(model, options, Display()), plot_routing)
+        with watched(log_json, name, [model], options.model_dump(mode="json")) as (display, ended):
+            result = pictured(plot, lambda: routing(model, options, display), plot_routing)
+            ended(result)
         if json:
             print_json(result.to_json())
             return

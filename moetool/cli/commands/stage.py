@@ -16,7 +16,7 @@ from moetool.cli import next_step
 from moetool.cli.app import commands
 from moetool.cli.completion import offered, offered_presets
 from moetool.cli.display import Display, print_fields, print_json
-from moetool.cli.events import EventLog, logged, started
+from moetool.cli.events import LOG_HELP, EventLog, logged, started
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
 from moetool.cli.presets import preset_method, preset_options
 from moetool.compress.told import MixedTold, RankedTold
@@ -39,7 +39,6 @@ CHOICES = {
 }
 PRESET = ("--preset", "--recipe")  # the second is its older name
 _WORTH = 0.75  # of the time: a faster way that is said to be there
-_LOG_HELP = "Also append what happens to this file, one JSON object a line."
 _PRESET_HELP = "Options of a preset: one that comes along (d2moe-40 …), FILE.yaml or FILE.yaml:VARIANT."
 
 
@@ -79,7 +78,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         resume: Annotated[bool, _job_option("--resume", help="Go on with an interrupted run.")] = False,
         overwrite: Annotated[bool, _job_option("--overwrite", help="Delete an earlier result.")] = False,
         json: Annotated[bool, _job_option("--json", help="The result as one JSON object.")] = False,
-        log_json: Annotated[Path | None, _job_option("--log-json", help=_LOG_HELP)] = None,
+        log_json: Annotated[Path | None, _job_option("--log-json", help=LOG_HELP)] = None,
         **typed: object,
     ) -> None:
         from moetool.job.estimate import estimate
@@ -109,8 +108,8 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         with logged(events) as ended:
             if events is not None:
                 plan = plan_stage(stage, input, options)
-                job: dict[str, Json] = {"stage": chosen, "input": input, "output": str(output), "resume": resume}
-                started(events, job, options.model_dump(mode="json"), plan.to_json())
+                job: dict[str, Json] = {"command": name, "stage": chosen, "input": input, "output": str(output)}
+                started(events, {**job, "resume": resume}, options.model_dump(mode="json"), plan=plan.to_json())
             progress = Display(events)
             result = run_stage(stage, input, output, options, resume=resume, overwrite=overwrite, progress=progress)
             ended(result)

@@ -8,8 +8,9 @@ import typer
 from moetool.checkpoint.sizes import format_bytes
 from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
-from moetool.cli.display import Display, print_fields, print_json, print_table
+from moetool.cli.display import print_fields, print_json, print_table
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
+from moetool.cli.watched import LogJson, watched
 from moetool.errors import UsageError
 from moetool.measure.likeness import LikenessOptions, measure_likeness
 from moetool.measure.told import Comparison, Likeness
@@ -26,16 +27,20 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         against: Annotated[str | None, typer.Option(help="The checkpoint it was made from.")] = None,
         edited_documents: Annotated[bool, typer.Option("--edited-documents", help=_EDITED_HELP)] = False,
         json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+        log_json: LogJson = None,
         **typed: object,
     ) -> None:
-        options, progress = build_options(LikenessOptions, typed), Display()
+        options = build_options(LikenessOptions, typed)
         if options.text is not None and against is None:
             raise UsageError("--text compares with a source: give --against, too.")
         if options.text is None and options.has_limits:
             raise UsageError("--max-kl, --min-top1 and --max-layer-error need a text: give --text.")
-        result = verify_checkpoint(model, against, progress, edited=edited_documents)
-        if options.text is not None and against is not None:
-            result = replace(result, likeness=measure_likeness(model, against, options, progress))
+        models = [model, *([] if against is None else [against])]
+        with watched(log_json, name, models, options.model_dump(mode="json")) as (progress, ended):
+            result = verify_checkpoint(model, against, progress, edited=edited_documents)
+            if options.text is not None and against is not None:
+                result = replace(result, likeness=measure_likeness(model, against, options, progress))
+            ended(result)
         if json:
             print_json(result.to_json())
             return

@@ -9,7 +9,7 @@ from moetool.architectures.dense import is_encoder
 from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
-from moetool.job.progress import Progress
+from moetool.job.progress import Progress, phase
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.measure.tasks.harness import OpenTasks, asked, open_tasks
 from moetool.measure.tasks.options import TaskOptions
@@ -67,7 +67,8 @@ def _on_tasks(checkpoint: Checkpoint, opened: OpenTasks, options: TaskOptions, p
 
     model, synthesis = load_to_evaluate(checkpoint, options, progress)
     progress.log(f"Asking {checkpoint.source} {', '.join(options.tasks)}.")
-    scores = task_scores(asked(opened, model, load_tokenizer(checkpoint.path), options))
+    with phase(progress, "Tasks", 0):
+        scores = task_scores(asked(opened, model, load_tokenizer(checkpoint.path), options))
     return TasksEvaluated(
         scores=[*scores, *group_means(scores, options.tasks)],
         limit=options.limit,

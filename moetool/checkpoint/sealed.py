@@ -1,0 +1,31 @@
+"""Small JSON files with a digest of their own, by which damage is found where nothing else knows what they held."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from moetool.checkpoint.files import json_bytes, write_json
+
+_DIGEST = "digest"
+
+
+def write_sealed(file: Path, content: Mapping[str, object]) -> None:
+    """An object of JSON and its SHA-256, whole or not at all. Raises `ResourceError` where it cannot be written."""
+    write_json(file, _sealed(content))
+
+
+def read_sealed(file: Path) -> dict[str, object] | None:
+    """What `write_sealed` was given; `None` if there is no such file, or not with the bytes that were written."""
+    try:
+        data = file.read_bytes()
+        content = json.loads(data)
+        del content[_DIGEST]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return None
+    return content if json_bytes(_sealed(content)) == data else None
+
+
+def _sealed(content: Mapping[str, object]) -> dict[str, object]:
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return {**content, _DIGEST: digest}

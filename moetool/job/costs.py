@@ -1,0 +1,221 @@
+"""What a job costs: time, memory and scratch by phase, over all runs that it takes; kept beside its result.
+
+In a file of its own, `moetool/costs.json`: all others have the same bytes whenever the same job is run.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pydantic import TypeAdapter, ValidationError
+
+from moetool.checkpoint.reader import COSTS
+from moetool.checkpoint.sealed import read_sealed, write_sealed
+from moetool.errors import ResourceError
+from moetool.job.memory import PeakMemory
+from moetool.job.plan import Plan, bytes_below
+from moetool.job.progress import Progress
+from moetool.job.result import Json, PhaseCost, PhaseTime, Printed, Result
+from moetool.job.workspace import SPENT, WORK_DIRECTORY
+
+COSTS_VERSION = 1
+_SAVED_SECONDS = 10.0  # of its account, that a run may lose which is killed
+_LOOKING = 0.05  # of the time, at most, goes into adding up files
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobCosts(Printed):
+    """What was spent on a job.
+
+    Attributes:
+        runs: 1, and one more for each time that the job was gone on with.
+        seconds: of all runs, what had to be done twice included.
+        peak_memory_bytes: of anonymous memory of the (first) process.
+        scratch_bytes: the most that unfinished work took on the disk.
+        phases: in the order in which they began.
+    """
+
+    runs: int = 0
+    seconds: float = 0.0
+    peak_memory_bytes: int = 0
+    scratch_bytes: int = 0
+    phases: Sequence[PhaseCost] = ()
+
+    def plus(self, later: "JobCosts") -> "JobCosts":
+        """Both together."""
+        phases = {phase.name: phase for phase in self.phases}
+        for phase in later.phases:
+            phases[phase.name] = _joined(phases[phase.name], phase) if phase.name in phases else phase
+        return JobCosts(
+            runs=self.runs + later.runs,
+            seconds=round(self.seconds + later.seconds, 2),
+            peak_memory_bytes=max(self.peak_memory_bytes, later.peak_memory_bytes),
+            scratch_bytes=max(self.scratch_bytes, later.scratch_bytes),
+            phases=list(phases.values()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedCosts(Printed):
+    """What `--dry-run` tells of a job; `seconds` where this machine was measured."""
+
+    seconds: float | None = None
+    peak_memory_bytes: int
+    scratch_bytes: int
+
+
+@dataclass
+class _Spent:
+    seconds: float = 0.0
+    memory: int = 0
+    scratch: int = 0
+
+
+class Meter:
+    """Passes on what it receives, and measures what each phase takes, in a `with` block.
+
+    Attributes:
+        peak: memory, of all phases and between them.
+    """
+
+    def __init__(self, progress: Progress, output: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.peak = PeakMemory()
+        self._progress, self._clock, self._work = progress, clock, output / WORK_DIRECTORY
+        self._phases: dict[str, _Spent] = {}
+        self._expected: Sequence[PhaseTime] = ()
+        self._earlier: JobCosts | None = None
+        self._phase: _Spent | None = None
+        self._began = self._counted = self._saved = clock()
+        self._next_look = 0.0
+
+    def __enter__(self) -> Self:
+        self.peak.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.peak.__exit__(kind, error, trace)
+        self.save()
+
+    @property
+    def this_run(self) -> JobCosts:
+        """Up to now."""
+        expected = {phase.name: phase.seconds for phase in self._expected}
+        phases = [
+            PhaseCost(name, round(spent.seconds, 2), spent.memory, spent.scratch, expected.get(name))
+            for name, spent in self._phases.items()
+        ]
+        return JobCosts(
+            runs=1,
+            seconds=round(self._clock() - self._began, 2),
+            peak_memory_bytes=self.peak.bytes,
+            scratch_bytes=max((spent.scratch for spent in self._phases.values()), default=0),
+            phases=phases,
+        )
+
+    @property
+    def all_runs(self) -> JobCosts:
+        """With what earlier runs of the job have left."""
+        return (self._earlier or JobCosts()).plus(self.this_run)
+
+    @property
+    def expected_seconds(self) -> float | None:
+        """Of all phases that were predicted."""
+        return round(sum(phase.seconds for phase in self._expected), 2) if self._expected else None
+
+    def keep(self, *, resumed: bool = False) -> None:
+        """The workspace is this job's: from now on its account is kept there, behind that of earlier runs; if it is
+        `resumed`, and that is lost, one is counted without time."""
+        self._earlier = JobCosts(runs=int(resumed))
+        if (found := read_sealed(self._work / SPENT)) is not None:
+            with suppress(ValidationError):
+                self._earlier = TypeAdapter(JobCosts).validate_python(found)
+
+    def save(self) -> None:
+        """Write the account into the workspace. A disk that is full ends the job, but not here."""
+        self._saved = self._clock()
+        if self._earlier is not None and self._work.is_dir():
+            with suppress(ResourceError):
+                write_sealed(self._work / SPENT, self.all_runs.to_json())
+
+    def expect(self, phases: Sequence[PhaseTime]) -> None:
+        self._expected = phases
+        self._progress.expect(phases)
+
+    def start(self, phase: str, total: int) -> None:
+        self.peak.lap()
+        self._phase, self._counted = self._phases.setdefault(phase, _Spent()), self._clock()
+        self._look(self._phase)
+        self._progress.start(phase, total)
+
+    def advance(self) -> None:
+        if self._phase is not None and self._clock() >= self._next_look:
+            self._look(self._phase)
+        self._save_at_times()
+        self._progress.advance()
+
+    def skip(self, steps: int) -> None:
+        self._progress.skip(steps)
+
+    def finish(self) -> None:
+        if self._phase is not None:
+            self._look(self._phase)
+        self._phase = None
+        self._save_at_times()
+        self._progress.finish()
+
+    def log(self, message: str) -> None:
+        self._progress.log(message)
+
+    def _save_at_times(self) -> None:
+        if self._clock() - self._saved >= _SAVED_SECONDS:
+            self.save()
+
+    def _look(self, spent: _Spent) -> None:
+        now = self._clock()
+        spent.seconds, self._counted = spent.seconds + now - self._counted, now
+        spent.memory = max(spent.memory, self.peak.lap())
+        spent.scratch = max(spent.scratch, bytes_below(self._work))
+        after = self._clock()
+        self._next_look = after + (after - now) / _LOOKING
+
+
+def _joined(one: PhaseCost, other: PhaseCost) -> PhaseCost:
+    """Of the same phase in two runs."""
+    return replace(
+        other,
+        seconds=round(one.seconds + other.seconds, 2),
+        peak_memory_bytes=max(one.peak_memory_bytes or 0, other.peak_memory_bytes or 0),
+        scratch_bytes=max(one.scratch_bytes or 0, other.scratch_bytes or 0),
+        expected_seconds=one.expected_seconds if other.expected_seconds is None else other.expected_seconds,
+    )
+
+
+def write_costs(directory: Path, source: Path, meter: Meter, plan: Plan, result: Result) -> None:
+    """Keep what a job has cost, and what it tells that the manifest does not hold, behind what is kept of the `source`.
+
+    Raises:
+        ResourceError: it cannot be written.
+    """
+    expected = ExpectedCosts(
+        seconds=meter.expected_seconds, peak_memory_bytes=plan.memory_bytes, scratch_bytes=plan.scratch_bytes
+    )
+    told = {**({} if result.sizes is None else result.sizes.to_json()), **result.told.to_json()}
+    told = {name: value for name, value in told.items() if name != "layers"}
+    job = {"stage": result.stage, **meter.all_runs.to_json(), "expected": expected.to_json(), **told}
+    write_sealed(directory / COSTS, {"format_version": COSTS_VERSION, "jobs": [*read_costs(source), job]})
+
+
+def read_costs(directory: Path) -> list[dict[str, Json]]:
+    """What the jobs have cost that made a checkpoint, the last one last, as far as that was kept; empty where it is
+    damaged, which is for `verify` to say."""
+    content = read_sealed(directory / COSTS) or {}
+    jobs = content.get("jobs")
+    if content.get("format_version") != COSTS_VERSION or not isinstance(jobs, list):
+        return []
+    return [job for job in jobs if isinstance(job, dict)]

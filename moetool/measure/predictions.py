@@ -1,0 +1,90 @@
+"""What a model is asked of a text: what comes next, or of an encoder what a mask hides."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moetool.calibration.masking import mask_token
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Predictions(Protocol):
+    """Those of every window of a text."""
+
+    def logits(self, model: Any, windows: Tensor) -> Tensor:
+        """Of windows `[batch, length]` of token ids `[batch, predictions, vocabulary]`."""
+
+    def targets(self, windows: Tensor) -> Tensor:
+        """The tokens that are right `[batch, predictions]`."""
+
+
+class NextTokens:
+    """Every token but the first, after those before it."""
+
+    @torch.inference_mode()
+    def logits(self, model: Any, windows: Tensor) -> Tensor:
+        """`[batch, length − 1, vocabulary]`."""
+        logits: Tensor = model(input_ids=windows.to(model.device), use_cache=False).logits[:, :-1]
+        return logits
+
+    def targets(self, windows: Tensor) -> Tensor:
+        """`[batch, length − 1]`."""
+        return windows[:, 1:]
+
+
+@dataclass(frozen=True)
+class HiddenTokens:
+    """Every token, given all the others: hidden once, alone, between the tokenizer's own marks of beginning and end, by
+    as many runs as there are tokens.
+
+    Attributes:
+        tokenizer: has a mask token.
+        rows: runs in one batch.
+    """
+
+    tokenizer: "PreTrainedTokenizerBase"
+    rows: int
+
+    @torch.inference_mode()
+    def logits(self, model: Any, windows: Tensor) -> Tensor:
+        """`[batch, length, vocabulary]`. Raises `InvalidInputError` if the tokenizer has no mask token."""
+        mask, (before, after) = mask_token(self.tokenizer), marks(self.tokenizer)
+        return torch.stack([self._hidden(model, mask, [*before, *row.tolist(), *after], len(before), len(row))
+                            for row in windows])  # fmt: skip
+
+    def _hidden(self, model: Any, mask: int, ids: list[int], begin: int, length: int) -> Tensor:
+        framed, found = torch.tensor(ids, device=model.device), []
+        for places in (begin + torch.arange(length, device=model.device)).split(self.rows):
+            index = torch.arange(len(places), device=model.device)
+            runs = framed.expand(len(places), -1).clone()
+            runs[index, places] = mask
+            found.append(model(input_ids=runs).logits[index, places])
+        return torch.cat(found)
+
+    def targets(self, windows: Tensor) -> Tensor:
+        """All of them."""
+        return windows
+
+
+def marks(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a text."""
+    before, after = ([] if mark is None else [mark] for mark in (tokenizer.cls_token_id, tokenizer.sep_token_id))
+    return before, after
+
+
+@torch.inference_mode()
+def prediction_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean of `−log p(target)` of each window, from logits `[batch, predictions, vocabulary]`: `[batch]` fp64."""
+    pairs = zip(logits, targets.to(logits.device), strict=True)
+    return torch.stack([F.cross_entropy(row.float(), target) for row, target in pairs]).double().cpu()
+
+
+def window_loss(model: Any, windows: Tensor, asked: Predictions | None = None) -> Tensor:
+    """Mean loss of what is `asked`, by default next tokens, of each window `[batch, length]`: `[batch]` fp64."""
+    asked = asked or NextTokens()
+    return prediction_losses(asked.logits(model, windows), asked.targets(windows))
