@@ -296,13 +296,15 @@ def cluster(neurons: int, width: int, clusters: int) -> Work:
     )
 
 
-def train_selector(tokens: int, hidden: int, neurons: int, experts: int, epochs: int) -> Work:
-    """What every expert contributes to the tokens, twice (see `moefy.statistics`), and a network that predicts it."""
+def train_selector(tokens: int, hidden: int, width: int, neurons: int, experts: int, epochs: int) -> Work:
+    """What every expert contributes to the tokens, and where there are epochs a network that predicts it, and then what
+    the neurons `[neurons, width]` do that it leaves out."""
+    passes = 2 if epochs else 1
     batches = epochs * -(-tokens // 512)
     network = 3 * epochs * tokens * experts * (hidden + experts)
     return Work(
-        products={"float32": network + 2 * 3 * tokens * hidden * neurons},
-        moved=2 * 60 * tokens * neurons
+        products={"float32": network + passes * tokens * width * neurons},
+        moved=passes * 60 * tokens * neurons
         + epochs * tokens * (100 * hidden + 1000 * experts)
         + batches * 48 * experts * hidden,
         calls=COEFFICIENTS.judged_calls * (batches + epochs),

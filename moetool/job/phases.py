@@ -1,7 +1,7 @@
 """The phases of whole jobs, under the names that progress shows them by, made of `building_blocks`."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from moetool.architectures import MoEShape, Role
@@ -18,6 +18,7 @@ from moetool.job.building_blocks import (
     fisher,
     head_gradients,
     input_grams,
+    loading,
     merging,
     router_moments,
     train_selector,
@@ -169,14 +170,21 @@ def router_phase(cost: CalibrationCost, dense: DenseModel, name: str = FORWARD) 
 
 
 def neuron_phases(
-    cost: CalibrationCost, dense: DenseModel, layers: int, tokens: int, experts: int, epochs: int, *, gradients: bool
+    cost: CalibrationCost,
+    dense: DenseModel,
+    layers: Collection[int],
+    tokens: int,
+    experts: int,
+    epochs: int,
+    *,
+    gradients: bool,
 ) -> Phases:
     """A text through a dense model, to put neurons into experts and to train what chooses them.
 
     Args:
         cost: of the text.
         dense: the model.
-        layers: how many are split.
+        layers: that are split.
         tokens: that selectors are trained on.
         experts: per layer.
         epochs: of a selector's training; 0 where there is none.
@@ -184,10 +192,12 @@ def neuron_phases(
     """
     size = dense_size(dense)
     width = dense.hidden * (len(dense.architecture.roles) - 1)
-    learnt = train_selector(tokens, dense.hidden, dense.intermediate, experts, epochs) * layers
+    sampled = Work(read=4 * tokens * dense.hidden, written=4 * tokens * dense.hidden)
+    learnt = (train_selector(tokens, dense.hidden, width, dense.intermediate, experts, epochs) + sampled) * len(layers)
     if not gradients:
-        clustered = cluster(dense.intermediate, width, experts) * layers
-        return (Phase(FORWARD, calibration_forward(cost, size) + clustered + learnt),)
+        clustered = cluster(dense.intermediate, width, experts) * len(layers)
+        run = calibration_forward(cost, size) * ((max(layers) + 1) / size.layers)
+        return (Phase(FORWARD, run + loading(size) + clustered + learnt),)
     forward = calibration_forward(cost, size, size.layers)
     return Phase(FORWARD, forward), Phase(BACKWARD, calibration_backward(cost, size) + learnt)
 

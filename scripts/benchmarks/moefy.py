@@ -25,7 +25,7 @@ from moetool.convert.told import ConversionTold
 from moetool.job.execute import run_stage
 from moetool.measure.perplexity import window_loss
 from moetool.measure.pseudo_perplexity import pseudo_losses
-from moetool.moefy.stage import MoefyOptions
+from moetool.moefy.options import MoefyOptions
 from moetool.runtime.loading import load_model
 from moetool.runtime.modules.moefied import set_keep
 from moetool.stages import stages
