@@ -23,6 +23,7 @@ from moetool.job.building_blocks import (
     router_moments,
     train_selector,
     usage,
+    weights_again,
     writing,
 )
 from moetool.job.matrix_work import cut, encode, factorize, spectrum, tried
@@ -56,7 +57,8 @@ def gradient_cost(cost: CalibrationCost) -> CalibrationCost:
 def _back_with(few: CalibrationCost, size: ModelSize, measured: Work) -> Phases:
     """Gradients, and on the way back another forward through each layer, in which deltas to its base are measured."""
     forward, backward = gradient_phases(few, size)
-    return forward, Phase(BACKWARD, backward.work + calibration_forward(few, size) + measured)
+    again = calibration_forward(few, size, measures=True) + weights_again(size)
+    return forward, Phase(BACKWARD, backward.work + again + measured)
 
 
 def base_phases(cost: CalibrationCost | None, size: ModelSize, written: int) -> Phases:
@@ -84,9 +86,9 @@ def factor_phases(
     if cost is None:
         return Phase(FACTORIZE, Work(read=size.nbytes) + spectra), Phase(ENCODE, factors + write)
     running = calibration_forward(cost, size) + factor_grams(cost, size)
-    last = Phase(ENCODE, running + factors + write + (refined or Work()))
+    last = Phase(ENCODE, running + factors + weights_again(size) + write + (refined or Work()))
     if not gradients:
-        return Phase(FORWARD, running + spectra), last
+        return Phase(FORWARD, running + spectra + weights_again(size)), last
     few = gradient_cost(cost)
     return *_back_with(few, size, factor_grams(few, size) + spectra), last
 
@@ -121,7 +123,8 @@ def menu_phases(
     running = calibration_forward(cost, size) + input_grams(cost, size) + (refined or Work()) * deltas
     write = writing(size.nbytes, written, size.tensors + 2 * len(shape.roles) * deltas)
     few = gradient_cost(cost)
-    return *_back_with(few, size, input_grams(few, size) + measured), Phase(ENCODE, running + chosen + write)
+    last = Phase(ENCODE, running + chosen + weights_again(size) + write)
+    return *_back_with(few, size, input_grams(few, size) + measured), last
 
 
 def encoding_phases(
@@ -138,7 +141,7 @@ def encoding_phases(
     if not all(layout.is_baseless for layout in layouts.values()):
         encoded += merging(size)
     if cost is not None:
-        encoded += calibration_forward(cost, size) + input_grams(cost, size)
+        encoded += calibration_forward(cost, size) + input_grams(cost, size) + weights_again(size)
     tensors = size.tensors + 2 * sum(forms.values())
     return (Phase(ENCODE, encoded + writing(size.nbytes, written, tensors)),)
 
