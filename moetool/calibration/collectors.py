@@ -19,6 +19,7 @@ from moetool.numerics.gram import Gram
 from moetool.numerics.precision import bf16_products, has_fast_bf16
 
 _CHUNK = 1 << 18  # elements of a gradient formed at a time
+_KEPT_DELTAS = 12  # as many numbers as their factorisation has in memory afterwards, in fp64
 
 
 @dataclass
@@ -262,7 +263,7 @@ class GramCollector(GramsInSets):
             "input": torch.zeros(shape.experts, shape.hidden, dtype=torch.float64),
             "activation": torch.zeros(shape.experts, shape.intermediate, dtype=torch.float64),
         }
-        self._down_delta = down_delta
+        self._down_delta, self._deltas = down_delta, dict[int, Tensor]()
         self._stride = max(1, tokens // (2 * size)) if self.wide_down else 0
         self._before = self._next = before
         self._sample: list[tuple[int, Tensor]] = []
@@ -280,17 +281,29 @@ class GramCollector(GramsInSets):
         if not self.wide_down:
             self.down.add(expert, activation)
         elif self.down.holds(expert):
-            self.down.add(expert, activation.float() @ self._down_delta(expert).T)
+            self.down.add(expert, activation.float() @ self._delta(expert).T)
         if self.is_first:
             self._observe_first(expert, inputs, activation)
 
+    def _delta(self, expert: int) -> Tensor:
+        """Δ of an expert's down matrix, kept from batch to batch."""
+        if (own := self._deltas.get(expert)) is not None:
+            return own
+        own = self._down_delta(expert)
+        if len(self._deltas) < _KEPT_DELTAS:
+            self._deltas[expert] = own
+        return own
+
+    def seen(self) -> None:
+        self._deltas.clear()
+
     def _observe_first(self, expert: int, inputs: Tensor, activation: Tensor) -> None:
-        energy = inputs.double().square().sum().item()
+        energy = _energy(inputs)
         self.energy[0, expert] += energy
         self.energy[1, expert] += energy
-        self.energy[2, expert] += activation.double().square().sum().item()
-        self.magnitude["input"][expert] += inputs.double().abs().sum(0).cpu()
-        self.magnitude["activation"][expert] += activation.double().abs().sum(0).cpu()
+        self.energy[2, expert] += _energy(activation)
+        self.magnitude["input"][expert] += _wide(inputs).abs().sum(0).double().cpu()
+        self.magnitude["activation"][expert] += _wide(activation).abs().sum(0).double().cpu()
         if not self.wide_down:
             return self.down.add_to_all(activation)
         first = -self._next % self._stride
@@ -302,6 +315,7 @@ class GramCollector(GramsInSets):
         self.down.hold(experts)
 
     def reduce(self, peers: Peers) -> None:
+        self.seen()
         if peers.size == 1:
             return
         self.inputs.reduce(partial(self._owned.owner, "up"), peers)
@@ -318,3 +332,13 @@ class GramCollector(GramsInSets):
     def sample(self) -> Tensor:
         """`[rows, intermediate]`: every n-th activation of the layer, whichever expert it went to."""
         return torch.cat([rows for _, rows in sorted(self._sample, key=itemgetter(0))])
+
+
+def _wide(rows: Tensor) -> Tensor:
+    """In fp32 at least, in which sums over a batch are as exact as anybody needs them; those over batches are fp64."""
+    return rows if rows.dtype == torch.float64 else rows.float()
+
+
+def _energy(rows: Tensor) -> float:
+    """Σ of the squares of a batch's numbers."""
+    return _wide(rows).square().sum().item()

@@ -93,6 +93,9 @@ class GramsInSets(Collector):
     def hold(self, experts: range) -> None:
         """Gather the Gram matrices of these next."""
 
+    def seen(self) -> None:
+        """All of them have been observed that are gathered now."""
+
     def sets(self) -> Iterator[range]:
         """All experts, set by set: those whose Gram matrices are there for the time that a set is in hand."""
         if self.again is None:
@@ -102,6 +105,7 @@ class GramsInSets(Collector):
         for experts in self._sets:
             self.hold(experts)
             self.again(self, experts)
+            self.seen()
             yield experts
 
     def matrices(self, roles: Sequence[Role]) -> Iterator[tuple[Role, int]]:

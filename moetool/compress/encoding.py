@@ -228,7 +228,7 @@ def encoding_plan(
         output_bytes=output,
         scratch_bytes=scratch,
         memory_bytes=encoding_memory(source, options, text).nbytes(at_once),
-        phases=encoding_phases(cost if text else None, moe_size(reader), layouts, output),
+        phases=encoding_phases(cost if text else None, moe_size(reader, at_once), layouts, output),
         details={"layers": len(layouts), "experts": reader.shape.experts, **details},
     )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from moetool.architectures import MoEShape
 from moetool.architectures.base import EXPERT_KEYS, whole_number
 from moetool.calibration.batching import batch_size
+from moetool.calibration.input_grams import keeps_each_down
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.job.coefficients import COEFFICIENTS
@@ -29,6 +30,7 @@ class ModelSize:
         active: of these, what one token is multiplied by.
         nbytes: of the weight files.
         tensors: in the weight files.
+        in_sets: whether the experts of a layer are not in memory together, but one set of them after the other.
     """
 
     layers: int
@@ -41,15 +43,26 @@ class ModelSize:
     heads: int
     moe_layers: int = 0
     shape: MoEShape | None = None
+    in_sets: bool = False
 
     @property
     def experts(self) -> int:
         """Experts in all layers."""
         return 0 if self.shape is None else self.shape.experts * self.moe_layers
 
+    @property
+    def expert_numbers(self) -> int:
+        """In all experts' weights."""
+        return 0 if self.shape is None else self.experts * self.shape.expert_parameters
 
-def moe_size(reader: ExpertReader) -> ModelSize:
-    """Of an MoE model."""
+    @property
+    def active_in_experts(self) -> int:
+        """What one token is multiplied by in experts."""
+        return 0 if self.shape is None else self.moe_layers * self.shape.top_k * self.shape.expert_parameters
+
+
+def moe_size(reader: ExpertReader, at_once: int | None = None) -> ModelSize:
+    """Of an MoE model, of whose layers all experts are in memory together, or so many `at_once`."""
     checkpoint, shape, count = reader.checkpoint, reader.shape, len(reader.moe_layers)
     layers = reader.architecture.layers(checkpoint.config)
     prefixes = tuple(reader.architecture.layer_prefix(layer) for layer in range(layers))
@@ -67,6 +80,7 @@ def moe_size(reader: ExpertReader) -> ModelSize:
         _heads(checkpoint, shape.hidden),
         count,
         shape,
+        at_once is not None and at_once < shape.experts,
     )
 
 
@@ -120,23 +134,42 @@ def loading(size: ModelSize) -> Work:
 
 def _pass(cost: CalibrationCost, size: ModelSize) -> Work:
     """All windows through all layers that are there."""
+    return _around(cost, size) + _inside(cost, size)
+
+
+def _around(cost: CalibrationCost, size: ModelSize) -> Work:
+    """All windows through all layers, but for their experts."""
     tokens, made = cost.samples * cost.length, COEFFICIENTS
-    batches = -(-cost.samples // batch_size(max(1, cost.samples), cost.length))
-    products = tokens * (size.active + size.layers * cost.length * size.hidden)
-    wide = 0 if size.shape is None else size.moe_layers * size.shape.top_k * size.shape.intermediate
-    passes = size.layers * made.layer_passes * size.hidden + made.expert_passes * wide
+    products = tokens * (size.active - size.active_in_experts + size.layers * cost.length * size.hidden)
     scores = made.score_bytes * size.layers * size.heads * cost.length
     return Work(
         products={_precision(cost): made.narrow * products},
-        moved=tokens * (4 * passes + scores),
-        calls=batches * (size.layers * made.layer_calls + size.experts * made.expert_calls),
+        moved=tokens * (4 * size.layers * made.layer_passes * size.hidden + scores),
+        calls=_batches(cost) * size.layers * made.layer_calls,
     )
 
 
-def calibration_forward(cost: CalibrationCost, size: ModelSize, kept: int = 1) -> Work:
-    """One sweep over the text, `kept` of whose layer boundaries go to the disk; each is read again."""
+def _inside(cost: CalibrationCost, size: ModelSize) -> Work:
+    """All windows through the experts of all layers."""
+    if size.shape is None:
+        return Work()
+    made = COEFFICIENTS
+    return Work(
+        products={_precision(cost): made.narrow * cost.samples * cost.length * size.active_in_experts},
+        moved=4 * made.expert_passes * _routed(cost, size) * size.shape.intermediate,
+        calls=_batches(cost) * size.experts * made.expert_calls,
+    )
+
+
+def calibration_forward(cost: CalibrationCost, size: ModelSize, kept: int = 1, *, measures: bool = False) -> Work:
+    """One sweep over the text, `kept` of whose layer boundaries go to the disk; each is read again. Where it only
+    `measures`, nobody wants what layers give."""
     boundaries = kept * cost.boundary_bytes(size.hidden)
-    return loading(size) + _pass(cost, size) + Work(read=boundaries, written=boundaries)
+    work = loading(size) + _pass(cost, size) + Work(read=boundaries, written=boundaries)
+    if not size.in_sets:
+        return work
+    # Layers run to note what experts are given, and once more with what these gave.
+    return work + (_noted(cost, size) if measures else _around_experts(cost, size) + _noted(cost, size) * 2)
 
 
 def head_gradients(cost: CalibrationCost, size: ModelSize) -> Work:
@@ -154,7 +187,43 @@ def calibration_backward(cost: CalibrationCost, size: ModelSize) -> Work:
     """From the loss back to the first layer: every layer forwards again, and backwards."""
     both = _pass(cost, size) * (1 + COEFFICIENTS.backward)
     boundaries = size.layers * cost.boundary_bytes(size.hidden)
-    return head_gradients(cost, size) + loading(size) + both + Work(read=2 * boundaries, written=boundaries)
+    work = head_gradients(cost, size) + loading(size) + both + Work(read=2 * boundaries, written=boundaries)
+    if not size.in_sets:
+        return work
+    # Layers run to note what experts are given, and for the gradients of what these gave before they run backwards;
+    # experts run for what they give, and are there again for their gradients. All four are noted.
+    return work + _around_experts(cost, size) * 2 + _experts_again(cost, size) + _noted(cost, size) * 4
+
+
+# Where the experts of a layer are not in memory together.
+
+
+def _around_experts(cost: CalibrationCost, size: ModelSize) -> Work:
+    """All windows through all layers that have experts, but for these."""
+    return _around(cost, size) * (size.moe_layers / size.layers)
+
+
+def _experts_again(cost: CalibrationCost, size: ModelSize) -> Work:
+    """All experts, from the disk, on what they were given."""
+    return _reading_experts(size) + _inside(cost, size)
+
+
+def _reading_experts(size: ModelSize) -> Work:
+    """Every expert from the disk."""
+    calls = size.experts * COEFFICIENTS.load_calls[1]
+    share = size.expert_numbers / max(1, size.numbers)
+    return Work(moved=COEFFICIENTS.load_bytes * size.expert_numbers, calls=calls, read=share * size.nbytes)
+
+
+def _noted(cost: CalibrationCost, size: ModelSize) -> Work:
+    """As wide as hidden states, for all tokens and each layer with experts, to the disk and back."""
+    nbytes = cost.samples * cost.length * size.hidden * cost.itemsize * size.moe_layers
+    return Work(moved=4 * nbytes, read=nbytes, written=nbytes)
+
+
+def weights_again(size: ModelSize) -> Work:
+    """Every matrix of every expert, where it is wanted when the text has gone by, and is no longer in memory."""
+    return _reading_experts(size) if size.in_sets else Work()
 
 
 # What is measured on the way.
@@ -177,7 +246,7 @@ def fisher(cost: CalibrationCost, size: ModelSize) -> Work:
 
 def merging(size: ModelSize) -> Work:
     """A base for every layer out of its experts."""
-    return Work(moved=COEFFICIENTS.merge_bytes * size.experts * _of(size).expert_parameters)
+    return Work(moved=COEFFICIENTS.merge_bytes * size.expert_numbers) + weights_again(size)
 
 
 def factor_grams(cost: CalibrationCost, size: ModelSize) -> Work:
@@ -186,11 +255,12 @@ def factor_grams(cost: CalibrationCost, size: ModelSize) -> Work:
     narrow = min(shape.hidden, shape.intermediate)
     lost = shape.hidden * shape.intermediate if shape.intermediate > shape.hidden else 0
     symmetric = (shape.hidden**2 + narrow**2) / 2
-    return Work(products={"float32": COEFFICIENTS.narrow * routed * lost}) + Work(
+    work = Work(products={"float32": COEFFICIENTS.narrow * routed * lost}) + Work(
         products={_gram_precision(cost): COEFFICIENTS.narrow * routed * symmetric},
         moved=COEFFICIENTS.factor_gram_bytes * routed * (shape.hidden + shape.intermediate),
         calls=_batches(cost) * size.experts * 60,
     )
+    return work + _grams_in_sets(cost, size, down=not lost)
 
 
 def decoding(size: ModelSize) -> Work:
@@ -201,11 +271,23 @@ def decoding(size: ModelSize) -> Work:
 def input_grams(cost: CalibrationCost, size: ModelSize) -> Work:
     """Second moments of what every matrix of every expert is given."""
     shape, routed = _of(size), _routed(cost, size)
-    return Work(
+    work = Work(
         products={_gram_precision(cost): COEFFICIENTS.narrow * routed * (shape.hidden**2 + shape.intermediate**2) / 2},
         moved=COEFFICIENTS.input_gram_bytes * routed * (shape.hidden + shape.intermediate),
         calls=_batches(cost) * size.experts * 30,
     )
+    return work + _grams_in_sets(cost, size, down=keeps_each_down(shape))
+
+
+def _grams_in_sets(cost: CalibrationCost, size: ModelSize, *, down: bool) -> Work:
+    """Experts run once for what is common to them, the mean of second moments of inputs and of `down`'s among it, and
+    once more, set by set, for their own."""
+    if not size.in_sets:
+        return Work()
+    shape, tokens = _of(size), cost.samples * cost.length * size.moe_layers
+    means = (tokens * shape.hidden**2 + down * _routed(cost, size) * shape.intermediate**2) / 2
+    common = Work(products={_gram_precision(cost): COEFFICIENTS.narrow * means})
+    return _experts_again(cost, size) + common
 
 
 def router_moments(cost: CalibrationCost, size: ModelSize) -> Work:
@@ -296,13 +378,15 @@ def cluster(neurons: int, width: int, clusters: int) -> Work:
     )
 
 
-def train_selector(tokens: int, hidden: int, neurons: int, experts: int, epochs: int) -> Work:
-    """What every expert contributes to the tokens, twice (see `moefy.statistics`), and a network that predicts it."""
+def train_selector(tokens: int, hidden: int, width: int, neurons: int, experts: int, epochs: int) -> Work:
+    """What every expert contributes to the tokens, and where there are epochs a network that predicts it, and then what
+    the neurons `[neurons, width]` do that it leaves out."""
+    passes = 2 if epochs else 1
     batches = epochs * -(-tokens // 512)
     network = 3 * epochs * tokens * experts * (hidden + experts)
     return Work(
-        products={"float32": network + 2 * 3 * tokens * hidden * neurons},
-        moved=2 * 60 * tokens * neurons
+        products={"float32": network + passes * tokens * width * neurons},
+        moved=passes * 60 * tokens * neurons
         + epochs * tokens * (100 * hidden + 1000 * experts)
         + batches * 48 * experts * hidden,
         calls=COEFFICIENTS.judged_calls * (batches + epochs),

@@ -56,7 +56,7 @@ class Coefficients:
     backward: float = 1.5
     narrow: float = 1.35
     score_bytes: float = 160
-    factor_gram_bytes: float = 1000
+    factor_gram_bytes: float = 500
     input_gram_bytes: float = 300
     factor_bytes: float = 725
     root: float = 0.65

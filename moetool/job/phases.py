@@ -1,7 +1,7 @@
 """The phases of whole jobs, under the names that progress shows them by, made of `building_blocks`."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from moetool.architectures import MoEShape, Role
@@ -18,10 +18,12 @@ from moetool.job.building_blocks import (
     fisher,
     head_gradients,
     input_grams,
+    loading,
     merging,
     router_moments,
     train_selector,
     usage,
+    weights_again,
     writing,
 )
 from moetool.job.matrix_work import cut, encode, factorize, spectrum, tried
@@ -55,7 +57,8 @@ def gradient_cost(cost: CalibrationCost) -> CalibrationCost:
 def _back_with(few: CalibrationCost, size: ModelSize, measured: Work) -> Phases:
     """Gradients, and on the way back another forward through each layer, in which deltas to its base are measured."""
     forward, backward = gradient_phases(few, size)
-    return forward, Phase(BACKWARD, backward.work + calibration_forward(few, size) + measured)
+    again = calibration_forward(few, size, measures=True) + weights_again(size)
+    return forward, Phase(BACKWARD, backward.work + again + measured)
 
 
 def base_phases(cost: CalibrationCost | None, size: ModelSize, written: int) -> Phases:
@@ -83,9 +86,9 @@ def factor_phases(
     if cost is None:
         return Phase(FACTORIZE, Work(read=size.nbytes) + spectra), Phase(ENCODE, factors + write)
     running = calibration_forward(cost, size) + factor_grams(cost, size)
-    last = Phase(ENCODE, running + factors + write + (refined or Work()))
+    last = Phase(ENCODE, running + factors + weights_again(size) + write + (refined or Work()))
     if not gradients:
-        return Phase(FORWARD, running + spectra), last
+        return Phase(FORWARD, running + spectra + weights_again(size)), last
     few = gradient_cost(cost)
     return *_back_with(few, size, factor_grams(few, size) + spectra), last
 
@@ -120,7 +123,8 @@ def menu_phases(
     running = calibration_forward(cost, size) + input_grams(cost, size) + (refined or Work()) * deltas
     write = writing(size.nbytes, written, size.tensors + 2 * len(shape.roles) * deltas)
     few = gradient_cost(cost)
-    return *_back_with(few, size, input_grams(few, size) + measured), Phase(ENCODE, running + chosen + write)
+    last = Phase(ENCODE, running + chosen + weights_again(size) + write)
+    return *_back_with(few, size, input_grams(few, size) + measured), last
 
 
 def encoding_phases(
@@ -137,7 +141,7 @@ def encoding_phases(
     if not all(layout.is_baseless for layout in layouts.values()):
         encoded += merging(size)
     if cost is not None:
-        encoded += calibration_forward(cost, size) + input_grams(cost, size)
+        encoded += calibration_forward(cost, size) + input_grams(cost, size) + weights_again(size)
     tensors = size.tensors + 2 * sum(forms.values())
     return (Phase(ENCODE, encoded + writing(size.nbytes, written, tensors)),)
 
@@ -169,14 +173,21 @@ def router_phase(cost: CalibrationCost, dense: DenseModel, name: str = FORWARD) 
 
 
 def neuron_phases(
-    cost: CalibrationCost, dense: DenseModel, layers: int, tokens: int, experts: int, epochs: int, *, gradients: bool
+    cost: CalibrationCost,
+    dense: DenseModel,
+    layers: Collection[int],
+    tokens: int,
+    experts: int,
+    epochs: int,
+    *,
+    gradients: bool,
 ) -> Phases:
     """A text through a dense model, to put neurons into experts and to train what chooses them.
 
     Args:
         cost: of the text.
         dense: the model.
-        layers: how many are split.
+        layers: that are split.
         tokens: that selectors are trained on.
         experts: per layer.
         epochs: of a selector's training; 0 where there is none.
@@ -184,10 +195,12 @@ def neuron_phases(
     """
     size = dense_size(dense)
     width = dense.hidden * (len(dense.architecture.roles) - 1)
-    learnt = train_selector(tokens, dense.hidden, dense.intermediate, experts, epochs) * layers
+    sampled = Work(read=4 * tokens * dense.hidden, written=4 * tokens * dense.hidden)
+    learnt = (train_selector(tokens, dense.hidden, width, dense.intermediate, experts, epochs) + sampled) * len(layers)
     if not gradients:
-        clustered = cluster(dense.intermediate, width, experts) * layers
-        return (Phase(FORWARD, calibration_forward(cost, size) + clustered + learnt),)
+        clustered = cluster(dense.intermediate, width, experts) * len(layers)
+        run = calibration_forward(cost, size) * ((max(layers) + 1) / size.layers)
+        return (Phase(FORWARD, run + loading(size) + clustered + learnt),)
     forward = calibration_forward(cost, size, size.layers)
     return Phase(FORWARD, forward), Phase(BACKWARD, calibration_backward(cost, size) + learnt)
 

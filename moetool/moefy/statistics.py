@@ -1,53 +1,54 @@
-"""What the neurons of a dense feed-forward network do on a text, seen at the input of its down matrix."""
+"""What the neurons of a dense feed-forward network do on a text, seen at the input of its down matrix.
+
+Activations are those of that input: after the activation function, and of a gated network after the product.
+"""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import cast
+from contextlib import contextmanager, suppress
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
+from moetool.architectures import Role
 from moetool.architectures.dense import DenseArchitecture
+from moetool.calibration.peers import Peers
 
 CHUNK = 1024  # tokens whose activations are in memory together
 
 
-class NeuronStatistics:
-    """Mean activations and a sample of inputs of one layer's feed-forward network.
+def _linear(layer: nn.Module, architecture: DenseArchitecture, role: Role) -> nn.Linear:
+    """The module of a layer that has the matrix of a role."""
+    name = architecture.weights[role].removesuffix(".weight")
+    return cast(nn.Linear, layer.get_submodule(name if architecture.spread else f"{architecture.ffn}.{name}"))
 
-    Activations are those of the input of the down matrix: after the activation function, and of a gated network after
-    the product.
+
+class NeuronStatistics:
+    """Mean activations and a sample of inputs of one layer's feed-forward network, of the tokens that this process sees
+    or, once they are reduced, of all.
 
     Attributes:
+        inputs: parts `[tokens, hidden]` of the sample, of this process.
+        first: number in the whole sample of the first of them.
+        size: of the whole sample.
         saliency: `[intermediate]` fp64, `|Σ a · ∂loss/∂a|` of every neuron (SNIP, arXiv:1810.02340), if gradients were
             watched.
     """
 
-    def __init__(self, layer: nn.Module, architecture: DenseArchitecture, most: int, tokens: int) -> None:
-        """`most` of the `tokens` to come are sampled, evenly spread over them; all, if there are no more."""
-        self._architecture = architecture
-        self._layer = layer
-        names = {
-            role: name.removesuffix(".weight")
-            if architecture.spread
-            else f"{architecture.ffn}.{name.removesuffix('.weight')}"
-            for role, name in architecture.weights.items()
-        }
-        self._up = cast(nn.Linear, layer.get_submodule(names["gate"] if "gate" in names else names["up"]))
-        self._down = cast(nn.Linear, layer.get_submodule(names["down"]))
+    def __init__(
+        self, layer: nn.Module, architecture: DenseArchitecture, most: int, tokens: int, before: int = 0
+    ) -> None:
+        """`most` of the `tokens` of a text are sampled, evenly spread over them; all, if there are no more. Of them
+        `before` come before those that this process will see."""
+        self._down = _linear(layer, architecture, "down")
         self._entry = layer.get_submodule(architecture.ffn)
-        self._most, self._tokens = min(most, tokens), tokens
-        self._seen = self._count = 0
-        width = int(self._down.weight.shape[1])
-        self._total = torch.zeros(width, dtype=torch.float64, device=self.device)
-        self._product = torch.zeros(width, dtype=torch.float64, device=self.device)
-        self._inputs: list[Tensor] = []
-        self._is_watching = True
-
-    @property
-    def device(self) -> torch.device:
-        """Where the layer is."""
-        return self._down.weight.device
+        self.size, self._tokens = min(most, tokens), tokens
+        self._seen, self._count = before, 0
+        self.first = before * self.size // tokens
+        width, device = int(self._down.weight.shape[1]), self._down.weight.device
+        self._total = torch.zeros(width, dtype=torch.float64, device=device)
+        self._product = torch.zeros(width, dtype=torch.float64, device=device)
+        self.inputs: list[Tensor] = []
 
     @property
     def mean(self) -> Tensor:
@@ -73,12 +74,19 @@ class NeuronStatistics:
             for handle in handles:
                 handle.remove()
 
+    def reduce(self, peers: Peers) -> None:
+        """Add up what all processes have seen, but for their inputs."""
+        count = torch.tensor([self._count])
+        for sum_ in (self._total, self._product, count):
+            peers.all_reduce(sum_)
+        self._count = int(count)
+
     def _see_inputs(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         rows = inputs[0].detach().reshape(-1, inputs[0].shape[-1])
-        # One of t tokens where ⌊t · most / tokens⌋ rises.
-        places = torch.arange(self._seen, self._seen + len(rows) + 1) * self._most // self._tokens
+        # One of t tokens where ⌊t · size / tokens⌋ rises.
+        places = torch.arange(self._seen, self._seen + len(rows) + 1) * self.size // self._tokens
         self._seen += len(rows)
-        self._inputs.append(rows[places.diff().nonzero()[:, 0].to(rows.device)])
+        self.inputs.append(rows[places.diff().nonzero()[:, 0].to(rows.device)])
 
     def _see_activations(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         rows = inputs[0].detach().reshape(-1, inputs[0].shape[-1])
@@ -95,30 +103,47 @@ class NeuronStatistics:
 
         activations.register_hook(see)
 
-    def sampled_inputs(self) -> Tensor:
-        """Inputs `[sampled, hidden]` of the network."""
-        return torch.cat(self._inputs)
+
+class SampledNetwork:
+    """A loaded layer's feed-forward network, and a sample of what it is given.
+
+    Attributes:
+        inputs: `[tokens, hidden]`.
+    """
+
+    def __init__(self, layer: nn.Module, architecture: DenseArchitecture, inputs: Tensor) -> None:
+        self._layer, self._architecture, self.inputs = layer, architecture, inputs
+        self._up = _linear(layer, architecture, "gate" if "gate" in architecture.weights else "up")
+        self._down = _linear(layer, architecture, "down")
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layer is."""
+        return self._down.weight.device
 
     @torch.no_grad()
-    def sampled_activations(self) -> Iterator[Tensor]:
-        """Activations `[up to CHUNK, intermediate]` on the sampled inputs, computed anew, one part after the other."""
+    def activations(self) -> Iterator[Tensor]:
+        """Activations `[up to CHUNK, intermediate]` on the sample, computed anew, one part after the other."""
         found: list[Tensor] = []
-        handle = self._down.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0].detach()[0]))
+
+        def see(_: nn.Module, inputs: tuple[Tensor, ...]) -> NoReturn:
+            found.append(inputs[0].detach()[0])
+            raise _SeenError
+
+        handle = self._down.register_forward_pre_hook(see)
         try:
-            for rows in self.sampled_inputs().split(CHUNK):
-                self._run(rows[None])
+            for rows in self.inputs.split(CHUNK):
+                with suppress(_SeenError):
+                    self._run(rows[None])
                 yield found.pop()
         finally:
             handle.remove()
 
     def _run(self, rows: Tensor) -> None:
-        """The network alone on `[1, rows, hidden]`."""
-        spread = self._architecture.spread
-        if spread is None:
-            self._entry(rows)
-            return
-        hidden = self._entry(rows)
-        if spread.activation is not None:
+        """The network alone on `[1, rows, hidden]`, as far as its down matrix."""
+        entry, spread = self._layer.get_submodule(self._architecture.ffn), self._architecture.spread
+        hidden = entry(rows)
+        if spread is not None and spread.activation is not None:
             hidden = self._layer.get_submodule(spread.activation)(hidden)
         self._down(hidden)
 
@@ -126,3 +151,7 @@ class NeuronStatistics:
     def input_rows(self) -> Tensor:
         """Weights `[intermediate, hidden]` that meet the input: the gate's, of a network that has one."""
         return self._up.weight[: self._down.weight.shape[1]]
+
+
+class _SeenError(Exception):
+    """What was wanted has been seen; the product with the down matrix is not."""

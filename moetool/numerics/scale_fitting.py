@@ -55,7 +55,7 @@ def _normal_equations(matrix: Tensor, decoded: Tensor, groups: int, gram: Tensor
     damping = (_DAMPING * energy / mean).float()
     a = torch.empty(rows, groups, groups, dtype=torch.float64, device=matrix.device)
     b = torch.empty(rows, groups, dtype=torch.float64, device=matrix.device)
-    step = max(1, 4 * ELEMENTS // columns)
+    step = max(1, 8 * ELEMENTS // columns)
     fast = bf16_products() if matrix.device.type == "cpu" and has_fast_bf16() else nullcontext()
     with fast:
         for group in range(groups):
@@ -65,6 +65,7 @@ def _normal_equations(matrix: Tensor, decoded: Tensor, groups: int, gram: Tensor
                 part = slice(start, start + step)
                 image = decoded[part, own] @ slab
                 image[:, own] += decoded[part, own] * damping[own]
-                b[part, group] = (image * matrix[part]).sum(1, dtype=torch.float64)
-                a[part, group] = image.mul_(decoded[part]).view(len(image), groups, size).sum(2)
-    return (a + a.transpose(1, 2)).div_(2), b
+                b[part, group] = (image * matrix[part]).sum(1)
+                later = image[:, own.start :].mul_(decoded[part, own.start :])
+                a[part, group, group:] = later.view(len(later), -1, size).sum(2)
+    return a.triu_().add_(a.triu(1).transpose(1, 2)), b

@@ -100,7 +100,7 @@ class Reduction(Stage[ReduceOptionsT]):
 
     def plan(self) -> Plan:
         source, cost, at_once = self.source, self._cost, self._experts_at_once
-        shape, size, output = source.experts.shape, moe_size(source.experts), self._output_plan.nbytes
+        shape, size, output = source.experts.shape, moe_size(source.experts, at_once), self._output_plan.nbytes
         scratch = cost.forward_bytes(shape.hidden)
         if at_once < shape.experts:
             scratch += cost.recorded_bytes(shape, gradients=False, sums=False)

@@ -24,7 +24,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.told import ConversionTold
 from moetool.job.execute import run_stage
 from moetool.measure.predictions import HiddenTokens, window_loss
-from moetool.moefy.stage import MoefyOptions
+from moetool.moefy.options import MoefyOptions
 from moetool.runtime.loading import load_model
 from moetool.runtime.modules.moefied import set_keep
 from moetool.stages import stages

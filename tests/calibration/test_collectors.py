@@ -1,5 +1,7 @@
 """Statistics of one layer: against autograd on the whole model, and against activations computed by hand."""
 
+import weakref
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from moetool.architectures import ROLES, MoEShape, Role, find_architecture
 from moetool.calibration.collectors import FisherCollector, GramCollector, LayerStatistics, UsageCollector
+from moetool.calibration.peers import Peers
 from moetool.calibration.streaming import StreamedModel
 from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.reader import Checkpoint
@@ -229,6 +232,27 @@ def test_a_narrow_down_keeps_the_gram_of_its_input() -> None:
     assert not collector.wide_down
     close(collector.down[1].matrix(), activation.double().T @ activation.double())
     assert collector.down[0].count == 0
+
+
+def test_a_delta_is_made_once_for_all_batches_and_let_go_after_the_last() -> None:
+    """No more of them are kept than their factorisation has room for."""
+    shape, made = MoEShape(experts=20, top_k=2, hidden=4, intermediate=6), Counter[int]()
+    alive: list[weakref.ref[Tensor]] = []
+
+    def down_delta(expert: int) -> Tensor:
+        made[expert] += 1
+        alive.append(weakref.ref(own := torch.full((4, 6), float(expert))))
+        return own
+
+    collector, rows = GramCollector(shape, down_delta, 60, CPU), torch.ones(3, 6)
+    for _ in range(3):
+        for expert in range(20):
+            observe(collector, expert, torch.ones(3, 4), rows)
+    assert [made[expert] for expert in range(20)] == [1] * 12 + [3] * 8
+    assert sum(own() is not None for own in alive) == 12
+    assert collector.down[19].matrix().equal(torch.full((4, 4), 9.0 * (6 * 19) ** 2).double())
+    collector.reduce(Peers())
+    assert all(own() is None for own in alive)
 
 
 def test_fisher_squares_windows_one_by_one() -> None:

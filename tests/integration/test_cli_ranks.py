@@ -14,13 +14,17 @@ SHARDS = ("--shard-size", "20kB")
 
 
 @pytest.fixture(scope="module")
-def jobs(decomposed, dense, calibration) -> dict[str, tuple[object, ...]]:
-    """One that encodes layers, one that only writes, two that read a text."""
+def jobs(decomposed, dense, calibration, tiny_text) -> dict[str, tuple[object, ...]]:
+    """One that encodes layers, one that only writes, four that read a text."""
+    # Four batches.
+    long = "--experts", 4, "--calibration", tiny_text, "--samples", 64, "--sequence-length", 64
     return {
         "quantize-delta": ("quantize-delta", decomposed, *SHARDS, "--group-size", 16),
         "with a text": ("quantize-delta", decomposed, *SHARDS, "--group-size", 16, *calibration),
         "export": ("export", decomposed, *SHARDS),
         "upcycle": ("upcycle", dense("llama"), *SHARDS, "--experts", 4, *calibration, "--center-router"),
+        "moefy": ("moefy", dense("llama"), *SHARDS, *long),
+        "snip": ("moefy", dense("opt"), *SHARDS, *long, "--baseline", "snip"),
     }
 
 
@@ -39,7 +43,7 @@ def alone(crash, jobs, tmp_path_factory) -> Callable[[str], dict[str, bytes]]:
     return write
 
 
-@pytest.mark.parametrize("name", ["quantize-delta", "with a text", "export", "upcycle"])
+@pytest.mark.parametrize("name", ["quantize-delta", "with a text", "export", "upcycle", "moefy", "snip"])
 def test_as_one_would(crash, alone, jobs, tmp_path, name):
     expected = alone(name)
     told = crash(tmp_path / "out", jobs[name], ranks=2, rank=1)
@@ -59,6 +63,17 @@ def test_one_is_killed(crash, alone, jobs, tmp_path, killed, at, again):
     assert time.monotonic() - began < 20
     assert crash(output, (*job, "--resume"), ranks=again)["codes"] == [0] * again
     assert contents(output) == alone("quantize-delta")
+
+
+def test_a_layer_is_settled_by_whoever_comes_back(crash, alone, jobs, tmp_path):
+    """What is known of a layer, and not settled yet, is there for any number of processes."""
+    output, job = tmp_path / "out", jobs["moefy"]
+    assert crash(output, job, at=34, ranks=2)["codes"] == [-signal.SIGKILL, 75]
+    units = Journal(output / ".moetool" / "journal.jsonl", "").units
+    assert {"forward/0", "forward/1"} <= units.keys()
+    assert not any(unit.startswith("neurons/") for unit in units)
+    assert crash(output, (*job, "--resume"), ranks=3)["codes"] == [0] * 3
+    assert contents(output) == alone("moefy")
 
 
 def test_what_another_has_made_is_not_made_again(crash, alone, jobs, tmp_path):

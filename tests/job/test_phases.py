@@ -1,6 +1,8 @@
 """What jobs are made of grows as the maths says."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -16,6 +18,7 @@ from moetool.job.building_blocks import (
     input_grams,
     loading,
     merging,
+    weights_again,
     writing,
 )
 from moetool.job.coefficients import COEFFICIENTS
@@ -136,6 +139,47 @@ def test_every_delta_is_encoded_once() -> None:
     assert on_text.calls > encoding.work.calls
     plain = {layer: LayerLayout.uniform(SHAPE, Dense()) for layer in range(2)}
     assert encoding_phases(None, size, plain, 1000)[0].work.moved < encoding.work.moved
+
+
+def test_what_is_done_again_where_experts_come_in_sets() -> None:
+    """Layers run without experts to note what these are given and to go on with what they give, and experts for what is
+    common to them, for their own second moments, and for their gradients, each time from the disk."""
+    size, cost, tokens = model(4), text(16), 16 * 1024
+    sets = replace(size, in_sets=True)
+    around = 4 * (OUTSIDE + 1024 * 64)
+    experts = 4 * SHAPE.top_k * SHAPE.expert_parameters
+    weights = 2 * 4 * SHAPE.experts * SHAPE.expert_parameters
+    noted = 4 * 4 * tokens * 64
+
+    def again(block: Callable[[CalibrationCost, ModelSize], Work]) -> Work:
+        return block(cost, sets) + block(cost, size) * -1
+
+    for block, products, read in [
+        (calibration_forward, around, 2 * noted),
+        (partial(calibration_forward, measures=True), 0, noted),
+        (calibration_backward, 2 * around + experts, 4 * noted + weights),
+        (factor_grams, experts, weights),
+        (input_grams, experts, weights),
+        (fisher, 0, weights),  # of the experts that are merged
+    ]:
+        more = again(block)
+        assert more.products.get("float32", 0) == pytest.approx(COEFFICIENTS.narrow * tokens * products, abs=10)
+        assert more.read == pytest.approx(read)
+    assert again(input_grams).products["float64"] > again(factor_grams).products["float64"] > 0
+    assert weights_again(sets).read == pytest.approx(weights)
+    assert weights_again(size) == Work()
+
+
+def test_memory_for_fewer_experts_takes_longer(measured_machine: Machine) -> None:
+    size = model(2)
+    forms = {role: [LowRank(0), Quantized(4, 64)] for role in SHAPE.roles}
+
+    def phases(size: ModelSize) -> list[Phase]:
+        menu = menu_phases(text(8, 8), size, size.nbytes // 4, forms, {})
+        return [*factor_phases(text(8, 8), size, size.nbytes // 2, gradients=True), *menu]
+
+    for whole, sets in zip(phases(size), phases(replace(size, in_sets=True)), strict=True):
+        assert measured_machine.seconds(sets.work) > measured_machine.seconds(whole.work)
 
 
 def test_phases_sum_to_the_whole(measured_machine: Machine) -> None:

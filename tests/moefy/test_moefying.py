@@ -7,35 +7,32 @@ import torch
 from torch import Tensor
 
 from moetool.moefy.selector import TrainedSelector
-from moetool.moefy.stage import _mean_where_left_out
+from moetool.moefy.settling import mean_where_left_out
 from moetool.moefy.statistics import CHUNK
 
 TOKENS, HIDDEN, EXPERTS, SIZE = CHUNK + 100, 6, 4, 3
 
 
 class Sampled:
-    """What `NeuronStatistics` gives of a text."""
+    """What `SampledNetwork` gives of a text."""
 
     device = torch.device("cpu")
 
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.inputs = torch.randn(TOKENS, HIDDEN)
-        self.activations = torch.randn(TOKENS, EXPERTS * SIZE) + torch.arange(EXPERTS * SIZE)
+        self.values = torch.randn(TOKENS, EXPERTS * SIZE) + torch.arange(EXPERTS * SIZE)
 
-    def sampled_inputs(self) -> Tensor:
-        return self.inputs
-
-    def sampled_activations(self) -> Iterator[Tensor]:
-        yield from self.activations.split(CHUNK)
+    def activations(self) -> Iterator[Tensor]:
+        yield from self.values.split(CHUNK)
 
 
 def found(second: Tensor, chosen: int) -> tuple[Any, ...]:
     sampled, order = Sampled(), torch.randperm(EXPERTS * SIZE)
     selector = TrainedSelector(torch.randn(EXPERTS, HIDDEN), second, 0.0, 0.0, 0.0)
-    activations = sampled.activations[:, order]
+    activations = sampled.values[:, order]
     mean = activations.mean(0)
-    centre = _mean_where_left_out(sampled, order, selector, chosen, mean)  # type: ignore[arg-type]
+    centre = mean_where_left_out(sampled, order, selector, chosen, mean)  # type: ignore[arg-type]
     left_out = selector.left_out(sampled.inputs, chosen).repeat_interleave(SIZE, 1)
     return centre, activations, left_out, mean
 

@@ -14,7 +14,7 @@ from moetool.calibration.masking import SHARE, masked_windows
 from moetool.calibration.streaming import StreamedModel
 from moetool.calibration.sweep import Sweep
 from moetool.errors import InvalidInputError
-from moetool.moefy.statistics import CHUNK, NeuronStatistics
+from moetool.moefy.statistics import CHUNK, NeuronStatistics, SampledNetwork
 from moetool.runtime.dense import DenseModel
 from moetool.runtime.loading import model_class
 from moetool.runtime.quiet import quiet
@@ -102,10 +102,11 @@ def test_means_and_samples_are_those_of_the_whole_model(opened: Any, sweep: Any,
             inputs = whole.inputs[index].flatten(0, -2)[taken]
             activations = whole.activations[index].detach().flatten(0, -2)
             torch.testing.assert_close(statistics.mean, activations.mean(0), rtol=1e-6, atol=1e-9)
-            torch.testing.assert_close(statistics.sampled_inputs(), inputs, rtol=1e-6, atol=1e-8)
-            found = torch.cat(list(statistics.sampled_activations()))
+            network = SampledNetwork(layer, dense.architecture, torch.cat(statistics.inputs))
+            torch.testing.assert_close(network.inputs, inputs, rtol=1e-6, atol=1e-8)
+            found = torch.cat(list(network.activations()))
             torch.testing.assert_close(found, activations[taken], rtol=1e-6, atol=1e-8)
-            assert statistics.input_rows().equal(
+            assert network.input_rows().equal(
                 dense.matrix(index, "gate" if "gate" in dense.architecture.roles else "up").double()
             )
 
@@ -128,7 +129,7 @@ def test_saliency_is_that_of_autograd(opened: Any, sweep: Any, windows: Tensor, 
             torch.testing.assert_close(statistics.saliency, expected, rtol=1e-3, atol=1e-6 * expected.max().item())
             means = whole.activations[index].detach().flatten(0, -2).mean(0)
             torch.testing.assert_close(statistics.mean, means, rtol=1e-6, atol=1e-9)
-            assert len(statistics.sampled_inputs()) == MOST
+            assert len(torch.cat(statistics.inputs)) == statistics.size == MOST
 
 
 def test_what_is_seen_ends_with_the_block(opened: Any, sweep: Any, windows: Tensor) -> None:
@@ -140,7 +141,7 @@ def test_what_is_seen_ends_with_the_block(opened: Any, sweep: Any, windows: Tens
             run.forward(0, layer)
         before = statistics.mean
         run.forward(0, layer)
-        assert list(statistics.sampled_activations())
+        assert list(SampledNetwork(layer, dense.architecture, torch.cat(statistics.inputs)).activations())
         assert statistics.mean.equal(before)
         assert not any(module._forward_pre_hooks for module in layer.modules())
 
@@ -156,7 +157,7 @@ def test_samples_are_as_many_as_asked_for_and_evenly_spread(opened: Any, sweep: 
         with statistics.watching(), torch.no_grad():
             for rows in numbered.split(batch):
                 network(rows[None])
-        taken = statistics.sampled_inputs()[:, 0].long()
+        taken = torch.cat(statistics.inputs)[:, 0].long()
     assert len(taken) == min(most, tokens)
     gaps = taken.diff()
     assert (gaps > 0).all()
@@ -167,11 +168,26 @@ def test_samples_are_as_many_as_asked_for_and_evenly_spread(opened: Any, sweep: 
 def test_activations_come_in_parts(opened: Any, sweep: Any) -> None:
     dense, tokens = opened("phi3"), 2 * CHUNK + 5
     with sweep(dense).model.layer(0) as layer:
-        statistics = NeuronStatistics(layer, dense.architecture, tokens, tokens)
-        rows = torch.randn(1, tokens, dense.hidden, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        with statistics.watching(), torch.no_grad():
-            layer.get_submodule(dense.architecture.ffn)(rows)
-        assert [len(part) for part in statistics.sampled_activations()] == [CHUNK, CHUNK, 5]
+        rows = torch.randn(tokens, dense.hidden, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        network = SampledNetwork(layer, dense.architecture, rows)
+        assert [len(part) for part in network.activations()] == [CHUNK, CHUNK, 5]
+
+
+@pytest.mark.parametrize("cut", [0, 7, 60])
+def test_processes_sample_what_one_would(opened: Any, sweep: Any, cut: int) -> None:
+    """Each the tokens that are its own, in order, at its place in the whole."""
+    dense, tokens, most = opened("llama"), 60, 13
+    numbered = torch.arange(tokens).double()[:, None].expand(-1, dense.hidden)
+    with sweep(dense).model.layer(0) as layer, torch.no_grad():
+        network, found = layer.get_submodule(dense.architecture.ffn), []
+        for start, stop in ((0, tokens), (0, cut), (cut, tokens)):
+            statistics = NeuronStatistics(layer, dense.architecture, most, tokens, start)
+            with statistics.watching():
+                network(numbered[None, start:stop])
+            found.append((statistics.first, torch.cat(statistics.inputs)))
+    (_, whole), *parts = found
+    assert torch.cat([rows for _, rows in parts]).equal(whole)
+    assert [first for first, _ in parts] == [0, len(parts[0][1])]
 
 
 # -- text with hidden tokens

@@ -348,7 +348,7 @@ def factor_plan(
         memory_bytes=memory.nbytes(at_once),
         phases=factor_phases(
             cost if options.calibration or gradients else None,
-            moe_size(reader),
+            moe_size(reader, at_once),
             output,
             gradients=gradients,
             refined=refined,

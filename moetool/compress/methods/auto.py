@@ -117,7 +117,8 @@ class Auto(MixingStage[AutoOptions]):
     def _plan_of_trials(self, plan: Plan) -> Plan:
         """Costs of as many trials as there can be, each of the largest size, and of the result."""
         cost = calibration_cost(self.source, self.options, self.options, gradients=True)
-        evaluated = calibration_forward(replace(cost, samples=self.options.held_out), moe_size(self.source.experts))
+        size = moe_size(self.source.experts, self.mixing.experts_at_once)
+        evaluated = calibration_forward(replace(cost, samples=self.options.held_out), size)
         times, phases = MOST_TRIALS + 1, {phase.name: phase.work for phase in plan.phases}
         phases = {**phases, EVALUATE: evaluated * times, ENCODE: phases[ENCODE] * times}
         return replace(

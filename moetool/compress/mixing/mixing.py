@@ -95,7 +95,7 @@ class Mixing:
             output_bytes=output,
             scratch_bytes=max(backward, forward) + len(reader.moe_layers) * (bases + metrics),
             memory_bytes=self._memory.nbytes(at_once),
-            phases=menu_phases(cost, moe_size(reader), output, forms, self.footings[0].base, refining),
+            phases=menu_phases(cost, moe_size(reader, at_once), output, forms, self.footings[0].base, refining),
             details={
                 "original_bytes": original_bytes(source),
                 **details,

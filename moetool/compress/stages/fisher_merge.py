@@ -66,7 +66,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
             output_bytes=output,
             scratch_bytes=scratch,
             memory_bytes=self._memory.nbytes(at_once),
-            phases=base_phases(cost if measured else None, moe_size(reader), output),
+            phases=base_phases(cost if measured else None, moe_size(reader, at_once), output),
             details=details | ({"experts_at_once": at_once} if measured else {}),
         )
 

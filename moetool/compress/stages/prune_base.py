@@ -104,7 +104,7 @@ class PruneBase(Stage[PruneBaseOptions]):
             output_bytes=output.nbytes,
             scratch_bytes=scratch,
             memory_bytes=memory.nbytes(at_once),
-            phases=pruning_phases(None if measured else cost, moe_size(reader), output.nbytes),
+            phases=pruning_phases(None if measured else cost, moe_size(reader, at_once), output.nbytes),
             details=details,
         )
 

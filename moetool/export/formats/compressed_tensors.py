@@ -28,7 +28,15 @@ from moetool.format.compressed_tensors import (
 )
 from moetool.format.kinds import custom_module
 from moetool.format.layout import native_layout
-from moetool.job.building_blocks import ModelSize, calibration_forward, decoding, input_grams, moe_size, writing
+from moetool.job.building_blocks import (
+    ModelSize,
+    calibration_forward,
+    decoding,
+    input_grams,
+    moe_size,
+    weights_again,
+    writing,
+)
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import DecodedSource, Input, Job
 from moetool.job.matrix_work import encode
@@ -176,11 +184,12 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
         else:
             cost = calibration_cost(source, options, text)
             details["experts_at_once"] = at_once = self._experts_at_once
+            size = moe_size(reader, at_once)
             memory = encoding_memory(source, options, text).nbytes(at_once)
             scratch = encoded_bytes(reader, output, options.shard_size) + cost.forward_bytes(reader.shape.hidden)
             if at_once < reader.shape.experts:
                 scratch += cost.recorded_bytes(reader.shape, gradients=False, sums=False)
-            measured = calibration_forward(cost, size) + input_grams(cost, size)
+            measured = calibration_forward(cost, size) + input_grams(cost, size) + weights_again(size)
             made = measured + self._coding(size) + writing(size.nbytes, output, size.tensors)
             phases = (Phase(ENCODE, made),)
         return Plan(

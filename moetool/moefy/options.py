@@ -1,0 +1,33 @@
+"""Options of both kinds of MoEfication."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from moetool.convert.stage import ConversionOptions
+
+
+class MoefyOptions(ConversionOptions):
+    """How neurons are split, and which are computed."""
+
+    experts: int = Field(64, ge=2, description="Experts per layer, each the same number of neurons.")
+    keep: float = Field(0.75, gt=0, le=1, description="Share of the experts that one token uses; may be changed later.")
+    layers: str = Field("all", description="Layers to split: all, every:N, or a list such as 0,4,8.")
+    selector: Literal["mlp", "oracle", "random"] = Field(
+        "mlp", description="What chooses: a small trained network, the true scores (no faster, for comparison), or "
+        "chance, once for all tokens."
+    )  # fmt: skip
+    baseline: Literal["none", "snip"] = Field(
+        "none", description="Instead of experts keep the single neurons that matter most to the loss (SNIP)."
+    )
+    representative: Literal["unselected", "mean"] = Field(
+        "unselected", description="What neurons count with that are left out: their mean over the tokens that do "
+        "without them, at this --keep, or over all tokens as published."
+    )  # fmt: skip
+    epochs: int = Field(30, ge=1, description="Passes of a selector's training.")
+    selector_tokens: int = Field(32768, ge=1, description="Most tokens that a selector is trained on.")
+    calibration: str | None = Field(
+        None, description="Text for activations and selectors: a .txt, .jsonl or .parquet file, a folder of them, or a "
+        "hub data set name[:config[:split[:column]]]; several with commas."
+    )  # fmt: skip
+    samples: int = Field(128, ge=1, description="Windows of calibration text.")

@@ -1,0 +1,128 @@
+"""What is settled of one layer, once a text has run through it: order of experts, representative values, selector."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moetool.format.kinds.moefied import SelectorKind
+from moetool.moefy.clusters import chosen_experts
+from moetool.moefy.options import MoefyOptions
+from moetool.moefy.selector import TrainedSelector, expert_scores, side_by_side, train_selector
+from moetool.moefy.statistics import CHUNK, SampledNetwork
+from moetool.numerics.seeding import generator
+
+# What counts as no activation (the ε of Eq. 12, as in Fig. 1 of G-MoEfication).
+SOFT_ZERO = 0.03
+
+
+@dataclass(frozen=True)
+class Settling:
+    """How layers are settled.
+
+    Attributes:
+        options: of the job.
+        selector: what chooses experts.
+        keeps_means: whether neurons that are left out count with a representative value, or not at all.
+    """
+
+    options: MoefyOptions
+    selector: SelectorKind
+    keeps_means: bool
+
+    def settled(
+        self, index: int, network: SampledNetwork, mean: Tensor, order: Tensor
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """The fields of a `LayerPlan`, and of `Activations`, for layer `index`.
+
+        Args:
+            index: of the layer.
+            network: of it, with a sample of the text.
+            mean: `[intermediate]` fp64, mean activations on the whole text.
+            order: `[intermediate]` int64, neurons expert by expert.
+        """
+        options, ordered = self.options, mean[order].float()
+        tensors = {"order": order, "centre": ordered if self.keeps_means else torch.zeros_like(ordered)}
+        scores, told = self._scores(network, tensors, ordered)
+        if self.selector == "mlp":
+            told |= self._learn(index, network, tensors, ordered, scores)
+        elif self.selector == "fixed":
+            ranking = torch.arange(options.experts)
+            if options.baseline != "snip":
+                ranking = torch.randperm(options.experts, generator=generator(options.seed, "ranking", index))
+            tensors["ranking"] = ranking
+            told["captured"] = round((scores[:, ranking[: self._chosen]].sum() / scores.sum()).item(), 6)
+        return tensors, told
+
+    @property
+    def _chosen(self) -> int:
+        """Experts per token."""
+        return chosen_experts(self.options.keep, self.options.experts)
+
+    def _scores(
+        self, network: SampledNetwork, tensors: Mapping[str, Tensor], mean: Tensor
+    ) -> tuple[Tensor, dict[str, float]]:
+        """What every expert contributes to the sampled tokens, `[tokens, experts]`, and how sparse activations are."""
+        order, parts, small, small_centred = tensors["order"].to(network.device), [], 0, 0
+        for unordered in network.activations():
+            activations = unordered[:, order]
+            parts.append(expert_scores(activations, tensors["centre"].to(activations), self.options.experts))
+            small += _count_small(activations)
+            small_centred += _count_small(activations - mean.to(activations))
+        scores = torch.cat(parts)
+        count = len(scores) * len(order)
+        return scores, {
+            "soft_sparsity": round(small / count, 6),
+            "soft_sparsity_centred": round(small_centred / count, 6),
+        }
+
+    def _learn(
+        self, index: int, network: SampledNetwork, tensors: dict[str, Tensor], mean: Tensor, scores: Tensor
+    ) -> dict[str, float]:
+        """Put experts side by side that belong together, train their selector, settle representative values."""
+        options, experts = self.options, self.options.experts
+        neighbours = side_by_side(scores, self._chosen)
+        order, centre, mean = (
+            whole.view(experts, -1)[neighbours].flatten() for whole in (tensors["order"], tensors["centre"], mean)
+        )
+        selector = train_selector(
+            network.inputs,
+            scores[:, neighbours.to(scores.device)],
+            network.input_rows()[order.to(network.device)].unflatten(0, (experts, -1)).mean(1),
+            self._chosen,
+            seed=options.seed,
+            layer=index,
+            epochs=options.epochs,
+        )
+        if self.keeps_means and options.representative == "unselected":
+            centre = mean_where_left_out(network, order, selector, self._chosen, mean)
+        tensors |= {"order": order, "centre": centre, "first": selector.first.cpu(), "second": selector.second.cpu()}
+        return {
+            "captured": round(selector.captured, 6),
+            "captured_by_oracle": round(selector.best, 6),
+            "selector_accuracy": round(selector.accuracy, 6),
+        }
+
+
+def mean_where_left_out(
+    network: SampledNetwork, order: Tensor, selector: TrainedSelector, chosen: int, mean: Tensor
+) -> Tensor:
+    """Mean activations `[intermediate]` over the sampled tokens whose selector leaves a neuron out; of neurons that are
+    never left out, `mean`.
+
+    Of all constants these lose least, and the network's mean output stays what it was.
+    """
+    experts = len(selector.first)
+    total, times = torch.zeros(len(order), dtype=torch.float64), torch.zeros(experts, dtype=torch.float64)
+    for rows, unordered in zip(network.inputs.split(CHUNK), network.activations(), strict=True):
+        left_out = selector.left_out(rows, chosen)
+        activations = unordered[:, order.to(network.device)].float().unflatten(-1, (experts, -1))
+        total += (activations * left_out[..., None]).sum(0, dtype=torch.float64).flatten().cpu()
+        times += left_out.sum(0).double().cpu()
+    every = times.repeat_interleave(len(order) // experts)
+    return torch.where(every > 0, total / every.clamp_min(1), mean.double()).float()
+
+
+def _count_small(activations: Tensor) -> int:
+    return int((activations.abs() <= SOFT_ZERO).sum())
