@@ -61,6 +61,15 @@ def test_it_learns(tuned: Any, moe: Path, tiny_text: Path, tokens: Tensor) -> No
     assert tensors_of(output).keys() == tensors_of(moe).keys()
 
 
+def test_it_is_evaluated_once_a_step(run_cli: Any, moe: Path, data: Path, tmp_path: Path) -> None:
+    """Also where a step ends an epoch, of which there are two here, and the last is that of the training."""
+    options = (*SHORT, "--data", data, "--eval-data", data, "--no-packing", "--batch-size", 30, "--epochs", 2)
+    result = run_cli("tune", moe, tmp_path / "tuned", *options, "--eval-every", 1)
+    assert result.code == 0, result.stderr
+    evaluated = [line.partition(":")[0] for line in result.stderr.splitlines() if "eval_loss" in line]
+    assert evaluated == ["step 1", "step 2", "step 3", "step 4"]
+
+
 def test_layers_that_predict_further_tokens_stay_as_they_are(
     tuned: Any, save_model: Any, data: Path, tmp_path: Path
 ) -> None:
