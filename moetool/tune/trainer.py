@@ -154,6 +154,11 @@ class MoETrainer(Trainer):  # type: ignore[misc]
     def _require_finite(self, loss: Tensor) -> None:
         if not torch.isfinite(loss):
             step = self.state.global_step
+            if step == 0:
+                raise VerificationError(
+                    f"The loss is {loss.item()} at step 0, before anything has changed: weights are damaged, and "
+                    "`moetool verify` names them, or too large for --bf16."
+                )
             raise VerificationError(
                 f"The loss is {loss.item()} at step {step}. The last checkpoint before it is kept and --resume starts "
                 "from there; a smaller --learning-rate needs a new start with --overwrite."
