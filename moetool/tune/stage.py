@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moetool.architectures.base import whole_number
-from moetool.architectures.dense import is_encoder
+from moetool.architectures.dense import check_predicts, is_encoder
 from moetool.calibration.data import data_files, parse_data
 from moetool.calibration.opening import opening_text
 from moetool.calibration.windows import check_vocabulary, load_tokenizer
@@ -63,6 +63,7 @@ class AnySource:
         if is_encoder(checkpoint.config):
             kind = checkpoint.config["model_type"]
             raise InvalidInputError(f"{checkpoint.path} is an encoder ({kind}); tune trains causal language models.")
+        check_predicts(checkpoint.config)
         if not checkpoint.is_imagined:
             check_sizes(checkpoint)
         return cls(checkpoint)
