@@ -50,7 +50,7 @@ def check_predicts(config: Mapping[str, object]) -> None:
     """Raise `InvalidInputError` for an encoder of a family that is not known: as a causal language model, as which
     transformers loads many, each of its tokens sees those that it is to predict."""
     listed = config.get("architectures")
-    fills_in = isinstance(listed, list) and any(str(name).endswith(_MASKED[0]) for name in listed)
+    fills_in = isinstance(listed, list) and any(str(name).endswith("MaskedLM") for name in listed)
     encodes = (fills_in or config.get("model_type") in _ENCODER_TYPES) and not config.get("is_decoder")
     if encodes and not is_encoder(config):
         raise InvalidInputError(
