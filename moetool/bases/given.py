@@ -151,7 +151,11 @@ def open_base(spec: str, experts: ExpertReader, *, shared_expert: bool = False) 
         baseless = any(layout.is_baseless for layout in experts.layouts.values())
         raise UsageError(
             f"{experts.checkpoint.path} is already "
-            + ("compressed, without a base: start from its source." if baseless else "decomposed.")
+            + (
+                "compressed, without a base: start from its source."
+                if baseless
+                else "decomposed: svd-compress, quantize-delta and sparsify-delta go on from there."
+            )
         )
     for method in UNMEASURED_MERGES:
         if spec == method:

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moetool.calibration.json_records import json_records
 from moetool.checkpoint.source import first_line, local_path, looks_local
 from moetool.errors import InvalidInputError, UsageError, did_you_mean
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
-_BUILDERS = {".jsonl": "json", ".parquet": "parquet"}  # of `datasets`
+RECORD_SUFFIXES = (".jsonl", ".parquet")
 SEPARATOR = "\n\n"
 READ_CHARS = 1 << 20
 
@@ -174,16 +175,18 @@ def records(spec: DataSpec) -> Iterator[Mapping[str, object]]:
     """
     path = local_path(spec.source)
     if path.exists():
-        files = [file for file in data_files(path) if path.is_file() or file.suffix in _BUILDERS]
-        if not files or any(file.suffix not in _BUILDERS for file in files):
+        files = [file for file in data_files(path) if path.is_file() or file.suffix in RECORD_SUFFIXES]
+        if not files or any(file.suffix not in RECORD_SUFFIXES for file in files):
             raise InvalidInputError(
-                f"{path} holds no records: give a {' or '.join(_BUILDERS)} file, or a folder of them."
+                f"{path} holds no records: give a {' or '.join(RECORD_SUFFIXES)} file, or a folder of them."
             )
         for file in files:
-            if file.stat().st_size:  # `datasets` answers nothing with a StopIteration
+            if file.suffix == ".jsonl":
+                yield from json_records(file)
+            elif file.stat().st_size:  # `datasets` answers nothing with a StopIteration
                 # `datasets` takes names for patterns.
                 arguments = {"data_files": [glob.escape(str(file.absolute()))], "split": "train"}
-                yield from _rows(str(file), {"path": _BUILDERS[file.suffix], **arguments})
+                yield from _rows(str(file), {"path": "parquet", **arguments})
     elif looks_local(spec.source) or path.suffix in TEXT_SUFFIXES:
         raise InvalidInputError(f"No such file or folder: {spec.source}.")
     else:
@@ -202,17 +205,19 @@ def _rows(source: str, arguments: Mapping[str, object]) -> Iterator[Mapping[str,
     try:
         yield from datasets.load_dataset(**arguments, streaming=True)
     except Exception as error:  # a builder, a file system and a decoder, each with errors of its own
-        raise InvalidInputError(
-            f"Cannot read the data {source!r}: {first_line(error)}. "
-            "Check the name, its config and split, and the connection, or give a local file."
-        ) from error
+        advice = "Check the name, its config and split, and the connection, or give a local file."
+        if "data_files" in arguments:
+            advice = "Is it whole?"
+        raise InvalidInputError(f"Cannot read the data {source!r}: {first_line(error)}. {advice}") from error
 
 
 def _documents(rows: Iterable[Mapping[str, object]], source: str, column: str | None) -> Iterator[str]:
-    """The text of every record that has one."""
+    """The text of every record that has one; the first must have the column."""
     for number, row in enumerate(rows, start=1):
         columns = (column,) if column else _text_columns(row)
         if not columns or any(name not in row for name in columns):
+            if number > 1:
+                continue
             wanted = f"no column {column!r}" if column else "none of text, content, prompt and completion, messages"
             there = ", ".join(map(repr, row)) or "no columns"
             hint = did_you_mean(column, row) if column else ""

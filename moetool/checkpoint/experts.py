@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moetool.architectures import Architecture, MoEShape, Role
 from moetool.architectures.base import by_name
+from moetool.checkpoint.header import check_dtype
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec, is_finite
 from moetool.errors import InvalidInputError
@@ -161,11 +162,7 @@ class ExpertReader:
                     "Refusing to guess: a rewritten checkpoint would be wrong."
                 )
         self.names = frozenset(experts)
-        if not self.dtype.is_floating_point or self.dtype.itemsize < 2:
-            raise InvalidInputError(
-                f"The experts are stored as {self.dtype}; moetool works on 16- and 32-bit floating point numbers. "
-                "Convert the checkpoint to bfloat16 first."
-            )
+        check_dtype("The experts", self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -140,6 +140,16 @@ def _parse(file: Path, raw: bytes) -> tuple[dict[str, TensorInfo], int]:
     return tensors, position - data_start
 
 
+def check_dtype(what: str, dtype: torch.dtype) -> None:
+    """Raise `InvalidInputError` if `what` is not stored in floating point numbers of 16 bits or more: it stands for
+    other numbers, by scales that nothing tells of."""
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise InvalidInputError(
+            f"{what} are stored as {dtype}; moetool works on 16- and 32-bit floating point numbers. "
+            "Convert the checkpoint to bfloat16 first."
+        )
+
+
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     unique = dict(pairs)
     if len(unique) != len(pairs):

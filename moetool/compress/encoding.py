@@ -130,7 +130,10 @@ def encoded_layouts(source: Source, form: Form) -> dict[int, LayerLayout]:
                 weights[role] = None
                 continue
             if others := [entry.spec for entry in own if not entry.is_plain]:
-                raise InvalidInputError(f"The deltas of layer {layer} are already stored as '{others[0]}'.")
+                raise InvalidInputError(
+                    f"The deltas of layer {layer} are already stored as '{others[0]}'. Start from what export --format "
+                    "dense-experts writes of this model, or from its source."
+                )
             weights[role] = tuple(form(layer, expert, role, entry) for expert, entry in enumerate(own))
         layouts[layer] = LayerLayout(reader.shape, weights, old.base_channels, old.dynamic_channels, old.base)
     return layouts

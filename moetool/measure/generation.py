@@ -11,7 +11,8 @@ from pydantic import Field
 from moetool.architectures.dense import is_encoder
 from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
-from moetool.errors import UsageError
+from moetool.checkpoint.source import first_line
+from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.job.options import context_length
 from moetool.job.progress import Progress, Silent
 from moetool.measure.options import LoadedOptions
@@ -51,6 +52,7 @@ def generate(
         UsageError: the model is an encoder, or prompt and answer are longer than its positions.
         InvalidInputError: model or tokenizer cannot be used.
         ResourceError: there is too little memory for the model.
+        VerificationError: it gives NaN or infinity.
     """
     from moetool.measure.loading import load_for, stored_dtype
 
@@ -110,12 +112,18 @@ def _encode(tokenizer: Any, prompt: str, chat: str) -> torch.Tensor:
 
     Raises:
         UsageError: there is nothing to begin with.
+        InvalidInputError: the chat template fails.
     """
     if chat == "auto" and getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": prompt}]
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"]
+        try:
+            encoded = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )["input_ids"]
+        except Exception as error:  # a template may raise whatever it likes
+            raise InvalidInputError(
+                f"The chat template cannot write the prompt: {first_line(error)}. --chat never gives it as it is."
+            ) from error
     else:
         encoded = tokenizer(prompt, return_tensors="pt")["input_ids"]
     ids = encoded.long()
@@ -146,4 +154,20 @@ def _go_on(
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         streamer.on_finalized_text = lambda text, stream_end=False: write(text)
     ids = ids.to(model.device)
-    return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=streamer).cpu()
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=config,
+        streamer=streamer,
+        logits_processor=[_only_numbers],
+    ).cpu()
+
+
+def _only_numbers(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Logits as they are. Raises `VerificationError` if no token can be told from them."""
+    if bool((logits.isnan() | logits.isposinf()).any()):
+        raise VerificationError(
+            "The model gives NaN or infinity: its weights are damaged, and `moetool verify` names them, or the compute "
+            "dtype is too narrow (--compute-dtype float32)."
+        )
+    return logits

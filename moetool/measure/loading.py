@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from moetool.architectures.dense import check_predicts
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
 from moetool.job.job import pick_compute_dtype, pick_device
@@ -46,8 +47,10 @@ def load_for(
 
     Raises:
         ResourceError: that is more than there is.
-        InvalidInputError: transformers cannot load or run it.
+        InvalidInputError: transformers cannot load or run it, or it is an encoder of an unknown family.
     """
+    check_predicts(checkpoint.config)
+    check_predicts(checkpoint.config)
     dtype, place = computed_in(checkpoint, device, compute_dtype), _place(device)
     memory = check_memory(checkpoint, dtype, place)
     if progress is not None:

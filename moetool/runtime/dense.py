@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moetool.architectures import Role
 from moetool.architectures.dense import DenseArchitecture
+from moetool.checkpoint.header import check_dtype
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
 from moetool.format.entry import check_unquantized
@@ -29,7 +30,8 @@ class DenseModel:
         layers: number of decoder layers.
 
     Raises:
-        InvalidInputError: the family is not known, or a tensor of an FFN is missing or of another shape.
+        InvalidInputError: the family is not known, or a tensor of an FFN is missing, of another shape, or of fewer than
+            16 bits.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -53,6 +55,7 @@ class DenseModel:
                 found = self.checkpoint.info(name).shape
                 if found != (rows, columns):
                     raise InvalidInputError(f"Tensor {name} has shape {list(found)}; expected {[rows, columns]}.")
+                check_dtype(f"The numbers of {name}", self.checkpoint.info(name).dtype)
 
     @cached_property
     def config(self) -> "PreTrainedConfig":

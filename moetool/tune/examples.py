@@ -93,6 +93,8 @@ def load_examples(data: str, tokenizer: "PreTrainedTokenizerBase", length: int, 
                 found.silent += 1
             else:
                 found.items.append(example)
+    if not found.items and not found.silent:
+        raise InvalidInputError(f"{data} is empty: it holds no record and no text.")
     if not found.items:
         raise InvalidInputError(
             f"{data} has nothing to learn: of {found.silent} examples, {found.truncated} of them cut at {length} "

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from moetool.architectures.base import whole_number
-from moetool.architectures.dense import is_encoder
+from moetool.architectures.dense import check_predicts, is_encoder
 from moetool.calibration.data import data_files, parse_data
 from moetool.calibration.opening import opening_text
 from moetool.calibration.windows import check_vocabulary, load_tokenizer
 from moetool.checkpoint.files import patch_config
+from moetool.checkpoint.header import check_dtype
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError, UsageError, VerificationError
@@ -55,9 +56,14 @@ class AnySource:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "AnySource":
         check_unquantized(checkpoint.config)
+        if moetool_entry(checkpoint.config) is None:
+            for name, info in checkpoint.tensors.items():
+                if name.endswith(".weight"):
+                    check_dtype(f"The numbers of {name}", info.dtype)
         if is_encoder(checkpoint.config):
             kind = checkpoint.config["model_type"]
             raise InvalidInputError(f"{checkpoint.path} is an encoder ({kind}); tune trains causal language models.")
+        check_predicts(checkpoint.config)
         if not checkpoint.is_imagined:
             check_sizes(checkpoint)
         return cls(checkpoint)

@@ -54,6 +54,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         self.model_accepts_loss_kwargs = True
         self.is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         self._told: dict[str, list[float]] = {}
+        self._evaluated: tuple[int, dict[str, float]] | None = None
 
     def compute_loss(
         self,
@@ -128,7 +129,12 @@ class MoETrainer(Trainer):  # type: ignore[misc]
 
     @torch.no_grad()
     def evaluate(self, eval_dataset: Any = None, *_: object, **__: object) -> dict[str, float]:
-        """Mean next-token loss over all answer tokens of a data set, however it is cut into batches and processes."""
+        """Mean next-token loss over all answer tokens of a data set, however it is cut into batches and processes.
+
+        Asked again at the same step, which happens where it ends an epoch or the training, it only says so again.
+        """
+        if self._evaluated is not None and self._evaluated[0] == self.state.global_step:
+            return self._evaluated[1]
         model = self.model_wrapped
         model.eval()
         total = torch.zeros(2, dtype=torch.float64)
@@ -141,12 +147,18 @@ class MoETrainer(Trainer):  # type: ignore[misc]
             total += self.accelerator.gather_for_metrics(rows).sum(0).cpu()
         model.train()
         found = {"eval_loss": (total[0] / total[1]).item()}
+        self._evaluated = self.state.global_step, dict(found)
         self.log(found)
         return found
 
     def _require_finite(self, loss: Tensor) -> None:
         if not torch.isfinite(loss):
             step = self.state.global_step
+            if step == 0:
+                raise VerificationError(
+                    f"The loss is {loss.item()} at step 0, before anything has changed: weights are damaged, and "
+                    "`moetool verify` names them, or too large for --bf16."
+                )
             raise VerificationError(
                 f"The loss is {loss.item()} at step {step}. The last checkpoint before it is kept and --resume starts "
                 "from there; a smaller --learning-rate needs a new start with --overwrite."

@@ -1,6 +1,7 @@
 """What other engines make of an upcycled model, by their source: vLLM 0.33.0, and llama.cpp as of October 2026.
 
-transformers runs all of it. A rule is listed if an engine refuses a model, or, worse, computes something else.
+transformers runs all of it, some only as it is told. A rule is listed if an engine refuses a model, or, worse, computes
+something else.
 """
 
 from collections.abc import Mapping
@@ -12,10 +13,11 @@ from moetool.upcycle.targets import Target
 
 _GRANITE = ("granitemoe", "granitemoeshared")
 _QWEN = ("qwen2_moe", "qwen3_moe")
+_STRIDE = 8  # numbers of 16 bits in the 16 bytes of which rows have to be multiples for a product of many matrices
 
 
 def lint(target: Target, dense: DenseModel, spec: MoESpec, config: Mapping[str, object]) -> list[str]:
-    """Warnings about what vLLM or llama.cpp cannot express, a sentence each."""
+    """Warnings about what vLLM or llama.cpp cannot express, or transformers not by itself, a sentence each."""
     name, features = target.name, dense.features
     if name == "moetool":
         return ["only transformers, after `import moetool`, runs moetool's custom MoE layers"]
@@ -28,6 +30,11 @@ def lint(target: Target, dense: DenseModel, spec: MoESpec, config: Mapping[str, 
     note(
         moetool_entry(config) is not None,
         "only transformers, after `import moetool`, runs deltas; `moetool export` writes experts in full",
+    )
+    note(
+        moetool_entry(config) is None and (spec.intermediate % _STRIDE or spec.hidden % _STRIDE),
+        f"experts are {spec.hidden} to {spec.intermediate} wide, not both multiples of {_STRIDE}: transformers refuses "
+        "to run them in 16 bits without experts_implementation='eager'; moetool's commands do not",
     )
     note(name == "flex_olmo", "llama.cpp does not know flex_olmo; older vLLM ignores norm_topk_prob for it")
     note(

@@ -1,12 +1,13 @@
 """Dense families: what is known of them against what transformers writes, and refusals of everything else."""
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from dense_families import DENSE_FAMILIES, MOEFY_FAMILIES, build_dense
 
-from moetool.architectures.dense import FEATURES, dense_architectures, find_dense_architecture
+from moetool.architectures.dense import FEATURES, check_predicts, dense_architectures, find_dense_architecture
 from moetool.errors import InvalidInputError
 
 
@@ -78,4 +79,24 @@ def test_an_unknown_family_gets_a_hint() -> None:
     assert "Unknown dense model family 'lama'. Known families: bert, falcon, gemma" in told
     assert told.endswith("Did you mean 'llama'?")
     assert "Did you mean" not in refusal({"model_type": "zzz"})
-    assert "'None'" in refusal({})
+    assert refusal({}) == "config.json names no model_type, so that its family cannot be told."
+
+
+def test_wrappers_are_told_from_typing_errors() -> None:
+    told = refusal({"model_type": "llava", "text_config": {"model_type": "llama"}})
+    assert told.startswith("This model (llava) is a language model (llama) with others around it.")
+
+
+@pytest.mark.parametrize(
+    ("config", "predicts"),
+    [
+        ({"model_type": "roberta"}, False),
+        ({"model_type": "nomic", "architectures": ["NomicForMaskedLM"]}, False),
+        ({"model_type": "roberta", "is_decoder": True}, True),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, True),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, True),
+    ],
+)
+def test_encoders_that_would_pass_for_decoders(config: dict[str, Any], predicts: bool) -> None:
+    with nullcontext() if predicts else pytest.raises(InvalidInputError, match=r"only encodes: .* takes BERT only"):
+        check_predicts(config)

@@ -160,6 +160,13 @@ def test_records_of_different_kinds(tmp_path: Path) -> None:
     assert text_of(write_jsonl(tmp_path / "x.jsonl", {"text": "t"}, messages)) == "t\n\nm"
 
 
+def test_records_are_what_the_file_says(tmp_path: Path) -> None:
+    """No column is made of what only looks like times, and none is asked of every record."""
+    mixed = write_jsonl(tmp_path / "x.jsonl", {"text": "2024-01-01"}, {"id": 2}, {"text": "2024-01-02T03:04:05"})
+    assert text_of(mixed) == text_of(f"{mixed}:::text") == "2024-01-01\n\n2024-01-02T03:04:05"
+    assert text_of(write(tmp_path / "array.jsonl", '\ufeff[{"text": "\\u00e9"},\n {"text": "b"}]')) == "é\n\nb"
+
+
 def test_folder_in_order_of_names(tmp_path: Path) -> None:
     write(tmp_path / "d" / "b.txt", "second")
     write_jsonl(tmp_path / "d" / "c" / "x.jsonl", {"text": "third"})
@@ -203,7 +210,12 @@ def test_hub_failures(monkeypatch: pytest.MonkeyPatch) -> None:
         ("{tmp}/x.csv", r"should end in \.txt, \.jsonl, \.parquet"),
         ("{tmp}/none", r"none has no \.txt, \.jsonl, \.parquet files"),
         ("{tmp}/latin.txt", "latin.txt is not UTF-8"),
-        ("{tmp}/broken.jsonl", "Cannot read the data .*broken.jsonl"),
+        ("{tmp}/broken.jsonl", "broken.jsonl, line 3 cannot be read as JSON: Expecting ',' delimiter"),
+        ("{tmp}/half.jsonl", "half.jsonl, line 1 cannot be read as JSON: .*surrogates not allowed"),
+        ("{tmp}/null.jsonl", r'null.jsonl, line 1 holds null, no object such as {"text": "…"}'),
+        ("{tmp}/array.jsonl", "array.jsonl, record 2 holds 3, no object"),
+        ("{tmp}/latin.jsonl", "latin.jsonl is not UTF-8"),
+        ("{tmp}/short.parquet", r"Cannot read the data .*short.parquet.*: .*\. Is it whole\?"),
         ("{tmp}/odd.jsonl", "none of text, content, prompt and completion, messages; it has 'id', 'body'. Name one"),
         ("{tmp}/odd.jsonl:::text", "no column 'text'; it has 'id', 'body'"),
         ("{tmp}/odd.jsonl:::id", "odd.jsonl, record 1, 'id' holds 5, not text"),
@@ -214,7 +226,12 @@ def test_unreadable(tmp_path: Path, name: str, message: str) -> None:
     write(tmp_path / "x.csv", "a,b")
     write(tmp_path / "none" / "README.md", "")
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
-    write(tmp_path / "broken.jsonl", '{"text": "a"}\n{"text": 3x}\n')
+    (tmp_path / "latin.jsonl").write_bytes('{"text": "é"}'.encode("latin-1"))
+    write(tmp_path / "broken.jsonl", '{"text": "a"}\n\n{"text": 3x}\n')
+    write(tmp_path / "half.jsonl", r'{"text": "\ud800"}')
+    write(tmp_path / "null.jsonl", "null\n")
+    write(tmp_path / "array.jsonl", '[{"text": "a"},\n3]')
+    write(tmp_path / "short.parquet", "PAR1")
     write_jsonl(tmp_path / "odd.jsonl", {"id": 5, "body": {"x": 1}})
     with pytest.raises(InvalidInputError, match=message):
         text_of(name.format(tmp=tmp_path))

@@ -532,6 +532,7 @@ def test_too_few_sources(refused: Any, models: list[Path]) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"hidden_size": 40}, ["different shapes", "[288, 40]", "[288, 32]", "lm_head.weight"]),
         ({"vocab_size": 300}, ["different vocabularies", "[300, 32]", "[288, 32]", "lm_head.weight"]),
         ({"intermediate_size": 64}, ["different shapes", "layers.0.mlp.down_proj.weight", "[32, 64]", "[32, 48]"]),
         ({"num_key_value_heads": 4}, ["different shapes", "layers.0.self_attn.k_proj.weight"]),

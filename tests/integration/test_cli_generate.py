@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 RunCli = Callable[..., Any]
@@ -69,6 +70,27 @@ def test_what_cannot_be_written(
     result = run_cli("generate", tiny_mixtral, prompt, *options)
     assert result.code == code
     assert said in result.stderr.splitlines()[-1]
+
+
+def test_a_model_whose_numbers_are_none(run_cli: RunCli, tiny_mixtral: Path, tmp_path: Path) -> None:
+    """The likeliest token of NaNs is the first: an empty text, where it ends one."""
+    broken = shutil.copytree(tiny_mixtral, tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    for temperature in (0, 1):
+        result = run_cli("generate", broken, PROMPT, *SHORT, "--temperature", temperature)
+        assert result.code == 5
+        assert "error: The model gives NaN or infinity: its weights are damaged" in result.stderr
+
+
+def test_a_chat_template_that_fails(run_cli: RunCli, tiny_mixtral: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_mixtral, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% for m in %}")
+    result = run_cli("generate", model, PROMPT, *SHORT)
+    assert result.code == 3
+    assert "error: The chat template cannot write the prompt: Expected an expression" in result.stderr
+    assert run_cli("generate", model, PROMPT, *SHORT, "--chat", "never").code == 0
 
 
 def test_an_encoder_is_refused(run_cli: RunCli, dense: Callable[..., Path]) -> None:

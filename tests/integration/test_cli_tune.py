@@ -1,6 +1,7 @@
 """`moetool tune`, run as a user runs it."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import families
 import pytest
 import torch
 from checkpoints import ONE_THREAD, contents, load, load_whole, logits, relative_error, tensors_of
+from safetensors.torch import save_file
 from torch import Tensor
 
 SHORT = ("--sequence-length", 64, "--batch-size", 2, "--learning-rate", 1e-3, "--log-every", 1)
@@ -61,6 +63,15 @@ def test_it_learns(tuned: Any, moe: Path, tiny_text: Path, tokens: Tensor) -> No
     assert tensors_of(output).keys() == tensors_of(moe).keys()
 
 
+def test_it_is_evaluated_once_a_step(run_cli: Any, moe: Path, data: Path, tmp_path: Path) -> None:
+    """Also where a step ends an epoch, of which there are two here, and the last is that of the training."""
+    options = (*SHORT, "--data", data, "--eval-data", data, "--no-packing", "--batch-size", 30, "--epochs", 2)
+    result = run_cli("tune", moe, tmp_path / "tuned", *options, "--eval-every", 1)
+    assert result.code == 0, result.stderr
+    evaluated = [line.partition(":")[0] for line in result.stderr.splitlines() if "eval_loss" in line]
+    assert evaluated == ["step 1", "step 2", "step 3", "step 4"]
+
+
 def test_layers_that_predict_further_tokens_stay_as_they_are(
     tuned: Any, save_model: Any, data: Path, tmp_path: Path
 ) -> None:
@@ -83,6 +94,20 @@ def test_the_same_seed_gives_the_same_bytes(tuned: Any, moe: Path, data: Path) -
     first, second, other = (tuned(moe, "--data", data, "--steps", 3, "--seed", seed)[0] for seed in (1, 1, 2))
     assert contents(first) == contents(second)
     assert (first / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
+
+
+def test_what_cannot_be_trained(run_cli: Any, moe: Path, data: Path, tmp_path: Path) -> None:
+    """Codes without scales, and a model that gives NaN before it has learnt anything."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    for value, code, said in (
+        (torch.zeros(32, 32, dtype=torch.int8), 3, f"The numbers of {name} are stored as torch.int8"),
+        (torch.full((32, 32), torch.nan), 5, "at step 0, before anything has changed: weights are damaged"),
+    ):
+        broken = shutil.copytree(moe, tmp_path / f"broken-{code}")
+        save_file({**tensors_of(moe), name: value}, broken / "model.safetensors", {"format": "pt"})
+        result = run_cli("tune", broken, tmp_path / "out", *SHORT, "--data", data, "--steps", 1)
+        assert result.code == code, result.stderr
+        assert said in result.stderr
 
 
 @pytest.mark.parametrize("source", ["mixtral", "own module", "differences"])

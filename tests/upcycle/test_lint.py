@@ -48,6 +48,8 @@ RULES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"of": ("mixtral",), "config": {"quantization_config": None}},
         "runs deltas",
     ),
+    ({"of": ("mixtral",), "width": 172}, {"of": ("mixtral",), "width": 344}, "experts_implementation='eager'"),
+    ({"of": ("mixtral",), "hidden": 36}, {"of": ("mixtral",), "hidden": 40}, "experts_implementation='eager'"),
     ({"of": ("flex_olmo",)}, {"of": ("mixtral",)}, "does not know flex_olmo"),
     ({"of": ("qwen2_moe",)}, {"of": ("qwen2_moe",), "shared": "med"}, "never renormalizes"),
     ({"of": ("qwen2_moe",), "shared": "half"}, {"of": ("qwen3_moe",)}, "never renormalizes"),

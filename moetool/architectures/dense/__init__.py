@@ -13,6 +13,7 @@ from moetool.errors import InvalidInputError
 __all__ = [
     "FEATURES",
     "DenseArchitecture",
+    "check_predicts",
     "dense_architectures",
     "find_dense_architecture",
     "head_of_a_task",
@@ -45,6 +46,23 @@ def head_of_a_task(config: Mapping[str, object]) -> str | None:
     return None if any(str(name).endswith(_MASKED) for name in listed) else str(listed[0])
 
 
+def check_predicts(config: Mapping[str, object]) -> None:
+    """Raise `InvalidInputError` for an encoder of a family that is not known: as a causal language model, as which
+    transformers loads many, each of its tokens sees those that it is to predict."""
+    listed = config.get("architectures")
+    fills_in = isinstance(listed, list) and any(str(name).endswith("MaskedLM") for name in listed)
+    encodes = (fills_in or config.get("model_type") in _ENCODER_TYPES) and not config.get("is_decoder")
+    if encodes and not is_encoder(config):
+        raise InvalidInputError(
+            f"This model ({config.get('model_type')}) only encodes: its tokens see those after them, and it predicts "
+            f"none. Of encoders moetool takes {_encoders()} only."
+        )
+
+
+def _encoders() -> str:
+    return ", ".join(family.name for family in dense_architectures() if family.is_encoder)
+
+
 def find_dense_architecture(config: Mapping[str, object]) -> DenseArchitecture:
     """The dense family that a `config.json` belongs to, by its model type, whatever custom modules it lists.
 
@@ -65,8 +83,15 @@ def find_dense_architecture(config: Mapping[str, object]) -> DenseArchitecture:
     if model_type in _ENCODER_TYPES or any(mark in name for name in classes for mark in _ENCODERS):
         raise InvalidInputError(
             f"This model ({model_type}) only encodes. Upcycling needs a decoder: a causal language model; moefy takes "
-            f"{', '.join(family.name for family in dense_architectures() if family.is_encoder)} too."
+            f"{_encoders()} too."
         )
+    if isinstance(inner := config.get("text_config"), Mapping):
+        raise InvalidInputError(
+            f"This model ({model_type}) is a language model ({inner.get('model_type')}) with others around it. "
+            "Save the language model as a checkpoint of its own first."
+        )
+    if "model_type" not in config:
+        raise InvalidInputError("config.json names no model_type, so that its family cannot be told.")
     close = difflib.get_close_matches(model_type, by_type, n=1)
     hint = f" Did you mean '{close[0]}'?" if close else ""
     raise InvalidInputError(

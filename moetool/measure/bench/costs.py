@@ -255,9 +255,10 @@ def _(module: Interpolation, chosen: int) -> Cost:
 
 
 def _attention(model: Any) -> Iterator[Attention]:
-    """Of every layer, by the model's config."""
+    """Of every layer, by the model's config; of none, where it has no attention."""
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
+    if (heads := getattr(config, "num_attention_heads", None)) is None:
+        return
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     cached = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):

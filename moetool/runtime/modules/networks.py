@@ -96,7 +96,11 @@ class SplitFFN(CustomLayer):
         """
         linear = self.ffn.get_submodule(self.names[role])
         if not isinstance(linear, nn.Linear):
-            raise TypeError(f"{self.names[role]} is a {type(linear).__name__}: its neurons cannot be taken apart")
+            kind = type(linear)
+            raise TypeError(
+                f"{self.names[role]} is a {kind.__module__}.{kind.__name__}: its neurons cannot be taken apart. "
+                "Leave it out of what adapters are put on (target_modules)."
+            )
         return linear
 
     @property

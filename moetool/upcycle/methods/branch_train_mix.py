@@ -132,7 +132,8 @@ class BranchTrainMix(Upcycle[BranchTrainMixOptions]):
             if tensor not in other.tensors:
                 raise InvalidInputError(f"{name} has no tensor {tensor}, which {own.path} has: they cannot be mixed.")
             if (found := other.tensors[tensor].shape) != info.shape:
-                kind = "vocabularies" if "embed" in tensor or "lm_head" in tensor else "shapes"
+                by_token = "embed" in tensor or "lm_head" in tensor
+                kind = "vocabularies" if by_token and found[0] != info.shape[0] else "shapes"
                 raise InvalidInputError(
                     f"Sources of different {kind} cannot be mixed: {tensor} has shape {list(found)} in {name} and "
                     f"{list(info.shape)} in {own.path}."

@@ -10,6 +10,7 @@ from dense_families import DENSE_FAMILIES, build_dense
 from families import FAMILIES, build
 from kinds import KINDS, MIXTRAL, layout
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from moetool.format.layout import LayerLayout
 from moetool.measure.bench.costs import Attention, Cost, Costs, model_costs, of_module
@@ -171,6 +172,14 @@ def test_every_kind_is_counted(kind: str) -> None:
         costs = model_costs(KINDS[kind]())
     assert 50_000 < costs.decode_flops(5) < 130_000
     assert 80_000 < costs.decode_bytes(5) < 300_000
+
+
+def test_a_model_without_attention() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    with quiet():
+        costs = model_costs(AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes)))
+    assert costs.attention == ()
+    assert costs.decode_flops(5) == costs.decode_flops(500) > 0
 
 
 def test_windows_and_directions() -> None:

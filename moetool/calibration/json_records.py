@@ -1,0 +1,46 @@
+"""The records of a `.jsonl` file, read here and not by `datasets`: it takes columns from all records together, turns
+strings that look like times into times, and ends the process at a file that begins with `null`."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from moetool.errors import InvalidInputError
+
+
+def json_records(file: Path) -> Iterator[Mapping[str, object]]:
+    """One object a line, blank lines aside; or, as some name such a file too, all objects of one array.
+
+    Raises:
+        InvalidInputError: the file cannot be read, is not UTF-8, or holds something else; the line is named.
+    """
+    try:
+        with file.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, start=1):
+                where = f"{file}, line {number}"
+                if number == 1 and line.lstrip().startswith("["):
+                    values = _value(line + lines.read(), where)
+                    assert isinstance(values, list)
+                    yield from (_object(value, f"{file}, record {place}") for place, value in enumerate(values, 1))
+                elif line.strip():
+                    yield _object(_value(line, where), where)
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{file} is not UTF-8 ({error}). Convert it, for example with iconv.") from error
+    except OSError as error:
+        raise InvalidInputError(f"Cannot read {file}: {error.strerror or error}.") from error
+
+
+def _value(text: str, where: str) -> object:
+    try:
+        value: object = json.loads(text)
+        if "\\u" in text:  # half of a surrogate pair may be escaped, and is no text
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"{where} cannot be read as JSON: {error}. Mend or remove it.") from error
+    return value
+
+
+def _object(value: object, where: str) -> Mapping[str, object]:
+    if not isinstance(value, dict):
+        raise InvalidInputError(f'{where} holds {json.dumps(value)[:80]}, no object such as {{"text": "…"}}.')
+    return value
