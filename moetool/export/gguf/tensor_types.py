@@ -4,6 +4,7 @@ What is lost is measured on an even grid of as many bits and as many numbers to 
 scales loses less, of all types about alike. Types are in ggml-common.h, what does for short rows in llama-quant.cpp.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -147,8 +148,8 @@ class Menu:
         """Raise `UsageError` unless a file can have that few bits per weight."""
         if (least := self.bits_per_weight(self.smallest)) > target:
             raise UsageError(
-                f"--target-bpw {target:g} is less than this model can have: in the smallest types, with "
-                f"{_OUTSIDE[HEAD]} bits for the head and fp32 for routers and norms, it has {least:.2f}."
+                f"--target-bpw {target:g} is less than this model can have: with the smallest types, {_OUTSIDE[HEAD]} "
+                f"bits for the head and fp32 for routers and norms, it has {math.ceil(100 * least) / 100:.2f}."
             )
 
     def choose(self, target: float, losses: Mapping[str, Sequence[float]]) -> dict[str, FewBits]:
