@@ -283,7 +283,7 @@ def engine_rows(model: Path, options: argparse.Namespace, kept: Kept) -> Iterato
         yield row(f"compressed-tensors, {bits} bits", get(f"{bits} bits", lambda bits=bits: packed(model, bits, few)))
     for number in ("F16", "Q8_0"):
         yield row(f"llama.cpp, {number}", get(number, lambda number=number: advised(model, number, few)))
-    for number in ("Q4_K_M", "Q3_K_M", "Q2_K"):
+    for number in ("Q4_K_M", "Q2_K"):
         plain = get(number, lambda number=number: advised(model, number, few))
         told = get(f"{number} told", lambda number=number: advised(model, number, few, imatrix=True))
         target = math.floor(100 * plain["bits"]) / 100
