@@ -33,13 +33,18 @@ def atomically(file: Path, needed: int | None = None) -> Iterator[Path]:
         with storage_errors(file, needed):
             file.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
-        with storage_errors(file, needed):
-            _sync(temporary)
-            temporary.replace(file)
-            _sync(file.parent)
+        settle(temporary, file, needed)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)  # gone already if all went well
+
+
+def settle(temporary: Path, file: Path, needed: int | None = None) -> None:
+    """Give a finished file its name, once it is on the disk. Raises `ResourceError` where sync or rename fails."""
+    with storage_errors(file, needed):
+        sync(temporary)
+        temporary.replace(file)
+        sync(file.parent)
 
 
 @contextmanager
@@ -213,7 +218,7 @@ def is_intact(path: Path, digest: str) -> bool:
         return False
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until a file, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -5,10 +5,11 @@ import shutil
 import sys
 from pathlib import Path
 
+from moetool.format.gguf import IMATRIX, MODEL, TENSOR_TYPES
 from moetool.job.result import Result
 
 # What a name in capitals stands for is the reader's to say.
-_TEXT, _OUT = "TEXT", "OUT"
+_TEXT, _OUT, _SMALL = "TEXT", "OUT", "SMALL.gguf"
 _EXPORTS = {"dense-experts", "dense", "compressed-tensors"}
 
 
@@ -21,6 +22,8 @@ def after_stage(command: str, result: Result, *, trains: bool = True) -> str:
         trains: whether the result can be tuned, which encoders cannot.
     """
     given, made = result.input, result.output
+    if result.stage == "gguf":
+        return _after_gguf(Path(made))
     if result.stage in _EXPORTS:
         return f"vllm serve {shlex.quote(made)}"
     if command == "fisher-merge":
@@ -32,6 +35,15 @@ def after_stage(command: str, result: Result, *, trains: bool = True) -> str:
     if command == "upcycle":
         return line("eval", made, "--data", _TEXT)
     return line("eval", made, "--data", _TEXT, "--against", given)
+
+
+def _after_gguf(made: Path) -> str:
+    """What llama.cpp makes of a file, and of what was measured for it."""
+    known = {"--imatrix": made / IMATRIX, "--tensor-type-file": made / TENSOR_TYPES}
+    told = [word for option, file in known.items() if file.exists() for word in (option, str(file))]
+    if told:
+        return shlex.join(["llama-quantize", *told, str(made / MODEL), _SMALL, "Q4_K_M"])
+    return shlex.join(["llama-cli", "-m", str(made / MODEL)])
 
 
 def line(*arguments: str) -> str:

@@ -14,6 +14,9 @@ from moetool.architectures import Architecture, Role
 from moetool.architectures.base import whole_number
 from moetool.errors import InvalidInputError, UsageError
 
+# Files of an export: the model, and what llama-quantize can be told of it.
+MODEL, IMATRIX, TENSOR_TYPES = "model.gguf", "imatrix.gguf", "tensor-types.txt"
+
 EXPERTS: Mapping[Role, str] = MappingProxyType({role: f"ffn_{role}_exps.weight" for role in ("gate", "up", "down")})
 SHARED_EXPERT: Mapping[Role, str] = MappingProxyType(
     {role: f"ffn_{role}_shexp.weight" for role in ("gate", "up", "down")}

@@ -170,6 +170,7 @@ def test_a_heart_beats_while_one_unit_takes_long() -> None:
         ("compress", "hybrid", "moetool eval 'a model' --data TEXT --against in"),
         ("fisher-merge", "fisher-merge", "moetool decompose in OUT --base 'a model'"),
         ("export", "compressed-tensors", "vllm serve 'a model'"),
+        ("export", "gguf", "llama-cli -m 'a model/model.gguf'"),
     ],
 )
 def test_what_comes_next(command: str, stage: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,11 +49,13 @@ NOT_RUN = {
     ".venv/bin/python": "runs other tests",
     "python": "a benchmark: hours on a model of one's own; its options are checked by test_scripts_exist",
     "sbatch": "needs Slurm",
+    "llama-quantize": "llama.cpp's; test_cli_gguf_quantize.py calls what it calls",
     "torchrun": "starts processes; test_cli_ranks.py and test_cli_tune.py of tests/integration do",
     "accelerate": "needs a card for every process",
 }
 SHELL = ("console", "bash")
-# Options after the shown ones, by what a command is: fewer and shorter windows, groups that divide a tiny matrix.
+# Options after the shown ones, by what a command is: fewer and shorter windows, groups that divide a tiny matrix, and
+# bits that its short rows can have.
 SMALLER = {
     "calibration": "--samples 4 --sequence-length 32",
     "moefy": "--samples 16 --sequence-length 64 --experts 4",
@@ -62,6 +64,7 @@ SMALLER = {
     "evaluation": "--sequence-length 32 --windows 4",
     "bench": "--lengths 16 --new-tokens 2 --rounds 1",
     "groups": "--group-size 32",
+    "types": "--target-bpw 12",
 }
 
 TEXT = ("--calibration", "TEXT.txt")
@@ -158,6 +161,8 @@ def smaller(arguments: list[str]) -> list[str]:
         more.append("--calibration TEXT.txt")
     if "hybrid" in arguments or name == "quantize-delta":
         more.append(SMALLER["groups"])
+    if "--target-bpw" in arguments:
+        more.append(SMALLER["types"])
     if name == "decompose" and "--base-bits" in arguments:
         more.append(SMALLER["groups"])
     return [*arguments, *" ".join(more).split()]

@@ -1,34 +1,50 @@
-"""To llama.cpp and everything that is built on it: one GGUF file with weights, tokenizer and chat template."""
+"""To llama.cpp and everything that is built on it: one GGUF file with weights, tokenizer and chat template.
+
+On a text, beside it what its `llama-quantize` wants to know of a model: an importance matrix, and types for tensors.
+"""
 
 from collections import Counter
 from functools import cached_property
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import ClassVar
 
 from pydantic import Field
 
-from moetool.errors import VerificationError
+from moetool.checkpoint.files import write_bytes
+from moetool.errors import UsageError, VerificationError
 from moetool.export.gguf.file import GgufTensor, NumberType, data_bytes, write_gguf
-from moetool.export.gguf.model import GgufSource
+from moetool.export.gguf.imatrix import write_imatrix
+from moetool.export.gguf.measuring import TensorStatistics, measure_tensors
+from moetool.export.gguf.model import GgufSource, layer_of
+from moetool.export.gguf.tensor_types import Menu, counted_types, type_lines
 from moetool.export.gguf.tokenizer import GgufTokenizer, has_tokenizer, read_tokenizer
-from moetool.format.gguf import gguf_library
-from moetool.job.building_blocks import decoding, dense_size, moe_size
-from moetool.job.job import Input, Job
-from moetool.job.options import RunOptions
-from moetool.job.phases import WRITE, rewriting_phases
+from moetool.format.gguf import IMATRIX, MODEL, TENSOR_TYPES, gguf_library
+from moetool.job.building_blocks import (
+    ModelSize,
+    calibration_backward,
+    calibration_forward,
+    decoding,
+    dense_size,
+    moe_size,
+)
+from moetool.job.job import Input, Job, pick_compute_dtype, pick_device
+from moetool.job.options import RunOptions, TextOptions
+from moetool.job.phases import BACKWARD, FORWARD, WRITE, Phases, rewriting_phases
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.progress import phase
 from moetool.job.result import Sizes, Told
 from moetool.job.stage import Stage
-from moetool.job.work import Work
+from moetool.job.work import Phase, Work
 from moetool.job.writing import record_origin
 
-MODEL = "model.gguf"
+_REQUANTIZED = ("f32", "f16", "bf16")  # what llama-quantize starts from
+_DIGEST = "digest"  # of the file so far, in what its units tell
 _TOKENIZER_ROOM = 2  # bytes in the file for one of tokenizer.json, at most
 
 
-class ExportGgufOptions(RunOptions):
-    """The types of numbers, and what the tokenizer is called."""
+class ExportGgufOptions(RunOptions, TextOptions):
+    """The types of numbers, what the tokenizer is called, and on which text llama-quantize is helped, if on any."""
 
     type: NumberType = Field(
         "f16", description="Of the weights; routers and norms are always fp32. llama-quantize makes further ones."
@@ -38,22 +54,52 @@ class ExportGgufOptions(RunOptions):
         None,
         description="llama.cpp's name of how the tokenizer cuts a text, where moetool does not know it from its rules.",
     )
+    target_bpw: float | None = Field(
+        None,
+        gt=0,
+        description=f"With --calibration: write {TENSOR_TYPES}, which has llama-quantize give every tensor the type in "
+        "which it loses least, with so many bits per weight in all.",
+    )
 
 
 class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
     """Writes tensors in llama.cpp's order of rows, experts decoded one by one, whatever they were stored as."""
 
     name: ClassVar[str] = "gguf"
-    summary: ClassVar[str] = "one file for llama.cpp, with tokenizer and chat template"
+    summary: ClassVar[str] = "one file for llama.cpp, and what llama-quantize is to know of it"
     options_type: ClassVar[type[RunOptions]] = ExportGgufOptions
     source_type: ClassVar[type[Input]] = GgufSource
     method_of: ClassVar[str | None] = "export"
+
+    @property
+    def _text(self) -> TextOptions | None:
+        return None if self.options.calibration is None else self.options
+
+    @property
+    def _types(self) -> set[NumberType]:
+        return {self.options.type, self.options.experts_type or self.options.type}
 
     @cached_property
     def _tensors(self) -> list[GgufTensor]:
         """What is written, of an input that can be."""
         self.source.check()
         return self.source.tensors(self.options.type, self.options.experts_type or self.options.type)
+
+    @cached_property
+    def _menu(self) -> Menu | None:
+        """What llama-quantize can make of each tensor, if types are to be chosen."""
+        target, menu = self.options.target_bpw, Menu.of(self._tensors)
+        if target is None:
+            return None
+        if self._text is None:
+            raise UsageError("--target-bpw chooses types by what they lose on a text: --calibration FILE.")
+        if odd := self._types - set(_REQUANTIZED):
+            raise UsageError(
+                f"--target-bpw is for llama-quantize, which makes nothing of {min(odd)} again: "
+                f"--type {', '.join(_REQUANTIZED)}."
+            )
+        menu.check(target)
+        return menu
 
     @cached_property
     def _tokenizer(self) -> GgufTokenizer | None:
@@ -67,32 +113,75 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         path = source.checkpoint.path / "tokenizer.json"
         room = _TOKENIZER_ROOM * path.stat().st_size if path.exists() else 0
         output = data_bytes(tensors) + room + (1 << 16)
-        cost = CalibrationCost(0, 1, 4)
+        cost, back = self._cost, self._menu is not None
         if source.experts is not None:
-            size = moe_size(source.experts)
-            memory = cost.memory_bytes(source.experts, gradients=False, factors=False)
+            size, hidden = moe_size(source.experts), source.experts.shape.hidden
+            memory = cost.layer_memory(source.experts, gradients=back).nbytes()
             work = decoding(size) if source.experts.layouts else Work()
         else:
             assert source.dense is not None
-            size, work = dense_size(source.dense), Work()
-            memory = cost.dense_memory_bytes(source.dense, runs=False, calibrated=False)
+            size, hidden, work = dense_size(source.dense), source.dense.hidden, Work()
+            memory = cost.dense_memory_bytes(source.dense, runs=self._text is not None, calibrated=True)
         types = Counter(tensor.type for tensor in tensors)
         return Plan(
             stage=self.name,
             input_bytes=source.checkpoint.weight_bytes,
             output_bytes=output,
-            scratch_bytes=0,
+            scratch_bytes=cost.gradient_bytes(hidden, size.layers) if back else cost.forward_bytes(hidden),
             memory_bytes=memory,
-            phases=rewriting_phases(size, output, work),
+            phases=(*self._text_phases(cost, size), *rewriting_phases(size, output, work)),
             details={"architecture": source.family.architecture, "tensors": ", ".join(_counted(types))},
         )
 
+    @property
+    def _cost(self) -> CalibrationCost:
+        """Of the text, if there is one."""
+        dtype, device = self.source.dtype, pick_device(self.options.device)
+        if self._text is None:
+            return CalibrationCost(0, 1, 4)
+        gradients = self._menu is not None
+        computed = pick_compute_dtype(self.options.compute_dtype, device, dtype, gradients=gradients)
+        return CalibrationCost.of(self._text, computed, dtype)
+
+    def _text_phases(self, cost: CalibrationCost, size: ModelSize) -> Phases:
+        if self._text is None:
+            return ()
+        forward = Phase(FORWARD, calibration_forward(cost, size))
+        if self._menu is None:
+            return (forward,)
+        return forward, Phase(BACKWARD, forward.work + calibration_backward(cost, size))
+
     def run(self, job: Job[GgufSource]) -> Told:
-        library = gguf_library()
-        source, tensors, file = self.source, self._tensors, job.output / MODEL
+        source, files = self.source, [job.output / MODEL]
         source.check_idle()
         for line in self._remarks():
             job.progress.log(line)
+        facts = None
+        if self._text is not None:
+            measured = measure_tensors(job, self._text, {tensor.name: tensor for tensor in self._tensors}, self._menu)
+            facts = measured.facts
+            files += self._write_advice(job, measured)
+        self._write(job, files[0])
+        record_origin(job, seed=self.options.seed, files=files, calibration=facts)
+        return Told(calibration=facts)
+
+    def _write_advice(self, job: Job[GgufSource], measured: TensorStatistics) -> list[Path]:
+        """What llama-quantize is to be told."""
+        files, target = [job.output / IMATRIX], self.options.target_bpw
+        windows, text = measured.facts.windows, str(self.options.calibration)
+        write_imatrix(files[0], measured.importance, text, windows, self.options.sequence_length)
+        if self._menu is not None and target is not None:
+            chosen = self._menu.choose(target, measured.losses)
+            files.append(job.output / TENSOR_TYPES)
+            write_bytes(files[1], type_lines(chosen).encode())
+            bits = self._menu.bits_per_weight(chosen)
+            job.progress.log(f"{TENSOR_TYPES} has {bits:.2f} bits per weight: {counted_types(chosen)}.")
+        return files
+
+    def _write(self, job: Job[GgufSource], file: Path) -> None:
+        """The file itself, whose layers are units of the journal."""
+        library, source = gguf_library(), self.source
+        units = [list(unit) for _, unit in groupby(self._tensors, key=lambda tensor: layer_of(tensor.name))]
         writer = library.GGUFWriter(None, source.family.architecture)
         writer.add_name(source.checkpoint.path.resolve().name)
         writer.add_file_type(library.LlamaFileType[_file_type(self.options.type)])
@@ -103,27 +192,26 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         else:
             self._tokenizer.add_to(writer)
 
-        def wrote(_: GgufTensor) -> None:
-            job.progress.advance()
+        def note(number: int, digest: str) -> None:
+            job.finish(f"write/{number}", told={_DIGEST: digest})
             job.interrupt.check()
 
-        with phase(job.progress, WRITE, len(tensors)):
-            if job.unit("write", len(tensors)):
-                write_gguf(file, writer, tensors, wrote)
-                job.finish("write", made=[file])
-        record_origin(job, seed=0, files=[file])
-        return Told()
+        with phase(job.progress, WRITE, len(self._tensors)):
+            if job.unit("write", len(self._tensors)):
+                done = takewhile(job.workspace.is_done, (f"write/{number}" for number in range(len(units))))
+                noted = [str(job.workspace.told(unit)[_DIGEST]) for unit in done]
+                digest = write_gguf(file, writer, units, noted, job.progress.advance, note)
+                job.finish("write", made=[file], digests={file: digest})
 
     def _remarks(self) -> list[str]:
         """What a user has to know of the result."""
-        config, options, found = self.source.config, self.options, []
+        config, found = self.source.config, []
         window = getattr(config, "sliding_window", None)
         if window and getattr(config, "use_sliding_window", True):
             found.append(f"llama.cpp does not keep to this model's window of {window} tokens: longer texts differ.")
         if self._tokenizer is None:
             found.append("There is no tokenizer: the file is of use to programs that bring token ids.")
-        wanted = {options.type, options.experts_type or options.type}
-        if odd := [tensor for tensor in self._tensors if tensor.type == "f16" and "f16" not in wanted]:
+        if odd := [tensor for tensor in self._tensors if tensor.type == "f16" and "f16" not in self._types]:
             found.append(
                 f"{len(odd)} tensors have rows that are no whole blocks of 32, {odd[0].name} among them: fp16."
             )

@@ -1,6 +1,7 @@
 """Writing a GGUF file: metadata by the library `gguf`, then tensors, never one of them whole in memory."""
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import IO, Any, Literal, get_args
 import numpy as np
 from torch import Tensor
 
-from moetool.checkpoint.files import atomically, free_bytes, storage_errors
+from moetool.checkpoint.files import TEMPORARY, FastDigest, free_bytes, settle, storage_errors
 from moetool.checkpoint.writer import is_finite
 from moetool.errors import InvalidInputError, ResourceError, VerificationError
 from moetool.format.gguf import EMBEDDINGS, HEAD, gguf_library
@@ -44,10 +45,20 @@ class GgufTensor:
     parts: Callable[[], Iterator[Tensor]]
 
     @property
+    def numbers(self) -> int:
+        """How many there are."""
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of data."""
         numbers, size = _BLOCKS[self.type]
-        return math.prod(self.shape) // numbers * size
+        return self.numbers // numbers * size
+
+    @property
+    def is_always_wide(self) -> bool:
+        """Whether it is fp32 in every file: routers, norms and biases."""
+        return type_for(self.name, self.shape, "f16") == "f32"
 
 
 def type_for(name: str, shape: Sequence[int], wanted: NumberType) -> NumberType:
@@ -66,42 +77,110 @@ def data_bytes(tensors: Sequence[GgufTensor]) -> int:
     return sum(_padded(tensor.nbytes) for tensor in tensors)
 
 
-def write_gguf(file: Path, writer: Any, tensors: Sequence[GgufTensor], wrote: Callable[[GgufTensor], None]) -> None:
-    """Write a file, whole or not at all.
+def write_gguf(
+    file: Path,
+    writer: Any,
+    units: Sequence[Sequence[GgufTensor]],
+    noted: Sequence[str],
+    advance: Callable[[], None],
+    note: Callable[[int, str], None],
+) -> str:
+    """Write a file in order, unit by unit, so that whoever is stopped can go on at the last unit that was noted.
+
+    Until it is whole it has another name. What was noted of it is there, or all of it is written again.
 
     Args:
         file: its name.
         writer: the library's `GGUFWriter`, with all metadata.
-        tensors: in order.
-        wrote: called after each.
+        units: tensors in order.
+        noted: what an earlier run has noted of the first units.
+        advance: called after each tensor that was written.
+        note: called when a unit is on the disk, with its number and the `FastDigest` of all that is there.
+
+    Returns:
+        The `FastDigest` of the file.
 
     Raises:
         InvalidInputError: a number is not finite, or fp16 has no room for it.
         VerificationError: a tensor came in more or fewer rows than planned.
         ResourceError: the disk is full, or the file cannot be written.
     """
+    tensors = [tensor for unit in units for tensor in unit]
     for tensor in tensors:
         writer.add_tensor_info(tensor.name, tensor.shape, _UNTYPED, tensor.nbytes, raw_dtype=_code(tensor.type))
-    needed = data_bytes(tensors)
-    with atomically(file, needed) as temporary:
+    needed, temporary = data_bytes(tensors), file.with_name(file.name + TEMPORARY)
+    digest = _taken_up(temporary, noted)
+    begin = 0 if digest is None else len(noted)
+    try:
+        if digest is None:
+            _write_head(temporary, writer, needed)
+            digest = FastDigest()
+            digest.update(temporary.read_bytes())
         with storage_errors(file, needed):
-            temporary.unlink(missing_ok=True)
-            if (free := free_bytes(file)) < needed:
-                raise ResourceError(f"Cannot write {file}: it needs {needed} bytes, {free} are free. Free some.")
-            writer.write_header_to_file(temporary)
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            writer.close()
             handle = temporary.open("ab")
         with handle:
-            _pad(handle, file)
-            for tensor in tensors:
-                _write(handle, file, tensor)
-                wrote(tensor)
+            output = _Digested(handle, digest, file)
+            for number, unit in enumerate(units[begin:], begin):
+                for tensor in unit:
+                    _write(output, tensor)
+                    advance()
+                output.sync()
+                note(number, str(digest))
+                begin = number + 1
+    except BaseException:
+        if not begin:  # nothing that anybody could go on with
+            temporary.unlink(missing_ok=True)
+        raise
+    settle(temporary, file, needed)
+    return str(digest)
 
 
-def _write(handle: IO[bytes], file: Path, tensor: GgufTensor) -> None:
-    quantize, start, code = gguf_library().quants.quantize, handle.tell(), _code(tensor.type)
+def _taken_up(temporary: Path, noted: Sequence[str]) -> FastDigest | None:
+    """The digest of an unfinished file as far as it was noted, the rest of it cut off; `None` if it has to be begun."""
+    if not noted or not temporary.exists():
+        return None
+    digest, left = FastDigest(), int(noted[-1].partition(":")[0])
+    with storage_errors(temporary), temporary.open("r+b") as handle:
+        while block := handle.read(min(left, 4 << 20)):
+            digest.update(block)
+            left -= len(block)
+        handle.truncate(handle.tell())
+    return digest if str(digest) == noted[-1] else None
+
+
+def _write_head(temporary: Path, writer: Any, needed: int) -> None:
+    with storage_errors(temporary, needed):
+        temporary.unlink(missing_ok=True)
+        if (free := free_bytes(temporary)) < needed:
+            raise ResourceError(f"Cannot write {temporary}: it needs {needed} bytes, {free} are free. Free some.")
+        writer.write_header_to_file(temporary)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        size = temporary.stat().st_size
+        with temporary.open("ab") as handle:
+            handle.write(bytes(_padded(size) - size))
+
+
+class _Digested:
+    """A file that is appended to, and its digest."""
+
+    def __init__(self, handle: IO[bytes], digest: FastDigest, file: Path) -> None:
+        self._handle, self._digest, self.file = handle, digest, file
+
+    def write(self, data: bytes) -> None:
+        with storage_errors(self.file, len(data)):
+            self._handle.write(data)
+        self._digest.update(data)
+
+    def sync(self) -> None:
+        with storage_errors(self.file):
+            self._handle.flush()
+            os.fsync(self._handle.fileno())
+
+
+def _write(output: _Digested, tensor: GgufTensor) -> None:
+    quantize, written, code = gguf_library().quants.quantize, 0, _code(tensor.type)
     for part in tensor.parts():
         if not is_finite(part):
             raise InvalidInputError(f"{tensor.name} would hold NaN or infinity: the checkpoint is damaged.")
@@ -109,17 +188,14 @@ def _write(handle: IO[bytes], file: Path, tensor: GgufTensor) -> None:
             raise InvalidInputError(
                 f"{tensor.name} has numbers up to {float(part.abs().max()):.3g}, more than fp16 can hold: --type bf16."
             )
-        rows = quantize(part.detach().float().contiguous().numpy(), code)
-        with storage_errors(file, tensor.nbytes):
-            handle.write(rows.tobytes())
-    if (written := handle.tell() - start) != tensor.nbytes:
-        raise VerificationError(f"{tensor.name} came in {written} bytes, not {tensor.nbytes}; {file} was not written.")
-    _pad(handle, file)
-
-
-def _pad(handle: IO[bytes], file: Path) -> None:
-    with storage_errors(file):
-        handle.write(bytes(_padded(handle.tell()) - handle.tell()))
+        rows = quantize(part.detach().float().contiguous().numpy(), code).tobytes()
+        output.write(rows)
+        written += len(rows)
+    if written != tensor.nbytes:
+        raise VerificationError(
+            f"{tensor.name} came in {written} bytes, not {tensor.nbytes}; {output.file} was not written."
+        )
+    output.write(bytes(_padded(written) - written))
 
 
 def _padded(size: int) -> int:

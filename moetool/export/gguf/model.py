@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -196,6 +197,26 @@ class GgufSource:
             found |= self._expert_tensors(self.experts, common, experts)
         return sorted(found.values(), key=lambda tensor: _place(tensor.name))
 
+    def projections(self, layer: int) -> dict[str, list[str]]:
+        """By module of a loaded layer, GGUF's names of the matrices that lie in its weight, one below the other: those
+        that can have few bits, without experts."""
+        prefix, found = f"model.layers.{layer}.", defaultdict[str, list[str]](list)
+        for name, own in self.family.names(self.layers, self.moe).items():
+            if not name.startswith(prefix) or name not in self.checkpoint.tensors:
+                continue
+            if type_for(own, self.checkpoint.info(name).shape, "f16") != "f32":
+                found[name.removeprefix(prefix).removesuffix(".weight")].append(own)
+        if self.moe is not None and self.shared_intermediate:
+            for name, roles in by_name(self.moe.shared_expert_names(layer)).items():
+                module = name.removeprefix(prefix).removesuffix(".weight")
+                found[module] += [layer_in_file(layer, SHARED_EXPERT[role]) for role in roles]
+        return found
+
+    def turned(self, name: str, rows: Tensor) -> Tensor:
+        """What a model has for every row of a tensor of this (GGUF's) name, in the order of rows that the file has."""
+        heads = self.family.turned_heads(name, *attention_heads(self.checkpoint.config))
+        return rows if heads is None else interleaved(rows, heads)
+
     @property
     def head_width(self) -> int:
         """Width of one attention head."""
@@ -219,9 +240,8 @@ class GgufSource:
 
     def _rows(self, name: str, own: str) -> Iterator[Tensor]:
         shape = self.checkpoint.info(name).shape
-        heads = self.family.turned_heads(own, *attention_heads(self.checkpoint.config))
-        if heads is not None:
-            yield interleaved(self.checkpoint.read(name), heads)
+        if self.family.turned_heads(own, *attention_heads(self.checkpoint.config)) is not None:
+            yield self.turned(own, self.checkpoint.read(name))
             return
         step = max(1, _PART // max(1, math.prod(shape[1:])))
         for start in range(0, shape[0], step):
@@ -308,7 +328,13 @@ def _two_rules(reason: str) -> InvalidInputError:
     )
 
 
-def _place(name: str) -> tuple[int, int, str]:
-    """What is outside the layers first, embeddings before the rest; then layer by layer."""
+def layer_of(name: str) -> int:
+    """The layer of a tensor, by GGUF's name; -1 for what is in none."""
     layer = re.match(r"blk\.(\d+)\.", name)
-    return (-1, name != EMBEDDINGS, name) if layer is None else (int(layer[1]), 0, name)
+    return -1 if layer is None else int(layer[1])
+
+
+def _place(name: str) -> tuple[int, bool, str]:
+    """What is outside the layers first, embeddings before the rest; then layer by layer."""
+    layer = layer_of(name)
+    return layer, layer < 0 and name != EMBEDDINGS, name

@@ -1,0 +1,117 @@
+"""What every matrix of a GGUF file is given on a text, and on the way back what its outputs are blamed for.
+
+The first is llama.cpp's importance matrix: Σ x² of every input, by expert. With gradients δ at the outputs, an error E
+in a matrix then costs about `Σ_j mean(δ_j²) Σ_i Σ(x_i²) E_ji²` in loss, as in `compress.factors.sensitivity`.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from moetool.calibration.observation import Collector
+from moetool.export.gguf.model import GgufSource
+from moetool.format.gguf import EXPERTS, layer_in_file
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of the matrices `[out, in]` of one tensor: of all experts, or of one.
+
+    Attributes:
+        given: `[matrices, in]` fp64, Σ over tokens of the squared inputs.
+        counts: `[matrices]` fp64, how many tokens.
+        blame: `[matrices, out]` fp64, Σ over tokens of the squared gradients at the outputs; zeros without gradients.
+    """
+
+    given: Tensor
+    counts: Tensor
+    blame: Tensor
+
+    @classmethod
+    def none(cls, matrices: int, shape: Sequence[int], device: torch.device) -> "Moments":
+        """Of no tokens."""
+        rows, columns = shape
+        sizes = (matrices, columns), (matrices,), (matrices, rows)
+        return cls(*(torch.zeros(size, dtype=torch.float64, device=device) for size in sizes))
+
+    def add(self, matrix: int, inputs: Tensor) -> None:
+        """Tokens `[…, in]` that one of the matrices is given."""
+        rows = inputs.detach().flatten(0, -2)
+        self.given[matrix] += rows.double().square().sum(0)
+        self.counts[matrix] += len(rows)
+
+    def add_blame(self, matrix: int, gradients: Tensor) -> None:
+        """Gradients `[…, out]` at what it gave for them."""
+        self.blame[matrix] += gradients.flatten(0, -2).double().square().sum(0)
+
+    @property
+    def sensitivity(self) -> Tensor:
+        """`[matrices, out]`, mean squared gradients; zeros for an expert that no token reached."""
+        return self.blame / self.counts.clamp_min(1)[:, None]
+
+
+class LayerMoments(Collector):
+    """The moments of one loaded layer, all of whose experts are in memory.
+
+    Attributes:
+        by_name: of every tensor that can have few bits, by GGUF's name.
+    """
+
+    def __init__(self, source: GgufSource, layer: int, module: nn.Module, device: torch.device) -> None:
+        self._source, self._layer = source, layer
+        self.by_name: dict[str, Moments] = {}
+        self._modules: list[tuple[nn.Module, list[Moments]]] = []
+        for path, names in source.projections(layer).items():
+            projection = module.get_submodule(path)
+            assert isinstance(projection, nn.Linear)
+            rows = projection.out_features // len(names)
+            own = {name: Moments.none(1, (rows, projection.in_features), device) for name in names}
+            self._modules.append((projection, list(own.values())))
+            self.by_name |= own
+        if source.experts is not None:
+            shape = source.experts.shape
+            self._experts = {role: Moments.none(shape.experts, shape.matrix(role), device) for role in shape.roles}
+            self._entering = shape.entering
+            self.by_name |= {layer_in_file(layer, EXPERTS[role]): own for role, own in self._experts.items()}
+
+    def observe(
+        self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
+    ) -> None:
+        entering = [self._experts[role] for role in self._entering]
+        for own in entering:
+            own.add(expert, inputs)
+        self._experts["down"].add(expert, activation)
+        if gate_up.requires_grad:
+            gate_up.register_hook(partial(_blame, entering, expert))
+            output.register_hook(partial(_blame, [self._experts["down"]], expert))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """See what runs through the projections beside the experts, and what comes back."""
+        handles = [module.register_forward_hook(partial(_see, moments)) for module, moments in self._modules]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def sensitivity(self, name: str) -> Tensor:
+        """`[matrices · out]`, mean squared gradients in the file's order of rows."""
+        found = self.by_name[name].sensitivity
+        return self._source.turned(name, found[0]) if len(found) == 1 else found.flatten()
+
+
+def _see(moments: Sequence[Moments], _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    for own in moments:
+        own.add(0, inputs[0])
+    if output.requires_grad:
+        output.register_hook(partial(_blame, moments, 0))
+
+
+def _blame(moments: Sequence[Moments], matrix: int, gradients: Tensor) -> None:
+    for own, part in zip(moments, gradients.chunk(len(moments), dim=-1), strict=True):
+        own.add_blame(matrix, part)

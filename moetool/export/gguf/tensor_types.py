@@ -1,0 +1,192 @@
+"""Which type llama-quantize is to give every tensor, by what each loses in each.
+
+What is lost is measured on an even grid of as many bits and as many numbers to a scale: llama.cpp's own search for
+scales loses less, of all types about alike. Types are in ggml-common.h, what does for short rows in llama-quant.cpp.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moetool.errors import UsageError
+from moetool.export.gguf.file import GgufTensor
+from moetool.format.gguf import EMBEDDINGS, HEAD
+
+_ROWS = 1 << 22  # numbers that are rounded at a time
+
+
+@dataclass(frozen=True)
+class FewBits:
+    """A type of llama.cpp's that has to be made by llama-quantize.
+
+    Attributes:
+        name: llama.cpp's.
+        numbers, nbytes: of a block.
+        bits: of a code.
+        group: numbers that share a scale.
+        has_minimum: whether they share a smallest number, too; else codes are even about zero.
+    """
+
+    name: str
+    numbers: int
+    nbytes: int
+    bits: int
+    group: int
+    has_minimum: bool = False
+
+    def size(self, numbers: int) -> int:
+        """Bytes of so many numbers."""
+        return numbers // self.numbers * self.nbytes
+
+    def rounded(self, rows: Tensor) -> Tensor:
+        """Rows `[rows, in]` on an even grid."""
+        groups = rows.reshape(len(rows), -1, self.group)
+        most = 2**self.bits - 1
+        if self.has_minimum:
+            low = groups.amin(-1, keepdim=True).clamp_max(0)
+            step = ((groups.amax(-1, keepdim=True) - low) / most).clamp_min(_TINY)
+            return (((groups - low) / step).round().clamp(0, most) * step + low).view_as(rows)
+        half = 2 ** (self.bits - 1)
+        largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+        step = -largest / half
+        step = torch.where(step.abs() < _TINY, torch.full_like(step, _TINY), step)
+        return ((groups / step).round().clamp(-half, half - 1) * step).view_as(rows)
+
+
+_TINY = torch.finfo(torch.float32).tiny
+_K_QUANTS = (
+    FewBits("q2_K", 256, 84, 2, 16, has_minimum=True),
+    FewBits("q3_K", 256, 110, 3, 16),
+    FewBits("q4_K", 256, 144, 4, 32, has_minimum=True),
+    FewBits("q5_K", 256, 176, 5, 32, has_minimum=True),
+    FewBits("q6_K", 256, 210, 6, 16),
+)
+_SHORT = (
+    FewBits("iq4_nl", 32, 18, 4, 32),
+    FewBits("q5_0", 32, 22, 5, 32),
+    FewBits("q5_1", 32, 24, 5, 32, has_minimum=True),
+)
+_Q8 = FewBits("q8_0", 32, 34, 8, 32)
+_OUTSIDE = {HEAD: 6, EMBEDDINGS: 4}  # bits of what no gradients are measured of, as llama.cpp has it, or the next more
+
+
+def offered_types(tensor: GgufTensor, *, is_tied: bool) -> tuple[FewBits, ...]:
+    """The types that a tensor can have, from the smallest; none if it stays as it is."""
+    columns = tensor.shape[-1]
+    if tensor.is_always_wide:
+        return ()
+    types = (*_K_QUANTS, _Q8) if columns % 256 == 0 else (*_SHORT, _Q8) if columns % 32 == 0 else ()
+    if (least := _OUTSIDE.get(HEAD if is_tied and tensor.name == EMBEDDINGS else tensor.name)) is not None:
+        return next(((kind,) for kind in types if kind.bits >= least), ())
+    return types
+
+
+def rounding_losses(
+    parts: Iterable[Tensor], types: Sequence[FewBits], given: Tensor, sensitivity: Tensor
+) -> list[float]:
+    """What a tensor loses in each type.
+
+    Args:
+        parts: its rows in order, those of one matrix each.
+        types: of which at least one.
+        given: `[matrices, in]`, how much the squared error of each input counts.
+        sensitivity: `[matrices · out]`, the same of each output.
+    """
+    losses, start, height = torch.zeros(len(types), dtype=torch.float64), 0, len(sensitivity) // len(given)
+    given, sensitivity = given.float(), sensitivity.float()
+    for part in parts:
+        for rows in part.to(given.device).float().split(max(1, _ROWS // part.shape[-1])):
+            weights = sensitivity[start : start + len(rows)]
+            for index, kind in enumerate(types):
+                lost = (kind.rounded(rows) - rows).square() @ given[start // height]
+                losses[index] += float(weights.double() @ lost.double())
+            start += len(rows)
+    return losses.tolist()
+
+
+@dataclass(frozen=True)
+class Menu:
+    """The types of all tensors of a file.
+
+    Attributes:
+        tensors: of the file.
+        types: what each can have, by name; of what stays as it is, nothing.
+    """
+
+    tensors: Sequence[GgufTensor]
+    types: Mapping[str, tuple[FewBits, ...]]
+
+    @classmethod
+    def of(cls, tensors: Sequence[GgufTensor]) -> "Menu":
+        """Of a file with these."""
+        is_tied = all(tensor.name != HEAD for tensor in tensors)
+        offers = {tensor.name: offered_types(tensor, is_tied=is_tied) for tensor in tensors}
+        return cls(tensors, {name: types for name, types in offers.items() if types})
+
+    def nbytes(self, chosen: Mapping[str, FewBits]) -> int:
+        """Bytes of all tensors, in the types chosen."""
+        return sum(
+            chosen[tensor.name].size(tensor.numbers) if tensor.name in chosen else tensor.nbytes
+            for tensor in self.tensors
+        )
+
+    def bits_per_weight(self, chosen: Mapping[str, FewBits]) -> float:
+        """The same in bits of a number, of all tensors, as llama.cpp tells it."""
+        return 8 * self.nbytes(chosen) / sum(tensor.numbers for tensor in self.tensors)
+
+    @property
+    def smallest(self) -> dict[str, FewBits]:
+        """The fewest bytes there are."""
+        return {name: types[0] for name, types in self.types.items()}
+
+    def check(self, target: float) -> None:
+        """Raise `UsageError` unless a file can have that few bits per weight."""
+        if (least := self.bits_per_weight(self.smallest)) > target:
+            raise UsageError(
+                f"--target-bpw {target:g} is less than this model can have: with the smallest types, {_OUTSIDE[HEAD]} "
+                f"bits for the head and fp32 for routers and norms, it has {math.ceil(100 * least) / 100:.2f}."
+            )
+
+    def choose(self, target: float, losses: Mapping[str, Sequence[float]]) -> dict[str, FewBits]:
+        """The types with which a file of at most so many bits per weight loses least, as far as bytes are spent one
+        after the other where they remove most.
+
+        Args:
+            target: bits per weight; `check`ed.
+            losses: by name, of each type; those of a tensor with one type may be missing.
+        """
+        taken = dict.fromkeys(self.types, 0)
+        sizes = {
+            tensor.name: [kind.size(tensor.numbers) for kind in self.types[tensor.name]]
+            for tensor in self.tensors
+            if tensor.name in self.types
+        }
+        left = target / 8 * sum(tensor.numbers for tensor in self.tensors) - self.nbytes(self.smallest)
+        while True:
+            worth = {
+                (name, index): (losses[name][now] - losses[name][index]) / (sizes[name][index] - sizes[name][now])
+                for name, now in taken.items()
+                for index in range(now + 1, len(sizes[name]))
+                if sizes[name][index] - sizes[name][now] <= left
+            }
+            best = max(worth, key=worth.__getitem__, default=None)
+            if best is None or worth[best] <= 0:
+                return {name: self.types[name][index] for name, index in taken.items()}
+            name, index = best
+            left -= sizes[name][index] - sizes[name][taken[name]]
+            taken[name] = index
+
+
+def type_lines(chosen: Mapping[str, FewBits]) -> str:
+    """For llama-quantize's `--tensor-type-file`: patterns of names, and types."""
+    return "".join(f"^{re.escape(name)}$={kind.name}\n" for name, kind in chosen.items())
+
+
+def counted_types(chosen: Mapping[str, FewBits]) -> str:
+    """`12 q4_K, 4 q6_K`, the most frequent first."""
+    return ", ".join(f"{count} {name}" for name, count in Counter(kind.name for kind in chosen.values()).most_common())

@@ -1,0 +1,75 @@
+"""What matrices are given and blamed for, by expert and by row."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from moetool.checkpoint.reader import Checkpoint
+from moetool.export.gguf.importance import LayerMoments
+from moetool.export.gguf.model import GgufSource
+from moetool.format.gguf import interleaved
+
+pytest.importorskip("gguf", reason="wants the library gguf: pip install moetool[gguf]")
+
+CPU = torch.device("cpu")
+
+
+class Attention(nn.Module):
+    """The projections of a layer of the tiny Mixtral."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.o_proj = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+        self.k_proj, self.v_proj = nn.Linear(32, 16, bias=False), nn.Linear(32, 16, bias=False)
+
+
+class Layer(nn.Module):
+    """The part of that layer that is not its experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = Attention()
+
+
+@pytest.fixture
+def source(tiny_mixtral: Path) -> GgufSource:
+    return GgufSource.of(Checkpoint.open(tiny_mixtral))
+
+
+def test_experts_are_blamed_for_their_own_outputs(source: GgufSource) -> None:
+    draw = torch.Generator().manual_seed(0)
+    moments = LayerMoments(source, 1, Layer(), CPU)
+    for expert, tokens in ((2, 5), (0, 3), (2, 4)):
+        inputs = torch.randn(tokens, 32, generator=draw)
+        gate_up = torch.randn(tokens, 96, generator=draw, requires_grad=True)
+        activation = torch.randn(tokens, 48, generator=draw)
+        output = torch.randn(tokens, 32, generator=draw, requires_grad=True)
+        moments.observe(expert, torch.zeros(tokens), inputs, gate_up, activation, output)
+        (torch.cat([torch.ones(48), 3 * torch.ones(48)]) * gate_up).sum().backward()
+        (expert * output).sum().backward()
+    gate, up, down = (moments.by_name[f"blk.1.ffn_{role}_exps.weight"] for role in ("gate", "up", "down"))
+    assert gate.counts.tolist() == up.counts.tolist() == down.counts.tolist() == [3, 0, 9, 0]
+    assert gate.sensitivity[:, 0].tolist() == [1, 0, 1, 0]
+    assert up.sensitivity[:, 47].tolist() == [9, 0, 9, 0]
+    assert down.sensitivity[:, 31].tolist() == [0, 0, 4, 0]
+    assert torch.equal(gate.given, up.given)
+    assert gate.given[[1, 3]].count_nonzero() == down.given[[1, 3]].count_nonzero() == 0
+    assert moments.sensitivity("blk.1.ffn_down_exps.weight").shape == (4 * 32,)
+
+
+def test_projections_are_watched_and_rows_turned_as_in_the_file(source: GgufSource) -> None:
+    layer = Layer()
+    moments, inputs = LayerMoments(source, 1, layer, CPU), torch.randn(2, 7, 32)
+    rows = torch.arange(32.0)
+    with moments.watching():
+        (layer.self_attn.q_proj(inputs) * rows).sum().backward()
+    layer.self_attn.q_proj(inputs)  # not watched any more
+    found = moments.by_name["blk.1.attn_q.weight"]
+    assert found.counts.tolist() == [14]
+    torch.testing.assert_close(found.given[0], inputs.double().square().sum((0, 1)))
+    torch.testing.assert_close(found.sensitivity[0], rows.double().square())
+    assert torch.equal(moments.sensitivity("blk.1.attn_q.weight"), interleaved(rows.double().square(), 4))
+    assert not torch.equal(moments.sensitivity("blk.1.attn_q.weight"), found.sensitivity[0])
+    assert not moments.by_name["blk.1.attn_v.weight"].counts.any()
