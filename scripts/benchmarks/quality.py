@@ -48,16 +48,19 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--samples", default="64")
     parser.add_argument("--sequence-length", default="256")
+    parser.add_argument("--windows", help="of --data, the first so many; all")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.2, 0.4, 0.6])
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "moetool-quality")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    settings = [options.model, options.calibration, options.data, options.samples, options.sequence_length]
+    scale = ["--sequence-length", options.sequence_length]
+    scale += ["--windows", options.windows] if options.windows else []
+    settings = [options.model, options.calibration, options.data, options.samples, *scale]
     digest = hashlib.sha256("\n".join(settings).encode()).hexdigest()[:12]
     kept = Kept(options.work / f"scores-{digest}.jsonl")
 
     def score(path: Path | str) -> dict:
-        return moetool("eval", str(path), "--data", options.data, "--sequence-length", options.sequence_length)
+        return moetool("eval", str(path), "--data", options.data, *scale)
 
     def make(ratio: float, flags: list[str]) -> dict:
         target = options.work / "model"
@@ -100,7 +103,7 @@ def main() -> None:
     if options.output:
         command = (
             "python scripts/benchmarks/quality.py MODEL --calibration VALID --data TEST "
-            f"--samples {options.samples} --sequence-length {options.sequence_length}"
+            f"--samples {options.samples} {' '.join(scale)}"
         )
         options.output.write_text(
             f"{made_by(command)} MODEL is a Mixtral of 20.7 M parameters (8 experts, top-2, bf16), trained for this "

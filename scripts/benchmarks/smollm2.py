@@ -99,6 +99,14 @@ def lines_of(options: argparse.Namespace, kept: Kept) -> Iterator[str]:
             "answer": said["text"],
         }
 
+    def speeds(name: str) -> dict:
+        found = moetool("bench", inputs[name], "--batch", "1", "--lengths", "128", "--rounds", "3")
+        return found["model"]["cases"][0]
+
+    def speed_of(name: str) -> str:
+        case = kept.get(f"{name}, tokens/s", partial(speeds, name))
+        return f"{case['prefill_tokens_per_second']:.0f} / {case['decode_tokens_per_second']:.1f}"
+
     def make(step: Step) -> dict:
         shutil.rmtree(inputs[step.name], ignore_errors=True)  # of a run that was stopped
         made = moetool(step.command[0], inputs[step.source], inputs[step.name], *step.command[1:],
@@ -112,14 +120,15 @@ def lines_of(options: argparse.Namespace, kept: Kept) -> Iterator[str]:
         f"Perplexity on the first {options.windows} windows of {options.sequence_length} tokens, and on questions "
         f"about Python with their answers, a tenth that was held out of what `tune` trains on; calibrated on the first "
         f"{options.samples} windows of the other text. Seconds are of the clock, "
-        f"{torch.get_num_threads()} thread(s), on a machine that others used too."
+        f"{torch.get_num_threads()} thread(s), on a machine that others used too. Tokens/s are of "
+        "a prompt of 128, and of 32 that follow one by one, by `bench` in bf16."
     )
     yield ""
-    yield "| | bytes | WikiText | answers | must be the same | seconds | peak memory | answer |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "| | bytes | WikiText | answers | must be the same | seconds | peak memory | tokens/s | answer |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     yield (
         f"| dense | {size / 1e6:.1f} MB | {dense['perplexity']:.4f} | {dense['answers']:.4f} | | | "
-        f"| {_cell(dense['answer'])} |"
+        f"| {speed_of(DENSE)} | {_cell(dense['answer'])} |"
     )
     for step in STEPS:
         result = found[step.name] = kept.get(step.name, partial(make, step))
@@ -129,7 +138,7 @@ def lines_of(options: argparse.Namespace, kept: Kept) -> Iterator[str]:
         yield (
             f"| {step.name} | {made['bytes_after'] / 1e6:.1f} MB | {loss:.4f} | {result['answers']:.4f} | {verdict} "
             f"| {made['seconds']:.0f} | {made['peak_memory_bytes'] / 1e6:.0f} MB "
-            f"| {_cell(result['answer'])} |"
+            f"| {speed_of(step.name)} | {_cell(result['answer'])} |"
         )
 
 
