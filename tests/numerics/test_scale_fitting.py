@@ -56,6 +56,23 @@ def test_they_solve_the_least_squares_problem_of_every_row(inputs: Tensor, bits:
             assert fitted <= 1.01 * least
 
 
+def test_they_do_not_depend_on_how_many_rows_are_in_memory(inputs: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    gram, matrix = inputs.T @ inputs, random(ROWS, COLUMNS, seed=3)
+    codes, scales = coded(matrix, gram, 2)
+    decoded, sizes = dequantize(codes, scales, 2, torch.float32), set[int]()
+    together = fitted_scales(matrix, decoded, scales, gram)
+
+    def solved(a: Tensor, b: Tensor) -> object:
+        sizes.add(a.numel())
+        return solve_ex(a, b)
+
+    solve_ex = torch.linalg.solve_ex
+    monkeypatch.setattr("torch.linalg.solve_ex", solved)
+    monkeypatch.setattr("moetool.numerics.scale_fitting._AT_ONCE", 5 * GROUPS**2 + 1)
+    torch.testing.assert_close(fitted_scales(matrix, decoded, scales, gram), together)
+    assert sizes == {5 * GROUPS**2, 2 * GROUPS**2}
+
+
 def test_codes_of_one_bit_lose_much_less(inputs: Tensor) -> None:
     gram, matrix = inputs.T @ inputs, random(ROWS, COLUMNS, seed=3)
     codes, scales = coded(matrix, gram, 1)
