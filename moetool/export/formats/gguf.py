@@ -200,7 +200,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             if job.unit("write", len(self._tensors)):
                 done = takewhile(job.workspace.is_done, (f"write/{number}" for number in range(len(units))))
                 noted = [str(job.workspace.told(unit)[_DIGEST]) for unit in done]
-                digest = write_gguf(file, writer, units, noted, job.progress.advance, note)
+                digest = write_gguf(file, writer, units, noted, job.progress, note)
                 job.finish("write", made=[file], digests={file: digest})
 
     def _remarks(self) -> list[str]:
