@@ -88,8 +88,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
     @cached_property
     def _menu(self) -> Menu | None:
         """What llama-quantize can make of each tensor, if types are to be chosen."""
-        target, menu = self.options.target_bpw, Menu.of(self._tensors)
-        if target is None:
+        if (target := self.options.target_bpw) is None:
             return None
         if self._text is None:
             raise UsageError("--target-bpw chooses types by what they lose on a text: --calibration FILE.")
@@ -98,6 +97,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
                 f"--target-bpw is for llama-quantize, which makes nothing of {min(odd)} again: "
                 f"--type {', '.join(_REQUANTIZED)}."
             )
+        menu = Menu.of(self._tensors)
         menu.check(target)
         return menu
 

@@ -112,7 +112,8 @@ def write_gguf(
     needed, temporary = data_bytes(tensors), file.with_name(file.name + TEMPORARY)
     digest = _taken_up(temporary, noted)
     begin = 0 if digest is None else len(noted)
-    progress.skip(sum(map(len, units[:begin])))
+    if begin:
+        progress.skip(sum(map(len, units[:begin])))
     try:
         if digest is None:
             _write_head(temporary, writer, needed)
