@@ -105,6 +105,11 @@ def test_scales_that_are_off_come_back(inputs: Tensor) -> None:
     torch.testing.assert_close(found, right, rtol=2e-2, atol=0)
 
 
+def test_scales_that_their_dtype_cannot_hold_stay_as_they_are(inputs: Tensor) -> None:
+    signs, scales = random(ROWS, COLUMNS, seed=6).sign(), torch.full((ROWS, GROUPS), 60000.0, dtype=torch.float16)
+    assert torch.equal(fitted_scales(200000 * signs, 60000 * signs, scales, inputs.T @ inputs), scales)
+
+
 def test_what_inputs_do_not_tell_stays_as_it_is(inputs: Tensor) -> None:
     inputs[:, :16] = 0
     gram, matrix = inputs.T @ inputs, random(ROWS, COLUMNS, seed=7)
