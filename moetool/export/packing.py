@@ -13,19 +13,13 @@ from moetool.compress.encoded import EncodedLayers, Named, write_encoded
 from moetool.format.compressed_tensors import PACKED, SCALE, SHAPE, packed_name
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, to_cpu
-from moetool.numerics.error_feedback import Feedback
 from moetool.numerics.scale_fitting import FITTED, fitted_scales
 from moetool.numerics.whole_codes import feed_back_whole, pack_words, quantize_whole
+from moetool.representations.measured import NOTHING, Measured
 
 
 def packed_matrix(
-    matrix: Tensor,
-    bits: int,
-    group: int,
-    dtype: torch.dtype,
-    importance: Tensor | None = None,
-    feedback: Feedback | None = None,
-    gram: Tensor | None = None,
+    matrix: Tensor, bits: int, group: int, dtype: torch.dtype, measured: Measured = NOTHING
 ) -> dict[str, Tensor]:
     """The tensors in the place of a matrix `[out, in]`, by their part of the name.
 
@@ -34,16 +28,14 @@ def packed_matrix(
         bits: of a code.
         group: inputs that share a scale.
         dtype: of the scales.
-        importance: `[in]`, how much the squared error of each input counts.
-        feedback: of the inputs, on which codes then make good for each other's errors.
-        gram: `[in, in]` of the inputs, to which scales are then fitted.
+        measured: the inputs, on which codes then make good for each other's errors and scales are fitted to them.
     """
-    codes, scales = quantize_whole(matrix, bits, group, dtype, importance=importance)
-    if feedback is not None:
+    codes, scales = quantize_whole(matrix, bits, group, dtype, importance=measured.energy)
+    if (feedback := measured.with_feedback().feedback) is not None:
         codes = feed_back_whole(matrix, codes, scales, bits, feedback)
-        if gram is not None and bits in FITTED:
+        if measured.gram is not None and bits in FITTED:
             decoded = codes * scales.float().repeat_interleave(group, 1)
-            scales = fitted_scales(matrix, decoded, scales, gram)
+            scales = fitted_scales(matrix, decoded, scales, measured.gram)
     return {PACKED: pack_words(codes, bits), SCALE: scales, SHAPE: torch.tensor(matrix.shape)}
 
 
@@ -91,11 +83,9 @@ class PackedLayers(EncodedLayers):
                 for roles in reader.shape.groups:
                     if not owned.has(roles[0], expert):
                         continue
-                    gram = grams.gram(expert, roles[0])
-                    importance, feedback = gram.diagonal(), Feedback.of(gram)
+                    measured = Measured(gram=grams.gram(expert, roles[0])).with_feedback()
                     for role in roles:
-                        matrix = weights(expert, role).to(device)
-                        coded = self._code(matrix, importance=importance, feedback=feedback, gram=gram)
+                        coded = self._code(weights(expert, role).to(device), measured=measured)
                         yield from _named(reader.architecture.weight_name(layer, expert, role), coded)
 
 

@@ -86,7 +86,7 @@ class Meter:
         self.peak = PeakMemory()
         self._progress, self._clock, self._work = progress, clock, output / WORK_DIRECTORY
         self._phases: dict[str, _Spent] = {}
-        self._expected: Sequence[PhaseTime] = ()
+        self._expected: Sequence[PhaseTime] | None = None
         self._earlier: JobCosts | None = None
         self._phase: _Spent | None = None
         self._began = self._counted = self._saved = clock()
@@ -105,7 +105,7 @@ class Meter:
     @property
     def this_run(self) -> JobCosts:
         """Up to now."""
-        expected = {phase.name: phase.seconds for phase in self._expected}
+        expected = {phase.name: phase.seconds for phase in self._expected or ()}
         phases = [
             PhaseCost(name, round(spent.seconds, 2), spent.memory, spent.scratch, expected.get(name))
             for name, spent in self._phases.items()
@@ -144,7 +144,9 @@ class Meter:
                 write_sealed(self._work / SPENT, self.all_runs.to_json())
 
     def expect(self, phases: Sequence[PhaseTime]) -> None:
-        self._expected = phases
+        """What this job will take; of others that it consists of, later, no account is kept."""
+        if self._expected is None:
+            self._expected = phases
         self._progress.expect(phases)
 
     def start(self, phase: str, total: int) -> None:

@@ -127,8 +127,7 @@ def _lead(
             meter.keep(resumed=workspace.is_resumed)
         with _storage_explained(directory, plan.disk_bytes), meter, listening() as interrupt:
             job = Job(stage.source, workspace, options, recipe, meter, interrupt, ranks)
-            if not isinstance(progress, Silent):
-                meter.expect(estimate(plan, options, directory).phases)
+            meter.expect(() if isinstance(progress, Silent) else estimate(plan, options, directory).phases)
             if workspace.is_resumed:
                 progress.log(f"Going on with the run in {directory}.")
             elif measured is not None:

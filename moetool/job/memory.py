@@ -25,7 +25,7 @@ class PeakMemory:
 
     def __init__(self, interval: float = 0.05) -> None:
         self.bytes = self._lap = anonymous_bytes()
-        self._interval, self._stop = interval, threading.Event()
+        self._interval, self._stop, self._lock = interval, threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def _sample(self) -> None:
@@ -33,13 +33,15 @@ class PeakMemory:
             self._look()
 
     def _look(self) -> None:
-        now = anonymous_bytes()
-        self.bytes, self._lap = max(self.bytes, now), max(self._lap, now)
+        with self._lock:  # what is read before a lap ends must not count in the next
+            now = anonymous_bytes()
+            self.bytes, self._lap = max(self.bytes, now), max(self._lap, now)
 
     def lap(self) -> int:
         """The most since the last call, or the beginning."""
-        self._look()
-        most, self._lap = self._lap, anonymous_bytes()
+        with self._lock:
+            now = anonymous_bytes()
+            self.bytes, most, self._lap = max(self.bytes, now), max(self._lap, now), now
         return most
 
     def __enter__(self) -> Self:

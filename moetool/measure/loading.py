@@ -50,7 +50,6 @@ def load_for(
         InvalidInputError: transformers cannot load or run it, or it is an encoder of an unknown family.
     """
     check_predicts(checkpoint.config)
-    check_predicts(checkpoint.config)
     dtype, place = computed_in(checkpoint, device, compute_dtype), _place(device)
     memory = check_memory(checkpoint, dtype, place)
     if progress is not None:

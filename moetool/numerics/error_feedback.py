@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moetool.numerics.quantization import Lookup, dequantize
 
-_DAMPING = 0.01  # of every input's own energy: relative to the mean it would drown ordinary inputs beside outliers
+DAMPING = 0.01  # of every input's own energy: relative to the mean it would drown ordinary inputs beside outliers
 _SILENT = 1e-6  # share of the mean energy that inputs without any are given
 _BLOCK = 32  # inputs between which errors are moved one by one; beyond, by products of matrices
 _SLABS = 4  # in which errors of nearest codes are summed up
@@ -62,7 +62,7 @@ class Feedback:
             return None
         order = energy.argsort(descending=True, stable=True)
         share = (energy / mean)[order]
-        damping = _DAMPING * share + _SILENT
+        damping = DAMPING * share + _SILENT
         # With ones on the diagonal no pivot lies below the damping, which fp32 resolves. Backwards: a lower factor of
         # the inputs in reverse is an upper one of the inputs in order.
         size_of = (share + damping).sqrt()

@@ -11,12 +11,13 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from moetool.numerics.error_feedback import DAMPING
 from moetool.numerics.groups import ELEMENTS
 from moetool.numerics.precision import bf16_products, has_fast_bf16
 
 FITTED = (1, 2, 3)  # bits of codes for which it is worth its time
-_DAMPING = 0.01  # of every input's own energy, as error feedback has it
 _TINY = 1e-9  # share of the mean diagonal that holds what no input tells of at 1
+_AT_ONCE = 32 * ELEMENTS  # numbers of equations: with small groups those of all rows would not fit in memory
 
 
 def fitted_scales(matrix: Tensor, decoded: Tensor, scales: Tensor, gram: Tensor) -> Tensor:
@@ -31,7 +32,15 @@ def fitted_scales(matrix: Tensor, decoded: Tensor, scales: Tensor, gram: Tensor)
     Returns:
         [out, groups] in the dtype of `scales`, of the same signs.
     """
-    a, b = _normal_equations(matrix.detach().float(), decoded, scales.shape[1], gram.to(decoded.device))
+    step = max(1, _AT_ONCE // scales.shape[1] ** 2)
+    parts = zip(matrix.detach().split(step), decoded.split(step), scales.split(step), strict=True)
+    gram = gram.to(decoded.device)
+    return torch.cat([_fitted(*part, gram) for part in parts])
+
+
+def _fitted(matrix: Tensor, decoded: Tensor, scales: Tensor, gram: Tensor) -> Tensor:
+    """The same of some rows."""
+    a, b = _normal_equations(matrix.float(), decoded, scales.shape[1], gram)
     held = _TINY * a.diagonal(dim1=1, dim2=2).mean(1, keepdim=True).clamp_min(torch.finfo(a.dtype).tiny)
     a.diagonal(dim1=1, dim2=2).add_(held)
     b.add_(held)
@@ -52,7 +61,7 @@ def _normal_equations(matrix: Tensor, decoded: Tensor, groups: int, gram: Tensor
     size = columns // groups
     energy = gram.diagonal().double()
     mean = energy.mean().clamp_min(torch.finfo(torch.float64).tiny)
-    damping = (_DAMPING * energy / mean).float()
+    damping = (DAMPING * energy / mean).float()
     a = torch.empty(rows, groups, groups, dtype=torch.float64, device=matrix.device)
     b = torch.empty(rows, groups, dtype=torch.float64, device=matrix.device)
     step = max(1, 8 * ELEMENTS // columns)

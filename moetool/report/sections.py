@@ -187,7 +187,7 @@ def time_and_memory(report: Report) -> Section | None:
         scratch = [_megabytes(phase.scratch_bytes) for _, phase in phases]
         if any(value is not None for value in memory):
             charts.append(_by_phase("Peak memory by phase", names, {"peak memory": memory}, "MB"))
-        if any(value is not None and value > _NOTES for value in scratch):
+        if any(value is not None and value > _JOURNAL for value in scratch):
             charts.append(_by_phase("Scratch by phase", names, {"scratch": scratch}, "MB"))
     notes = ["Expected: as --dry-run told. Scratch: unfinished work on the disk, gone at the end."]
     if any(run.runs > 1 for run in runs):
@@ -195,7 +195,7 @@ def time_and_memory(report: Report) -> Section | None:
     return Section(name="jobs", title="Time, memory and scratch", charts=charts, tables=tables, notes=notes)
 
 
-_NOTES = 0.1  # MB of scratch that a journal may take
+_JOURNAL = 0.1  # MB of scratch that a journal may take
 _JOBS = ("stage", "output", "runs", "time", "expected", "peak memory", "expected", "scratch", "expected")
 _PHASES = ("phase", "seconds", "expected", "peak memory", "scratch")
 

@@ -242,6 +242,25 @@ def test_what_a_rank_loses_is_told_of_coded_factors(compress: Any, tiny_mixtral:
         assert coded["layers"][index]["lost_energy"] == layer["lost_energy"]
 
 
+@pytest.mark.parametrize("options", [(), ("--factor-bits", 8), ("--trim", 1), ("--rank", 30, "--factor-bits", 8)])
+def test_what_a_rank_takes_is_known_before(
+    run_cli: Any, compress: Any, tiny_mixtral: Path, options: tuple[object, ...]
+) -> None:
+    options = options if "--rank" in options else ("--rank", 6, *options)
+    plan = run_cli("compress", tiny_mixtral, "unused", *options, "--dry-run", "--json").json
+    assert plan["output_bytes"] == compress(tiny_mixtral, *options).told["bytes_after"]
+
+
+def test_widths_without_groups_are_told_before_the_text_is_read(
+    run_cli: Any, make_mixtral: Any, save_model: Any, tmp_path: Path
+) -> None:
+    save_model(make_mixtral(intermediate_size=131), tmp_path / "odd")
+    for budget in ("--rank", 3), ("--ratio", 0.2):
+        refused = run_cli("compress", tmp_path / "odd", "unused", *budget, "--factor-bits", 8, "--dry-run")
+        assert refused.code == 2
+        assert "--factor-bits 8: rows of 131 numbers cannot be cut into equal groups" in refused.stderr
+
+
 def test_what_does_not_go_with_coded_factors(run_cli: Any, tiny_mixtral: Path) -> None:
     for more in ("--share", "v"), ("--refine", 8), ("--paper-counting",):
         refused = run_cli("compress", tiny_mixtral, "unused", "--ratio", 0.4, "--factor-bits", 8, *more)

@@ -44,6 +44,7 @@ def test_they_solve_the_least_squares_problem_of_every_row(inputs: Tensor, bits:
     decoded = dequantize(codes, scales, bits, torch.float32)
     found = fitted_scales(matrix, decoded, scales, gram)
     damped = torch.cat([inputs, torch.diag((0.01 * gram.diagonal()).sqrt())]).double()
+    solved = 0
     for row in range(ROWS):
         parts = torch.stack(
             [damped[:, part] @ decoded[row, part].double() for part in torch.arange(COLUMNS).chunk(GROUPS)], 1
@@ -54,6 +55,25 @@ def test_they_solve_the_least_squares_problem_of_every_row(inputs: Tensor, bits:
             fitted = (damped @ matrix[row].double() - parts @ (found[row] / scales[row]).double()).square().sum()
             least = (damped @ matrix[row].double() - parts @ best).square().sum()
             assert fitted <= 1.01 * least
+            solved += 1
+    assert solved > ROWS // 2
+
+
+def test_they_do_not_depend_on_how_many_rows_are_in_memory(inputs: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    gram, matrix = inputs.T @ inputs, random(ROWS, COLUMNS, seed=3)
+    codes, scales = coded(matrix, gram, 2)
+    decoded, sizes = dequantize(codes, scales, 2, torch.float32), set[int]()
+    together = fitted_scales(matrix, decoded, scales, gram)
+
+    def solved(a: Tensor, b: Tensor) -> object:
+        sizes.add(a.numel())
+        return solve_ex(a, b)
+
+    solve_ex = torch.linalg.solve_ex
+    monkeypatch.setattr("torch.linalg.solve_ex", solved)
+    monkeypatch.setattr("moetool.numerics.scale_fitting._AT_ONCE", 5 * GROUPS**2 + 1)
+    torch.testing.assert_close(fitted_scales(matrix, decoded, scales, gram), together)
+    assert sizes == {5 * GROUPS**2, 2 * GROUPS**2}
 
 
 def test_codes_of_one_bit_lose_much_less(inputs: Tensor) -> None:
@@ -83,6 +103,11 @@ def test_scales_that_are_off_come_back(inputs: Tensor) -> None:
     wrong = right * torch.tensor([0.5, 1.0, 2.0])
     found = fitted_scales(matrix, signs * wrong.repeat_interleave(COLUMNS // GROUPS, 1), wrong, gram)
     torch.testing.assert_close(found, right, rtol=2e-2, atol=0)
+
+
+def test_scales_that_their_dtype_cannot_hold_stay_as_they_are(inputs: Tensor) -> None:
+    signs, scales = random(ROWS, COLUMNS, seed=6).sign(), torch.full((ROWS, GROUPS), 60000.0, dtype=torch.float16)
+    assert torch.equal(fitted_scales(200000 * signs, 60000 * signs, scales, inputs.T @ inputs), scales)
 
 
 def test_what_inputs_do_not_tell_stays_as_it_is(inputs: Tensor) -> None:

@@ -15,7 +15,7 @@ from moetool.bases.delta import Deltas
 from moetool.bases.layer_base import LayerBase, base_path
 from moetool.calibration.peers import Owned
 from moetool.checkpoint.sizes import format_bytes
-from moetool.compress.budget.items import whole_of
+from moetool.compress.budget.items import factors_of
 from moetool.compress.choices import Allocation, Sensitivity, SharedFactor, Svd
 from moetool.compress.encoded import Encoding, encoded_bytes
 from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams
@@ -74,8 +74,9 @@ class FactorOptions(RunOptions, TextOptions):
     )
     rank_multiple: int = Field(1, ge=1, description="Ranks are multiples of this; 8 suits tensor cores.")
     factor_bits: Literal[8, 16] = Field(
-        16, description="Bits per number of the factors. 8, as codes, are nearly as good and buy twice the rank."
-    )
+        16, description="Bits per number of the factors, 16 standing for the model's own. 8, as codes, are nearly as "
+        "good and buy twice the rank."
+    )  # fmt: skip
 
     @model_validator(mode="after")
     def _one_target(self) -> "FactorOptions":
@@ -301,12 +302,20 @@ def factor_plan(
     if options.trim > reader.shape.experts:
         raise UsageError(f"--trim {options.trim} is more than the {reader.shape.experts} experts of a layer.")
 
-    def size(rank: int) -> int:
-        delta: Representation = FACTORS[options.share](rank) if rank else LowRank(0)
-        layout = LayerLayout.uniform(reader.shape, delta, base_channels, base)
+    def form(role: Role, rank: int) -> Representation:
+        try:
+            return factors_of(reader.shape.matrix(role), rank, FACTORS[options.share], options.coded_bits)
+        except ValueError as error:
+            raise UsageError(f"--factor-bits {options.factor_bits}: {error}.") from error
+
+    def size(rank: int, trim: int = 0) -> int:
+        kept = reader.shape.experts - trim
+        forms = {role: (LowRank(0),) * trim + (form(role, rank),) * kept for role in reader.shape.roles}
+        layout = LayerLayout(reader.shape, dict(forms), base_channels, base=base or DENSE_BASE)
         return OutputPlan(source, dict.fromkeys(reader.moe_layers, layout), options.shard_size).nbytes
 
-    note = None
+    every = min(reader.shape.hidden, reader.shape.intermediate)  # directions: nothing is lost
+    largest, note = size(every, options.trim), None
     if options.ratio is not None:
         check_ratio(options.ratio, size(0), original)
         output = round(original * (1 - options.ratio))
@@ -318,16 +327,9 @@ def factor_plan(
                 f"{format_bytes(checkpoint.weight_bytes)}. Give a ratio above {reached:g}."
             )
         if options.trim:
-            kept = reader.shape.experts - options.trim
-            whole = {
-                role: (LowRank(0),) * options.trim + (whole_of(reader.shape.matrix(role), options.coded_bits),) * kept
-                for role in reader.shape.roles
-            }
-            layout = LayerLayout(reader.shape, dict(whole), base_channels, base=base or DENSE_BASE)
-            largest = OutputPlan(source, dict.fromkeys(reader.moe_layers, layout), options.shard_size).nbytes
             output, note = min(output, largest), _trim_note(options, largest, original)
     else:
-        output = size(min(options.rank or 0, min(reader.shape.hidden, reader.shape.intermediate)))
+        output = size(options.rank or 0, options.trim)
     cost = factor_cost(source, options, gradients=gradients)
     layers, hidden = source.architecture.layers(checkpoint.config), reader.shape.hidden
     base_bytes = len(reader.shape.roles) * base_channels * hidden * reader.dtype.itemsize

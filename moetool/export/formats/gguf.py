@@ -88,8 +88,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
     @cached_property
     def _menu(self) -> Menu | None:
         """What llama-quantize can make of each tensor, if types are to be chosen."""
-        target, menu = self.options.target_bpw, Menu.of(self._tensors)
-        if target is None:
+        if (target := self.options.target_bpw) is None:
             return None
         if self._text is None:
             raise UsageError("--target-bpw chooses types by what they lose on a text: --calibration FILE.")
@@ -98,6 +97,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
                 f"--target-bpw is for llama-quantize, which makes nothing of {min(odd)} again: "
                 f"--type {', '.join(_REQUANTIZED)}."
             )
+        menu = Menu.of(self._tensors)
         menu.check(target)
         return menu
 
@@ -200,7 +200,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             if job.unit("write", len(self._tensors)):
                 done = takewhile(job.workspace.is_done, (f"write/{number}" for number in range(len(units))))
                 noted = [str(job.workspace.told(unit)[_DIGEST]) for unit in done]
-                digest = write_gguf(file, writer, units, noted, job.progress.advance, note)
+                digest = write_gguf(file, writer, units, noted, job.progress, note)
                 job.finish("write", made=[file], digests={file: digest})
 
     def _remarks(self) -> list[str]:

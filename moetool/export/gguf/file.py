@@ -14,6 +14,7 @@ from moetool.checkpoint.files import TEMPORARY, FastDigest, free_bytes, settle, 
 from moetool.checkpoint.writer import is_finite
 from moetool.errors import InvalidInputError, ResourceError, VerificationError
 from moetool.format.gguf import EMBEDDINGS, HEAD, gguf_library
+from moetool.job.progress import Progress
 
 NumberType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 NUMBER_TYPES: tuple[NumberType, ...] = get_args(NumberType)
@@ -82,7 +83,7 @@ def write_gguf(
     writer: Any,
     units: Sequence[Sequence[GgufTensor]],
     noted: Sequence[str],
-    advance: Callable[[], None],
+    progress: Progress,
     note: Callable[[int, str], None],
 ) -> str:
     """Write a file in order, unit by unit, so that whoever is stopped can go on at the last unit that was noted.
@@ -94,7 +95,7 @@ def write_gguf(
         writer: the library's `GGUFWriter`, with all metadata.
         units: tensors in order.
         noted: what an earlier run has noted of the first units.
-        advance: called after each tensor that was written.
+        progress: of its phase a tensor is a step, those that are noted left out.
         note: called when a unit is on the disk, with its number and the `FastDigest` of all that is there.
 
     Returns:
@@ -111,6 +112,8 @@ def write_gguf(
     needed, temporary = data_bytes(tensors), file.with_name(file.name + TEMPORARY)
     digest = _taken_up(temporary, noted)
     begin = 0 if digest is None else len(noted)
+    if begin:
+        progress.skip(sum(map(len, units[:begin])))
     try:
         if digest is None:
             _write_head(temporary, writer, needed)
@@ -123,7 +126,7 @@ def write_gguf(
             for number, unit in enumerate(units[begin:], begin):
                 for tensor in unit:
                     _write(output, tensor)
-                    advance()
+                    progress.advance()
                 output.sync()
                 note(number, str(digest))
                 begin = number + 1

@@ -17,7 +17,7 @@ from moetool.errors import UsageError
 from moetool.export.gguf.file import GgufTensor
 from moetool.format.gguf import EMBEDDINGS, HEAD
 
-_ROWS = 1 << 22  # numbers that are rounded at a time
+_AT_ONCE = 1 << 22  # numbers that are rounded at a time
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def rounding_losses(
     losses, start, height = torch.zeros(len(types), dtype=torch.float64), 0, len(sensitivity) // len(given)
     given, sensitivity = given.float(), sensitivity.float()
     for part in parts:
-        for rows in part.to(given.device).float().split(max(1, _ROWS // part.shape[-1])):
+        for rows in part.to(given.device).float().split(max(1, _AT_ONCE // part.shape[-1])):
             weights = sensitivity[start : start + len(rows)]
             for index, kind in enumerate(types):
                 lost = (kind.rounded(rows) - rows).square() @ given[start // height]
