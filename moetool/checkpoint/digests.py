@@ -54,7 +54,8 @@ def check_files(path: Path, manifest: Manifest, *, edited: bool = False, trusted
             else:
                 found.problems.append(f"{told}; if it was edited: --edited-documents" if is_document else told)
     if (path / COSTS).exists() and read_sealed(path / COSTS) is None:
-        found.problems.append(f"{COSTS} is not what was written (its own digest differs)")
+        damaged = f"{COSTS} is not what was written (its own digest differs)"
+        found.problems.append(f"{damaged}: delete it, only report reads it")
     if manifest.format_version > 1 and (added := sorted(_present(path) - manifest.files.keys())):
         more = ", …" if len(added) > 5 else ""
         found.notes.append(f"added since it was written: {', '.join(added[:5])}{more}")

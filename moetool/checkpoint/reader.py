@@ -269,6 +269,8 @@ def _hub_names(tensors: dict[str, TensorInfo], config: dict[str, object]) -> dic
 
 
 def _missing_config(path: Path) -> str:
+    if largest := max(path.glob("*.gguf"), key=lambda file: file.stat().st_size, default=None):
+        return f"{path} has no {CONFIG}, but {largest.name}: give that file, {largest}."
     if not any(path.iterdir()):
         return f"{path} is empty; expected a checkpoint with {CONFIG} and {SINGLE}."
     return f"{path} has no {CONFIG}, so it is not a checkpoint of a Hugging Face model."
@@ -390,10 +392,9 @@ def _fill(info: TensorInfo, skip: int, target: Tensor) -> None:
 def _sidecars(root: Path) -> Iterator[Path]:
     for directory, subdirectories, names in os.walk(root):
         subdirectories[:] = [name for name in subdirectories if name not in WORK_DIRECTORIES]
-        top = Path(directory) == root
         for name in names:
             stem = name.removesuffix(".tmp").removesuffix(".index.json").lower()
             file = Path(directory) / name
-            is_own = file == root / COSTS or (top and name in (CONFIG, MANIFEST, CARD))
+            is_own = file == root / COSTS or (file.parent == root and name in (CONFIG, MANIFEST, CARD))
             if not stem.endswith(WEIGHTS) and not is_own:
                 yield file

@@ -368,6 +368,13 @@ def test_config_must_be_there_and_an_object(tmp_path: Path) -> None:
     assert "no config.json" in refusal(path)
 
 
+def test_a_directory_with_a_gguf_file_is_told_which_to_give(tmp_path: Path) -> None:
+    """What `export --format gguf` writes: the model, not what was measured for it."""
+    (tmp_path / "imatrix.gguf").write_bytes(bytes(10))
+    (tmp_path / "model.gguf").write_bytes(bytes(20))
+    assert f"give that file, {tmp_path / 'model.gguf'}." in refusal(tmp_path)
+
+
 def test_pickles_are_refused(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "model")
     (path / "model.safetensors").rename(path / "pytorch_model.bin")

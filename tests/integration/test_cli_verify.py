@@ -59,6 +59,17 @@ def test_two_hundred_random_flips(run_cli: Any, tiny_mixtral: Path, calibration:
     assert not verify_checkpoint(output).notes
 
 
+def test_a_damaged_account_of_costs_can_be_deleted(run_cli: Any, small: Path, tmp_path: Path) -> None:
+    output = copy_of(small, tmp_path / "out")
+    costs = output / "moetool" / "costs.json"
+    costs.write_bytes(flipped(costs.read_bytes(), 50))
+    refused = run_cli("verify", output)
+    assert refused.code == 5
+    assert "costs.json is not what was written (its own digest differs): delete it" in refused.stderr
+    costs.unlink()
+    assert run_cli("verify", output, "--json").json["notes"] == []
+
+
 def test_the_same_in_other_bytes(small: Path, tmp_path: Path) -> None:
     """What a parser does not see, as `1e-5` written `1E-5`."""
     output = copy_of(small, tmp_path / "out")
