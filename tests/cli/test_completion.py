@@ -22,7 +22,7 @@ def completed(line: str) -> list[str]:
     [
         ("moetool mo", ["moefy"]),
         ("moetool compress model out --method d", ["d2moe", "ders-quantize", "ders-sparsify"]),
-        ("moetool compress --method hybrid --preset ", ["hybrid-70", "hybrid-75", "hybrid-80"]),
+        ("moetool compress --method hybrid --preset hybrid-7", ["hybrid-70", "hybrid-75", "hybrid-75-best"]),
         ("moetool compress --method ders-quantize --base-b", ["--base-bits"]),
     ],
 )

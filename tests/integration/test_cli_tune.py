@@ -327,7 +327,7 @@ def test_what_cannot_be_sharded(
 
 def test_other_commands_run_in_one_process(run_cli: Any, dense: Any, monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    result = run_cli("moefy", dense("llama"), tmp_path / "out", "--calibration", "text.txt")
+    result = run_cli("export", dense("llama"), tmp_path / "out", "--format", "gguf")
     assert result.code == 2
     assert "one process" in result.stderr
     assert not (tmp_path / "out").exists()
