@@ -65,7 +65,7 @@ STEPS = (
     compress("hybrid", "--ratio", "0.6"),
     compress("quantize", "--bits", "4"),
     Step("moefy, keep 0.75", DENSE, ("moefy", "--experts", "64", "--keep", "0.75")),
-    tune("ders-lowrank", "5e-4"),
+    tune("ders-lowrank", "5e-5"),
 )
 
 
