@@ -13,8 +13,9 @@ from moetool.compress.encoded import EncodedLayers, Named, write_encoded
 from moetool.format.compressed_tensors import PACKED, SCALE, SHAPE, packed_name
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, to_cpu
-from moetool.numerics.scale_fitting import FITTED, fitted_scales
-from moetool.numerics.whole_codes import feed_back_whole, pack_words, quantize_whole
+from moetool.numerics.error_feedback import Coded
+from moetool.numerics.output_codes import coded_for_outputs
+from moetool.numerics.whole_codes import WholeCodes, pack_words, quantize_whole
 from moetool.representations.measured import NOTHING, Measured
 
 
@@ -32,10 +33,7 @@ def packed_matrix(
     """
     codes, scales = quantize_whole(matrix, bits, group, dtype, importance=measured.energy)
     if (feedback := measured.with_feedback().feedback) is not None:
-        codes = feed_back_whole(matrix, codes, scales, bits, feedback)
-        if measured.gram is not None and bits in FITTED:
-            decoded = codes * scales.float().repeat_interleave(group, 1)
-            scales = fitted_scales(matrix, decoded, scales, measured.gram)
+        [(codes, scales)] = coded_for_outputs([Coded(matrix, scales, bits, codes)], WholeCodes(), feedback)
     return {PACKED: pack_words(codes, bits), SCALE: scales, SHAPE: torch.tensor(matrix.shape)}
 
 

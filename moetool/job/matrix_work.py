@@ -5,7 +5,7 @@ from collections.abc import Collection
 from moetool.architectures import MoEShape
 from moetool.job.coefficients import COEFFICIENTS
 from moetool.job.work import Precision, Work, altogether
-from moetool.numerics.scale_fitting import FITTED
+from moetool.numerics.level_codes import LevelCodes
 from moetool.representations import Representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank_sparse import LowRankSparse
@@ -61,7 +61,7 @@ def encode(form: Representation, matrix: tuple[int, int], *, fed_back: bool = Fa
     taken = Work(moved=made.error_bytes * numbers, calls=100)
     if isinstance(form, Quantized):
         if fed_back:
-            taken += feed_back(matrix) + (_fit_scales(form, matrix) if form.bits in FITTED else Work())
+            taken += feed_back(matrix) + (_fit_scales(form, matrix) if form.bits in LevelCodes.noise else Work())
         if isinstance(form, Trellis):
             return taken + _paths(matrix)
         tried = dict(made.scales).get(form.bits, made.scales[-1][1])

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from moetool.numerics.quantization import Lookup, dequantize
+from moetool.numerics.quantization import Lookup, dequantize, nearest_codes
 
 DAMPING = 0.01  # of every input's own energy: relative to the mean it would drown ordinary inputs beside outliers
 _SILENT = 1e-6  # share of the mean energy that inputs without any are given
@@ -35,6 +35,9 @@ class Feedback:
         pivots: [in] fp32 in that order, R_kk^2, in units of the mean energy.
         damping: [in] fp32 in that order, what was added to the diagonal of the Gram matrix, in the same units.
         energy: of an input, in the mean.
+        flatness: the geometric mean of the shares of inputs' energy that those before them do not tell of, from 1 where
+            none tells of another: the determinant of the correlation matrix to the power of 1 / in.
+        gram: the Gram matrix itself.
     """
 
     order: Tensor
@@ -42,6 +45,8 @@ class Feedback:
     pivots: Tensor
     damping: Tensor
     energy: float
+    flatness: float
+    gram: Tensor
 
     @classmethod
     def of(cls, gram: Tensor) -> Self | None:
@@ -72,9 +77,10 @@ class Feedback:
         factor, failed = torch.linalg.cholesky_ex(correlation)
         if int(failed):
             factor = torch.linalg.cholesky(correlation.double()).float()
+        flatness = factor.diagonal().double().log().mean().mul(2).exp().item()
         links = factor.flip(0, 1).mul_(size_of.float()[:, None])
         pivots = links.diagonal().clone()
-        return cls(order, links.div_(pivots), pivots.square(), damping.float(), mean.item())
+        return cls(order, links.div_(pivots), pivots.square(), damping.float(), mean.item(), flatness, gram)
 
     def output_errors(self, errors: Tensor) -> Tensor:
         """e G e^T of every row e of `errors` [rows, in], fp32: [rows], not below zero."""
@@ -114,16 +120,16 @@ def feed_back(matrix: Tensor, codes: Tensor, scales: Tensor, bits: int, feedback
     Raises:
         ValueError: there are other inputs behind the feedback.
     """
-    return feed_back_together([Coded(matrix, codes, scales, bits)], feedback)[0]
+    return feed_back_together([Coded(matrix, scales, bits, codes)], feedback)[0]
 
 
 class Coded(NamedTuple):
-    """Rows [out, in] with codes, scales and their bits, as `feed_back` takes them."""
+    """Rows [out, in] with scales, the bits of their codes, and the nearest codes where these are known."""
 
     matrix: Tensor
-    codes: Tensor
     scales: Tensor
     bits: int
+    codes: Tensor | None = None
 
 
 def feed_back_together(parts: Sequence[Coded], feedback: Feedback) -> list[Tensor]:
@@ -136,11 +142,13 @@ def feed_back_together(parts: Sequence[Coded], feedback: Feedback) -> list[Tenso
     order, counts = feedback.order, [len(part.matrix) for part in parts]
     matrix = torch.cat([part.matrix.detach().float() for part in parts])
     errors = matrix.T.contiguous()[order]
-    for part, rows in zip(parts, matrix.split(counts), strict=True):
-        rows -= dequantize(part.codes, part.scales.detach(), part.bits, torch.float32)
+    codes = torch.cat(
+        [nearest_codes(part.matrix, part.scales, part.bits) if part.codes is None else part.codes for part in parts]
+    )
+    for part, own, rows in zip(parts, codes.split(counts), matrix.split(counts), strict=True):
+        rows -= dequantize(own, part.scales.detach(), part.bits, torch.float32)
     scales = torch.cat([part.scales.detach().float() for part in parts]).T.contiguous()
     bits = [(part.bits, count) for part, count in zip(parts, counts, strict=True)]
-    codes = torch.cat([part.codes for part in parts])
     return list(better_codes(errors, matrix, codes, Lookup(bits, scales), len(scales), feedback).split(counts))
 
 

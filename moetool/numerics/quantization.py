@@ -91,6 +91,19 @@ def quantize(
     return codes, scales
 
 
+def nearest_codes(matrix: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """The codes of a matrix [out, in] whose levels are nearest under scales [out, groups]: [out, in] uint8.
+
+    Raises:
+        ValueError: values that are not finite.
+    """
+    rows, columns = matrix.shape
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device=matrix.device)
+    for part, values in in_parts(matrix, columns // scales.shape[1]):
+        codes[part] = nearest(values, scales[part].float().unsqueeze(2), bits).view(-1, columns)
+    return codes
+
+
 def dequantize(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """The matrix [out, in] that codes [out * in] or [out, in] uint8 and scales [out, groups] stand for, in `dtype`."""
     rows, groups = scales.shape

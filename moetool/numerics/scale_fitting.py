@@ -15,7 +15,6 @@ from moetool.numerics.error_feedback import DAMPING
 from moetool.numerics.groups import ELEMENTS
 from moetool.numerics.precision import bf16_products, has_fast_bf16
 
-FITTED = (1, 2, 3)  # bits of codes for which it is worth its time
 _TINY = 1e-9  # share of the mean diagonal that holds what no input tells of at 1
 _AT_ONCE = 32 * ELEMENTS  # numbers of equations: with small groups those of all rows would not fit in memory
 

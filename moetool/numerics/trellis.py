@@ -12,14 +12,16 @@ Of a normal variable it leaves .280, .077, .021, .0058 at 1, 2, 3, 4 bits, where
 """
 
 import ctypes
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from moetool.compiled import compiler
-from moetool.numerics.error_feedback import Feedback, fed_back
+from moetool.numerics.error_feedback import Coded, Feedback, fed_back
 
 WIDTHS = (1, 2, 3, 4)
 WINDOW = 8  # bits that say what a number is: its code, and those before it; of the oldest one the lower bits
@@ -87,64 +89,87 @@ def decoded(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype) -> Ten
     return (found.view(rows, scales.shape[1], -1) * scales.to(dtype).unsqueeze(2)).view(rows, columns)
 
 
-def encoded(
-    matrix: Tensor,
-    bits: int,
-    group: int,
-    dtype: torch.dtype,
-    *,
-    importance: Tensor | None = None,
-    feedback: Feedback | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Codes and scales with a small squared error, with feedback of the output.
+def fitting_scales(
+    matrix: Tensor, bits: int, group: int, dtype: torch.dtype, *, importance: Tensor | None = None
+) -> Tensor:
+    """Scales with a small squared error of the nearest codes.
 
     Args:
         matrix: [out, in], floating and finite.
         bits: one of `WIDTHS`.
         group: inputs that share a scale, a divisor of `in`.
         dtype: of the scales.
-        importance: [in], how much the squared error of each input counts for scales; None for all the same.
-        feedback: of the inputs: the codes of each input then make good for the errors of those before it.
+        importance: [in], how much the squared error of each input counts; None for all the same.
 
     Returns:
-        codes [out, in] uint8 and scales [out, in / group] in `dtype`.
+        [out, in / group] in `dtype`.
 
     Raises:
         ValueError: bytes do not serve whole rows, or values are not finite.
     """
     rows, columns = matrix.shape
-    order = in_order(rows, bits)
-    numbers = matrix.detach().float().cpu()[order]
+    numbers = matrix.detach().float().cpu()
     if not bool(numbers.isfinite().all()):
         raise ValueError("a matrix with values that are not finite cannot be quantized")
     grouped = numbers.view(rows, -1, group)
     size = grouped.abs().amax(2)  # by which groups are brought to unit size, so that no square under- or overflows
     size = torch.where(size > 0, size, 1)
     grouped = grouped / size.unsqueeze(2)
-    scales = (grouped.square().mean(2).sqrt() * size).to(dtype).float()
+    scales = (grouped.square().mean(2).sqrt() * size).to(dtype)
     weights = torch.ones(columns) if importance is None else importance.float().cpu()
     weights = weights.view(1, -1, group).clamp_min(1e-4 * float(weights.mean()) or 1.0)
-    lines = numbers.T.contiguous()
-    codes = torch.empty(columns, rows, dtype=torch.uint8)
-
-    def nearest() -> Tensor:
-        """Unscaled, [rows, groups, group], each number by itself."""
-        inverse = size / torch.where(scales > 0, scales, size)
-        unit = (grouped * inverse.unsqueeze(2)).view(rows, columns).T.contiguous()
-        return path(unit, bits, codes).T.reshape(grouped.shape)
-
     for _ in range(_FITS):
-        near = nearest()
+        near = _nearest(numbers, scales, bits)[1].view(grouped.shape)
         norm = (weights * near.square()).sum(2)
         fitted = (weights * near * grouped).sum(2) / torch.where(norm > 0, norm, 1)
-        scales = torch.where(fitted > 0, fitted * size, scales).to(dtype).float()
-    if feedback is None:
-        nearest()
-    else:
-        codes = fed_back(lines, Paths(bits, scales.T.contiguous()), scales.shape[1], feedback)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(rows)
-    return codes.T[back].contiguous().to(matrix.device), scales[back].to(dtype).to(matrix.device)
+        scales = torch.where(fitted > 0, (fitted * size).to(dtype), scales)
+    return scales.to(matrix.device)
+
+
+def nearest_codes(matrix: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Codes [out, in] uint8 of a matrix [out, in] under scales [out, groups], the paths of each input by themselves.
+
+    Raises:
+        ValueError: bytes do not serve whole rows.
+    """
+    return _nearest(matrix.detach().float().cpu(), scales.detach().cpu(), bits)[0].to(matrix.device)
+
+
+class TrellisCodes:
+    """Paths that make good for errors of the inputs before, for `numerics.output_codes`."""
+
+    noise: ClassVar[Mapping[int, float]] = {1: 0.280, 2: 0.077, 3: 0.021}
+
+    def fed_back(self, parts: Sequence[Coded], feedback: Feedback) -> list[Tensor]:
+        """Raises `ValueError` where bytes do not serve whole rows."""
+        return [self._fed_back(part, feedback) for part in parts]
+
+    def decoded(self, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+        return decoded(codes, scales, bits, torch.float32)
+
+    def _fed_back(self, part: Coded, feedback: Feedback) -> Tensor:
+        order = in_order(len(part.matrix), part.bits)
+        lines = part.matrix.detach().float().cpu()[order].T.contiguous()
+        grid = Paths(part.bits, part.scales.detach().float().cpu()[order].T.contiguous())
+        return _as_rows(fed_back(lines, grid, part.scales.shape[1], feedback), order).to(part.matrix.device)
+
+
+def _nearest(numbers: Tensor, scales: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes of fp32 numbers on a CPU, and their values before scaling, both [out, in]."""
+    order = in_order(len(numbers), bits)
+    factors = scales.float()[order]
+    unit = numbers[order].view(*factors.shape, -1) / torch.where(factors > 0, factors, 1).unsqueeze(2)
+    lines = unit.flatten(1).T.contiguous()
+    codes = torch.empty_like(lines, dtype=torch.uint8)
+    values = path(lines, bits, codes)
+    return _as_rows(codes, order), _as_rows(values, order)
+
+
+def _as_rows(lines: Tensor, order: Tensor) -> Tensor:
+    """What is [in, out] in the order of paths as [out, in]."""
+    found = torch.empty_like(lines.T, memory_format=torch.contiguous_format)
+    found[order] = lines.T
+    return found
 
 
 class Paths:

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moetool.numerics.coded_product import can_multiply, coded_product
-from moetool.numerics.error_feedback import Coded, feed_back_together
+from moetool.numerics.error_feedback import Coded
+from moetool.numerics.level_codes import LevelCodes
+from moetool.numerics.output_codes import coded_for_outputs
 from moetool.numerics.packing import pack, packed_size, unpack
 from moetool.numerics.quantization import BITS, dequantize, quantize
-from moetool.numerics.scale_fitting import FITTED, fitted_scales
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
 from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.operand import Operand, Products
@@ -90,26 +91,19 @@ def encode_together(
     parts: Sequence[tuple[Tensor, Quantized]], dtype: torch.dtype, measured: Measured
 ) -> list[dict[str, Tensor]]:
     """What `encode` of each form says of its matrix, all on the same measured inputs; sooner, if there are few rows."""
-    coded = []
+    found = []
     for matrix, form in parts:
         group = group_size(form.group, matrix.shape[1])
-        coded.append(Coded(matrix, *quantize(matrix, form.bits, group, dtype, importance=measured.energy), form.bits))
-    codes, scales = [part.codes for part in coded], [part.scales for part in coded]
+        found.append(quantize(matrix, form.bits, group, dtype, importance=measured.energy))
     if (feedback := measured.with_feedback().feedback) is not None:
-        alike: dict[tuple[int, int], list[int]] = {}
-        for place, part in enumerate(coded):
-            own_kind = place if part.bits == 8 else -1  # of 8 bits each by itself
-            alike.setdefault((part.scales.shape[1], own_kind), []).append(place)
-        for places in alike.values():
-            for place, own in zip(places, feed_back_together([coded[p] for p in places], feedback), strict=True):
-                codes[place] = own
-                matrix, _, chosen_under, bits = coded[place]
-                if bits in FITTED and measured.gram is not None:
-                    decoded = dequantize(own, chosen_under, bits, torch.float32)
-                    scales[place] = fitted_scales(matrix, decoded, chosen_under, measured.gram)
+        coded = [
+            Coded(matrix, scales, form.bits, codes)
+            for (matrix, form), (codes, scales) in zip(parts, found, strict=True)
+        ]
+        found = coded_for_outputs(coded, LevelCodes(), feedback)
     return [
-        {"codes": pack(own.reshape(-1), part.bits), "scales": fitted}
-        for own, fitted, part in zip(codes, scales, coded, strict=True)
+        {"codes": pack(codes.reshape(-1), form.bits), "scales": scales}
+        for (_, form), (codes, scales) in zip(parts, found, strict=True)
     ]
 
 

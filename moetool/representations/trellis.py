@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from moetool.numerics import trellis
+from moetool.numerics.error_feedback import Coded
+from moetool.numerics.output_codes import coded_for_outputs
 from moetool.numerics.packing import pack, unpack
-from moetool.numerics.scale_fitting import FITTED, fitted_scales
 from moetool.representations.base import Stored
 from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.operand import Operand
@@ -44,17 +45,12 @@ class Trellis(Quantized):
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         """`matrix` is floating and finite, scales are in `dtype`. With a Gram matrix errors are chosen to cancel in the
         output, see `numerics.error_feedback`."""
-        codes, scales = trellis.encoded(
-            matrix,
-            self.bits,
-            group_size(self.group, matrix.shape[1]),
-            dtype,
-            importance=measured.energy,
-            feedback=measured.with_feedback().feedback,
-        )
-        if measured.gram is not None and self.bits in FITTED:
-            decoded = trellis.decoded(codes, scales, self.bits, torch.float32)
-            scales = fitted_scales(matrix, decoded, scales, measured.gram)
+        group = group_size(self.group, matrix.shape[1])
+        scales = trellis.fitting_scales(matrix, self.bits, group, dtype, importance=measured.energy)
+        if (feedback := measured.with_feedback().feedback) is None:
+            codes = trellis.nearest_codes(matrix, scales, self.bits)
+        else:
+            [(codes, scales)] = coded_for_outputs([Coded(matrix, scales, self.bits)], trellis.TrellisCodes(), feedback)
         return {"codes": pack(codes.reshape(-1), self.bits), "scales": scales}
 
     def trainable(

@@ -136,13 +136,14 @@ def test_matrices_together_get_the_codes_that_each_gets_alone() -> None:
     inputs = torch.randn(200, 64, generator=generator)
     feedback = Feedback.of((inputs.T @ inputs).double())
     assert feedback is not None
-    parts = []
+    parts, alone = [], []
     for rows, bits in ((5, 1), (9, 4), (3, 2), (9, 4)):
         matrix = torch.randn(rows, 64, generator=generator)
-        parts.append(Coded(matrix, *quantize(matrix, bits, 16, torch.float32), bits))
-    alone = [feed_back(*part, feedback) for part in parts]
+        codes, scales = quantize(matrix, bits, 16, torch.float32)
+        parts.append(Coded(matrix, scales, bits))
+        alone.append(feed_back(matrix, codes, scales, bits, feedback))
     for found, expected in zip(feed_back_together(parts, feedback), alone, strict=True):
         assert found.equal(expected)
-    wide = Coded(parts[0].matrix, *quantize(parts[0].matrix, 8, 16, torch.float32), 8)
+    wide = Coded(parts[0].matrix, parts[0].scales, 8)
     with pytest.raises(ValueError, match="8 bits"):
         feed_back_together([*parts, wide], feedback)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moetool.compiled import compiler
 from moetool.numerics import trellis
-from moetool.numerics.error_feedback import Feedback
+from moetool.numerics.error_feedback import Coded, Feedback
 
 CPU = torch.device("cpu")
 # Squared errors that a normal variable is left with, and those of the best levels (J. Max, 1960).
@@ -19,6 +19,13 @@ every_width = pytest.mark.parametrize("bits", trellis.WIDTHS)
 def found(numbers: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     codes = torch.empty(numbers.shape, dtype=torch.uint8)
     return trellis.path(numbers, bits, codes), codes
+
+
+def encoded(
+    matrix: Tensor, bits: int, group: int, dtype: torch.dtype = torch.float32, importance: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    scales = trellis.fitting_scales(matrix, bits, group, dtype, importance=importance)
+    return trellis.nearest_codes(matrix, scales, bits), scales
 
 
 @every_width
@@ -70,10 +77,10 @@ def test_segments_cost_next_to_nothing(bits: int, monkeypatch: pytest.MonkeyPatc
 def test_any_number_of_threads(bits: int, threads: int) -> None:
     matrix = torch.randn(40, 32, generator=torch.Generator().manual_seed(2))
     before = torch.get_num_threads()
-    expected = trellis.encoded(matrix, bits, 8, torch.float32)
+    expected = encoded(matrix, bits, 8)
     torch.set_num_threads(threads)
     try:
-        codes, scales = trellis.encoded(matrix, bits, 8, torch.float32)
+        codes, scales = encoded(matrix, bits, 8)
     finally:
         torch.set_num_threads(before)
     assert codes.equal(expected[0])
@@ -91,9 +98,9 @@ def test_feedback_makes_outputs_better(bits: int) -> None:
     def lost(codes: Tensor, scales: Tensor) -> float:
         return float(feedback.output_errors(trellis.decoded(codes, scales, bits, torch.float32) - matrix).sum())
 
-    plain = lost(*trellis.encoded(matrix, bits, 16, torch.float32))
-    fed = lost(*trellis.encoded(matrix, bits, 16, torch.float32, importance=gram.diagonal(), feedback=feedback))
-    assert fed < 0.9 * plain
+    scales = trellis.fitting_scales(matrix, bits, 16, torch.float32, importance=gram.diagonal())
+    [fed] = trellis.TrellisCodes().fed_back([Coded(matrix, scales, bits)], feedback)
+    assert lost(fed, scales) < 0.9 * lost(*encoded(matrix, bits, 16))
 
 
 def test_extremes() -> None:
@@ -102,19 +109,19 @@ def test_extremes() -> None:
     matrix[3] = 0
     matrix[4] *= 1e30
     matrix[5] *= 1e-30
-    codes, scales = trellis.encoded(matrix, 2, 8, torch.bfloat16, importance=torch.zeros(24))
+    codes, scales = encoded(matrix, 2, 8, torch.bfloat16, importance=torch.zeros(24))
     decoded = trellis.decoded(codes, scales, 2, torch.float32)
     assert not decoded[3].any()
     assert decoded.isfinite().all()
     alike = torch.randn(16, 24).index_copy(0, torch.tensor([4, 5]), matrix[4:6])
-    errors = (trellis.decoded(*trellis.encoded(alike, 2, 8, torch.float32), 2, torch.float32) - alike).double()
+    errors = (trellis.decoded(*encoded(alike, 2, 8), 2, torch.float32) - alike).double()
     assert (errors.square().sum(1) < 0.3 * alike.double().square().sum(1)).all()
 
 
 def test_what_cannot_be() -> None:
     with pytest.raises(ValueError, match="multiple of 8 rows, not 12"):
-        trellis.encoded(torch.ones(12, 8), 3, 8, torch.float32)
+        encoded(torch.ones(12, 8), 3, 8)
     with pytest.raises(ValueError, match="not finite"):
-        trellis.encoded(torch.full((8, 8), torch.nan), 2, 8, torch.float32)
+        encoded(torch.full((8, 8), torch.nan), 2, 8)
     with pytest.raises(ValueError, match="1, 2, 3, 4 bits, not 8"):
         trellis.values(8, CPU)

@@ -1,0 +1,29 @@
+"""Codes of `numerics.quantization` for `numerics.output_codes`."""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moetool.numerics.error_feedback import Coded, Feedback, feed_back_together
+from moetool.numerics.quantization import dequantize
+
+
+class LevelCodes:
+    """Numbers by themselves, each the nearest of a few levels."""
+
+    noise: ClassVar[Mapping[int, float]] = {1: 0.363, 2: 0.117, 3: 0.035}
+
+    def fed_back(self, parts: Sequence[Coded], feedback: Feedback) -> list[Tensor]:
+        alike: dict[tuple[int, int], list[int]] = {}
+        for place, part in enumerate(parts):
+            own_kind = place if part.bits == 8 else -1  # of 8 bits each by itself
+            alike.setdefault((part.scales.shape[1], own_kind), []).append(place)
+        found: dict[int, Tensor] = {}
+        for places in alike.values():
+            found.update(zip(places, feed_back_together([parts[place] for place in places], feedback), strict=True))
+        return [found[place] for place in range(len(parts))]
+
+    def decoded(self, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+        return dequantize(codes, scales, bits, torch.float32)

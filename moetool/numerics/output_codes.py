@@ -1,0 +1,89 @@
+"""Codes and scales that lose least at the output of a matrix, however numbers are coded.
+
+Error feedback (`numerics.error_feedback`) chooses codes for given scales. What it codes is not the matrix alone, but
+the matrix and what codes of inputs before left undone, the more of it, the fewer bits there are and the more inputs
+tell of each other. So the scales that suit the nearest codes are too narrow, and those are tried that are wider by
+
+    (flat / flatness)^(power · noise),
+
+with the flatness of the inputs, what the nearest codes leave of a normal variable, and some powers; a few rows tell
+which is best. Once codes are chosen, scales are fitted to them (`numerics.scale_fitting`). On small trained models, in
+which inputs tell much of each other, wider scales leave a quarter to a half of the error at 1 bit that fitting alone
+does, and .5 to .8 at 2 bits; where inputs tell as little of each other as in SmolLM2-135M they stay as they are.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moetool.numerics.error_feedback import Coded, Feedback
+from moetool.numerics.scale_fitting import fitted_scales
+
+_FLAT = 0.35  # flatness from which on the scales of the nearest codes serve
+_POWERS = (0.5, 1.0, 1.4)
+_LEAST = 1.01  # times wider, below which nothing is tried
+_ROWS = 16  # that are tried
+
+
+class Coder(Protocol):
+    """A way to code numbers under scales that are shared by groups of inputs."""
+
+    @property
+    def noise(self) -> Mapping[int, float]:
+        """By bits: the share of a normal variable's energy that the nearest codes leave. Of other bits scales stay."""
+
+    def fed_back(self, parts: Sequence[Coded], feedback: Feedback) -> list[Tensor]:
+        """Codes [out, in] of every part that make good for each other's errors."""
+
+    def decoded(self, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+        """What they stand for: [out, in] fp32."""
+
+
+def coded_for_outputs(parts: Sequence[Coded], coder: Coder, feedback: Feedback) -> list[tuple[Tensor, Tensor]]:
+    """Codes [out, in] and scales [out, groups] of matrices [out, in] on the same inputs.
+
+    Args:
+        parts: with the scales that suit the nearest codes, in the dtype they are stored in.
+        coder: how numbers are coded.
+        feedback: of the inputs.
+
+    Raises:
+        ValueError: there are other inputs behind the feedback, or values that are not finite.
+    """
+    parts = _widened(parts, coder, feedback)
+    return [
+        (codes, _fitted(part, codes, coder, feedback) if part.bits in coder.noise else part.scales)
+        for part, codes in zip(parts, coder.fed_back(parts, feedback), strict=True)
+    ]
+
+
+def _fitted(part: Coded, codes: Tensor, coder: Coder, feedback: Feedback) -> Tensor:
+    return fitted_scales(part.matrix, coder.decoded(codes, part.scales, part.bits), part.scales, feedback.gram)
+
+
+def _widened(parts: Sequence[Coded], coder: Coder, feedback: Feedback) -> list[Coded]:
+    """The parts, with wider scales where some of their rows lose less with these."""
+    found, tried = list(parts), dict[int, tuple[list[float], Coded]]()
+    for place, part in enumerate(parts):
+        widest = max(1.0, _FLAT / feedback.flatness) ** coder.noise.get(part.bits, 0.0)
+        if widest >= _LEAST:
+            widths = [1.0, *(widest**power for power in _POWERS)]
+            count = min(_ROWS, len(part.matrix))
+            few = slice(0, count * (len(part.matrix) // count), len(part.matrix) // count)
+            scales = torch.cat([_times(part.scales[few], width) for width in widths])
+            tried[place] = widths, Coded(part.matrix[few].repeat(len(widths), 1), scales, part.bits)
+    trials = [trial for _, trial in tried.values()]
+    for (place, (widths, trial)), codes in zip(tried.items(), coder.fed_back(trials, feedback), strict=True):
+        fitted = _fitted(trial, codes, coder, feedback)
+        lost = feedback.output_errors(trial.matrix - coder.decoded(codes, fitted, trial.bits))
+        best = widths[int(lost.view(len(widths), -1).sum(1).argmin())]
+        if best > 1:
+            found[place] = Coded(parts[place].matrix, _times(parts[place].scales, best), trial.bits)
+    return found
+
+
+def _times(scales: Tensor, factor: float) -> Tensor:
+    """In the dtype that they are stored in."""
+    return (scales.float() * factor).to(scales.dtype)
