@@ -6,6 +6,7 @@ from moetool.architectures import MoEShape
 from moetool.job.coefficients import COEFFICIENTS
 from moetool.job.work import Precision, Work, altogether
 from moetool.numerics.level_codes import LevelCodes
+from moetool.numerics.output_codes import POWERS, TRIED_ROWS
 from moetool.representations import Representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank_sparse import LowRankSparse
@@ -61,7 +62,9 @@ def encode(form: Representation, matrix: tuple[int, int], *, fed_back: bool = Fa
     taken = Work(moved=made.error_bytes * numbers, calls=100)
     if isinstance(form, Quantized):
         if fed_back:
-            taken += feed_back(matrix) + (_fit_scales(form, matrix) if form.bits in LevelCodes.noise else Work())
+            taken += feed_back(matrix)
+            if form.bits in LevelCodes.noise:
+                taken += _widen_scales(matrix[1], 1) + _fit_scales(form, matrix)
         if isinstance(form, Trellis):
             return taken + _paths(matrix)
         tried = dict(made.scales).get(form.bits, made.scales[-1][1])
@@ -107,6 +110,12 @@ def _fit_scales(form: Quantized, matrix: tuple[int, int]) -> Work:
     return Work(products={"bfloat16": rows * columns**2}, moved=16.0 * groups * rows * columns + 12.0 * columns**2)
 
 
+def _widen_scales(columns: int, forms: int) -> Work:
+    """Codes of a few rows under several scales, in so many forms at once."""
+    rows = TRIED_ROWS * (1 + len(POWERS)) * forms
+    return Work(moved=COEFFICIENTS.feedback_bytes * rows * columns, calls=COEFFICIENTS.feedback_calls * columns)
+
+
 def _paths(matrix: tuple[int, int]) -> Work:
     """Codes of a matrix in a trellis."""
     rows, columns = matrix
@@ -119,9 +128,11 @@ def tried(forms: Collection[Representation], matrix: tuple[int, int]) -> Work:
     made = COEFFICIENTS
     rows = round(made.tried_rows)
     paths = (_paths((rows, columns)) for form in forms if isinstance(form, Trellis))
+    coarse = sum(isinstance(form, Quantized) and form.bits in LevelCodes.noise for form in forms)
     return (
         factorize(matrix, max((form.directions for form in forms), default=0))
         + altogether(paths)
+        + _widen_scales(columns, coarse)
         + Work(
             products={"float32": numbers * columns},
             cholesky={columns: made.root},

@@ -15,16 +15,15 @@ does, and .5 to .8 at 2 bits; where inputs tell as little of each other as in Sm
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from moetool.numerics.error_feedback import Coded, Feedback
 from moetool.numerics.scale_fitting import fitted_scales
 
 _FLAT = 0.35  # flatness from which on the scales of the nearest codes serve
-_POWERS = (0.5, 1.0, 1.4)
+POWERS = (0.5, 1.0, 1.4)  # by which wider scales are tried
 _LEAST = 1.01  # times wider, below which nothing is tried
-_ROWS = 16  # that are tried
+TRIED_ROWS = 32
 
 
 class Coder(Protocol):
@@ -64,23 +63,29 @@ def _fitted(part: Coded, codes: Tensor, coder: Coder, feedback: Feedback) -> Ten
 
 
 def _widened(parts: Sequence[Coded], coder: Coder, feedback: Feedback) -> list[Coded]:
-    """The parts, with wider scales where some of their rows lose less with these."""
-    found, tried = list(parts), dict[int, tuple[list[float], Coded]]()
+    """The parts, with wider scales where some of their rows lose less with these; each trial by itself, as numbers of
+    a trellis depend on those in other rows."""
+    trials: list[tuple[int, float, Coded]] = []  # of which part, how much wider
     for place, part in enumerate(parts):
         widest = max(1.0, _FLAT / feedback.flatness) ** coder.noise.get(part.bits, 0.0)
         if widest >= _LEAST:
-            widths = [1.0, *(widest**power for power in _POWERS)]
-            count = min(_ROWS, len(part.matrix))
+            count = min(TRIED_ROWS, len(part.matrix))
             few = slice(0, count * (len(part.matrix) // count), len(part.matrix) // count)
-            scales = torch.cat([_times(part.scales[few], width) for width in widths])
-            tried[place] = widths, Coded(part.matrix[few].repeat(len(widths), 1), scales, part.bits)
-    trials = [trial for _, trial in tried.values()]
-    for (place, (widths, trial)), codes in zip(tried.items(), coder.fed_back(trials, feedback), strict=True):
+            for width in (1.0, *(widest**power for power in POWERS)):
+                trials.append((place, width, Coded(part.matrix[few], _times(part.scales[few], width), part.bits)))
+    losses: dict[int, dict[float, float]] = {}
+    for (place, width, trial), codes in zip(
+        trials, coder.fed_back([trial for *_, trial in trials], feedback), strict=True
+    ):
         fitted = _fitted(trial, codes, coder, feedback)
-        lost = feedback.output_errors(trial.matrix - coder.decoded(codes, fitted, trial.bits))
-        best = widths[int(lost.view(len(widths), -1).sum(1).argmin())]
-        if best > 1:
-            found[place] = Coded(parts[place].matrix, _times(parts[place].scales, best), trial.bits)
+        errors = feedback.output_errors(trial.matrix - coder.decoded(codes, fitted, trial.bits))
+        # Of few rows the sum of squares is that of the one or two with the largest errors.
+        losses.setdefault(place, {})[width] = float(errors.sqrt().sum())
+    found = list(parts)
+    for place, lost in losses.items():
+        matrix, scales, bits, _ = parts[place]
+        if (best := min(lost, key=lost.__getitem__)) > 1:
+            found[place] = Coded(matrix, _times(scales, best), bits)
     return found
 
 
