@@ -95,7 +95,9 @@ def guarded(function: Callable[..., None]) -> Callable[..., None]:
         try:
             function(**arguments)
         except KeyboardInterrupt as error:
-            print("interrupted: nothing finished is lost, go on with --resume", file=sys.stderr)
+            resumable = "resume" in inspect.signature(function).parameters
+            hint = ": nothing finished is lost, go on with --resume" if resumable else ""
+            print(f"interrupted{hint}", file=sys.stderr)
             raise typer.Exit(128 + signal.SIGINT) from error
         except BrokenPipeError:
             raise typer.Exit(0) from None

@@ -14,9 +14,10 @@ from moetool.checkpoint.manifest import Manifest, Origin, read_manifest
 from moetool.checkpoint.reader import CARD, MANIFEST, Checkpoint
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.checkpoint.source import local_path, looks_local
-from moetool.errors import InvalidInputError
+from moetool.errors import InvalidInputError, MoetoolError
 from moetool.format.entry import moetool_entry
 from moetool.job.options import RunOptions, context_length
+from moetool.serving.filling import served_layouts
 
 SOURCE_CARD = "moetool/source-README.md"
 
@@ -235,9 +236,10 @@ def _limits(config: Mapping[str, object]) -> Iterator[str]:
     entry, kind = config.get("quantization_config"), _code(str(config.get("model_type")))
     if (own := moetool_entry(config)) is not None:
         yield (
-            "transformers loads it where moetool is installed, and refuses it elsewhere. vLLM, SGLang, TGI, llama.cpp "
-            "and other engines cannot load it; `moetool export` writes what they can, for families that they know."
+            "transformers loads it where moetool is installed, and refuses it elsewhere. SGLang, TGI, llama.cpp and "
+            "other engines cannot load it; `moetool export` writes what they can, for families that they know."
         )
+        yield _in_vllm(config)
         layers = own.get("layers")
         if isinstance(layers, Mapping) and any(
             isinstance(layer, Mapping) and layer.get("dynamic_channels") for layer in layers.values()
@@ -251,6 +253,18 @@ def _limits(config: Mapping[str, object]) -> Iterator[str]:
     else:
         yield f"It is an ordinary checkpoint of the family {kind}: engines load it that know this family."
     yield "What the source could not do, or should not be used for, holds for this model, too."
+
+
+def _in_vllm(config: Mapping[str, object]) -> str:
+    """What becomes of it there, by moetool's plug-in."""
+    try:
+        served_layouts(config)
+    except MoetoolError as error:
+        return f"vLLM cannot load it. {error}"
+    return (
+        "vLLM loads it where moetool is installed beside it (`pip install 'moetool[vllm]'`): `vllm serve MODEL "
+        "--enforce-eager`. That is known from vLLM's source code, not from running it."
+    )
 
 
 def _code(text: str) -> str:

@@ -215,9 +215,21 @@ def write_costs(directory: Path, source: Path, meter: Meter, plan: Plan, result:
 
 def read_costs(directory: Path) -> list[dict[str, Json]]:
     """What the jobs have cost that made a checkpoint, the last one last, as far as that was kept; empty where it is
-    damaged, which is for `verify` to say."""
+    `unreadable_costs`."""
     content = read_sealed(directory / COSTS) or {}
     jobs = content.get("jobs")
     if content.get("format_version") != COSTS_VERSION or not isinstance(jobs, list):
         return []
     return [job for job in jobs if isinstance(job, dict)]
+
+
+def unreadable_costs(directory: Path) -> str | None:
+    """Why a checkpoint tells nothing of its costs, beginning with the file's name; `None` if it does."""
+    if not (directory / COSTS).exists():
+        return f"{COSTS} is not there"
+    content = read_sealed(directory / COSTS)
+    if content is None:
+        return f"{COSTS} is not what was written (its own digest differs)"
+    if (version := content.get("format_version")) != COSTS_VERSION:
+        return f"{COSTS} has format version {version}, and this moetool reads {COSTS_VERSION}"
+    return None if isinstance(content.get("jobs"), list) else f"{COSTS} lists no jobs"

@@ -27,7 +27,7 @@ from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.measure.routing import RoutingOptions, routing
 from moetool.measure.told import RoutingTold
 from moetool.report.options import ReportOptions
-from moetool.report.recorded import RecordedResults, kept_runs, read_recorded
+from moetool.report.recorded import RecordedResults, kept_runs, read_recorded, without_costs
 from moetool.report.remaking import remaking
 from moetool.report.storing import stored_experts
 from moetool.report.told import HowMade, MadeStep, MergedExperts, RareExpert, Report, TextCoverage, WeightBytes
@@ -60,7 +60,8 @@ def gather(path: str, output: Path, options: ReportOptions, progress: Progress |
     experts = _experts(checkpoint)
     manifest = read_manifest(checkpoint.path) if (checkpoint.path / MANIFEST).exists() else None
     inspection = inspect_checkpoint(path) if _is_inspected(checkpoint.config) else None
-    notes = []
+    jobs = kept_runs(checkpoint.path, manifest, recorded)
+    notes = [] if (untold := without_costs(checkpoint.path, manifest)) is None else [untold]
     if options.analysis and experts is None:
         notes.append("There is no analysis: this model has no experts that are whole networks.")
     elif options.analysis and inspection is not None:
@@ -86,7 +87,7 @@ def gather(path: str, output: Path, options: ReportOptions, progress: Progress |
         routing=routed,
         evaluation=evaluation,
         activations=None if manifest is None else _activations(manifest),
-        jobs=kept_runs(checkpoint.path, manifest, recorded),
+        jobs=jobs,
         recorded=recorded,
         notes=tuple(notes),
     )

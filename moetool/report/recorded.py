@@ -11,7 +11,7 @@ from moetool.checkpoint.manifest import Manifest
 from moetool.checkpoint.reader import COSTS, read_object
 from moetool.checkpoint.source import local_path
 from moetool.errors import InvalidInputError
-from moetool.job.costs import ExpectedCosts, read_costs
+from moetool.job.costs import ExpectedCosts, read_costs, unreadable_costs
 from moetool.job.result import PhaseCost, Printed
 from moetool.measure.evaluated import Evaluation
 from moetool.measure.told import RoutingTold
@@ -81,6 +81,16 @@ def kept_runs(path: Path, manifest: Manifest | None, results: RecordedResults | 
             found.append(run)
         output = origin.source
     return found[::-1]
+
+
+def without_costs(path: Path, manifest: Manifest | None) -> str | None:
+    """What to tell where not every job that made a checkpoint has left what it cost."""
+    steps, kept = 0 if manifest is None else len(manifest.origins), len(read_costs(path))
+    if kept >= steps:
+        return None
+    if (problem := unreadable_costs(path)) is not None:
+        return f"What its jobs cost cannot be read: {problem}."
+    return f"{COSTS} tells nothing of the first {steps - kept} of the {steps} jobs that made it."
 
 
 def read_recorded(names: str) -> RecordedResults:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from moetool.architectures import Role
 from moetool.errors import InvalidInputError, UsageError
+from moetool.format.beside import quantized_beside
 from moetool.format.entry import layer_layouts
 from moetool.format.families import architecture_of
 from moetool.format.kinds import custom_module
@@ -27,6 +28,11 @@ def served_layouts(config: Mapping[str, object]) -> dict[int, LayerLayout]:
     """
     if (spec := custom_module(config)) is not None:
         raise UsageError(f"This model has modules that only moetool runs ('{spec.key}' in its quantization_config).")
+    if beside := quantized_beside(config):
+        raise UsageError(
+            f"Beside its experts {len(beside)} matrices are quantized, {next(iter(beside))} among them, which only "
+            "moetool runs. Compress without --include, or export it: moetool export MODEL OUTPUT."
+        )
     architecture, layouts = architecture_of(config), layer_layouts(config)
     if architecture.is_fused:
         raise UsageError(

@@ -38,3 +38,13 @@ def test_options_that_many_commands_share_come_behind_its_own() -> None:
     assert "--gradient-samples" in calibration
     assert "--memory" in machine
     assert "Example: moetool compress" in machine
+
+
+@pytest.mark.parametrize(
+    ("command", "typed", "default"), [("upcycle", "pesc", "vanilla"), ("compress", "auto", "d2moe")]
+)
+def test_the_default_method_is_not_what_was_typed(command: str, typed: str, default: str) -> None:
+    command_line = built(command, "--method", typed)
+    context = command_line.make_context(command, [], resilient_parsing=True)
+    (option,) = (parameter for parameter in command_line.params if parameter.name == "method")
+    assert option.get_help_record(context)[1].endswith(f"[default: {default}]")

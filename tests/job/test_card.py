@@ -121,6 +121,18 @@ def test_how_it_loads_and_what_does_not(source: Path) -> None:
     assert "decompose --base" in model_card(made(), checkpoint, None)
 
 
+def test_vllm_has_a_plug_in_for_some(source: Path) -> None:
+    checkpoint = Checkpoint.open(source)
+    beside = {"model.layers.0.self_attn.q_proj": "quantised:8:128"}
+    for more, told in (
+        ({}, "vllm serve MODEL --enforce-eager"),
+        ({"beside": beside}, "vLLM cannot load it. Beside its experts 1 "),
+    ):
+        entry = {"quant_method": "moetool", **more}
+        card = model_card(made(), checkpoint, ({**checkpoint.config, "quantization_config": entry}, 1000))
+        assert told in card
+
+
 def test_paths_are_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()

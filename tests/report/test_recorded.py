@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from moetool.checkpoint.manifest import Manifest, Origin
+from moetool.checkpoint.reader import COSTS
+from moetool.checkpoint.sealed import write_sealed
 from moetool.errors import InvalidInputError
-from moetool.report.recorded import read_recorded
+from moetool.report.recorded import read_recorded, without_costs
 
 RUN = {"schema_version": 1, "stage": "tune", "input": "a", "output": "b", "seconds": 2.5, "peak_memory_bytes": 7}
 
@@ -40,3 +43,21 @@ def test_what_is_no_result_is_refused(tmp_path: Path, content: str, problem: str
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="there is no file"):
         read_recorded(str(tmp_path / "x.json"))
+
+
+UPCYCLED = Origin(stage="vanilla", source="dense", source_fingerprint="")
+MADE = Manifest(source="up", source_fingerprint="", recipe={"stage": "d2moe"}, seed=0, lineage=(UPCYCLED,))
+
+
+def test_whatever_keeps_costs_from_being_told_is_said(tmp_path: Path) -> None:
+    (tmp_path / COSTS).parent.mkdir()
+    assert without_costs(tmp_path, None) is None
+    assert "is not there" in str(without_costs(tmp_path, MADE))
+    (tmp_path / COSTS).write_text("{}")
+    assert "digest" in str(without_costs(tmp_path, MADE))
+    write_sealed(tmp_path / COSTS, {"format_version": 99, "jobs": []})
+    assert "format version 99" in str(without_costs(tmp_path, MADE))
+    write_sealed(tmp_path / COSTS, {"format_version": 1, "jobs": [RUN]})
+    assert "first 1 of the 2 jobs" in str(without_costs(tmp_path, MADE))
+    write_sealed(tmp_path / COSTS, {"format_version": 1, "jobs": [RUN, RUN]})
+    assert without_costs(tmp_path, MADE) is None

@@ -2,6 +2,8 @@
 
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +17,7 @@ from moetool.cli.display import Display, print_json, print_table
 from moetool.cli.generate import HintingCommand, make_command
 from moetool.cli.next_step import try_next
 from moetool.convert.told import ConversionTold
-from moetool.errors import UsageError
+from moetool.errors import InterruptedRunError, UsageError
 from moetool.job.execute import output_directory, run_stage
 from moetool.job.lock import Lock
 from moetool.job.result import Printed, Result
@@ -73,13 +75,22 @@ def run(output: Path, steps: int, seed: int, display: Display) -> list[demo.Demo
     marker = output / _MARKER
     if output.exists() and any(output.iterdir()) and not marker.exists():
         raise UsageError(f"{output} is not empty and not an earlier demo. Choose another place.")
-    with Lock(marker, output):
+    with Lock(marker, output), _from_the_start(output):
         for path in output.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
             elif path != marker:
                 path.unlink()
         return _run(output, steps, seed, display)
+
+
+@contextmanager
+def _from_the_start(output: Path) -> Iterator[None]:
+    """Whatever stops the demo: its models are made in two minutes, and the next demo there deletes them."""
+    try:
+        yield
+    except (InterruptedRunError, KeyboardInterrupt) as error:
+        raise InterruptedRunError(f"Stopped. The same command starts over in {output}.") from error
 
 
 def _run(output: Path, steps: int, seed: int, display: Display) -> list[demo.DemoModel]:

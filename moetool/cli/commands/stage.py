@@ -60,7 +60,11 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             hint = did_you_mean(chosen, methods)
             print(f"error: --{choice} {chosen}: there is {', '.join(methods)}.{hint}", file=sys.stderr)
             raise typer.Exit(UsageError.exit_code)
-        option = typer.Option(help=f"One of: {', '.join(methods)}.", autocompletion=offered(lambda: methods))
+        option = typer.Option(
+            help=f"One of: {', '.join(methods)}. [default: {default}]",
+            show_default=False,
+            autocompletion=offered(lambda: methods),
+        )
         more.append(
             inspect.Parameter(choice, inspect.Parameter.KEYWORD_ONLY, default=chosen, annotation=Annotated[str, option])
         )

@@ -1,0 +1,42 @@
+"""What is said to somebody who stops a command: how it goes on, where it does."""
+
+from pathlib import Path
+
+import pytest
+import typer
+
+from moetool import demo
+from moetool.cli.commands.demo import run
+from moetool.cli.display import Display
+from moetool.cli.generate import guarded
+from moetool.errors import InterruptedRunError
+
+
+def resumable(resume: bool = False) -> None:
+    raise KeyboardInterrupt
+
+
+def brief() -> None:
+    raise KeyboardInterrupt
+
+
+def test_resume_is_advised_where_there_is_such_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    said = {}
+    for command in (resumable, brief):
+        with pytest.raises(typer.Exit) as ended:
+            guarded(command)()
+        said[command] = capsys.readouterr().err
+        assert ended.value.exit_code == 130
+    assert said == {resumable: "interrupted: nothing finished is lost, go on with --resume\n", brief: "interrupted\n"}
+
+
+@pytest.mark.parametrize("stopped", [KeyboardInterrupt(), InterruptedRunError("Go on with --resume.")])
+def test_a_demo_starts_over(stopped: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*given: object) -> None:
+        raise stopped
+
+    monkeypatch.setattr(demo, "make_dense", stop)
+    with pytest.raises(InterruptedRunError) as ended:
+        run(tmp_path / "demo", 1, 0, Display())
+    assert "starts over" in str(ended.value)
+    assert "--resume" not in str(ended.value)
