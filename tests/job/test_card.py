@@ -123,7 +123,7 @@ def test_how_it_loads_and_what_does_not(source: Path) -> None:
 
 def test_vllm_has_a_plug_in_for_some(source: Path) -> None:
     checkpoint = Checkpoint.open(source)
-    beside = {"model.layers.0.self_attn.q_proj": "quantised:8:128"}
+    beside = {"model.layers.0.self_attn.q_proj": "quantised-weight:8:128"}
     for more, told in (
         ({}, "vllm serve MODEL --enforce-eager"),
         ({"beside": beside}, "vLLM cannot load it. Beside its experts 1 "),
