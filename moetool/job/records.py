@@ -9,13 +9,14 @@ from safetensors.torch import load_file
 from moetool.calibration.collectors import LayerStatistics
 from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.manifest import read_manifest
-from moetool.checkpoint.reader import MANIFEST
+from moetool.checkpoint.reader import MANIFEST, read_object
 from moetool.checkpoint.source import first_line
 from moetool.checkpoint.writer import is_finite
 from moetool.errors import InvalidInputError
 from moetool.job.job import Input, Source
 
 STATISTICS = Path("moetool") / "statistics.safetensors"
+TOKENIZER = "tokenizer.json"
 
 
 def write_statistics(directory: Path, statistics: Mapping[int, LayerStatistics]) -> list[Path]:
@@ -67,12 +68,22 @@ def read_statistics(source: Source) -> dict[int, LayerStatistics]:
 
 
 def check_records(source: Input) -> None:
-    """Read what earlier stages have left in a checkpoint's directory beside the weights, if they have.
+    """Read what earlier stages have left in a checkpoint's directory beside the weights, if they have, and the
+    tokenizer, which is passed on as it is.
 
     Raises:
-        InvalidInputError: the manifest or the statistics are damaged.
+        InvalidInputError: the manifest, the statistics or `tokenizer.json` are damaged.
     """
+    _check_tokenizer(source.checkpoint.path)
     if (source.checkpoint.path / MANIFEST).exists():
         read_manifest(source.checkpoint.path)
     if isinstance(source, Source):
         read_statistics(source)
+
+
+def _check_tokenizer(directory: Path) -> None:
+    """That `tokenizer.json`, where there is one, was not cut off or replaced: no more, since a model whose tokenizer
+    this machine's library does not know yet can be converted all the same."""
+    file = directory / TOKENIZER
+    if file.exists() and not isinstance(read_object(file, lambda: f"{file} is gone.")[1].get("model"), Mapping):
+        raise InvalidInputError(f"{file} holds no tokenizer: it has no 'model'. Download or write it again.")
