@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Role
-from moetool.architectures.dense import DenseArchitecture
+from moetool.architectures.dense import DENSE_SIBLINGS, DenseArchitecture
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.reader import Checkpoint
@@ -130,7 +130,7 @@ def _in_parts(dtype: torch.dtype, shape: tuple[int, ...], parts: Parts) -> InPar
 def dense_config(config: Mapping[str, object]) -> dict[str, object] | None:
     """The config of the dense model beside an MoE model that moetool did not make, where its family has a dense sibling
     with the same layers; else `None`."""
-    sibling = _SIBLINGS.get(str(config.get("model_type")))
+    sibling = DENSE_SIBLINGS.get(str(config.get("model_type")))
     if sibling is None:
         return None
     model_type, model_class = sibling
@@ -139,12 +139,6 @@ def dense_config(config: Mapping[str, object]) -> dict[str, object] | None:
     return {**kept, "model_type": model_type, "architectures": [model_class], "intermediate_size": width}
 
 
-_SIBLINGS = {
-    "mixtral": ("mistral", "MistralForCausalLM"),
-    "qwen3_moe": ("qwen3", "Qwen3ForCausalLM"),
-    "flex_olmo": ("olmo2", "Olmo2ForCausalLM"),
-    "granitemoe": ("granite", "GraniteForCausalLM"),
-}
 _MOE_KEYS = {
     "num_local_experts",
     "num_experts",

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 from dense_families import DENSE_FAMILIES, MOEFY_FAMILIES, build_dense
 
-from moetool.architectures.dense import FEATURES, check_predicts, dense_architectures, find_dense_architecture
+from moetool.architectures.dense import (
+    DENSE_SIBLINGS,
+    FEATURES,
+    check_predicts,
+    dense_architectures,
+    find_dense_architecture,
+)
 from moetool.errors import InvalidInputError
 
 
@@ -54,7 +60,14 @@ def refusal(config: dict[str, Any]) -> str:
 def test_moe_models_are_refused(key: str) -> None:
     told = refusal({"model_type": "llama", key: 8})
     assert f"(llama) is an MoE model already: {key} is 8." in told
-    assert "export --format dense --expert 0" in told
+    assert "export --format dense --expert 0` makes one of what moetool upcycled to this family." in told
+
+
+@pytest.mark.parametrize("model_type", DENSE_SIBLINGS)
+def test_a_way_back_is_told_where_there_is_one(model_type: str) -> None:
+    assert "`export --format dense --expert 0` makes one of it." in refusal(
+        {"model_type": model_type, "num_experts": 8}
+    )
 
 
 def test_one_expert_is_dense() -> None:

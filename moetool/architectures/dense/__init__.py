@@ -11,6 +11,7 @@ from moetool.architectures.dense.base import FEATURES, DenseArchitecture
 from moetool.errors import InvalidInputError
 
 __all__ = [
+    "DENSE_SIBLINGS",
     "FEATURES",
     "DenseArchitecture",
     "check_predicts",
@@ -20,6 +21,13 @@ __all__ = [
     "is_encoder",
 ]
 
+# MoE families of the hub, and the dense model with the same layers: its type and class.
+DENSE_SIBLINGS = {
+    "mixtral": ("mistral", "MistralForCausalLM"),
+    "qwen3_moe": ("qwen3", "Qwen3ForCausalLM"),
+    "flex_olmo": ("olmo2", "Olmo2ForCausalLM"),
+    "granitemoe": ("granite", "GraniteForCausalLM"),
+}
 _ENCODERS = ("MaskedLM", "Encoder", "SequenceClassification", "TokenClassification")
 _MASKED = ("MaskedLM", "PreTraining")
 _ENCODER_TYPES = ("bert", "roberta", "xlm-roberta", "deberta", "deberta-v2", "electra", "distilbert", "modernbert")
@@ -71,9 +79,10 @@ def find_dense_architecture(config: Mapping[str, object]) -> DenseArchitecture:
     """
     model_type = str(config.get("model_type"))
     if key := next((key for key in EXPERT_KEYS if (whole_number(config, key) or 0) > 1), None):
+        of = "it" if model_type in DENSE_SIBLINGS else "what moetool upcycled to this family"
         raise InvalidInputError(
             f"This model ({model_type}) is an MoE model already: {key} is {config[key]}. Upcycling and "
-            "moefying start from a dense model; `export --format dense --expert 0` makes one of it."
+            f"moefying start from a dense model; `export --format dense --expert 0` makes one of {of}."
         )
     by_type = {name: family for family in dense_architectures() for name in family.model_types}
     if model_type in by_type:
