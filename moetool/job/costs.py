@@ -144,7 +144,7 @@ class Meter:
                 write_sealed(self._work / SPENT, self.all_runs.to_json())
 
     def expect(self, phases: Sequence[PhaseTime]) -> None:
-        """What this job will take; of others that it consists of, later, no account is kept."""
+        """What this job will take; what is still to come of it, said later, is passed on, and not in the account."""
         if self._expected is None:
             self._expected = phases
         self._progress.expect(phases)

@@ -127,7 +127,8 @@ def _lead(
             meter.keep(resumed=workspace.is_resumed)
         with _storage_explained(directory, plan.disk_bytes), meter, listening() as interrupt:
             job = Job(stage.source, workspace, options, recipe, meter, interrupt, ranks)
-            meter.expect(() if isinstance(progress, Silent) else estimate(plan, options, directory).phases)
+            if not isinstance(progress, Meter):  # a job within another, which has told how long all of it takes
+                meter.expect(() if isinstance(progress, Silent) else estimate(plan, options, directory).phases)
             if workspace.is_resumed:
                 progress.log(f"Going on with the run in {directory}.")
             elif measured is not None:

@@ -1,5 +1,6 @@
 """A base or none, whatever loses least: `compress --method auto`."""
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -159,11 +160,16 @@ SEARCH = ("--max-increase", "3%", "--held-out", 12, "--samples", 8)
 
 def test_the_smallest_that_holds(run_cli: Any, calibration: Any, tiny_mixtral: Path, tmp_path: Path) -> None:
     """Its increase is that of the model that is written; its plan makes the same weights again; what it was expected to
-    take is not what one of its trials was."""
+    take, and what was still to come, is not what one of its trials was."""
     file, command = tmp_path / "plan.yaml", ("compress", tiny_mixtral)
     plan = run_cli(*command, tmp_path / "one", *METHOD, *calibration, *SEARCH, "--dry-run", "--json").json
-    made = run_cli(*command, tmp_path / "one", *METHOD, *calibration, *SEARCH, "--save-plan", file, "--json")
+    more = ("--save-plan", file, "--log-json", tmp_path / "log", "--json")
+    made = run_cli(*command, tmp_path / "one", *METHOD, *calibration, *SEARCH, *more)
     assert made.code == 0, made.stderr
+    events = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    expected = [event["phases"] for event in events if event["event"] == "expected"]
+    assert expected[0] == plan["phases"]
+    assert [len(phases) for phases in expected[1:]] == [14, *(13 - 2 * i for i, _ in enumerate(made.json["trials"])), 1]
     told = {phase["name"]: phase.get("expected_seconds") for phase in made.json["phases"]}
     assert told.items() >= {phase["name"]: phase["seconds"] for phase in plan["phases"]}.items()
     *others, kept = made.json["trials"]

@@ -9,6 +9,7 @@ assumed: experts that were upcycled from one network have one in common, experts
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import ClassVar
 
@@ -32,16 +33,19 @@ from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout
 from moetool.job.building_blocks import calibration_forward, moe_size
 from moetool.job.calibrated import EVALUATE, held_out
+from moetool.job.estimate import estimate
 from moetool.job.execute import run_stage
 from moetool.job.job import Job
 from moetool.job.options import RunOptions
 from moetool.job.phases import ENCODE
 from moetool.job.plan import Plan, calibration_cost
 from moetool.job.processes import processes
-from moetool.job.result import Json
+from moetool.job.result import Json, PhaseTime
 from moetool.job.shards import OutputPlan
 from moetool.job.work import Phase
 from moetool.job.writing import original_bytes
+
+_TIMES = MOST_TRIALS + 1  # of encoding: the trials, and the result; of evaluating: the original, and the trials
 
 
 class AutoOptions(MixingOptions):
@@ -119,8 +123,8 @@ class Auto(MixingStage[AutoOptions]):
         cost = calibration_cost(self.source, self.options, self.options, gradients=True)
         size = moe_size(self.source.experts, self.mixing.experts_at_once)
         evaluated = calibration_forward(replace(cost, samples=self.options.held_out), size)
-        times, phases = MOST_TRIALS + 1, {phase.name: phase.work for phase in plan.phases}
-        phases = {**phases, EVALUATE: evaluated * times, ENCODE: phases[ENCODE] * times}
+        phases = {phase.name: phase.work for phase in plan.phases}
+        phases = {**phases, EVALUATE: evaluated * _TIMES, ENCODE: phases[ENCODE] * _TIMES}
         return replace(
             plan,
             scratch_bytes=2 * plan.scratch_bytes + plan.output_bytes,
@@ -144,6 +148,7 @@ class Auto(MixingStage[AutoOptions]):
         mixing.measure(job)
 
         def make(size: int, directory: Path) -> None:
+            self._expect(job, (ENCODE, EVALUATE) * next(left))
             own = options.model_copy(update={"bytes": size, "save_plan": None})
             path = self.source.checkpoint.path
             run_stage(type(self), path, directory, own, resume=True, progress=job.progress, measured=job.output)
@@ -151,7 +156,18 @@ class Auto(MixingStage[AutoOptions]):
         reader = self.source.experts
         per_bit = reader.shape.expert_parameters * reader.shape.experts * len(reader.moe_layers) / 8
         search = SizeSearch(options.max_increase, self._smallest, self._target, per_bit)
-        return Trials(job, windows, make, mixing.experts_at_once).search(search)
+        left = count(MOST_TRIALS, -1)
+        self._expect(job, (EVALUATE, *(ENCODE, EVALUATE) * MOST_TRIALS))
+        tried = Trials(job, windows, make, mixing.experts_at_once).search(search)
+        self._expect(job, ())
+        return tried
+
+    def _expect(self, job: Job, trials: Sequence[str]) -> None:
+        """Tell what is still to come: phases of `trials`, as many as there can be, and of the result."""
+        told = estimate(self.plan(), self.options, job.output)
+        seconds = {phase.name: phase.seconds / _TIMES for phase in told.phases}
+        if seconds:
+            job.progress.expect([PhaseTime(name, round(seconds[name], 2)) for name in (*trials, ENCODE)])
 
     def run(self, job: Job) -> MixedTold:
         mixing, trials = self.mixing, self._tried(job) if self._is_search else ()
