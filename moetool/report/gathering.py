@@ -7,7 +7,7 @@ from typing import cast
 
 from moetool.architectures import architectures
 from moetool.checkpoint.experts import ExpertReader
-from moetool.checkpoint.manifest import Manifest, read_manifest
+from moetool.checkpoint.manifest import Manifest, Origin, read_manifest
 from moetool.checkpoint.reader import MANIFEST, Checkpoint
 from moetool.convert.told import Activations
 from moetool.errors import InvalidInputError, UsageError
@@ -124,16 +124,24 @@ def _made(manifest: Manifest) -> HowMade:
     again = remaking(manifest.recipe, manifest.source)
     calibration = manifest.statistics.get("calibration")
     return HowMade(
-        steps=[
-            MadeStep(stage=step.stage, source=step.source, source_fingerprint=step.source_fingerprint)
-            for step in reversed(manifest.origins)
-        ],
+        steps=list(_steps(manifest.origins[::-1])),
         command=again and again.command,
         preset=again and again.preset,
         options=cast(Mapping[str, Json], {key: value for key, value in manifest.recipe.items() if key != "stage"}),
         versions={"moetool": manifest.moetool_version, **manifest.versions},
         calibration=cast(Mapping[str, Json], calibration) if isinstance(calibration, dict) else None,
     )
+
+
+def _steps(origins: Sequence[Origin]) -> Iterator[MadeStep]:
+    """Of the first to the last."""
+    for step, made in zip(origins, [*(origin.source for origin in origins[1:]), None], strict=True):
+        known = made is not None and step.chosen is not None
+        again = remaking({"stage": step.stage, **(step.chosen or {})}, step.source, made or "") if known else None
+        command = again.command if again is not None and again.preset is None else None
+        yield MadeStep(
+            stage=step.stage, source=step.source, source_fingerprint=step.source_fingerprint, command=command
+        )
 
 
 def _analysed(layers: Sequence[int]) -> tuple[int, ...]:

@@ -18,12 +18,13 @@ class Remaking(NamedTuple):
     preset: str | None
 
 
-def remaking(recipe: Mapping[str, object], source: str) -> Remaking | None:
+def remaking(recipe: Mapping[str, object], source: str, output: str = "OUTPUT") -> Remaking | None:
     """How to repeat the stage of a manifest; options that are the same by default today are left out.
 
     Args:
         recipe: stage and options.
         source: what it was made from, as the user named it.
+        output: where to.
 
     Returns:
         `None` if this moetool has no such stage, or no longer has one of its options.
@@ -39,7 +40,7 @@ def remaking(recipe: Mapping[str, object], source: str) -> Remaking | None:
         if fields[name].is_required() or value != fields[name].get_default(call_default_factory=True)
     }
     command = kind.method_of or kind.name
-    words = ["moetool", command, source, "OUTPUT"]
+    words = ["moetool", command, source, output]
     if kind.method_of is not None:
         words += [f"--{_CHOICE.get(command, 'method')}", kind.name]
     if any(isinstance(value, list | dict) and value for value in said.values()):

@@ -43,7 +43,9 @@ def best_evaluation(report: Report) -> Evaluation | None:
 
 def how_made(made: HowMade) -> Section:
     """From what, by what, and how to do it again."""
-    code = [] if made.command is None else [CodeBlock(title="To make it again", text=_continued(made.command))]
+    commands = [*(step.command for step in made.steps[:-1]), made.command]
+    text = "\n".join(_continued(command) for command in commands if command is not None)
+    code = [CodeBlock(title="To make it again", text=text)] if text else []
     if made.preset is not None:
         code.append(CodeBlock(title="preset.yaml", text=made.preset))
     steps = [(str(number), step.stage, step.source) for number, step in enumerate(made.steps, start=1)]
@@ -55,8 +57,10 @@ def how_made(made: HowMade) -> Section:
     notes = [f"Fingerprint of what it was made from: {made.steps[-1].source_fingerprint}."]
     if made.command is None:
         notes.append("This version of moetool does not know the stage or one of its options: no command to repeat it.")
-    elif len(made.steps) > 1:
-        notes.append("The command repeats the last step; those before it are in the manifests of what they made.")
+    elif None in commands:
+        notes.append("Commands of other steps are in the reports of what they made.")
+    if any(step.command for step in made.steps):
+        notes.append("In commands before the last, files have their names alone: say where they are.")
     return Section(name="made", title="How it was made", lead=lead, code=code, tables=tables, notes=notes)
 
 

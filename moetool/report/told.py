@@ -14,11 +14,17 @@ from moetool.report.recorded import RecordedResults, RecordedRun
 
 @dataclass(frozen=True, kw_only=True)
 class MadeStep(Printed):
-    """One step of how a model came about: the stage, and what it was given."""
+    """One step of how a model came about: the stage, and what it was given.
+
+    Attributes:
+        command: that makes a step before the last again, with files by their names alone, as the manifest of what came
+            of it all has them; `None` where it has them not, or a preset is needed.
+    """
 
     stage: str
     source: str
     source_fingerprint: str
+    command: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,10 @@ import shlex
 import pytest
 import yaml
 
+from moetool.checkpoint.manifest import Manifest, Origin
+from moetool.report.gathering import _made
 from moetool.report.remaking import remaking
+from moetool.report.sections import how_made
 from moetool.stages import stages
 
 
@@ -51,3 +54,22 @@ def test_lists_need_a_preset() -> None:
 @pytest.mark.parametrize("recipe", [{"stage": "of-tomorrow"}, {}, {"stage": "d2moe", "gone": 1}])
 def test_what_this_version_does_not_know(recipe: dict[str, object]) -> None:
     assert remaking(recipe, "m") is None
+
+
+def test_every_step_that_is_known() -> None:
+    """From the first; one of an older moetool is told to be missing."""
+    steps = [
+        Origin(stage="tune", source="my up", source_fingerprint="", chosen={"data": "a.txt", "seed": 3}),
+        Origin(stage="vanilla", source="dense", source_fingerprint="", chosen={"experts": 4}),
+    ]
+    last = {"source": "tuned", "source_fingerprint": "", "recipe": {"stage": "decompose"}, "seed": 0}
+    section = how_made(_made(Manifest(**last, lineage=tuple(steps))))
+    assert shlex.split(section.code[0].text.replace("\\\n", "")) == shlex.split(
+        "moetool upcycle dense 'my up' --method vanilla --experts 4 moetool tune 'my up' tuned --data a.txt --seed 3 "
+        "moetool decompose tuned OUTPUT"
+    )
+    assert not any("other steps" in note for note in section.notes)
+    steps[1] = steps[1].model_copy(update={"chosen": None})
+    section = how_made(_made(Manifest(**last, lineage=tuple(steps))))
+    assert section.code[0].text.startswith("moetool tune")
+    assert any("other steps" in note for note in section.notes)
