@@ -4,7 +4,9 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -25,6 +27,7 @@ from moetool.job.forecast import Forecast, format_seconds
 from moetool.job.result import Json, PhaseTime
 
 SCHEMA_VERSION = 1  # of what `--json` prints: one more when a field goes or changes its meaning, not when one is added
+AsJson = Annotated[bool, typer.Option("--json", help="The result as one JSON object.")]
 
 
 class _JobRemaining(ProgressColumn):

@@ -46,7 +46,7 @@ def candidates(options: CompareOptions, checked: Checked) -> list[Candidate]:
     for name, kind in named.items():
         fields = kind.options_type.model_fields
         given = chosen(options, _SHARED & fields.keys()) | own[name]
-        replaced = {"ratio", *getattr(kind.options_type, "alternatives", ())} & own[name].keys()
+        replaced = {"ratio", *kind.options_type.alternatives} & own[name].keys()
         ratios = options.ratios if "ratio" in fields and not replaced else ()
         for ratio in ratios or (None,):
             asked = {} if ratio is None else {"ratio": ratio}

@@ -1,9 +1,9 @@
 """Options that many commands share, as frozen pydantic models. Command line and YAML are both generated from these."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Annotated, ClassVar, Literal, Protocol, Self, TypeVar, runtime_checkable
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from moetool.calibration.opening import BOS_HELP, Bos
 from moetool.checkpoint.sizes import ByteSize
@@ -34,6 +34,14 @@ class Options(BaseModel):
     """Base of every set of options: frozen, strict about names, and with finite numbers only."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    alternatives: ClassVar[tuple[str, ...]] = ()  # one is to be given, and if typed replaces the others of a preset
+
+    @model_validator(mode="after")
+    def _one_alternative(self) -> Self:
+        if self.alternatives and sum(getattr(self, name) is not None for name in self.alternatives) != 1:
+            raise ValueError(f"give {' or '.join(f'--{name}' for name in self.alternatives)}, one of them")
+        return self
 
 
 class TextOptions(Options):

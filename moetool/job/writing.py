@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -20,7 +21,7 @@ from moetool.checkpoint.files import (
 )
 from moetool.checkpoint.manifest import Manifest, Origin, Provenance, read_manifest, write_manifest
 from moetool.checkpoint.reader import CARD, CONFIG, INDEX, MANIFEST, Checkpoint
-from moetool.checkpoint.writer import InParts
+from moetool.checkpoint.writer import InParts, TensorSpec
 from moetool.format.beside import quantized_beside
 from moetool.format.entry import format_entry, moetool_entry
 from moetool.format.kinds import custom_module
@@ -88,17 +89,10 @@ def write_model(
     checkpoint = job.source.checkpoint
 
     def tensors(layer: int) -> Iterator[tuple[str, Tensor]]:
-        made: set[str] = set()
-        if layer in plan.layouts:
-            for name, tensor in layer_tensors(layer, plan.layouts[layer]):
-                made.add(name)
-                yield name, tensor
-        for name, tensor in included_tensors(job.source, {spec.name for spec in plan.unit(layer)}):
-            made.add(name)
-            yield name, tensor
-        for spec in plan.unit(layer):
-            if spec.name not in made:
-                yield spec.name, checkpoint.read(spec.name)
+        specs = plan.unit(layer)
+        made = layer_tensors(layer, plan.layouts[layer]) if layer in plan.layouts else ()
+        included = included_tensors(job.source, {spec.name for spec in specs})
+        return with_the_rest(checkpoint, specs, chain(made, included))
 
     if entry is None and (spec := custom_module(checkpoint.config)) is not None:
         config = patch_config(checkpoint.config, {"quantization_config": format_entry({}, spec)})
@@ -118,6 +112,19 @@ def write_model(
         seed=seed,
         making=making,
     )
+
+
+def with_the_rest(
+    checkpoint: Checkpoint, specs: Iterable[TensorSpec], made: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """What was made of a unit's tensors, by name, and then as they are in `checkpoint` those that were not."""
+    names: set[str] = set()
+    for name, tensor in made:
+        names.add(name)
+        yield name, tensor
+    for spec in specs:
+        if spec.name not in names:
+            yield spec.name, checkpoint.read(spec.name)
 
 
 def passed_on(checkpoint: Checkpoint) -> Provenance:

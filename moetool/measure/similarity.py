@@ -15,25 +15,13 @@ _SLAB_BYTES = 256_000_000
 _SLAB_ROWS = 64
 
 
-def linear_cka(left: Tensor, right: Tensor) -> float:
-    """Linear centred kernel alignment of two matrices over the same rows (Kornblith et al., arXiv:1905.00414).
+def pairwise_cka(matrices: Sequence[Tensor]) -> Tensor:
+    """Linear centred kernel alignment of every pair of E matrices `[n, p_e]` over the same rows (Kornblith et al.,
+    arXiv:1905.00414): `[E, E]` fp64 between 0 and 1, symmetric, NaN where all rows of one of the two are the same.
 
     `tr(KHLH) / √(tr(KHKH) tr(LHLH))` with the kernels `K = W₁ W₁ᵀ` and `L = W₂ W₂ᵀ` and the centring `H = I − 11ᵀ/n`.
     Eq. 11 of D²-MoE means this, and is misprinted. It is 1 for the same matrix up to a scale and an orthogonal
     transformation of its columns, and 0 if no direction of one varies with any of the other.
-
-    Args:
-        left: `[n, p]`.
-        right: `[n, q]`; only the number of rows has to agree.
-
-    Returns:
-        a number between 0 and 1; NaN if all rows of one of the two are the same.
-    """
-    return pairwise_cka([left, right])[0, 1].item()
-
-
-def pairwise_cka(matrices: Sequence[Tensor]) -> Tensor:
-    """`linear_cka` of every pair of E matrices `[n, p_e]`: `[E, E]` fp64, symmetric, NaN where it is undefined.
 
     With centred matrices `tr(KHLH) = ‖W₁ᵀ W₂‖²`, which is also the sum over the products of the kernels' elements. The
     first form takes a product of two matrices per pair, `2 n p²` operations each. The second takes every kernel once,

@@ -2,7 +2,7 @@
 
 from typing import ClassVar, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moetool.job.options import RunOptions, TextOptions
 
@@ -10,7 +10,7 @@ from moetool.job.options import RunOptions, TextOptions
 class ReduceOptions(RunOptions, TextOptions):
     """How many experts are left, and the text that says which."""
 
-    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "experts")  # one typed replaces the other of a preset
+    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "experts")
 
     ratio: float | None = Field(
         None,
@@ -20,12 +20,6 @@ class ReduceOptions(RunOptions, TextOptions):
         "this allows.",
     )
     experts: int | None = Field(None, ge=1, description="Instead of a ratio: experts that every layer keeps.")
-
-    @model_validator(mode="after")
-    def _one_target(self) -> "ReduceOptions":
-        if (self.ratio is None) == (self.experts is None):
-            raise ValueError("give --ratio or --experts, one of them")
-        return self
 
 
 ReduceOptionsT = TypeVar("ReduceOptionsT", bound=ReduceOptions)

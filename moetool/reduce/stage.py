@@ -20,7 +20,7 @@ from moetool.job.plan import CalibrationCost, Plan, calibration_cost
 from moetool.job.result import Json, Sizes
 from moetool.job.stage import Stage
 from moetool.job.work import Phase, Work
-from moetool.job.writing import original_bytes, write_checkpoint
+from moetool.job.writing import original_bytes, with_the_rest, write_checkpoint
 from moetool.reduce.choosing import Fewer, Merged
 from moetool.reduce.counting import check_reducible, experts_left
 from moetool.reduce.merging import layer_tensors
@@ -143,14 +143,8 @@ class Reduction(Stage[ReduceOptionsT]):
         )
 
         def tensors(layer: int) -> Iterator[tuple[str, Tensor]]:
-            made: set[str] = set()
-            if layer in chosen:
-                for name, tensor in layer_tensors(source, layer, chosen[layer], align=self.aligns):
-                    made.add(name)
-                    yield name, tensor
-            for spec in plan.unit(layer):
-                if spec.name not in made:
-                    yield spec.name, source.checkpoint.read(spec.name)
+            made = layer_tensors(source, layer, chosen[layer], align=self.aligns) if layer in chosen else ()
+            return with_the_rest(source.checkpoint, plan.unit(layer), made)
 
         write_checkpoint(
             job,

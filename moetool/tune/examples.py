@@ -202,7 +202,7 @@ def pack(examples: Sequence[Example], length: int) -> list[list[Example]]:
     return rows
 
 
-def collate(rows: Sequence[Sequence[Example]], padding: int) -> dict[str, Tensor]:
+def collate(rows: Sequence[Sequence[Example]]) -> dict[str, Tensor]:
     """A batch from rows of one or more examples.
 
     Positions begin anew with every example, from which transformers sees where one ends: no token attends to another
@@ -211,7 +211,7 @@ def collate(rows: Sequence[Sequence[Example]], padding: int) -> dict[str, Tensor
     """
     width = max(sum(len(example.ids) for example in row) for row in rows)
     batch = {
-        "input_ids": torch.full((len(rows), width), padding),
+        "input_ids": torch.zeros((len(rows), width), dtype=torch.long),
         "labels": torch.full((len(rows), width), IGNORED),
         "position_ids": torch.zeros((len(rows), width), dtype=torch.long),
         "real": torch.zeros((len(rows), width), dtype=torch.bool),

@@ -81,7 +81,7 @@ def train(
                 args=arguments,
                 train_dataset=rows,
                 eval_dataset=[[example] for example in held_out] if held_out else None,
-                data_collator=lambda batch: collate(batch, padding=0),
+                data_collator=collate,
                 callbacks=[told],
                 optimizers=_optimizers(model, options, steps),
                 routers=Routers(model),

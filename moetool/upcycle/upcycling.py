@@ -1,7 +1,7 @@
 """The tensors of an upcycled model: an MoE model of some family."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,7 +19,6 @@ from moetool.format.kinds.base import PLACEHOLDER, Counts
 from moetool.format.kinds.moe import ROUTER, SHARED, MoESpec, fused_names, routed_scale
 from moetool.format.layout import LayerLayout, delta_name
 from moetool.numerics.seeding import generator, linear_std, uniform
-from moetool.runtime.dense import DenseModel
 from moetool.upcycle.experts import Experts
 from moetool.upcycle.targets import Target
 from moetool.upcycle.targets.qwen2_moe import IDLE_WIDTH
@@ -85,10 +84,6 @@ class Upcycled(Converted):
         return Counts(total, total - idle, total - self.dense.parameters)
 
     @property
-    def _models(self) -> Sequence[DenseModel]:
-        return self.rest or [self.dense]
-
-    @property
     def _is_unjoined(self) -> bool:
         """Whether dense layers have gate and up apart although the source has them in one tensor."""
         return self.target.architecture is not None and self.dense.architecture.is_joined
@@ -97,9 +92,6 @@ class Upcycled(Converted):
     def shape(self) -> MoEShape:
         """Of every MoE layer."""
         return self.spec.shape
-
-    def _shape(self, role: Role) -> tuple[int, int]:
-        return self.shape.matrix(role)
 
     @property
     def _names(self) -> Mapping[Role, str]:
@@ -142,7 +134,7 @@ class Upcycled(Converted):
                 yield self.filled(bias, (rows,))
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
-        parts = [model.checkpoint.read_rows(name, start, stop) for model in self._models]
+        parts = [model.checkpoint.read_rows(name, start, stop) for model in self.rest]
         return mean(parts).to(self.stored(parts[0].dtype))
 
     def _heads(self) -> list[tuple[str, int]]:
@@ -175,7 +167,7 @@ class Upcycled(Converted):
             if self._is_unjoined:
                 yield from self._dense_ffn(layer)
             return
-        yield from self._differences(layer) if layer in self.layouts else self._experts(layer)
+        yield from self._deltas(layer) if layer in self.layouts else self._experts(layer)
         yield from self._biases(layer)
         yield self._routing(layer)
         if self.spec.shared != "none":
@@ -193,15 +185,15 @@ class Upcycled(Converted):
             )
 
     def _averaged(self, layer: int, role: Role) -> Tensor:
-        return mean([model.matrix(layer, role) for model in self._models])
+        return mean([model.matrix(layer, role) for model in self.rest])
 
     def _averaged_bias(self, layer: int, role: Role) -> Tensor:
-        return mean([model.bias(layer, role) for model in self._models])
+        return mean([model.bias(layer, role) for model in self.rest])
 
     def _experts(self, layer: int) -> Iterator[Made]:
         spec, scale, prefix = self.spec, self._routed_scale, self._block_prefix(layer)
         for template, roles in by_name(self._names).items():
-            rows, columns = sum(self._shape(role)[0] for role in roles), self._shape(roles[0])[1]
+            rows, columns = sum(self.shape.matrix(role)[0] for role in roles), self.shape.matrix(roles[0])[1]
 
             def parts(*experts: int, roles: list[Role] = roles) -> list[Callable[[], Tensor]]:
                 return [partial(self._expert, layer, expert, role, scale) for expert in experts for role in roles]
@@ -218,24 +210,24 @@ class Upcycled(Converted):
             if roles[0] in self.dense.biases:
                 experts = range(self.spec.experts)
                 parts = [partial(self.experts.bias, layer, expert, role) for expert in experts for role in roles]
-                shape = (self.spec.experts, sum(self._shape(role)[0] for role in roles))
+                shape = (self.spec.experts, sum(self.shape.matrix(role)[0] for role in roles))
                 yield self.joined(f"{self._block_prefix(layer)}{template}_bias", shape, parts)
 
-    def _differences(self, layer: int) -> Iterator[Made]:
+    def _deltas(self, layer: int) -> Iterator[Made]:
         """The dense FFN as the base of all experts, and deltas that are zero (DeRS, arXiv:2503.01359, §3.3)."""
         scale, prefix = self._routed_scale, self._block_prefix(layer)
         for template, roles in by_name(self._names).items():
-            rows, columns = sum(self._shape(role)[0] for role in roles), self._shape(roles[0])[1]
+            rows, columns = sum(self.shape.matrix(role)[0] for role in roles), self.shape.matrix(roles[0])[1]
             shape = (rows, columns) if "{expert}" in template else (1, rows, columns)
             parts = [partial(self._expert, layer, 0, role, scale) for role in roles]
             yield self.joined(prefix + template.format(expert=0), shape, parts)
         for expert, role, form in self.layouts[layer].deltas():
-            for tensor, stored in form.tensors(self._shape(role)).items():
+            for tensor, stored in form.tensors(self.shape.matrix(role)).items():
                 name = f"{prefix}experts.{delta_name(expert, role, tensor)}"
-                make = partial(self._difference, layer, expert, role, tensor, stored.shape)
+                make = partial(self._delta, layer, expert, role, tensor, stored.shape)
                 yield self.joined(name, stored.shape, [make])
 
-    def _difference(self, layer: int, expert: int, role: Role, tensor: str, shape: tuple[int, ...]) -> Tensor:
+    def _delta(self, layer: int, expert: int, role: Role, tensor: str, shape: tuple[int, ...]) -> Tensor:
         """Zeros, but for the factor that meets the input: that of a fresh LoRA (Kaiming, a = √5), or nothing could ever
         leave zero."""
         if tensor != "v":

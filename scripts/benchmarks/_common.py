@@ -3,9 +3,15 @@
 import json
 import math
 import platform
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+ResultT = TypeVar("ResultT")
 
 
 class Kept:
@@ -62,3 +68,44 @@ def made_by(command: str) -> str:
     import torch
 
     return f"Made by `{command}` with torch {torch.__version__} on {platform.machine()}."
+
+
+def processor() -> str:
+    """Its name."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    names = [line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def race(
+    methods: Mapping[str, Callable[[], ResultT]], repeats: int, device: "torch.device | None" = None
+) -> tuple[dict[str, list[float]], dict[str, ResultT]]:
+    """Seconds of every method in every round, by `process_time` or on a card by the clock, and what each gave in one
+    more round before them, which warms up."""
+    results = {name: method() for name, method in methods.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    for _ in range(repeats):
+        for name, method in methods.items():
+            seconds[name].append(_seconds(method, device))
+    return seconds, results
+
+
+def _seconds(method: Callable[[], object], device: "torch.device | None") -> float:
+    if device is None or device.type != "cuda":
+        start = time.process_time()
+        method()
+        return time.process_time() - start
+    wait(device)
+    start = time.perf_counter()
+    method()
+    wait(device)
+    return time.perf_counter() - start
+
+
+def wait(device: "torch.device") -> None:
+    """Until a card has done what it was given."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)

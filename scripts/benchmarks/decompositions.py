@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from _common import made_by, publish
+from _common import made_by, publish, wait
 from torch import Tensor
 
 from moetool.numerics.factorize import factorize, truncate, whitened_error
@@ -37,11 +37,6 @@ def timed(run: Callable[[], object], rounds: int, device: torch.device) -> float
         if number:
             seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def problem(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:

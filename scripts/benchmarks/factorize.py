@@ -17,16 +17,14 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 
 import argparse
 import math
-import platform
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
 import scipy
 import torch
+from _common import processor, publish, race
 from torch import Tensor
 
 from moetool.numerics import deflation, whitened
@@ -75,7 +73,9 @@ def moetool(delta: Tensor, gram: Tensor, k: int) -> Factors:
 
 def moetool_fp64(delta: Tensor, gram: Tensor, k: int) -> Factors:
     """As where all ranks are wanted: fp64 from the start, not after fp32 was tried in vain. The left-hand form only."""
-    with patch.object(factorize_module, "left_directions", lambda *given: left_directions(*given[:3], False)):
+    with patch.object(
+        factorize_module, "left_directions", lambda *given, **way: left_directions(*given, **way | {"fp32": False})
+    ):
         return moetool(delta, gram, k)
 
 
@@ -110,18 +110,6 @@ def excess(delta: Tensor, root: Tensor, factors: Factors, best: float) -> float:
     return 100 * (float(error) / best - 1)
 
 
-def race(methods: dict[str, Callable[[], Factors]], repeats: int) -> tuple[dict[str, float], dict[str, Factors]]:
-    """Median CPU seconds and the results; the first, unmeasured round only warms caches."""
-    results = {name: run() for name, run in methods.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in methods}
-    for _ in range(repeats):
-        for name, run in methods.items():
-            start = time.process_time()
-            run()
-            seconds[name].append(time.process_time() - start)
-    return {name: statistics.median(times) for name, times in seconds.items()}, results
-
-
 # id, out, in, condition, share of the rank -> method: (least speed-up, largest excess in per cent)
 SPEED: list[tuple[str, int, int, float, float, dict[str, tuple[float, float]]]] = [
     ("S1", 1408, 2048, 1e4, 0.2, {"moetool": (3.6, 1e-3), "fp64": (2.0, 1e-6)}),
@@ -151,7 +139,8 @@ def speed_rows(quick: bool, only: str) -> list[Row]:
             methods["fp64"] = lambda a=delta, g=gram, k=k: moetool_fp64(a, g, k)
         if "published" in thresholds:
             methods["published"] = lambda a=delta, g=gram, k=k: published(a, g, k)
-        seconds, results = race(methods, repeats)
+        rounds, results = race(methods, repeats)
+        seconds = {name: statistics.median(times) for name, times in rounds.items()}
         root = torch.linalg.cholesky(gram)
         best = float(optimum(delta, root)[k])
         peer_excess = excess(delta, root, results["peer"], best)
@@ -263,21 +252,15 @@ def held_out_rows(_: bool) -> list[Row]:
     return rows
 
 
-def report(rows: list[Row]) -> str:
-    model = platform.processor() or "unknown"
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        model = names[0] if names else model
+def report(rows: list[Row]) -> list[str]:
     lines = [
         f"Made by `python {' '.join(sys.argv)}` with torch {torch.__version__}, scipy {scipy.__version__},",
-        f"one thread of {model} ({torch.backends.cpu.get_cpu_capability()}).",
+        f"one thread of {processor()} ({torch.backends.cpu.get_cpu_capability()}).",
         "",
         "| id | workload | measured | wanted | |",
         "|---|---|---|---|---|",
     ]
-    lines += [f"| {a} | {b} | {c} | {d} | {'PASS' if good else 'FAIL'} |" for a, b, c, d, good in rows]
-    return "\n".join(lines) + "\n"
+    return lines + [f"| {a} | {b} | {c} | {d} | {'PASS' if good else 'FAIL'} |" for a, b, c, d, good in rows]
 
 
 def main() -> None:
@@ -291,10 +274,7 @@ def main() -> None:
     for name, build in (("S6", conditioning_rows), ("S7", acceptance_rows), ("R1", held_out_rows)):
         if options.only in name:
             rows += build(options.quick)
-    text = report(rows)
-    print(text)
-    if options.output:
-        options.output.write_text(text)
+    publish(report(rows), options.output)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,13 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
 
 import argparse
-import platform
 import statistics
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
-from _common import publish
+from _common import processor, publish, race
 from torch import Tensor
 
 from moetool.numerics.gram import Gram
@@ -54,13 +53,6 @@ def peer(chunks: list[Tensor]) -> Tensor:
     return total
 
 
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.exists() else ""
-    names = [line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer tokens and one repetition")
@@ -80,17 +72,11 @@ def main() -> None:
         rows = activations(tokens, n)
         narrow, wide = list(rows.split(2048)), list(rows.float().split(2048))
         methods = {
-            "peer": (peer, narrow),
-            "bf16 rows": (accumulate, narrow),
-            "fp32 rows (fp64 mode)": (accumulate, wide),
+            "peer": partial(peer, narrow),
+            "bf16 rows": partial(accumulate, narrow),
+            "fp32 rows (fp64 mode)": partial(accumulate, wide),
         }
-        results = {name: method(chunks) for name, (method, chunks) in methods.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in methods}
-        for _ in range(repeats):
-            for name, (method, chunks) in methods.items():
-                start = time.process_time()
-                method(chunks)
-                seconds[name].append(time.process_time() - start)
+        seconds, results = race(methods, repeats)
         median = {name: statistics.median(times) for name, times in seconds.items()}
         exact = rows.double().T @ rows.double()
         lowest = float(torch.linalg.eigvalsh(exact)[0])

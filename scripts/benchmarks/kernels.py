@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from _common import made_by, publish
+from _common import made_by, publish, wait
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -110,11 +110,6 @@ def through(method: Callable[[int], Any], copies: int, device: torch.device) -> 
         torch.cuda.synchronize(device)
         return run
     return graph.replay
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def error(stored: Stored, inputs: Tensor) -> str:

@@ -20,7 +20,6 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
 
 import argparse
-import platform
 import statistics
 import sys
 import time
@@ -31,7 +30,7 @@ from unittest.mock import patch
 import numpy as np
 import scipy
 import torch
-from _common import publish
+from _common import processor, publish, race
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
@@ -83,23 +82,9 @@ def spread(rows: Tensor, labels: Tensor, clusters: int) -> float:
     return float((rows - means[labels]).square().sum())
 
 
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.exists() else ""
-    names = [line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def measure(methods: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """Median seconds; one more round before them warms up."""
-    seconds: dict[str, list[float]] = {name: [] for name in methods}
-    for round_ in range(repeats + 1):
-        for name, method in methods.items():
-            start = time.process_time()
-            method()
-            if round_:
-                seconds[name].append(time.process_time() - start)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    return {name: statistics.median(times) for name, times in race(methods, repeats)[0].items()}
 
 
 def against_hungarian(label: str, n: int, clusters: int, later: bool, wanted: float, repeats: int) -> str:

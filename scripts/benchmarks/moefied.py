@@ -17,16 +17,14 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 
 import argparse
 import copy
-import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from _common import publish
+from _common import processor, publish, race
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -51,29 +49,6 @@ class FFN(nn.Module):
         if self.gate is None:
             return self.down(self.act_fn(self.up(x)))
         return self.down(self.act_fn(self.gate(x)) * self.up(x))
-
-
-def seconds(run: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        start = time.process_time()
-        run()
-        return time.process_time() - start
-    torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    run()
-    torch.cuda.synchronize(device)
-    return time.perf_counter() - start
-
-
-def measure(methods: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of every method in every round; the first, which warms up, is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in methods}
-    for round_ in range(repeats + 1):
-        for name, method in methods.items():
-            taken = seconds(method, device)
-            if round_:
-                times[name].append(taken)
-    return times
 
 
 def moefied(ffn: FFN, experts: int, selector: SelectorKind) -> NeuronExperts:
@@ -106,7 +81,7 @@ def rows_of(device: torch.device, sizes: tuple[int, int, int], repeats: int) -> 
                         module.set_keep(keep)
                     methods: dict[str, Callable[[], object]] = {"dense": lambda x=inputs, run=dense: run(x)}
                     methods |= {name: lambda x=inputs, run=run: run(x) for name, run in ours.items()}
-                    taken = measure(methods, repeats if tokens < 64 else max(3, repeats // 3), device)
+                    taken, _ = race(methods, repeats if tokens < 64 else max(3, repeats // 3), device)
                     unit = statistics.median(taken["dense"])
                     ratios = {name: statistics.median(times) / unit for name, times in taken.items()}
                     rounds = [a / b for a, b in zip(taken["mlp"], taken["dense"], strict=True)]
@@ -132,13 +107,9 @@ def main() -> None:
     torch.set_grad_enabled(False)
     sizes, repeats = ((512, 2048, 16), 3) if options.quick else ((2048, 8192, 64), 21)
     devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.exists() else ""
-    names = [line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")]
-    name, load = names[0] if names else platform.processor(), os.getloadavg()[0]
     lines = [
         f"Made by `python {' '.join(sys.argv)}` with torch {torch.__version__},",
-        f"one thread of {name} ({torch.backends.cpu.get_cpu_capability()}), load {load:.1f}.",
+        f"one thread of {processor()} ({torch.backends.cpu.get_cpu_capability()}), load {os.getloadavg()[0]:.1f}.",
         f"Hidden {sizes[0]}, {sizes[1]} neurons, {sizes[2]} experts; time / time of the dense network.",
         "",
         "| device | network | dtype | tokens | keep | dense | selector (rounds) | fixed | wanted | |",

@@ -16,16 +16,14 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 
 import argparse
 import hashlib
-import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
-from _common import publish
+from _common import processor, publish, race
 from torch import Tensor
 
 from moetool.numerics import sampling
@@ -49,25 +47,6 @@ def digest(n: int, k: int, seed: int, block: int) -> str:
         return hashlib.sha256(sample(n, k, seed).tobytes()).hexdigest()
     finally:
         sampling._BLOCK = usual
-
-
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.exists() else ""
-    names = [line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def measure(methods: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of every method in every round; the first, which warms up, is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in methods}
-    for round_ in range(repeats + 1):
-        for name, method in methods.items():
-            start = time.process_time()
-            method()
-            if round_:
-                seconds[name].append(time.process_time() - start)
-    return seconds
 
 
 def main() -> None:
@@ -97,7 +76,7 @@ def main() -> None:
     methods["sparse decode, surplus removed"] = lambda: decode(values, 2, copy)
     methods["sparse decode, deficit added"] = lambda: decode(values, 3, copy)
     wanted |= {name: 6.0 if name.startswith("sparse") else 0.0 for name in methods if name not in wanted}
-    seconds = measure(methods, repeats)
+    seconds, _ = race(methods, repeats)
     unit = statistics.median(seconds["copy"])
     lines = [
         f"Made by `python {' '.join(sys.argv)}` with torch {torch.__version__}, numpy {np.__version__},",

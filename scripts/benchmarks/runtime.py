@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from _common import made_by, publish
+from _common import made_by, publish, wait
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -177,11 +177,6 @@ def native_ways(module: Any, size: Size, tokens: int) -> dict[str, Callable[...,
 
     fitting = [way for way in WAYS if way != "batched_mm" or tokens * size.top_k <= size.experts]
     return {way: runs(way) for way in fitting}
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def measure(

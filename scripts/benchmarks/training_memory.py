@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import transformers.models.llama.modeling_llama  # before anything is measured
 import transformers.models.mixtral.modeling_mixtral  # noqa: F401
-from _common import made_by
+from _common import made_by, publish
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import moetool  # noqa: F401  (lets transformers load differences)
@@ -206,10 +206,7 @@ def main() -> None:
     ]
     parts += ["", *allocators(options, options.rows[0])]
     shutil.rmtree(options.work, ignore_errors=True)
-    text = "\n".join(parts)
-    print(text)
-    if options.output:
-        options.output.write_text(text + "\n")
+    publish(parts, options.output)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import made_by
+from _common import made_by, publish
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import moetool  # noqa: F401  (lets transformers load custom MoE models)
@@ -175,10 +175,7 @@ def main() -> None:
     if "memory" in options.tables:
         parts += ["", "## Memory", "", *memory(options.work)]
     shutil.rmtree(options.work, ignore_errors=True)
-    text = "\n".join(parts)
-    print(text)
-    if options.output:
-        options.output.write_text(text + "\n")
+    publish(parts, options.output)
 
 
 if __name__ == "__main__":

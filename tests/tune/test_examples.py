@@ -161,11 +161,11 @@ def test_packed_examples_do_not_see_each_other(family: str) -> None:
         targets = batch["labels"][:, 1:].flatten()
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum")
 
-    packed = summed(collate(pack(examples, 64), padding=0))
+    packed = summed(collate(pack(examples, 64)))
     packed.backward()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    alone = torch.stack([summed(collate([[example]], padding=0)) for example in examples]).sum()
+    alone = torch.stack([summed(collate([[example]])) for example in examples]).sum()
     alone.backward()
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=0)
     for name, parameter in model.named_parameters():

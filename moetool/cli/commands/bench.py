@@ -9,7 +9,7 @@ import typer
 from moetool.checkpoint.sizes import format_bytes
 from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
-from moetool.cli.display import print_fields, print_json, print_table
+from moetool.cli.display import AsJson, print_fields, print_json, print_table
 from moetool.cli.generate import build_options, make_command, with_options
 from moetool.cli.watched import LogJson, watched
 from moetool.measure.bench.benchmark import bench
@@ -66,7 +66,7 @@ def build(name: str, arguments: list[str]) -> Any:
     def command(
         model: Annotated[str, typer.Argument(help="A checkpoint, compressed or not.", show_default=False)],
         plot: Annotated[Path | None, typer.Option(help="Draw it too: FILE.png, .svg or .pdf.")] = None,
-        json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+        json: AsJson = False,
         log_json: LogJson = None,
         **typed: Any,
     ) -> None:

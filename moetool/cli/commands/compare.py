@@ -9,7 +9,7 @@ import typer
 from moetool.checkpoint.sizes import format_bytes
 from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
-from moetool.cli.display import print_json, print_table
+from moetool.cli.display import AsJson, print_json, print_table
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
 from moetool.cli.watched import LogJson, watched
 from moetool.compare.candidates import candidates
@@ -33,7 +33,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         keep: Annotated[bool, typer.Option("--keep", help="Leave the models there.")] = False,
         output: Annotated[Path | None, typer.Option(help="Write the table to FILE.md, too.")] = None,
         plot: Annotated[Path | None, typer.Option(help="Draw it: FILE.svg, .png or .pdf.")] = None,
-        json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+        json: AsJson = False,
         log_json: LogJson = None,
         **typed: object,
     ) -> None:

@@ -9,7 +9,7 @@ from moetool.checkpoint.sizes import format_bytes
 from moetool.checkpoint.source import local_path
 from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
-from moetool.cli.display import print_fields, print_json, print_table
+from moetool.cli.display import AsJson, print_fields, print_json, print_table
 from moetool.cli.generate import HintingCommand, make_command
 from moetool.job.forecast import format_seconds
 from moetool.measure.doctor import Diagnosis, doctor
@@ -23,7 +23,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
 
     def command(
         output: Annotated[Path, typer.Argument(help="Where results will go.")] = Path(),
-        json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+        json: AsJson = False,
     ) -> None:
         result = doctor(local_path(output))
         if json:

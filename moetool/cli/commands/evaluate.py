@@ -10,7 +10,7 @@ import typer
 from moetool.checkpoint.files import write_json
 from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
-from moetool.cli.display import SCHEMA_VERSION, print_json
+from moetool.cli.display import SCHEMA_VERSION, AsJson, print_json
 from moetool.cli.evaluations import print_evaluation, print_evaluations
 from moetool.cli.generate import HintingCommand, build_options, make_command, parameters_of, with_options
 from moetool.cli.watched import LogJson, watched
@@ -36,7 +36,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             Path | None,
             typer.Option(help="Write the results to FILE.json; those of tasks go beside the checkpoint without it."),
         ] = None,
-        json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+        json: AsJson = False,
         log_json: LogJson = None,
         **typed: object,
     ) -> None:

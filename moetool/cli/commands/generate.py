@@ -7,7 +7,7 @@ import typer
 
 from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
-from moetool.cli.display import Display, print_json
+from moetool.cli.display import AsJson, Display, print_json
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
 from moetool.measure.generation import GenerationOptions, generate
 
@@ -18,7 +18,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
     def command(
         model: Annotated[str, typer.Argument(help="A checkpoint, compressed or not.", show_default=False)],
         prompt: Annotated[str, typer.Argument(help="What to go on after; - reads it from stdin.", show_default=False)],
-        json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+        json: AsJson = False,
         **typed: object,
     ) -> None:
         text = sys.stdin.read() if prompt == "-" else prompt

@@ -11,7 +11,7 @@ from moetool.architectures import ROLES, Role
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
-from moetool.cli.display import print_fields, print_json, print_table
+from moetool.cli.display import AsJson, print_fields, print_json, print_table
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
 from moetool.cli.watched import LogJson, watched
 from moetool.errors import UsageError
@@ -32,7 +32,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             bool, typer.Option("--analysis", help="Similarity of experts, energy of singular values, sensitivity.")
         ] = False,
         plot: Annotated[Path | None, typer.Option(help="Draw the analysis, too: FILE.png, .svg or .pdf.")] = None,
-        json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+        json: AsJson = False,
         log_json: LogJson = None,
         **typed: object,
     ) -> None:

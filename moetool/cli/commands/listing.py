@@ -9,7 +9,7 @@ from moetool.architectures.dense import FEATURES, dense_architectures
 from moetool.cli import next_step, presets
 from moetool.cli.app import COMMANDS
 from moetool.cli.commands.stage import CHOICES
-from moetool.cli.display import print_json, print_table
+from moetool.cli.display import AsJson, print_json, print_table
 from moetool.cli.generate import HintingCommand, make_command
 
 What = Literal["methods", "architectures", "dense-architectures", "targets", "presets", "recipes", "representations"]
@@ -27,7 +27,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
 
     def command(
         what: Annotated[What, typer.Argument(help="What to list.")] = "methods",
-        json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+        json: AsJson = False,
     ) -> None:
         rows = {
             "methods": _methods,

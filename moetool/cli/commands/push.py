@@ -7,7 +7,7 @@ import typer
 from moetool.checkpoint.sizes import format_bytes
 from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
-from moetool.cli.display import Display, print_fields, print_json, print_table
+from moetool.cli.display import AsJson, Display, print_fields, print_json, print_table
 from moetool.cli.generate import HintingCommand, make_command
 from moetool.export.hub import push
 
@@ -22,7 +22,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         revision: Annotated[str | None, typer.Option(help="A branch that is there [default: main].")] = None,
         message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be uploaded.")] = False,
-        json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+        json: AsJson = False,
     ) -> None:
         result = push(
             model, repo, public=public, revision=revision, message=message, dry_run=dry_run, progress=Display()

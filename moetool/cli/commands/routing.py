@@ -7,7 +7,7 @@ import typer
 
 from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
-from moetool.cli.display import print_fields, print_json, print_table
+from moetool.cli.display import AsJson, print_fields, print_json, print_table
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
 from moetool.cli.watched import LogJson, watched
 from moetool.measure.plots import pictured, plot_routing
@@ -24,7 +24,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
     def command(
         model: Annotated[str, typer.Argument(help="An MoE model of any kind.", show_default=False)],
         plot: Annotated[Path | None, typer.Option(help="Draw it too: FILE.png, .svg or .pdf.")] = None,
-        json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+        json: AsJson = False,
         log_json: LogJson = None,
         **typed: object,
     ) -> None:

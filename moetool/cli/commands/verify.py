@@ -8,7 +8,7 @@ import typer
 from moetool.checkpoint.sizes import format_bytes
 from moetool.cli import next_step
 from moetool.cli.app import COMMANDS
-from moetool.cli.display import print_fields, print_json, print_table
+from moetool.cli.display import AsJson, print_fields, print_json, print_table
 from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
 from moetool.cli.watched import LogJson, watched
 from moetool.errors import UsageError
@@ -26,7 +26,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         model: Annotated[str, typer.Argument(help="A checkpoint.", show_default=False)],
         against: Annotated[str | None, typer.Option(help="The checkpoint it was made from.")] = None,
         edited_documents: Annotated[bool, typer.Option("--edited-documents", help=_EDITED_HELP)] = False,
-        json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+        json: AsJson = False,
         log_json: LogJson = None,
         **typed: object,
     ) -> None:

@@ -53,7 +53,7 @@ from moetool.representations.low_rank import LowRank
 class FactorOptions(RunOptions, TextOptions):
     """How deltas become factors."""
 
-    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "rank")  # one typed replaces the other of a preset
+    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "rank")
 
     ratio: float | None = Field(
         None, description="Share of the weight files' bytes that disappears: 0.4 makes the model 40 % smaller."
@@ -79,9 +79,7 @@ class FactorOptions(RunOptions, TextOptions):
     )  # fmt: skip
 
     @model_validator(mode="after")
-    def _one_target(self) -> "FactorOptions":
-        if (self.ratio is None) == (self.rank is None):
-            raise ValueError("give --ratio or --rank, one of them")
+    def _apart_from_share(self) -> "FactorOptions":
         if self.share != "none" and self.trim:
             raise ValueError(f"--share {self.share} and --trim exclude each other: what is shared cannot be dropped")
         if self.share != "none" and self.factor_bits == 8:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -51,7 +51,6 @@ _TIMES = MOST_TRIALS + 1  # of encoding: the trials, and the result; of evaluati
 class AutoOptions(MixingOptions):
     """A budget, and what it may be spent on."""
 
-    # One typed replaces the others of a preset.
     alternatives: ClassVar[tuple[str, ...]] = ("ratio", "bytes", "max_increase", "plan")
 
     ratio: float | None = Field(
@@ -80,8 +79,8 @@ class AutoOptions(MixingOptions):
     )
 
     @model_validator(mode="after")
-    def _one_budget(self) -> "AutoOptions":
-        if sum(given is not None for given in (self.ratio, self.bytes, self.max_increase, self.plan)) != 1:
+    def _one_alternative(self) -> Self:
+        if sum(getattr(self, name) is not None for name in self.alternatives) != 1:
             raise ValueError("give --ratio, --bytes or --plan, or --max-increase: one of them")
         if self.plan is not None and self.save_plan is not None:
             raise ValueError("--save-plan writes what was chosen; with --plan nothing is")

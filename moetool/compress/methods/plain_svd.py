@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moetool.architectures import Role
 from moetool.bases.delta import Deltas
@@ -32,18 +32,12 @@ from moetool.representations import Representation
 class PlainSvdOptions(RunOptions):
     """A budget of bytes, or one rank."""
 
-    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "rank")  # one typed replaces the other of a preset
+    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "rank")
 
     ratio: float | None = Field(
         None, description="Share of the weight files' bytes that disappears: 0.4 makes the model 40 % smaller."
     )
     rank: int | None = Field(None, ge=0, description="Instead of a ratio: this rank for every matrix.")
-
-    @model_validator(mode="after")
-    def _one_target(self) -> "PlainSvdOptions":
-        if (self.ratio is None) == (self.rank is None):
-            raise ValueError("give --ratio or --rank, one of them")
-        return self
 
     @property
     def factors(self) -> FactorOptions:

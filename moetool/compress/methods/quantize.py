@@ -50,7 +50,7 @@ Rounding = Literal["nearest", "error-feedback"]
 class QuantizeOptions(MixingOptions):
     """Bits for all, or a budget of bytes."""
 
-    alternatives: ClassVar[tuple[str, ...]] = ("bits", "ratio")  # one typed replaces the other of a preset
+    alternatives: ClassVar[tuple[str, ...]] = ("bits", "ratio")
 
     bits: BaseBits | None = Field(
         None, description="Bits of every number: 1, 2, 3, 4, 8, or bitsandbytes' formats nf4 and int8."
@@ -79,9 +79,7 @@ class QuantizeOptions(MixingOptions):
     )
 
     @model_validator(mode="after")
-    def _one_target(self) -> "QuantizeOptions":
-        if (self.bits is None) == (self.ratio is None):
-            raise ValueError("give --bits or --ratio, one of them")
+    def _possible(self) -> "QuantizeOptions":
         if self.ratio is not None and self.rounding == "nearest":
             raise ValueError("--ratio chooses bits by what codes with error feedback lose: take --rounding out")
         if self.rotate and self.bits in ("nf4", "int8"):

@@ -47,7 +47,7 @@ from moetool.job.result import Json, Sizes, Told
 from moetool.job.shards import OutputPlan, ShardPlan
 from moetool.job.stage import Stage
 from moetool.job.work import Phase, Work, altogether
-from moetool.job.writing import original_bytes, write_checkpoint
+from moetool.job.writing import original_bytes, with_the_rest, write_checkpoint
 from moetool.numerics.whole_codes import WHOLE_BITS
 from moetool.representations.quantized import Quantized
 
@@ -227,22 +227,18 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
                 nearest_layer(job, layer, options.bits, options.group_size) if making is None else making.encoded(layer)
             )
 
+        def experts(layer: int) -> Named:
+            if layer not in reader.moe_layers:
+                return
+            yield from packed(layer)
+            if reader.layout(layer).is_extended:
+                last = reader.shape.experts
+                yield from reader.shared_expert_tensors(
+                    layer, lambda role: reader.dense(layer, last, role).to(reader.dtype)
+                )
+
         def tensors(layer: int) -> Named:
-            made: set[str] = set()
-            if layer in reader.moe_layers:
-                for name, tensor in packed(layer):
-                    made.add(name)
-                    yield name, tensor
-                if reader.layout(layer).is_extended:
-                    last = reader.shape.experts
-                    for name, tensor in reader.shared_expert_tensors(
-                        layer, lambda role: reader.dense(layer, last, role).to(reader.dtype)
-                    ):
-                        made.add(name)
-                        yield name, tensor
-            for spec in plan.unit(layer):
-                if spec.name not in made:
-                    yield spec.name, self.source.checkpoint.read(spec.name)
+            return with_the_rest(self.source.checkpoint, plan.unit(layer), experts(layer))
 
         write_checkpoint(job, plan, tensors, config=self._config, calibration=facts, seed=options.seed, making=making)
         return Told(calibration=facts)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
+from typing import IO, Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -17,7 +17,6 @@ from moetool.format.gguf import EMBEDDINGS, HEAD, gguf_library
 from moetool.job.progress import Progress
 
 NumberType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
-NUMBER_TYPES: tuple[NumberType, ...] = get_args(NumberType)
 # Numbers in a block, and its bytes. The library writes these; its others it only reads.
 _BLOCKS: dict[NumberType, tuple[int, int]] = {
     "f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "q8_0": (32, 34), "q5_1": (32, 24), "q5_0": (32, 22),

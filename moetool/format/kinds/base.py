@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from moetool.architectures.dense import DenseArchitecture
 from moetool.errors import InvalidInputError
@@ -43,12 +43,6 @@ class Mask(NamedTuple):
     tensor: str
     channels: int
     is_trained: bool
-
-
-def check_choice(top_k: int, experts: int) -> None:
-    """Raise `ValueError` for more experts per token than there are."""
-    if top_k > experts:
-        raise ValueError(f"top_k is {top_k}, more than the {experts} experts")
 
 
 class CustomModule(BaseModel, ABC):
@@ -163,6 +157,22 @@ class CustomModule(BaseModel, ABC):
         total = sum(math.prod(shape) for shape in shapes.values() if shape != PLACEHOLDER)
         added = numbers(shapes, self.new(dense, shapes))
         return Counts(total, total - self.idle(dense, shapes), added)
+
+
+class RoutedModule(CustomModule):
+    """One of which every token uses `top_k` experts."""
+
+    top_k: ExpertCount
+
+    @model_validator(mode="after")
+    def _choice(self) -> Self:
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k is {self.top_k}, more than the {self.experts} experts")
+        return self
+
+    @property
+    def at_work(self) -> int:
+        return self.top_k
 
 
 def numbers(shapes: Shapes, names: Iterable[str]) -> int:

@@ -6,14 +6,12 @@ gates), `{ffn}.experts.down_proj`, the same with `_bias` at the end, and `{ffn}.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, Self
-
-from pydantic import model_validator
+from typing import ClassVar, Literal
 
 from moetool.architectures.base import MoEShape, Role, fused_name
 from moetool.architectures.dense import DenseArchitecture
-from moetool.format.fields import Count, ExpertCount, LayerCount, Layers
-from moetool.format.kinds.base import CustomModule, Shapes, check_choice, network_tensors
+from moetool.format.fields import Count, LayerCount, Layers
+from moetool.format.kinds.base import RoutedModule, Shapes, network_tensors
 
 Shared = Literal["none", "half", "xft", "med"]
 
@@ -32,7 +30,7 @@ def fused_names(roles: Sequence[Role]) -> dict[Role, str]:
     return {role: f"experts.{fused_name(group)}" for group in (roles[:-1], roles[-1:]) for role in group}
 
 
-class MoESpec(CustomModule):
+class MoESpec(RoutedModule):
     """The shape of an MoE model to be made.
 
     Attributes:
@@ -55,7 +53,6 @@ class MoESpec(CustomModule):
     made: ClassVar[str] = "is an MoE model already: moetool upcycled it"
     title: ClassVar[str] = "moetool's MoE layers"
 
-    top_k: ExpertCount
     intermediate: Count
     layers: Layers
     shared: Shared
@@ -63,15 +60,6 @@ class MoESpec(CustomModule):
     hidden: Count
     roles: tuple[Role, ...]
     biases: tuple[Role, ...]
-
-    @model_validator(mode="after")
-    def _choice(self) -> Self:
-        check_choice(self.top_k, self.experts)
-        return self
-
-    @property
-    def at_work(self) -> int:
-        return self.top_k
 
     @property
     def rule(self) -> str:

@@ -4,18 +4,18 @@ On disk: the network under `{ffn}.ffn.`, the router `{ffn}.gate.weight [experts,
 `{ffn}.adapters.down_proj [experts, width, hidden]` and `{ffn}.adapters.up_proj [experts, hidden, width]`.
 """
 
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moetool.architectures.dense import DenseArchitecture
-from moetool.format.fields import Count, ExpertCount, Layers, Number
-from moetool.format.kinds.base import CustomModule, Shape, Shapes, check_choice, network_tensors, numbers
+from moetool.format.fields import Count, Layers, Number
+from moetool.format.kinds.base import RoutedModule, Shape, Shapes, network_tensors, numbers
 
 ROUTER, DOWN, UP = "gate.weight", "adapters.down_proj", "adapters.up_proj"
 
 
-class PescSpec(CustomModule):
+class PescSpec(RoutedModule):
     """Adapters on feed-forward networks.
 
     Attributes:
@@ -35,20 +35,10 @@ class PescSpec(CustomModule):
     is_efficient: ClassVar[bool] = True
     trained: ClassVar[tuple[str, ...]] = (".adapters.",)
 
-    top_k: ExpertCount
     layers: Layers
     width: Count
     scale: Number
     dropout: Annotated[float, Field(strict=True, ge=0, lt=1)]
-
-    @model_validator(mode="after")
-    def _choice(self) -> Self:
-        check_choice(self.top_k, self.experts)
-        return self
-
-    @property
-    def at_work(self) -> int:
-        return self.top_k
 
     @property
     def rule(self) -> str:

@@ -351,11 +351,6 @@ class SharedBaseExperts(RoutedExperts):
         dimension = 1 if role == "down" else 0
         return delta.index_add(dimension, self.base_channels.long(), base.float())  # type: ignore[operator]
 
-    @torch.no_grad()
-    def fill(self, tensors: dict[str, Tensor]) -> None:
-        """Set every parameter from `tensors` by name; all of them, with the right shapes."""
-        self.load_state_dict(tensors, strict=True, assign=True)
-
     def extra_repr(self) -> str:
         weights = self.layout.weights
         ranks = {role: [weight.spec for weight in own or ()] or "native" for role, own in weights.items()}

@@ -435,21 +435,6 @@ def test_the_order_of_tokens_does_not_matter(native: Any) -> None:
     assert_equal(module(hidden, index.flip(1), weights.flip(1)), module(hidden, index, weights))
 
 
-def test_fill_takes_every_tensor_by_name(native: Any) -> None:
-    full = shared(native, LAYOUTS["pruned"], KEPT)
-    with torch.device("meta"):
-        empty = SharedBaseExperts(native.to("meta"), LAYOUTS["pruned"])
-    tensors = dict(full.state_dict())
-    empty.fill(tensors)
-    assert empty(*batch()).equal(full(*batch()))
-    with pytest.raises(RuntimeError, match=r"moetool\.2\.up\.u"):
-        empty.fill({name: tensor for name, tensor in tensors.items() if name != "moetool.2.up.u"})
-    with pytest.raises(RuntimeError, match="stranger"):
-        empty.fill({**tensors, "stranger": torch.zeros(1)})
-    with pytest.raises(RuntimeError, match="down_proj"):
-        empty.fill({**tensors, "down_proj": torch.zeros(1, D, INTERMEDIATE)})
-
-
 def test_built_where_the_native_module_was(native: Any) -> None:
     module = SharedBaseExperts(native.to(torch.bfloat16).to("meta"), LAYOUTS["pruned"])
     tensors: list[Tensor | nn.Parameter] = [*module.parameters(), *module.buffers()]

@@ -242,8 +242,7 @@ def batch_of(*rows: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
                 for asked, told in row
             ]
             for row in rows
-        ],
-        padding=0,
+        ]
     )
 
 
