@@ -22,7 +22,7 @@ from moetool.format.kinds.base import Counts
 from moetool.job.building_blocks import dense_size
 from moetool.job.calibrated import calibration_windows
 from moetool.job.job import DenseSource, Input, Job, Source
-from moetool.job.options import RunOptions, TextOptions
+from moetool.job.options import TEXTS, RunOptions, TextOptions
 from moetool.job.phases import Phases, proof_phase, rewriting_phases, router_phase
 from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.progress import phase
@@ -42,10 +42,7 @@ class ConversionOptions(RunOptions, TextOptions):
     proof: bool = Field(
         True, description="Run both models on real tokens before it is done, and refuse a result that differs."
     )
-    calibration: str | None = Field(
-        None, description="Text for the proof: a .txt, .jsonl or .parquet file, a folder of them, or a hub data set "
-        "name[:config[:split[:column]]]; several with commas."
-    )  # fmt: skip
+    calibration: str | None = Field(None, description=f"Text for the proof: {TEXTS}")
     samples: int = Field(8, ge=1, description="Windows of calibration text.")
     sequence_length: int = Field(512, ge=2, description="Tokens per window; by default no more than the context.")
 

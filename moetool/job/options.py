@@ -10,6 +10,10 @@ from moetool.checkpoint.sizes import ByteSize
 from moetool.errors import UsageError
 
 INCLUDED = ("attention", "embeddings")
+TEXTS = (  # as the help says it
+    "a .txt, .jsonl or .parquet file, a folder of them, or a hub data set name[:config[:split[:column]]]; several with "
+    "commas."
+)
 
 
 def split_names(value: object) -> object:
@@ -49,11 +53,7 @@ class TextOptions(Options):
 
     group: ClassVar[str] = "Calibration"  # of the help
 
-    calibration: str | None = Field(
-        None,
-        description="Calibration text: a .txt, .jsonl or .parquet file, a folder of them, or a hub data set "
-        "name[:config[:split[:column]]]; several with commas.",
-    )
+    calibration: str | None = Field(None, description=f"Calibration text: {TEXTS}")
     samples: int = Field(128, ge=1, description="Windows of calibration text.")
     sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
     bos: Bos = Field("auto", description=BOS_HELP)

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from moetool.convert.stage import ConversionOptions
+from moetool.job.options import TEXTS
 
 
 class MoefyOptions(ConversionOptions):
@@ -26,8 +27,5 @@ class MoefyOptions(ConversionOptions):
     )  # fmt: skip
     epochs: int = Field(30, ge=1, description="Passes of a selector's training.")
     selector_tokens: int = Field(32768, ge=1, description="Most tokens that a selector is trained on.")
-    calibration: str | None = Field(
-        None, description="Text for activations and selectors: a .txt, .jsonl or .parquet file, a folder of them, or a "
-        "hub data set name[:config[:split[:column]]]; several with commas."
-    )  # fmt: skip
+    calibration: str | None = Field(None, description=f"Text for activations and selectors: {TEXTS}")
     samples: int = Field(128, ge=1, description="Windows of calibration text.")

@@ -14,6 +14,7 @@ from moetool.convert.stage import ConversionOptions
 from moetool.errors import UsageError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import DenseSource, Job
+from moetool.job.options import TEXTS
 from moetool.job.result import CalibrationFacts
 from moetool.numerics.seeding import linear_std
 from moetool.runtime.dense import DenseModel
@@ -43,10 +44,7 @@ class RoutedOptions(ConversionOptions):
         False, description="Fit the routers to the calibration text: without its mean input, and with logits that vary "
         "equally, so that no expert starts without tokens."
     )  # fmt: skip
-    calibration: str | None = Field(
-        None, description="Text for --center-router and for the proof: a .txt, .jsonl or .parquet file, a folder of "
-        "them, or a hub data set name[:config[:split[:column]]]; several with commas."
-    )  # fmt: skip
+    calibration: str | None = Field(None, description=f"Text for --center-router and for the proof: {TEXTS}")
 
 
 def check_routing(options: RoutedOptions, experts: int) -> None:
