@@ -52,11 +52,6 @@ class Footing:
         forms = [(role, [form.spec for form in own]) for role, own in self.forms.items()]
         return f"{self.name}:{hashlib.sha256(repr(forms).encode()).hexdigest()[:8]}"
 
-    @property
-    def is_rotated(self) -> bool:
-        """Whether inputs are rotated."""
-        return self.seed is not None
-
     def rotation(self, shape: MoEShape, layer: int) -> Mapping[Role, int]:
         """Seeds of the rotations of a layer's inputs, by role, if they are rotated."""
         return {} if self.seed is None else seeds(shape, layer, self.seed)
