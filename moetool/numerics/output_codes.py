@@ -8,8 +8,8 @@ tell of each other. So the scales that suit the nearest codes are too narrow, an
 
 with the flatness of the inputs, what the nearest codes leave of a normal variable, and some powers; a few rows tell
 which is best. Once codes are chosen, scales are fitted to them (`numerics.scale_fitting`). On small trained models, in
-which inputs tell much of each other, wider scales leave a quarter to a half of the error at 1 bit that fitting alone
-does, and .5 to .8 at 2 bits; where inputs tell as little of each other as in SmolLM2-135M they stay as they are.
+which inputs tell much of each other, wider scales leave .2 to .8 of the error at 1 bit that fitting alone does, and
+.5 to .9 at 2 bits; where inputs tell as little of each other as in SmolLM2-135M they stay as they are.
 """
 
 from collections.abc import Mapping, Sequence
