@@ -7,30 +7,30 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "size-and-loss.svg"
-RESULTS = ROOT / "scripts" / "benchmarks" / "results"
+RESULTS = ROOT / "scripts" / "benchmarks" / "results" / "size_and_loss.md"
 
-# Label → (file, the rows' names there). The first three were measured on the whole test text, the others on a part.
-SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "mean base + plain SVD": ("quality.md", ("mean base + plain SVD, uniform",)),
-    "D²-MoE as published": ("quality.md", ("Fisher base + truncation-aware SVD, uniform",)),
-    "moetool --method d2moe": ("quality.md", ("moetool's default",)),
-    "every expert rounded to 4 or 3 bits": ("ders.md", ("plain 4 bits", "plain 3 bits")),
-    "moetool --method hybrid": ("ders.md", ("hybrid",)),
+# Label → the name of its rows there, up to a comma and a space.
+SERIES = {
+    "mean base + plain SVD": "mean base",
+    "D²-MoE as published": "published: Fisher-weighted base",
+    "moetool --method d2moe": "`d2moe`",
+    "d2moe --factor-bits 8": "`d2moe --factor-bits 8`",
+    "AutoRound, 4 to 2 bits": "AutoRound",
+    "moetool --method hybrid": "`hybrid`",
+    "hybrid --trellis": "`hybrid --trellis`",
+    "the same --include attention,embeddings": "`hybrid --trellis --include attention,embeddings`",
 }
-MARKS = {"mean base + plain SVD": "s:", "D²-MoE as published": "D--", "every expert rounded to 4 or 3 bits": "^--"}
+MARKS = {"mean base + plain SVD": "s:", "D²-MoE as published": "D--", "AutoRound, 4 to 2 bits": "^--"}
 
 
 def points(label: str) -> list[tuple[float, float]]:
-    """Bytes that are left, in percent, and the loss in excess of the original's, in nats."""
-    file, names = SERIES[label]
+    """Bytes that are left, in percent, and the divergence from the original, in nats."""
     found = []
-    for line in (RESULTS / file).read_text(encoding="utf-8").splitlines():
+    for line in RESULTS.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        for position, name in enumerate(cells[:2]):
-            if name in names:
-                saved, _, excess = cells[position + 1 : position + 4]
-                found.append((100 - float(saved.rstrip("%")), float(excess)))
-    return found
+        if cells[0].partition(", ")[0] == SERIES[label]:
+            found.append((100 - float(cells[1].rstrip("%")), float(cells[3]) / 1000))
+    return sorted(found, reverse=True)
 
 
 def draw(file: Path) -> None:
@@ -42,10 +42,10 @@ def draw(file: Path) -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import PercentFormatter
 
-    figure, axes = pyplot.subplots(figsize=(7.2, 4.0), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(7.2, 4.4), layout="constrained")
     for label in SERIES:
         axes.plot(*zip(*points(label), strict=True), MARKS.get(label, "o-"), label=label, linewidth=1.6, markersize=5)
-    axes.set(yscale="log", xlabel="size of the weight files, of the original's", ylabel="loss added, nats per token")
+    axes.set(yscale="log", xlabel="size of the weight files, of the original's", ylabel="KL divergence, nats per token")
     axes.xaxis.set_major_formatter(PercentFormatter())
     axes.invert_xaxis()
     axes.grid(alpha=0.25)
