@@ -9,7 +9,7 @@ from pathlib import Path
 from moetool.checkpoint.files import file_sha256, json_bytes
 from moetool.checkpoint.manifest import Manifest
 from moetool.checkpoint.reader import COSTS, MANIFEST, WORK_DIRECTORIES
-from moetool.checkpoint.sealed import read_sealed
+from moetool.checkpoint.sealed import BROKEN_SEAL, read_sealed
 from moetool.checkpoint.source import DOCUMENTS, DOWNLOADED
 
 # The hub writes them itself.
@@ -38,7 +38,7 @@ def check_files(path: Path, manifest: Manifest, *, edited: bool = False, trusted
     """
     found = FileCheck()
     if manifest.format_version > 1 and manifest.digest != manifest.seal():
-        found.problems.append(f"{MANIFEST} is not what was written (its own digest differs)")
+        found.problems.append(f"{MANIFEST} {BROKEN_SEAL}")
     elif manifest.has_card and not _is_canonical(path / MANIFEST):
         found.problems.append(f"{MANIFEST} is not what was written (it says the same, in other bytes)")
     for name, digest in manifest.files.items():
@@ -54,8 +54,7 @@ def check_files(path: Path, manifest: Manifest, *, edited: bool = False, trusted
             else:
                 found.problems.append(f"{told}; if it was edited: --edited-documents" if is_document else told)
     if (path / COSTS).exists() and read_sealed(path / COSTS) is None:
-        damaged = f"{COSTS} is not what was written (its own digest differs)"
-        found.problems.append(f"{damaged}: delete it, only report reads it")
+        found.problems.append(f"{COSTS} {BROKEN_SEAL}: delete it, only report reads it")
     if manifest.format_version > 1 and (added := sorted(_present(path) - manifest.files.keys())):
         more = ", …" if len(added) > 5 else ""
         found.notes.append(f"added since it was written: {', '.join(added[:5])}{more}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from moetool.checkpoint.files import json_bytes, write_json
 
 _DIGEST = "digest"
+BROKEN_SEAL = "is not what was written (its own digest differs)"
 
 
 def write_sealed(file: Path, content: Mapping[str, object]) -> None:

@@ -14,7 +14,7 @@ from typing import Self
 from pydantic import TypeAdapter, ValidationError
 
 from moetool.checkpoint.reader import COSTS
-from moetool.checkpoint.sealed import read_sealed, write_sealed
+from moetool.checkpoint.sealed import BROKEN_SEAL, read_sealed, write_sealed
 from moetool.errors import ResourceError
 from moetool.job.memory import PeakMemory
 from moetool.job.plan import Plan, bytes_below
@@ -216,20 +216,24 @@ def write_costs(directory: Path, source: Path, meter: Meter, plan: Plan, result:
 def read_costs(directory: Path) -> list[dict[str, Json]]:
     """What the jobs have cost that made a checkpoint, the last one last, as far as that was kept; empty where it is
     `unreadable_costs`."""
-    content = read_sealed(directory / COSTS) or {}
-    jobs = content.get("jobs")
-    if content.get("format_version") != COSTS_VERSION or not isinstance(jobs, list):
-        return []
-    return [job for job in jobs if isinstance(job, dict)]
+    found = _jobs(directory)
+    return [] if isinstance(found, str) else [job for job in found if isinstance(job, dict)]
 
 
 def unreadable_costs(directory: Path) -> str | None:
     """Why a checkpoint tells nothing of its costs, beginning with the file's name; `None` if it does."""
+    found = _jobs(directory)
+    return found if isinstance(found, str) else None
+
+
+def _jobs(directory: Path) -> list[Json] | str:
+    """What the account lists, or why it cannot be read."""
     if not (directory / COSTS).exists():
         return f"{COSTS} is not there"
     content = read_sealed(directory / COSTS)
     if content is None:
-        return f"{COSTS} is not what was written (its own digest differs)"
+        return f"{COSTS} {BROKEN_SEAL}"
     if (version := content.get("format_version")) != COSTS_VERSION:
         return f"{COSTS} has format version {version}, and this moetool reads {COSTS_VERSION}"
-    return None if isinstance(content.get("jobs"), list) else f"{COSTS} lists no jobs"
+    jobs = content.get("jobs")
+    return jobs if isinstance(jobs, list) else f"{COSTS} lists no jobs"

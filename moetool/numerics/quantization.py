@@ -80,15 +80,13 @@ def quantize(
     rows, columns = matrix.shape
     check_group(columns, group)
     weights = weights_of(importance, columns, group, matrix.device)
-    codes = torch.empty(rows, columns, dtype=torch.uint8, device=matrix.device)
     scales = torch.empty(rows, columns // group, dtype=dtype, device=matrix.device)
     for part, values in in_parts(matrix, group):
         # Groups are brought to unit size, so that no square under- or overflows.
         size = values.abs().amax(2, keepdim=True)
         unit = values / torch.where(size > 0, size, 1)
         scales[part] = (_search(unit, weights, bits) * size).squeeze(2).to(dtype)
-        codes[part] = nearest(values, scales[part].float().unsqueeze(2), bits).view(-1, columns)
-    return codes, scales
+    return nearest_codes(matrix, scales, bits), scales
 
 
 def nearest_codes(matrix: Tensor, scales: Tensor, bits: int) -> Tensor:
