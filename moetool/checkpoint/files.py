@@ -203,8 +203,9 @@ class FastDigest:
 
 def fast_digest(path: Path) -> str:
     """`FastDigest` of a file's content, read in blocks."""
-    digest, block = FastDigest(), bytearray(4 << 20)
+    digest = FastDigest()
     with path.open("rb", buffering=0) as handle:
+        block = bytearray(min(4 << 20, os.fstat(handle.fileno()).st_size + 1))
         while count := handle.readinto(block):
             digest.update(memoryview(block)[:count])
     return str(digest)
