@@ -67,12 +67,14 @@ def _units(source: Source, layouts: Mapping[int, LayerLayout]) -> Iterator[tuple
     """Everything outside the layers, then the layers in order; tensors that are not experts pass through."""
     architecture, tensors = source.architecture, source.checkpoint.tensors
     count = architecture.layers(source.checkpoint.config)
-    prefixes = [architecture.layer_prefix(layer) for layer in range(count)]
-    gone = {layer: source.experts.names | _joined(source, layer, layout) for layer, layout in layouts.items()}
+    owners = {architecture.layer_prefix(layer): layer for layer in range(count)}
+    lengths = {len(prefix) for prefix in owners}
+    experts = source.experts.names
+    joined = {layer: _joined(source, layer, layout) for layer, layout in layouts.items()}
     names: dict[int, list[str]] = {layer: [] for layer in range(-1, count)}
     for name in tensors:
-        owner = next((layer for layer, prefix in enumerate(prefixes) if name.startswith(prefix)), -1)
-        if owner not in layouts or name not in gone[owner]:
+        owner = next((owners[name[:length]] for length in lengths if name[:length] in owners), -1)
+        if owner not in layouts or (name not in experts and name not in joined[owner]):
             names[owner].append(name)
     for layer, passed in names.items():
         passing = (TensorSpec(name, tensors[name].dtype, tensors[name].shape) for name in passed)
