@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from moetool.runtime.loading import model_class
 from moetool.runtime.quiet import quiet
 
 WEIGHTS = "model.safetensors"
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "MOETOOL_MEASURE": "off"}
 COSTS = {("moetool", "costs.json"), (".moetool", "costs.json")}
 COMMAND_LINE = "from moetool.cli import main; main()"
 
@@ -144,16 +144,18 @@ class CrashDriver:
         self,
         output: Path,
         arguments: Sequence[object],
-        at: int | None = None,
+        at: int | str | None = None,
         sent: str = "SIGKILL",
         ranks: int = 1,
         rank: int = 0,
+        environment: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Run `(command, source, *options)` to `output` in `ranks` processes, and send the signal to the one numbered
-        `rank` before its `at`-th change to it."""
+        """Run `(command, source, *options)` to `output` in `ranks` processes, as a launcher with such an `environment`
+        does, and send the signal to the one numbered `rank` before its `at`-th change to it."""
         command, source, *options = map(str, arguments)
         line = [command, source, str(output), *options]
         job = {"arguments": line, "watched": str(output), "at": at, "signal": sent, "ranks": ranks, "rank": rank}
+        job["environment"] = dict(environment or {})
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")

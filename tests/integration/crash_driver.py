@@ -2,13 +2,15 @@
 
 stdin: one job per line, `{"arguments": [...], "watched": DIRECTORY, "at": N, "signal": "SIGKILL"}`. The signal is sent
 just before the N-th change that the command makes to the files of the watched directory (opening one for writing,
-renaming, deleting), so that a series of jobs covers every state in which a crash can leave it. A job without `at` runs
-undisturbed, one with `"ranks": N` in so many processes, of which `"rank"` is the one that gets the signal. stdout: one
-line for each, with its exit `code` (negative for a signal, as `subprocess` has it) and `codes` of all processes, the
-number of `changes`, and what it wrote to `stderr`.
+renaming, deleting), so that a series of jobs covers every state in which a crash can leave it; where `at` is a part of
+a path, every process gets it that begins to write there. A job without `at` runs undisturbed, one with `"ranks": N` in
+so many processes, of which `"rank"` is the one that gets the signal, and with the `"environment"` of a launcher.
+stdout: one line for each, with its exit `code` (negative for a signal, as `subprocess` has it) and `codes` of all
+processes, the number of `changes`, and what it wrote to `stdout` and `stderr`.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -21,19 +23,24 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 import torch
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from moetool.cli import main
+from moetool.stages import stages
 
 CHANGES = {"os.rename": 1, "os.remove": 0, "os.rmdir": 0, "open": 0}  # audit event → argument that is the path
 WRITING = os.O_WRONLY | os.O_RDWR
 
 
-def send_at(watched: str, at: int | None, number: int, report: int) -> None:
-    """Count changes below `watched`, and signal this process before the one numbered `at`."""
+def send_at(watched: str, at: int | str | None, number: int, report: int) -> None:
+    """Count changes below `watched`, and signal this process before the one numbered `at`, or a write there."""
     seen = 0
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal seen
+        is_write = event == "os.mkdir" or (event == "open" and arguments[2] & WRITING)
+        if isinstance(at, str) and is_write and at in str(arguments[0]):
+            os.kill(os.getpid(), number)
         if event not in CHANGES or (event == "open" and not arguments[2] & WRITING):
             return
         by_rmtree = event in ("os.remove", "os.rmdir") and arguments[1] not in (None, -1)  # relative to a directory
@@ -60,12 +67,21 @@ def call(arguments: Sequence[str]) -> int:
     return 0
 
 
+def prepare() -> None:
+    """Do once what every job would do for itself."""
+    os.fsync = os.fstat  # a process that is killed leaves what it wrote: nobody has to wait for the disk
+    stages()
+    get_checkpoint_conversion_mapping("")
+    gc.freeze()
+
+
 def import_all(names: Sequence[str]) -> None:
     """Import what a child did, so that the next need not. No more than that: torch's threads do not survive a fork."""
     for name in names:
         if name.startswith(("moetool", "transformers", "tokenizers", "torch", "datasets")) and name not in sys.modules:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
+    gc.freeze()  # so that no child looks at all that, and copies it
 
 
 def free_port() -> int:
@@ -78,19 +94,22 @@ def start(job: dict[str, Any], rank: int, launched: dict[str, str], files: Seque
     """Run a process of a job in a child of its own; returns its number."""
     if child := os.fork():
         return child
-    stderr, report, modules = files
+    stdout, stderr, report, modules = files
     code = 1
     try:
         os.environ.update(launched)
+        os.dup2(stdout.fileno(), 1)
         os.dup2(stderr.fileno(), 2)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         torch.set_num_threads(1)
-        at = job.get("at") if rank == job.get("rank", 0) else None
+        if "ACCELERATE_USE_FSDP" in os.environ:
+            importlib.import_module("sharding").shard_on_processors()
+        at = job.get("at") if isinstance(job.get("at"), str) or rank == job.get("rank", 0) else None
         send_at(job["watched"], at, signal.Signals[job.get("signal", "SIGKILL")], report.fileno())
         code = call(job["arguments"])
         modules.write("\n".join(sys.modules).encode())
         modules.flush()
     finally:
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
@@ -100,21 +119,29 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     # A shell starts background jobs with Ctrl-C ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     count, told = job.get("ranks", 1), {}
-    where = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    where = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        **job.get("environment", {}),
+    }
     with contextlib.ExitStack() as stack:
-        files = [[stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)] for _ in range(count)]
-        launched = [{**where, "RANK": str(rank)} if count > 1 else {} for rank in range(count)]
+        files = [[stack.enter_context(tempfile.TemporaryFile()) for _ in range(4)] for _ in range(count)]
+        launched = [{**where, "RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {} for rank in range(count)]
         children = [start(job, rank, launched[rank], files[rank]) for rank in range(count)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        for rank, (stderr, report, modules) in enumerate(files):
-            for file in (stderr, report, modules):
+        for rank, own in enumerate(files):
+            for file in own:
                 file.seek(0)
-            import_all(modules.read().decode().split())
+            stdout, stderr, report, modules = (file.read().decode() for file in own)
+            import_all(modules.split())
             if rank == job.get("rank", 0):
-                told = {"code": codes[rank], "changes": int(report.read() or b"0"), "stderr": stderr.read().decode()}
+                told = {"code": codes[rank], "changes": int(report or 0), "stdout": stdout, "stderr": stderr}
     return {**told, "codes": codes}
 
 
 if __name__ == "__main__":
+    prepare()
     for line in sys.stdin:
         print(json.dumps(run(json.loads(line))), flush=True)

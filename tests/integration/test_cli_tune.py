@@ -219,23 +219,25 @@ ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "
 
 
 @pytest.fixture
-def two_processes(tmp_path: Path) -> Any:
-    """`two_processes(environment, *arguments)`: a command under torchrun."""
+def two_processes(crash: Any, tmp_path: Path) -> Any:
+    """`two_processes(environment, output, command, source, *options)`: what a command says under torchrun, or, if its
+    model is sharded, in two of the driver's processes."""
 
-    def run(environment: Mapping[str, str], *arguments: object) -> subprocess.CompletedProcess[str]:
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-        script = Path(__file__).with_name("sharding_driver.py")
-        return subprocess.run(
-            [sys.executable, *launcher, str(script), *map(str, arguments)],
+    def run(environment: Mapping[str, str], output: Path, *arguments: object) -> tuple[Any, str]:
+        if environment == FSDP:
+            done = crash(output, arguments, ranks=2, environment=environment)
+            assert done["codes"] == [0, 0], done["stderr"]
+            return json.loads(done["stdout"]), done["stderr"]
+        command, source, *options = map(str, arguments)
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "moetool")
+        done = subprocess.run(
+            [sys.executable, *launcher, command, source, str(output), *options],
             capture_output=True, text=True, check=False, cwd=tmp_path, env={**ONE_THREAD, **environment},
         )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout[done.stdout.index("{\n") :]), done.stderr  # after what DeepSpeed says
 
     return run
-
-
-def _told(done: subprocess.CompletedProcess[str]) -> Any:
-    """What `--json` says, after what DeepSpeed says."""
-    return json.loads(done.stdout[done.stdout.index("{\n") :])
 
 
 @pytest.mark.parametrize(
@@ -258,11 +260,9 @@ def test_two_processes_learn_what_one_learns(
     """Half the batch each, with all weights or a part of them: the same steps, to rounding."""
     options = ("--data", data, "--eval-data", tiny_text, "--sequence-length", 64, "--steps", 4, "--learning-rate", 1e-3)
     one = run_cli("tune", moe, tmp_path / "one", *options, "--batch-size", 4, "--balance", 0.1, "--json").json
-    arguments = ("tune", moe, tmp_path / "two", *options, "--batch-size", 2, "--balance", 0.1, "--json")
-    done = two_processes(environment, *arguments)
-    assert done.returncode == 0, done.stderr
-    assert "every process holds the whole model" not in done.stderr
-    two = _told(done)
+    arguments = ("tune", moe, *options, "--batch-size", 2, "--balance", 0.1, "--json")
+    two, said = two_processes(environment, tmp_path / "two", *arguments)
+    assert "every process holds the whole model" not in said
     assert two["eval_loss"] == pytest.approx(one["eval_loss"], abs=1e-4)
     assert two["steps"] == one["steps"] == 4
     assert two["trained_parameters"] == one["trained_parameters"]
@@ -274,20 +274,20 @@ def test_two_processes_learn_what_one_learns(
 
 
 def test_a_sharded_model_goes_on_where_it_was_killed(
-    run_cli: Any, two_processes: Any, dense: Any, upcycle: Any, data: Path, tmp_path: Path
+    run_cli: Any, crash: Any, two_processes: Any, dense: Any, upcycle: Any, data: Path, tmp_path: Path
 ) -> None:
     """Between two steps, and after the last; so few tokens that experts are left without, in one process or in both."""
     source = upcycle(dense("llama"), "--experts", 16, "--method", "ders-lowrank", "--rank", 2).path
     options = ("--data", data, "--eval-data", data, "--sequence-length", 64, "--no-packing", "--freeze-shared")
     options = (*options, "--steps", 4, "--save-every", 2, "--learning-rate", 1e-3, "--json")
     one = run_cli("tune", source, tmp_path / "one", *options, "--batch-size", 2).json
-    arguments = ("tune", source, tmp_path / "two", *options, "--batch-size", 1)
-    assert two_processes({**FSDP, "KILLED_AT": "checkpoint-4"}, *arguments).returncode != 0
-    assert two_processes({**FSDP, "KILLED_AT": ".safetensors"}, *arguments, "--resume").returncode != 0
+    arguments = ("tune", source, *options, "--batch-size", 1)
+    for at, more in (("checkpoint-4", ()), (".safetensors", ("--resume",))):
+        killed = crash(tmp_path / "two", (*arguments, *more), at=at, ranks=2, environment=FSDP)
+        assert killed["code"] == -signal.SIGKILL, killed["stderr"]
     assert {path.name for path in (tmp_path / "two" / ".moetool" / "trainer").iterdir()} == {"checkpoint-4"}
-    done = two_processes(FSDP, *arguments, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert _told(done)["eval_loss"] == pytest.approx(one["eval_loss"], abs=1e-4)
+    two, _ = two_processes(FSDP, tmp_path / "two", *arguments, "--resume")
+    assert two["eval_loss"] == pytest.approx(one["eval_loss"], abs=1e-4)
     before, after = tensors_of(source), tensors_of(tmp_path / "two")
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert all(".moetool." in name or name.endswith("gate.weight") for name in changed)
