@@ -54,8 +54,8 @@ NOT_RUN = {
     "accelerate": "needs a card for every process",
 }
 SHELL = ("console", "bash")
-# Options after the shown ones, by what a command is: fewer and shorter windows, groups that divide a tiny matrix, and
-# bits that its short rows can have.
+# Options after the shown ones, by what a command is: fewer and shorter windows, fewer steps, groups that divide a tiny
+# matrix, and bits that its short rows can have.
 SMALLER = {
     "calibration": "--samples 4 --sequence-length 32",
     "moefy": "--samples 16 --sequence-length 64 --experts 4",
@@ -64,6 +64,7 @@ SMALLER = {
     "evaluation": "--sequence-length 32 --windows 4",
     "bench": "--lengths 16 --new-tokens 2 --rounds 1",
     "groups": "--group-size 32",
+    "refine": "--refine 2",
     "types": "--target-bpw 12",
 }
 
@@ -161,6 +162,8 @@ def smaller(arguments: list[str]) -> list[str]:
         more.append("--calibration TEXT.txt")
     if "hybrid" in arguments or name == "quantize-delta":
         more.append(SMALLER["groups"])
+    if "--refine" in arguments:
+        more.append(SMALLER["refine"])
     if "--target-bpw" in arguments:
         more.append(SMALLER["types"])
     if name == "decompose" and "--base-bits" in arguments:
