@@ -32,7 +32,7 @@ def representations() -> dict[str, type[Representation]]:
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
         for _, member in inspect.getmembers(module, inspect.isclass):
-            if Representation in member.__mro__ and hasattr(member, "kind"):
+            if issubclass(member, Representation) and hasattr(member, "kind"):
                 found[member.kind] = member
     return found
 
