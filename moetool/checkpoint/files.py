@@ -171,15 +171,6 @@ def copy_file(file: Path, target: Path) -> Path:
     return target
 
 
-def size_of(path: Path) -> int:
-    """Bytes of a file, or of all files below a directory."""
-    return (
-        path.stat().st_size
-        if path.is_file()
-        else sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    )
-
-
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file's content, in hexadecimal, read in blocks."""
     with path.open("rb") as handle:

@@ -84,7 +84,7 @@ class Checkpoint:
         return cls(str(path), path, config, dict(sorted(tensors.items())), tuple(files), nbytes, "unfinished")
 
     @classmethod
-    def open(cls, source: str | Path, *, revision: str | None = None) -> "Checkpoint":
+    def open(cls, source: str | Path) -> "Checkpoint":
         """Open a local directory or a hub id (downloaded to the hub's cache first).
 
         Raises:
@@ -92,7 +92,7 @@ class Checkpoint:
                 the weights are not safetensors.
             ResourceError: no disk left for the download.
         """
-        path = resolve_source(source, revision)
+        path = resolve_source(source)
         config_bytes, config = read_config(path)
         files, weight_map = _weight_files(path)
         digest = hashlib.sha256()
@@ -129,26 +129,16 @@ class Checkpoint:
         hint = f" Did you mean {', '.join(near)}?" if near else ""
         raise InvalidInputError(f"{self.path} has no tensor {name}.{hint}")
 
-    def read(self, name: str, out: Tensor | None = None) -> Tensor:
+    def read(self, name: str) -> Tensor:
         """One whole tensor, on the CPU, in the dtype it is stored in.
-
-        Args:
-            name: its name.
-            out: a contiguous CPU tensor to read into: either of the tensor's own shape and dtype, or a flat `uint8`
-                buffer of at least its bytes. What is returned then shares its memory.
 
         Raises:
             InvalidInputError: no such tensor, or the file has changed since it was opened.
         """
-        target = self.room(name, out)
-        _fill(self.info(name), 0, target)
-        return target
-
-    def room(self, name: str, out: Tensor | None = None) -> Tensor:
-        """Where `read` puts a tensor: an empty one, or `out` as it. Raises `InvalidInputError` where there is none of
-        that name."""
         info = self.info(name)
-        return torch.empty(info.shape, dtype=info.dtype) if out is None else _view(info, out)
+        target = torch.empty(info.shape, dtype=info.dtype)
+        _fill(info, 0, target)
+        return target
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` (excluded) of a tensor: `[stop - start, *shape[1:]]`.
@@ -346,19 +336,6 @@ def _no_weights(path: Path) -> str:
         )
     found = f" Found {', '.join(names[:8])}{' …' if len(names) > 8 else ''}."
     return f"{path} has no safetensors weights: expected {SINGLE}, or {INDEX} and its shards.{found}"
-
-
-def _view(info: TensorInfo, out: Tensor) -> Tensor:
-    """`out`, or as much of it as the tensor needs, as that tensor."""
-    if out.device.type == "cpu" and out.is_contiguous():
-        if out.dtype == info.dtype and tuple(out.shape) == info.shape:
-            return out
-        if out.dtype == torch.uint8 and out.dim() == 1 and out.numel() >= info.nbytes:
-            return out[: info.nbytes].view(info.dtype).view(info.shape)
-    raise ValueError(
-        f"Tensor {info.name} ({info.dtype}, {list(info.shape)}, {info.nbytes} bytes) does not fit into a "
-        f"{out.dtype} tensor of shape {list(out.shape)}"
-    )
 
 
 def byte_view(tensor: Tensor) -> memoryview:

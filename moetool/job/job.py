@@ -18,7 +18,7 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.families import architecture_of
-from moetool.job.blueprint import check_against_config, open_for_planning
+from moetool.job.blueprint import check_against_config
 from moetool.job.interrupt import Interrupt
 from moetool.job.options import RunOptions
 from moetool.job.progress import Progress, Silent
@@ -63,11 +63,6 @@ class Source:
     def open(cls, path: str | Path) -> "Source":
         """Open and check an MoE model by its headers. Raises `InvalidInputError`."""
         return cls.of(Checkpoint.open(path))
-
-    @classmethod
-    def open_for_planning(cls, path: str | Path) -> "Source":
-        """The same, or where there are no weight files what `config.json` promises. Raises `InvalidInputError`."""
-        return cls.of(open_for_planning(path))
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:

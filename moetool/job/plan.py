@@ -163,15 +163,9 @@ class CalibrationCost:
         logits = 3 * 4 * _FEW * int(dense.config.vocab_size)
         return _BASELINE + 4 * (rest + layer + 3 * matrix) + read + activations + logits
 
-    def memory_bytes(self, experts: ExpertReader, *, gradients: bool, factors: bool) -> int:
-        """Estimated peak of anonymous memory: all of one layer, one batch, statistics, and what is not a layer."""
-        shape = experts.shape
-        measuring = [Measuring.fisher(shape)] if gradients else []
-        measuring += [Measuring.factors(shape)] if factors else []
-        return self.layer_memory(experts, *measuring, gradients=gradients).nbytes()
-
-    def layer_memory(self, experts: ExpertReader, *measuring: Measuring, gradients: bool) -> LayerMemory:
-        """The same by parts, of a job that measures this, one after the other."""
+    def layer_memory(self, experts: ExpertReader, *measuring: Measuring, gradients: bool = False) -> LayerMemory:
+        """Estimated peak of anonymous memory, by parts, of a job that measures this, one after the other: all of one
+        layer, one batch, statistics, and what is not a layer."""
         shape, config = experts.shape, experts.checkpoint.config
         outside, largest, other = layer_numbers(experts)
         windows = batch_size(self.samples, self.length)

@@ -179,7 +179,7 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
             details["vllm_kernels_want"] = "; ".join(unserved)
         if text is None:
             work = self._coding(size) + (decoding(size) if reader.layouts else Work())
-            scratch, memory = 0, CalibrationCost(0, 1, 4).memory_bytes(reader, gradients=False, factors=False)
+            scratch, memory = 0, CalibrationCost(0, 1, 4).layer_memory(reader).nbytes()
             phases = rewriting_phases(size, output, work)
         else:
             cost = calibration_cost(source, options, text)
