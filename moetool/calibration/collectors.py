@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moetool.architectures import ROLES, MoEShape, Role
 from moetool.calibration.expert_grams import ExpertGrams, GramsInSets
+from moetool.calibration.held_experts import ExpertRun
 from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Owned, Peers
 from moetool.checkpoint.experts import Weights
@@ -70,9 +71,7 @@ class UsageCollector(Collector):
         self.tokens = torch.zeros(shape.experts, dtype=torch.int64)
         self.channel_energy = torch.zeros(shape.intermediate, dtype=torch.float64)
 
-    def observe(
-        self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
-    ) -> None:
+    def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
         self.tokens[expert] += len(inputs)
 
     def observe_sum(self, activations: Tensor) -> None:
@@ -114,19 +113,17 @@ class FisherCollector(Collector):
             for role in shape.roles
         }
 
-    def observe(
-        self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
-    ) -> None:
+    def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
         counts = windows.unique_consecutive(return_counts=True)[1].tolist()
-        inputs, activation = inputs.detach(), activation.detach()
+        inputs, activation = inputs.detach(), work.activation.detach()
 
         def gate_up_gradient(gradient: Tensor) -> None:
             roles = self._shape.entering
             for role, own in zip(roles, gradient.chunk(len(roles), dim=-1), strict=True):
                 self._add(role, expert, own, inputs, counts)
 
-        gate_up.register_hook(gate_up_gradient)
-        output.register_hook(lambda gradient: self._add("down", expert, gradient, activation, counts))
+        work.gate_up.register_hook(gate_up_gradient)
+        work.product.register_hook(lambda gradient: self._add("down", expert, gradient, activation, counts))
 
     def reduce(self, peers: Peers) -> None:
         for sums in (self.weighted, self.total, self.rows):
@@ -169,15 +166,13 @@ class RegressionCollector(Collector):
         }
         self._inputs, self._activations = Gram(shape.hidden, device), Gram(shape.intermediate, device)
 
-    def observe(
-        self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
-    ) -> None:
+    def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
         roles = self._shape.entering
-        given: dict[Role, tuple[Tensor, Tensor]] = {"down": (activation.detach(), output.detach())}
-        for role, own in zip(roles, gate_up.detach().chunk(len(roles), dim=-1), strict=True):
+        given: dict[Role, tuple[Tensor, Tensor]] = {"down": (work.activation.detach(), work.product.detach())}
+        for role, own in zip(roles, work.gate_up.detach().chunk(len(roles), dim=-1), strict=True):
             given[role] = inputs.detach(), own
         self._inputs.add(inputs)
-        self._activations.add(activation)
+        self._activations.add(work.activation)
         for role, (rows, results) in given.items():
             self._products[role] += (results.float().T @ rows.float()).double()
             self._diagonals[role][expert] += rows.double().square().sum(0)
@@ -216,9 +211,7 @@ class BaseGramCollector(Collector):
         self.inputs = Gram(shape.hidden, down.device)
         self.down = Gram(shape.hidden if self.wide_down else shape.intermediate, down.device)
 
-    def observe(
-        self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
-    ) -> None:
+    def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
         self.inputs.add(inputs)
 
     def observe_sum(self, activations: Tensor) -> None:
@@ -274,16 +267,14 @@ class GramCollector(GramsInSets):
     def observe_inputs(self, inputs: Tensor) -> None:
         self.inputs.add_to_all(inputs)
 
-    def observe(
-        self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
-    ) -> None:
+    def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
         self.inputs.add(expert, inputs)
         if not self.wide_down:
-            self.down.add(expert, activation)
+            self.down.add(expert, work.activation)
         elif self.down.holds(expert):
-            self.down.add(expert, activation.float() @ self._delta(expert).T)
+            self.down.add(expert, work.activation.float() @ self._delta(expert).T)
         if self.is_first:
-            self._observe_first(expert, inputs, activation)
+            self._observe_first(expert, inputs, work.activation)
 
     def _delta(self, expert: int) -> Tensor:
         """Δ of an expert's down matrix, kept from batch to batch."""

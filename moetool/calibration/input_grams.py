@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moetool.architectures import MoEShape, Role
 from moetool.calibration.expert_grams import ExpertGrams, GramsInSets
+from moetool.calibration.held_experts import ExpertRun
 from moetool.calibration.peers import Owned, Peers
 from moetool.numerics.gram import Gram
 from moetool.numerics.shrinkage import shrink
@@ -44,20 +45,18 @@ class InputGramCollector(GramsInSets):
     def observe_inputs(self, inputs: Tensor) -> None:
         self._inputs.add_to_all(inputs)
 
-    def observe(
-        self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
-    ) -> None:
+    def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
         self._inputs.add(expert, inputs)
         if self._down is not None:
-            self._down.add(expert, activation)
+            self._down.add(expert, work.activation)
         if not self.is_first:
             return
         self._energy[expert] += inputs.double().square().sum()
-        self._channels[expert] += activation.double().square().sum(0)
+        self._channels[expert] += work.activation.double().square().sum(0)
         if self._down is not None:
-            self._down.add_to_all(activation)
+            self._down.add_to_all(work.activation)
         elif self._whole_down is not None:
-            self._whole_down.add(activation)
+            self._whole_down.add(work.activation)
 
     def hold(self, experts: range) -> None:
         for grams in (self._inputs, self._down):

@@ -157,9 +157,7 @@ class Recorded:
                     with torch.enable_grad():
                         work = held.run(expert, inputs)
                         for collector in collectors:
-                            collector.observe(
-                                expert, rows // self._length, inputs, work.gate_up, work.activation, work.product
-                            )
+                            collector.observe(expert, rows // self._length, inputs, work)
                         output = (work.output * weights).to(blamed.dtype)
                     torch.autograd.backward(output, blamed[part][rows].to(held.device))
                     assert inputs.grad is not None
