@@ -75,7 +75,7 @@ class _Spent:
     scratch: int = 0
 
 
-class Meter:
+class Meter(Progress):
     """Passes on what it receives, and measures what each phase takes, in a `with` block.
 
     Attributes:

@@ -21,7 +21,7 @@ from moetool.format.families import architecture_of
 from moetool.job.blueprint import check_against_config
 from moetool.job.interrupt import Interrupt
 from moetool.job.options import RunOptions
-from moetool.job.progress import Progress, Silent
+from moetool.job.progress import SILENT, Progress
 from moetool.job.ranks import Ranks
 from moetool.job.workspace import Outcome, Workspace
 from moetool.representations.quantized import QuantizedMatrix
@@ -117,7 +117,7 @@ class Job(Generic[SourceT]):
     workspace: Workspace
     options: RunOptions
     recipe: Mapping[str, object]  # the options that decide the result, for the manifest
-    progress: Progress = field(default_factory=Silent)
+    progress: Progress = SILENT
     interrupt: Interrupt = field(default_factory=Interrupt)
     ranks: Ranks = field(default_factory=Ranks)
     _is_sharing: bool = False

@@ -17,7 +17,7 @@ from moetool.checkpoint.reader import MANIFEST
 from moetool.errors import UsageError
 from moetool.job.journal import Journal, hand_on
 from moetool.job.lock import Lock
-from moetool.job.progress import Progress, Silent, phase
+from moetool.job.progress import SILENT, Progress, phase
 from moetool.job.ranks import Ranks
 
 WORK_DIRECTORY = ".moetool"
@@ -68,10 +68,10 @@ class Workspace:
         *,
         resume: bool = False,
         overwrite: bool = False,
-        progress: Progress | None = None,
+        progress: Progress = SILENT,
     ) -> None:
         self.output, self.work, self.fingerprint = output, output / WORK_DIRECTORY, fingerprint
-        self._progress = progress or Silent()
+        self._progress = progress
         if resume and overwrite:
             raise UsageError("--resume goes on with what is there, --overwrite throws it away: give one of them.")
         if output.exists() and not output.is_dir():

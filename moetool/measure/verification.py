@@ -15,7 +15,7 @@ from moetool.errors import InvalidInputError, VerificationError
 from moetool.format.entry import is_quantized_elsewhere
 from moetool.format.families import is_opaque
 from moetool.job.job import DenseSource, Source, joined_names
-from moetool.job.progress import Progress, Silent, phase
+from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.told import Comparison, Verification
 from moetool.runtime.building import check_sizes
 
@@ -28,7 +28,7 @@ _TRAINING = "tune"
 def verify_checkpoint(
     path: str | Path,
     against: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     *,
     edited: bool = False,
 ) -> Verification:
@@ -47,7 +47,6 @@ def verify_checkpoint(
         InvalidInputError: a file or the config cannot be used.
         VerificationError: something is wrong, named file by file and tensor by tensor.
     """
-    progress = progress or Silent()
     checkpoint = Checkpoint.open(path)
     manifest = _manifest(checkpoint)
     problems: list[str] = []

@@ -16,7 +16,7 @@ from moetool.format.families import is_opaque
 from moetool.format.kinds import custom_module
 from moetool.job.blueprint import open_for_planning
 from moetool.job.job import Source
-from moetool.job.progress import Progress, Silent
+from moetool.job.progress import SILENT, Progress
 from moetool.job.records import read_statistics
 from moetool.job.result import Json
 from moetool.measure.analysis import AnalysisOptions, analyse
@@ -37,7 +37,7 @@ ANALYSED = 8  # layers, unless some were named
 RARE = 0.1  # of an even share
 
 
-def gather(path: str, output: Path, options: ReportOptions, progress: Progress | None = None) -> Report:
+def gather(path: str, output: Path, options: ReportOptions, progress: Progress = SILENT) -> Report:
     """What files say of a model, and what `options` ask to measure.
 
     Args:
@@ -51,7 +51,6 @@ def gather(path: str, output: Path, options: ReportOptions, progress: Progress |
         InvalidInputError: model, texts or recorded results cannot be used.
         ResourceError, VerificationError: as `eval` and `routing` raise them.
     """
-    progress = progress or Silent()
     if options.layers is not None and not options.analysis:
         raise UsageError("--layers limits --analysis: give both.")
     recorded = None if options.results is None else read_recorded(options.results)

@@ -13,7 +13,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import ResourceError, UsageError
 from moetool.job.job import pick_device
-from moetool.job.progress import Progress, Silent, phase
+from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.bench.costs import Costs
 from moetool.measure.bench.options import BenchOptions, fit_lengths
 from moetool.measure.bench.result import Benched, BenchResult, Case, CaseRatios, Memory, Ratios
@@ -31,7 +31,7 @@ class _Timed:
     rounds: list[Seconds]
 
 
-def bench(path: str, options: BenchOptions, progress: Progress | None = None) -> BenchResult:
+def bench(path: str, options: BenchOptions, progress: Progress = SILENT) -> BenchResult:
     """Load a model, and time it by batch and length; with `against` another in turns, each in a process of its own.
 
     Every case is run once without being timed, then `rounds` times; of two models the one that goes first changes
@@ -42,7 +42,6 @@ def bench(path: str, options: BenchOptions, progress: Progress | None = None) ->
         ResourceError: memory does not suffice, now or as far as one can tell before loading.
         UsageError: prompts are longer than a model goes, or it is to generate and cannot.
     """
-    progress = progress or Silent()
     paths = [path] if options.against is None else [path, options.against]
     checkpoints = [Checkpoint.open(own) for own in paths]
     _check_decoders(checkpoints, options)
