@@ -16,7 +16,7 @@ from moetool.calibration.boundaries import kept_dtype, stretch
 from moetool.calibration.masking import masked_windows
 from moetool.calibration.opening import Bos, opening_text
 from moetool.calibration.sweep import Sweep
-from moetool.calibration.windows import check_vocabulary, held_out_windows, load_tokenizer, sample_windows
+from moetool.calibration.windows import check_vocabulary, drawn_windows, load_tokenizer
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
@@ -39,19 +39,7 @@ def calibration_windows(source: Input, options: TextOptions) -> Tensor:
         UsageError: no text given.
         InvalidInputError: text or tokenizer cannot be used.
     """
-    if options.calibration is None:
-        raise UsageError("Give a calibration text: --calibration FILE.")
-    tokenizer = load_tokenizer(source.checkpoint.path)
-    windows = sample_windows(
-        options.calibration,
-        tokenizer,
-        samples=options.samples,
-        sequence_length=options.sequence_length,
-        seed=options.seed,
-        bos=_bos(source, options),
-    )
-    check_vocabulary(windows, whole_number(source.checkpoint.config, "vocab_size"))
-    return windows
+    return _drawn(source, options, 0)[0]
 
 
 def held_out(source: Input, options: TextOptions, count: int) -> Tensor:
@@ -61,25 +49,32 @@ def held_out(source: Input, options: TextOptions, count: int) -> Tensor:
         UsageError: no text given, or too little of it.
         InvalidInputError: text or tokenizer cannot be used.
     """
-    if options.calibration is None:
-        raise UsageError("Give a calibration text: --calibration FILE.")
-    windows = held_out_windows(
-        options.calibration,
-        load_tokenizer(source.checkpoint.path),
-        count=count,
-        samples=options.samples,
-        sequence_length=options.sequence_length,
-        seed=options.seed,
-        bos=_bos(source, options),
-    )
+    _, windows = _drawn(source, options, count)
     if len(windows) < count:
         raise UsageError(
             f"The calibration text has {len(windows)} windows of {options.sequence_length} tokens besides the "
             f"{options.samples} that are measured on, and {count} are to be held out. Give more text, shorter windows "
             "(--sequence-length), or fewer of either (--samples, --held-out)."
         )
-    check_vocabulary(windows, whole_number(source.checkpoint.config, "vocab_size"))
     return windows
+
+
+def _drawn(source: Input, options: TextOptions, more: int) -> tuple[Tensor, Tensor]:
+    """The calibration set, and so many windows `more`, or as many as there are."""
+    if options.calibration is None:
+        raise UsageError("Give a calibration text: --calibration FILE.")
+    drawn = drawn_windows(
+        options.calibration,
+        load_tokenizer(source.checkpoint.path),
+        samples=options.samples,
+        more=more,
+        sequence_length=options.sequence_length,
+        seed=options.seed,
+        bos=_bos(source, options),
+    )
+    for windows in drawn:
+        check_vocabulary(windows, whole_number(source.checkpoint.config, "vocab_size"))
+    return drawn
 
 
 def streamed_losses(

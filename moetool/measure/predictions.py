@@ -1,16 +1,14 @@
 """What a model is asked of a text: what comes next, or of an encoder what a mask hides."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from moetool.calibration.masking import mask_token
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from moetool.calibration.opening import Tokenizer
 
 
 class Predictions(Protocol):
@@ -47,7 +45,7 @@ class HiddenTokens:
         rows: runs in one batch.
     """
 
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: Tokenizer
     rows: int
 
     @torch.inference_mode()
@@ -71,7 +69,7 @@ class HiddenTokens:
         return windows
 
 
-def marks(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
+def marks(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before and after a text."""
     before, after = ([] if mark is None else [mark] for mark in (tokenizer.cls_token_id, tokenizer.sep_token_id))
     return before, after
