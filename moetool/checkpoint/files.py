@@ -15,8 +15,9 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moetool.checkpoint.header import reading
 from moetool.checkpoint.reader import Checkpoint
-from moetool.errors import InvalidInputError, ResourceError, UsageError, full_disk
+from moetool.errors import ResourceError, UsageError, full_disk
 
 TEMPORARY = ".tmp"
 
@@ -160,10 +161,8 @@ def copy_file(file: Path, target: Path) -> Path:
         InvalidInputError: it cannot be read.
         ResourceError: it cannot be written.
     """
-    try:
+    with reading(file):
         source = file.open("rb")
-    except OSError as error:
-        raise InvalidInputError(f"Cannot read {file}: {error.strerror or error}.") from error
     with source:
         size = os.fstat(source.fileno()).st_size
         with atomically(target, size) as temporary, storage_errors(target, size), temporary.open("wb") as copied:

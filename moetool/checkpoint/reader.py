@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import aliases
-from moetool.checkpoint.header import Header, TensorInfo, read_header
+from moetool.checkpoint.header import Header, TensorInfo, read_header, reading
 from moetool.checkpoint.source import resolve_source
 from moetool.errors import InvalidInputError
 from moetool.format.validation import check_config, check_depth, check_headers
@@ -136,9 +136,7 @@ class Checkpoint:
             InvalidInputError: no such tensor, or the file has changed since it was opened.
         """
         info = self.info(name)
-        target = torch.empty(info.shape, dtype=info.dtype)
-        _fill(info, 0, target)
-        return target
+        return _read(info, 0, info.shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` (excluded) of a tensor: `[stop - start, *shape[1:]]`.
@@ -150,9 +148,7 @@ class Checkpoint:
         info = self.info(name)
         if not info.shape or not 0 <= start <= stop <= info.shape[0]:
             raise IndexError(f"Rows {start}:{stop} of tensor {name} with shape {list(info.shape)}")
-        target = torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype)
-        _fill(info, start * math.prod(info.shape[1:]) * info.dtype.itemsize, target)
-        return target
+        return _read(info, start * math.prod(info.shape[1:]), (stop - start, *info.shape[1:]))
 
     def blocks(self, name: str, elements: int = 4 << 20) -> Iterator[Tensor]:
         """A tensor as consecutive flat blocks of at most so many elements: for copying what need not fit in memory.
@@ -163,9 +159,7 @@ class Checkpoint:
         info = self.info(name)
         total = math.prod(info.shape)
         for start in range(0, total, elements):
-            target = torch.empty(min(elements, total - start), dtype=info.dtype)
-            _fill(info, start * info.dtype.itemsize, target)
-            yield target
+            yield _read(info, start, (min(elements, total - start),))
 
     def read_part(self, name: str, index: int, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` (excluded) of `tensor[index]`, for a tensor of three dimensions.
@@ -177,9 +171,7 @@ class Checkpoint:
         info = self.info(name)
         if len(info.shape) != 3 or not (0 <= index < info.shape[0] and 0 <= start <= stop <= info.shape[1]):
             raise IndexError(f"Part {index}, rows {start}:{stop} of tensor {name} with shape {list(info.shape)}")
-        target = torch.empty((stop - start, info.shape[2]), dtype=info.dtype)
-        _fill(info, (index * info.shape[1] + start) * info.shape[2] * info.dtype.itemsize, target)
-        return target
+        return _read(info, (index * info.shape[1] + start) * info.shape[2], (stop - start, info.shape[2]))
 
     def sidecars(self) -> list[Path]:
         """Every file that goes into an output byte for byte, sorted: tokenizer, templates, licence, and the like.
@@ -221,14 +213,11 @@ def _samples(file: Path, header: Header) -> bytes:
     """Some blocks of a weight file, evenly spaced over its data."""
     start = min((info.offset for info in header.tensors.values()), default=header.file_bytes)
     step = max(1, (header.file_bytes - start) // _SAMPLED_BLOCKS)
-    try:
-        with file.open("rb") as stream:
-            found = []
-            for position in range(start, header.file_bytes, step):
-                stream.seek(position)
-                found.append(stream.read(_SAMPLED_BYTES))
-    except OSError as error:
-        raise InvalidInputError(f"Cannot read {file}: {error.strerror or error}.") from error
+    found = []
+    with reading(file), file.open("rb") as stream:
+        for position in range(start, header.file_bytes, step):
+            stream.seek(position)
+            found.append(stream.read(_SAMPLED_BYTES))
     return b"".join(found)
 
 
@@ -343,27 +332,20 @@ def byte_view(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def _fill(info: TensorInfo, skip: int, target: Tensor) -> None:
-    """Read a tensor's bytes from byte `skip` on until `target` is full.
+def _read(info: TensorInfo, first: int, shape: tuple[int, ...]) -> Tensor:
+    """A tensor's numbers from the `first` on, in a shape.
 
     Not mapped but read: pages of a mapping stay in this process's memory long after the tensor is forgotten.
     """
+    target = torch.empty(shape, dtype=info.dtype)
     buffer = byte_view(target)
-    position = info.offset + skip
-    try:
-        descriptor = os.open(info.file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        try:
-            while buffer:
-                count = os.preadv(descriptor, [buffer], position)
-                if count == 0:
-                    raise InvalidInputError(
-                        f"{info.file} ends inside tensor {info.name}: it changed since it was opened."
-                    )
-                buffer, position = buffer[count:], position + count
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise InvalidInputError(f"Cannot read {info.file}: {error.strerror or error}.") from error
+    with reading(info.file), info.file.open("rb", buffering=0) as file:
+        file.seek(info.offset + first * info.dtype.itemsize)
+        while buffer:
+            if not (count := file.readinto(buffer)):
+                raise InvalidInputError(f"{info.file} ends inside tensor {info.name}: it changed since it was opened.")
+            buffer = buffer[count:]
+    return target
 
 
 def _sidecars(root: Path) -> Iterator[Path]:

@@ -70,6 +70,14 @@ def local_path(name: str | Path) -> Path:
     return path
 
 
+def is_here(name: str) -> bool:
+    """Whether something of that name exists locally."""
+    try:
+        return bool(name) and local_path(name).exists()
+    except InvalidInputError:
+        return False
+
+
 def looks_local(source: str) -> bool:
     """Whether a name that does not exist locally was nevertheless meant as a path and not as a hub id."""
     return source in ("", ".", "..") or source.startswith(("/", "./", "../", "~")) or source.count("/") > 1
