@@ -8,7 +8,7 @@ import torch
 from moetool.architectures import Role
 from moetool.checkpoint.decoded import decoded, quantized_tensors
 from moetool.checkpoint.digests import check_files
-from moetool.checkpoint.manifest import Manifest, read_manifest
+from moetool.checkpoint.manifest import Manifest, manifest_of
 from moetool.checkpoint.reader import MANIFEST, Checkpoint
 from moetool.checkpoint.writer import is_finite
 from moetool.errors import InvalidInputError, VerificationError
@@ -48,7 +48,7 @@ def verify_checkpoint(
         VerificationError: something is wrong, named file by file and tensor by tensor.
     """
     checkpoint = Checkpoint.open(path)
-    manifest = _manifest(checkpoint)
+    manifest = manifest_of(checkpoint.path)
     problems: list[str] = []
     notes: list[str] = []
     made = None
@@ -116,15 +116,11 @@ def verify_files(checkpoint: Checkpoint) -> list[str]:
         VerificationError: a file is missing, or not what was written.
     """
     check_sizes(checkpoint)
-    if (manifest := _manifest(checkpoint)) is None:
+    if (manifest := manifest_of(checkpoint.path)) is None:
         return []
     found = check_files(checkpoint.path, manifest, edited=True)
     _raise_for(checkpoint.source, found.problems)
     return found.notes
-
-
-def _manifest(checkpoint: Checkpoint) -> Manifest | None:
-    return read_manifest(checkpoint.path) if (checkpoint.path / MANIFEST).exists() else None
 
 
 def _raise_for(path: str | Path, problems: list[str]) -> None:

@@ -7,7 +7,7 @@ from typing import cast
 
 from moetool.architectures import architectures
 from moetool.checkpoint.experts import ExpertReader
-from moetool.checkpoint.manifest import Manifest, Origin, read_manifest
+from moetool.checkpoint.manifest import Manifest, Origin, manifest_of
 from moetool.checkpoint.reader import MANIFEST, Checkpoint
 from moetool.convert.told import Activations
 from moetool.errors import InvalidInputError, UsageError
@@ -57,7 +57,7 @@ def gather(path: str, output: Path, options: ReportOptions, progress: Progress =
     checkpoint = open_for_planning(path)
     against = None if options.against is None else open_for_planning(options.against)
     experts = _experts(checkpoint)
-    manifest = read_manifest(checkpoint.path) if (checkpoint.path / MANIFEST).exists() else None
+    manifest = manifest_of(checkpoint.path)
     inspection = inspect_checkpoint(path) if _is_inspected(checkpoint.config) else None
     jobs = kept_runs(checkpoint.path, manifest, recorded)
     notes = [] if (untold := without_costs(checkpoint.path, manifest)) is None else [untold]
