@@ -85,9 +85,7 @@ class Plan:
                 f"This job needs about {format_bytes(self.memory_bytes)} of memory and has {format_bytes(available)}. "
                 "Fewer or shorter calibration windows (--samples, --sequence-length) need less."
             )
-        there = output
-        while not there.exists() and there != there.parent:
-            there = there.parent
+        there = next(place for place in (output, *output.parents) if place.exists())
         free = shutil.disk_usage(there).free if disk is None else disk
         written = bytes_below(output)  # by an earlier, interrupted run
         if self.disk_bytes - written > free:

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,10 +20,8 @@ SUFFIXES = (".png", ".svg", ".pdf")
 
 def check_picture(path: Path) -> None:
     """Raise `UsageError` unless a picture can be written there."""
-    try:
-        import matplotlib as _  # noqa: F401
-    except ImportError as error:
-        raise UsageError("--plot needs matplotlib: pip install matplotlib.") from error
+    if find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib: pip install matplotlib.")
     if path.suffix not in SUFFIXES:
         raise UsageError(f"--plot {path}: a picture's name ends in {', '.join(SUFFIXES)}.")
     if path.is_dir() or not path.absolute().parent.is_dir():
