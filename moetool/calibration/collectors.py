@@ -242,12 +242,10 @@ class GramCollector(GramsInSets):
         before: int = 0,
         at_once: int | None = None,
     ) -> None:
-        """Of all experts, or of so many `at_once`. `down_delta(expert)` gives Δ of the down matrix in fp32, of those at
-        work; `tokens` is how many will be routed in all, by all processes, `before` of them by those before this one.
-        What an expert was given is gathered for who has it."""
-        super().__init__(shape.experts, at_once)
-        self._owned, self._device = owned or Owned(shape, Peers()), device
-        self.inputs = ExpertGrams(shape.experts, shape.hidden, device, at_once)
+        """`down_delta(expert)` gives Δ of the down matrix in fp32, of those at work; `tokens` is how many will be
+        routed in all, by all processes, `before` of them by those before this one."""
+        super().__init__(shape, device, owned, at_once)
+        self._device = device
         self.wide_down = shape.intermediate > shape.hidden
         size = shape.hidden if self.wide_down else shape.intermediate
         self.down = ExpertGrams(shape.experts, size, device, at_once)
@@ -263,9 +261,6 @@ class GramCollector(GramsInSets):
 
     def at(self, position: int) -> None:
         self._next = self._before + position
-
-    def observe_inputs(self, inputs: Tensor) -> None:
-        self.inputs.add_to_all(inputs)
 
     def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
         self.inputs.add(expert, inputs)
@@ -315,10 +310,6 @@ class GramCollector(GramsInSets):
             peers.all_reduce(sums)
         sampled = peers.gather([(position, rows.cpu()) for position, rows in self._sample])
         self._sample = [(position, rows.to(self._device)) for others in sampled for position, rows in others]
-
-    def tokens(self) -> Tensor:
-        """`[experts]` int64: how many tokens each expert was given."""
-        return self.inputs.counts.clone()
 
     def sample(self) -> Tensor:
         """`[rows, intermediate]`: every n-th activation of the layer, whichever expert it went to."""
