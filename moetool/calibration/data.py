@@ -105,11 +105,9 @@ def iter_text(spec: DataSpec) -> Iterator[str]:
 
 def _check_name(name: str) -> None:
     try:
-        Path(name).expanduser().exists()
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else first_line(error)
-        shown = name if len(name) <= 80 else f"{name[:76]} …"
-        raise InvalidInputError(f"Cannot read the data {shown!r}: {reason}.") from error
+        local_path(name or ".")
+    except InvalidInputError as error:
+        raise InvalidInputError(f"Cannot read the data: {error}") from error
 
 
 def data_files(path: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from moetool.architectures import MoEShape
 from moetool.architectures.base import EXPERT_KEYS, whole_number
-from moetool.calibration.batching import batch_size
+from moetool.calibration.boundaries import batch_size
 from moetool.calibration.input_grams import keeps_each_down
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint

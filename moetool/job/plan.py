@@ -14,8 +14,7 @@ import torch
 
 from moetool.architectures import MoEShape
 from moetool.architectures.base import whole_number
-from moetool.calibration.batching import batch_size
-from moetool.calibration.boundaries import boundaries_at_once, kept_dtype
+from moetool.calibration.boundaries import batch_size, boundaries_at_once, kept_dtype
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import ResourceError

@@ -24,10 +24,10 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import InvalidInputError, ResourceError, UsageError, VerificationError
 from moetool.job.progress import Progress, phase
-from moetool.measure.evaluated import Divergence
 from moetool.measure.loading import both_fit, computed_in, load_for
 from moetool.measure.options import LoadedOptions
 from moetool.measure.predictions import Predictions, prediction_losses
+from moetool.measure.told import Divergence
 
 POSITIONS = 256  # whose distributions are compared at once, in fp64
 

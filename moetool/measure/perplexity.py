@@ -23,10 +23,9 @@ from moetool.errors import VerificationError
 from moetool.job.options import fit_context
 from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.divergence import original_beside
-from moetool.measure.evaluated import Evaluation
 from moetool.measure.options import EvaluatedOptions
 from moetool.measure.predictions import HiddenTokens, NextTokens, Predictions, marks, prediction_losses
-from moetool.measure.told import SynthesisTold
+from moetool.measure.told import Evaluation, SynthesisTold
 from moetool.runtime.modules.batch_dependence import depends_on_batch
 
 

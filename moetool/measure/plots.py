@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,8 +19,10 @@ SUFFIXES = (".png", ".svg", ".pdf")
 
 def check_picture(path: Path) -> None:
     """Raise `UsageError` unless a picture can be written there."""
-    if find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib: pip install matplotlib.")
+    try:
+        import matplotlib as _  # noqa: F401
+    except ImportError as error:
+        raise UsageError("--plot needs matplotlib: pip install matplotlib.") from error
     if path.suffix not in SUFFIXES:
         raise UsageError(f"--plot {path}: a picture's name ends in {', '.join(SUFFIXES)}.")
     if path.is_dir() or not path.absolute().parent.is_dir():

@@ -1,7 +1,7 @@
 """What a model is asked of a text: what comes next, or of an encoder what a mask hides."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,27 +11,17 @@ from moetool.calibration.masking import mask_token
 from moetool.calibration.opening import Tokenizer
 
 
-class Predictions(Protocol):
-    """Those of every window of a text."""
-
-    def logits(self, model: Any, windows: Tensor) -> Tensor:
-        """Of windows `[batch, length]` of token ids `[batch, predictions, vocabulary]`."""
-
-    def targets(self, windows: Tensor) -> Tensor:
-        """The tokens that are right `[batch, predictions]`."""
-
-
 class NextTokens:
-    """Every token but the first, after those before it."""
+    """Of windows of token ids `[batch, length]` every token but the first, after those before it."""
 
     @torch.inference_mode()
     def logits(self, model: Any, windows: Tensor) -> Tensor:
-        """`[batch, length − 1, vocabulary]`."""
+        """What is predicted, `[batch, length − 1, vocabulary]`."""
         logits: Tensor = model(input_ids=windows.to(model.device), use_cache=False).logits[:, :-1]
         return logits
 
     def targets(self, windows: Tensor) -> Tensor:
-        """`[batch, length − 1]`."""
+        """The tokens that are right, `[batch, length − 1]`."""
         return windows[:, 1:]
 
 
@@ -67,6 +57,9 @@ class HiddenTokens:
     def targets(self, windows: Tensor) -> Tensor:
         """All of them."""
         return windows
+
+
+Predictions: TypeAlias = NextTokens | HiddenTokens
 
 
 def marks(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

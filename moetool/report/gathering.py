@@ -20,12 +20,11 @@ from moetool.job.progress import SILENT, Progress
 from moetool.job.records import read_statistics
 from moetool.job.result import Json
 from moetool.measure.analysis import AnalysisOptions, analyse
-from moetool.measure.evaluated import Evaluation
 from moetool.measure.inspected import Inspection, MoELayer, StoredLayers
 from moetool.measure.inspection import inspect_checkpoint
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.measure.routing import RoutingOptions, routing
-from moetool.measure.told import RoutingTold
+from moetool.measure.told import Evaluation, RoutingTold
 from moetool.report.options import ReportOptions
 from moetool.report.recorded import RecordedResults, kept_runs, read_recorded, without_costs
 from moetool.report.remaking import remaking

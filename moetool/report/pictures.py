@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from moetool.report.charts import Bars, Chart, Heat, Lines, Values, elided
@@ -39,7 +38,11 @@ _SETTINGS: dict[Any, object] = {
 
 def is_there() -> bool:
     """Whether there is a matplotlib to draw with."""
-    return find_spec("matplotlib") is not None
+    try:
+        import matplotlib as _  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def draw(chart: Chart, name: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.job.forecast import format_seconds
-from moetool.measure.evaluated import Evaluation
+from moetool.measure.told import Evaluation
 from moetool.report.charts import LONGEST, Bars, Chart, Lines
 from moetool.report.parts import CodeBlock, PageTable, Section, count, number, plain
 from moetool.report.recorded import RecordedRun
