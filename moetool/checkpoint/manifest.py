@@ -90,7 +90,7 @@ class Manifest(BaseModel):
             there.
         lineage: how the source came about, its last step first, as far as moetool did it.
         run: hash of everything that decided the result, by which a finished run is known again.
-        digest: its `seal`; empty in one that is not written yet.
+        digest: SHA-256 of all the rest of this record; empty in one that is not written yet.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

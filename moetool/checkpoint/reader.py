@@ -1,6 +1,5 @@
 """A checkpoint on disk: its config, the headers of its weight files, and tensors on demand."""
 
-import difflib
 import hashlib
 import json
 import math
@@ -16,22 +15,8 @@ from torch import Tensor
 from moetool.architectures import aliases
 from moetool.checkpoint.header import Header, TensorInfo, read_header, reading
 from moetool.checkpoint.source import resolve_source
-from moetool.errors import InvalidInputError
+from moetool.errors import InvalidInputError, did_you_mean
 from moetool.format.validation import check_config, check_depth, check_headers
-
-__all__ = [
-    "CARD",
-    "CONFIG",
-    "INDEX",
-    "MANIFEST",
-    "SINGLE",
-    "Checkpoint",
-    "TensorInfo",
-    "byte_view",
-    "has_weights",
-    "read_config",
-    "read_object",
-]
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -122,12 +107,10 @@ class Checkpoint:
         return not self.weight_files
 
     def info(self, name: str) -> TensorInfo:
-        """Where a tensor lies; `InvalidInputError` with the nearest names if there is none of that name."""
+        """Where a tensor lies; `InvalidInputError` with the nearest name if there is none of that name."""
         if name in self.tensors:
             return self.tensors[name]
-        near = difflib.get_close_matches(name, self.tensors, n=3)
-        hint = f" Did you mean {', '.join(near)}?" if near else ""
-        raise InvalidInputError(f"{self.path} has no tensor {name}.{hint}")
+        raise InvalidInputError(f"{self.path} has no tensor {name}.{did_you_mean(name, self.tensors)}")
 
     def read(self, name: str) -> Tensor:
         """One whole tensor, on the CPU, in the dtype it is stored in.

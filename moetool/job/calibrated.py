@@ -177,10 +177,6 @@ class CalibratedJob:
         assert isinstance(self.job.source, Source)
         return self.job.source
 
-    @property
-    def _layers(self) -> int:
-        return self.model.layer_count
-
     def _finish(self, unit: str, sweep: Sweep, *spent: ActivationFile, **told: str | float) -> None:
         self.job.finish(unit, digests=sweep.digests, spent=[file.path for file in spent], told=told)
 
@@ -197,7 +193,7 @@ class CalibratedJob:
         """The same at once, through all layers."""
         passing = self.forward_pass(visit, layers)
         with phase(self.job.progress, "Forward", passing.steps):
-            passing.through(self._layers - 1)
+            passing.through(self.model.layer_count - 1)
 
     def reverse(self, visit: Visit, passes: int, layers: Collection[int] | None = None) -> None:
         """The text that gradients are taken on, forward to the loss and back to the first of `layers`.
@@ -208,21 +204,22 @@ class CalibratedJob:
         """
         job, sweep = self.job, self.gradient_sweep
         visited = set(self.source.experts.moe_layers if layers is None else layers)
-        lowest, between = min(visited), stretch(self._layers)
-        last = (self._layers - 1) // between * between  # from here on all are still there when the way back begins
+        count, lowest = self.model.layer_count, min(visited)
+        between = stretch(count)
+        last = (count - 1) // between * between  # from here on all are still there when the way back begins
         self.note_text()
-        with phase(job.progress, "Forward", (self._layers + 1) * sweep.batch_count):
+        with phase(job.progress, "Forward", (count + 1) * sweep.batch_count):
             if job.together("gradients/embed", sweep.batch_count):
                 sweep.embed()
                 self._finish("gradients/embed", sweep)
-            for index in range(self._layers):
+            for index in range(count):
                 spent = [sweep.hidden(index)] if index % between and index < last else []
                 self._run_forward(f"gradients/forward/{index}", index, *spent)
         again = sum(1 for index in range(lowest - lowest % between, last) if index % between)
-        with phase(job.progress, "Backward", (1 + again + passes * (self._layers - lowest)) * sweep.batch_count):
+        with phase(job.progress, "Backward", (1 + again + passes * (count - lowest)) * sweep.batch_count):
             if job.together("head", sweep.batch_count):
-                self._finish("head", sweep, sweep.hidden(self._layers), loss=sweep.head())
-            for index in range(self._layers - 1, lowest - 1, -1):
+                self._finish("head", sweep, sweep.hidden(count), loss=sweep.head())
+            for index in range(count - 1, lowest - 1, -1):
                 if not job.together(f"reverse/{index}", passes * sweep.batch_count):
                     continue
                 for below in range(index - index % between, index if index < last else 0):
