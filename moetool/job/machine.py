@@ -9,13 +9,14 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import Field, TypeAdapter
 
 from moetool.compiled.compiler import cache_directories
 from moetool.job.work import PRECISIONS, Precision, Work
@@ -33,7 +34,8 @@ Measure = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 BySize = Annotated[dict[int, Measure], Field(min_length=1)]
 
 
-class DeviceSpeeds(BaseModel, frozen=True):
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpeeds:
     """What a device and the memory do in a second.
 
     Attributes:
@@ -52,7 +54,8 @@ class DeviceSpeeds(BaseModel, frozen=True):
     call: Measure
 
 
-class DiskSpeeds(BaseModel, frozen=True):
+@dataclass(frozen=True, kw_only=True)
+class DiskSpeeds:
     """What the disk beside an output reads and writes, in bytes per second."""
 
     read: Measure
@@ -62,6 +65,7 @@ class DiskSpeeds(BaseModel, frozen=True):
 SpeedsT = TypeVar("SpeedsT", DeviceSpeeds, DiskSpeeds)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Machine(DeviceSpeeds, DiskSpeeds):
     """What a job takes here."""
 
@@ -197,14 +201,14 @@ def _kept(kind: type[SpeedsT], key: Sequence[object], measure: Callable[[], Spee
     name = f"machine-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:20]}.json"
     for folder in () if again else cache_directories():
         with suppress(OSError, ValueError):  # pydantic's errors are of the second kind
-            return kind.model_validate_json((folder / name).read_bytes())
+            return TypeAdapter(kind).validate_json((folder / name).read_bytes())
     speeds = measure()
     for folder in cache_directories():
         with suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor, temporary = tempfile.mkstemp(dir=folder)
             os.close(descriptor)
-            Path(temporary).write_text(speeds.model_dump_json())
+            Path(temporary).write_bytes(TypeAdapter(kind).dump_json(speeds))
             Path(temporary).replace(folder / name)  # whole or not at all
             break
     return speeds
