@@ -65,7 +65,10 @@ class DataSpec:
         lengths = (n for n in range(len(pieces), 0, -1) if is_here(":".join(pieces[:n])))
         length = next(lengths, 1)
         source, parts = ":".join(pieces[:length]), [piece or None for piece in pieces[length:]]
-        _check_name(source)
+        try:
+            local_path(source or ".")
+        except InvalidInputError as error:
+            raise InvalidInputError(f"Cannot read the data: {error}") from error
         if not source or len(parts) > 3:
             raise UsageError(f"Cannot read the data {text!r}: expected PATH or NAME[:config[:split[:column]]].")
         config, split, column = (*parts, None, None, None)[:3]
@@ -101,13 +104,6 @@ def iter_text(spec: DataSpec) -> Iterator[str]:
         yield from _file_text(path, spec.column)
     else:
         yield from _separated([text] for text in _documents(spec))
-
-
-def _check_name(name: str) -> None:
-    try:
-        local_path(name or ".")
-    except InvalidInputError as error:
-        raise InvalidInputError(f"Cannot read the data: {error}") from error
 
 
 def data_files(path: Path) -> list[Path]:

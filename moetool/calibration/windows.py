@@ -60,10 +60,9 @@ def sample_windows(
         UsageError: numbers out of range, or DATA that cannot be parsed.
         InvalidInputError: a source cannot be read, or is shorter than one window.
     """
-    drawn, _ = drawn_windows(
-        data, tokenizer, samples=samples, more=0, sequence_length=sequence_length, seed=seed, bos=bos
-    )
-    return drawn
+    return drawn_windows(data, tokenizer, samples=samples, more=0, sequence_length=sequence_length, seed=seed, bos=bos)[
+        0
+    ]
 
 
 def drawn_windows(
