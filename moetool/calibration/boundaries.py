@@ -1,4 +1,4 @@
-"""Which hidden states are on the disk, and how.
+"""Which hidden states are on the disk, and how, and how many windows go through a layer at a time.
 
 On the way back every layer needs its input again. Of those only every √L-th is kept; those between are computed
 again, a stretch of layers at a time (Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174).
@@ -7,6 +7,8 @@ again, a stretch of layers at a time (Chen et al., "Training Deep Nets with Subl
 import math
 
 import torch
+
+TOKENS_PER_BATCH = 1024
 
 
 def kept_dtype(stored: torch.dtype, computed: torch.dtype) -> torch.dtype:
@@ -27,3 +29,8 @@ def boundaries_at_once(layers: int) -> int:
     top = kept + (layers - 1) % between + 2  # the last stretch, the end, and gradients there
     below = kept + between if kept > 1 else 0  # a stretch that was made again, and gradients above and below a layer
     return max(top, below)
+
+
+def batch_size(windows: int, length: int) -> int:
+    """Windows of `length` tokens per batch: enough to keep the cores busy, few enough to be small beside a layer."""
+    return max(1, min(windows, TOKENS_PER_BATCH // length))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moetool.architectures import ROLES, MoEShape, Role
 from moetool.calibration.expert_grams import ExpertGrams, GramsInSets
+from moetool.calibration.held_experts import ExpertRun
 from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Owned, Peers
 from moetool.checkpoint.experts import Weights
@@ -70,9 +71,7 @@ class UsageCollector(Collector):
         self.tokens = torch.zeros(shape.experts, dtype=torch.int64)
         self.channel_energy = torch.zeros(shape.intermediate, dtype=torch.float64)
 
-    def observe(
-        self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
-    ) -> None:
+    def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
         self.tokens[expert] += len(inputs)
 
     def observe_sum(self, activations: Tensor) -> None:
@@ -114,19 +113,17 @@ class FisherCollector(Collector):
             for role in shape.roles
         }
 
-    def observe(
-        self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
-    ) -> None:
+    def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
         counts = windows.unique_consecutive(return_counts=True)[1].tolist()
-        inputs, activation = inputs.detach(), activation.detach()
+        inputs, activation = inputs.detach(), work.activation.detach()
 
         def gate_up_gradient(gradient: Tensor) -> None:
             roles = self._shape.entering
             for role, own in zip(roles, gradient.chunk(len(roles), dim=-1), strict=True):
                 self._add(role, expert, own, inputs, counts)
 
-        gate_up.register_hook(gate_up_gradient)
-        output.register_hook(lambda gradient: self._add("down", expert, gradient, activation, counts))
+        work.gate_up.register_hook(gate_up_gradient)
+        work.product.register_hook(lambda gradient: self._add("down", expert, gradient, activation, counts))
 
     def reduce(self, peers: Peers) -> None:
         for sums in (self.weighted, self.total, self.rows):
@@ -169,15 +166,13 @@ class RegressionCollector(Collector):
         }
         self._inputs, self._activations = Gram(shape.hidden, device), Gram(shape.intermediate, device)
 
-    def observe(
-        self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
-    ) -> None:
+    def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
         roles = self._shape.entering
-        given: dict[Role, tuple[Tensor, Tensor]] = {"down": (activation.detach(), output.detach())}
-        for role, own in zip(roles, gate_up.detach().chunk(len(roles), dim=-1), strict=True):
+        given: dict[Role, tuple[Tensor, Tensor]] = {"down": (work.activation.detach(), work.product.detach())}
+        for role, own in zip(roles, work.gate_up.detach().chunk(len(roles), dim=-1), strict=True):
             given[role] = inputs.detach(), own
         self._inputs.add(inputs)
-        self._activations.add(activation)
+        self._activations.add(work.activation)
         for role, (rows, results) in given.items():
             self._products[role] += (results.float().T @ rows.float()).double()
             self._diagonals[role][expert] += rows.double().square().sum(0)
@@ -216,9 +211,7 @@ class BaseGramCollector(Collector):
         self.inputs = Gram(shape.hidden, down.device)
         self.down = Gram(shape.hidden if self.wide_down else shape.intermediate, down.device)
 
-    def observe(
-        self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
-    ) -> None:
+    def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
         self.inputs.add(inputs)
 
     def observe_sum(self, activations: Tensor) -> None:
@@ -249,12 +242,10 @@ class GramCollector(GramsInSets):
         before: int = 0,
         at_once: int | None = None,
     ) -> None:
-        """Of all experts, or of so many `at_once`. `down_delta(expert)` gives Δ of the down matrix in fp32, of those at
-        work; `tokens` is how many will be routed in all, by all processes, `before` of them by those before this one.
-        What an expert was given is gathered for who has it."""
-        super().__init__(shape.experts, at_once)
-        self._owned, self._device = owned or Owned(shape, Peers()), device
-        self.inputs = ExpertGrams(shape.experts, shape.hidden, device, at_once)
+        """`down_delta(expert)` gives Δ of the down matrix in fp32, of those at work; `tokens` is how many will be
+        routed in all, by all processes, `before` of them by those before this one."""
+        super().__init__(shape, device, owned, at_once)
+        self._device = device
         self.wide_down = shape.intermediate > shape.hidden
         size = shape.hidden if self.wide_down else shape.intermediate
         self.down = ExpertGrams(shape.experts, size, device, at_once)
@@ -271,19 +262,14 @@ class GramCollector(GramsInSets):
     def at(self, position: int) -> None:
         self._next = self._before + position
 
-    def observe_inputs(self, inputs: Tensor) -> None:
-        self.inputs.add_to_all(inputs)
-
-    def observe(
-        self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
-    ) -> None:
+    def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
         self.inputs.add(expert, inputs)
         if not self.wide_down:
-            self.down.add(expert, activation)
+            self.down.add(expert, work.activation)
         elif self.down.holds(expert):
-            self.down.add(expert, activation.float() @ self._delta(expert).T)
+            self.down.add(expert, work.activation.float() @ self._delta(expert).T)
         if self.is_first:
-            self._observe_first(expert, inputs, activation)
+            self._observe_first(expert, inputs, work.activation)
 
     def _delta(self, expert: int) -> Tensor:
         """Δ of an expert's down matrix, kept from batch to batch."""
@@ -324,10 +310,6 @@ class GramCollector(GramsInSets):
             peers.all_reduce(sums)
         sampled = peers.gather([(position, rows.cpu()) for position, rows in self._sample])
         self._sample = [(position, rows.to(self._device)) for others in sampled for position, rows in others]
-
-    def tokens(self) -> Tensor:
-        """`[experts]` int64: how many tokens each expert was given."""
-        return self.inputs.counts.clone()
 
     def sample(self) -> Tensor:
         """`[rows, intermediate]`: every n-th activation of the layer, whichever expert it went to."""

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moetool.calibration.json_records import json_records
-from moetool.checkpoint.source import first_line, local_path, looks_local
+from moetool.checkpoint.header import reading
+from moetool.checkpoint.source import first_line, is_here, local_path, looks_local
 from moetool.errors import InvalidInputError, UsageError, did_you_mean
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -54,21 +55,24 @@ class DataSpec:
         """
         name, weight = text.strip(), 1.0
         head, at, tail = name.rpartition("@")
-        if at and not _exists(name):
+        if at and not is_here(name):
             with contextlib.suppress(ValueError):  # the @ belongs to the name
                 name, weight = head, float(tail)
         if not 0 < weight < math.inf:
             raise UsageError(f"The weight of {head!r} is {tail}; give a positive number after the @.")
         pieces = name.split(":")
         # The longest beginning that exists is the path.
-        lengths = (n for n in range(len(pieces), 0, -1) if _exists(":".join(pieces[:n])))
+        lengths = (n for n in range(len(pieces), 0, -1) if is_here(":".join(pieces[:n])))
         length = next(lengths, 1)
         source, parts = ":".join(pieces[:length]), [piece or None for piece in pieces[length:]]
-        _check_name(source)
+        try:
+            local_path(source or ".")
+        except InvalidInputError as error:
+            raise InvalidInputError(f"Cannot read the data: {error}") from error
         if not source or len(parts) > 3:
             raise UsageError(f"Cannot read the data {text!r}: expected PATH or NAME[:config[:split[:column]]].")
         config, split, column = (*parts, None, None, None)[:3]
-        if (config or split) and _exists(source):
+        if (config or split) and is_here(source):
             raise UsageError(f"{source} is local, so it has no config or split; for a column write {source}:::COLUMN.")
         return cls(source, config, split, column, weight)
 
@@ -79,7 +83,7 @@ def parse_data(data: str) -> tuple[DataSpec, ...]:
     Raises:
         UsageError: one of them cannot be parsed.
     """
-    if _exists(data.strip()):
+    if is_here(data.strip()):
         return (DataSpec(data.strip()),)
     return tuple(DataSpec.parse(part) for part in data.split(","))
 
@@ -98,26 +102,8 @@ def iter_text(spec: DataSpec) -> Iterator[str]:
         yield from _separated(_file_text(file, spec.column) for file in files)
     elif path.exists():
         yield from _file_text(path, spec.column)
-    elif looks_local(spec.source) or path.suffix in TEXT_SUFFIXES:
-        raise InvalidInputError(f"No such file or folder: {spec.source}.")
     else:
-        yield from _separated([text] for text in _hub_documents(spec))
-
-
-def _exists(name: str) -> bool:
-    try:
-        return bool(name) and Path(name).expanduser().exists()
-    except (OSError, ValueError, RuntimeError):  # too long, a NUL byte, an unknown ~user
-        return False
-
-
-def _check_name(name: str) -> None:
-    try:
-        Path(name).expanduser().exists()
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else first_line(error)
-        shown = name if len(name) <= 80 else f"{name[:76]} …"
-        raise InvalidInputError(f"Cannot read the data {shown!r}: {reason}.") from error
+        yield from _separated([text] for text in _documents(spec))
 
 
 def data_files(path: Path) -> list[Path]:
@@ -151,20 +137,11 @@ def _file_text(file: Path, column: str | None) -> Iterator[str]:
     if file.suffix not in TEXT_SUFFIXES:
         raise InvalidInputError(f"Cannot tell what {file} is: its name should end in {', '.join(TEXT_SUFFIXES)}.")
     if file.suffix != ".txt":
-        yield from _separated([text] for text in _record_documents(file, column))
+        yield from _separated([text] for text in _documents(DataSpec(str(file), column=column)))
         return
-    try:
-        with file.open(encoding="utf-8") as handle:
-            while block := handle.read(READ_CHARS):
-                yield block
-    except UnicodeDecodeError as error:
-        raise InvalidInputError(f"{file} is not UTF-8 ({error}). Convert it, for example with iconv.") from error
-    except OSError as error:
-        raise InvalidInputError(f"Cannot read {file}: {error.strerror or error}.") from error
-
-
-def _record_documents(file: Path, column: str | None) -> Iterator[str]:
-    yield from _documents(records(DataSpec(str(file))), str(file), column)
+    with reading(file), file.open(encoding="utf-8") as handle:
+        while block := handle.read(READ_CHARS):
+            yield block
 
 
 def records(spec: DataSpec) -> Iterator[Mapping[str, object]]:
@@ -193,11 +170,6 @@ def records(spec: DataSpec) -> Iterator[Mapping[str, object]]:
         yield from _rows(spec.source, {"path": spec.source, "name": spec.config, "split": spec.split or "train"})
 
 
-def _hub_documents(spec: DataSpec) -> Iterator[str]:
-    arguments = {"path": spec.source, "name": spec.config, "split": spec.split or "train"}
-    yield from _documents(_rows(spec.source, arguments), spec.source, spec.column)
-
-
 def _rows(source: str, arguments: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
     """The records of a streamed data set."""
     import datasets
@@ -211,9 +183,10 @@ def _rows(source: str, arguments: Mapping[str, object]) -> Iterator[Mapping[str,
         raise InvalidInputError(f"Cannot read the data {source!r}: {first_line(error)}. {advice}") from error
 
 
-def _documents(rows: Iterable[Mapping[str, object]], source: str, column: str | None) -> Iterator[str]:
+def _documents(spec: DataSpec) -> Iterator[str]:
     """The text of every record that has one; the first must have the column."""
-    for number, row in enumerate(rows, start=1):
+    source, column = spec.source, spec.column
+    for number, row in enumerate(records(spec), start=1):
         columns = (column,) if column else _text_columns(row)
         if not columns or any(name not in row for name in columns):
             if number > 1:

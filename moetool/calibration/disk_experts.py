@@ -1,14 +1,10 @@
 """Experts of a layer that run one by one, each read from the checkpoint when it is its turn and forgotten after it."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from moetool.architectures import Role
+from moetool.calibration.held_experts import HeldExperts, RoutedBatch
 from moetool.checkpoint.experts import ExpertReader
-from moetool.runtime.modules import fused
 
 
 class DiskExperts:
@@ -16,34 +12,24 @@ class DiskExperts:
 
     Attributes:
         tokens: `[experts]` int64, how many tokens each expert was given so far.
-        mass: `[experts]` fp64, the routing weights of these, summed.
     """
 
     def __init__(
         self, native: nn.Module, reader: ExpertReader, layer: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._native: Any = native
-        self._reader, self._layer, self._dtype, self._device = reader, layer, dtype, device
+        self._native, self._reader, self._layer, self._dtype, self._device = native, reader, layer, dtype, device
         self.tokens = torch.zeros(reader.shape.experts, dtype=torch.int64)
-        self.mass = torch.zeros(reader.shape.experts, dtype=torch.float64)
-
-    def _matrix(self, expert: int, role: Role) -> Tensor:
-        return self._reader.dense(self._layer, expert, role).to(self._device, self._dtype)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         result = torch.zeros_like(hidden_states)
-        for expert in range(self._reader.shape.experts):
-            tokens, slot = torch.where(top_k_index == expert)
-            if not len(tokens):
+        routing = RoutedBatch(top_k_index, top_k_weights, len(self.tokens))
+        for expert in range(len(self.tokens)):
+            pairs, rows = routing.of(expert)
+            if not len(pairs):
                 continue
-            weights = top_k_weights[tokens, slot, None]
-            self.tokens[expert] += len(tokens)
-            self.mass[expert] += weights.double().sum().cpu()
-            inputs = hidden_states[tokens]
-            roles = self._reader.shape.entering
-            gate_up = torch.cat([F.linear(inputs, self._matrix(expert, role)) for role in roles], dim=-1)
-            activation = fused.activation(self._native, expert, gate_up)
-            output = F.linear(activation, self._matrix(expert, "down"))
-            output = fused.add_bias(self._native, "down_proj", expert, output)
-            result.index_add_(0, tokens, (output * weights).to(result.dtype))
+            self.tokens[expert] += len(pairs)
+            one = range(expert, expert + 1)
+            held = HeldExperts.read(self._native, self._reader, self._layer, one, self._dtype, self._device)
+            output = held.run(expert, hidden_states[rows]).output
+            result.index_add_(0, rows, (output * routing.weights[pairs]).to(result.dtype))
         return result

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from moetool.architectures import Role
+from moetool.architectures import MoEShape, Role
 from moetool.calibration.held_experts import working_sets
 from moetool.calibration.observation import Collector
-from moetool.calibration.peers import Peers, reduce_grams, summed_grams
+from moetool.calibration.peers import Owned, Peers, reduce_grams, summed_grams
 from moetool.numerics.gram import Gram
 
 
@@ -83,12 +83,23 @@ class GramsInSets(Collector):
     """Gathers Gram matrices by expert, as many at once as there is room for.
 
     Attributes:
+        inputs: of what gate and up are given.
         is_first: whether everything is seen for the first time, and not some experts again.
     """
 
-    def __init__(self, experts: int, at_once: int | None) -> None:
-        self.experts, self.is_first = experts, True
-        self._sets = working_sets(experts, at_once or experts)
+    def __init__(self, shape: MoEShape, device: torch.device, owned: Owned | None, at_once: int | None) -> None:
+        """Of all experts, or of so many `at_once`. What an expert was given is gathered for the process that has it."""
+        self.experts, self.is_first = shape.experts, True
+        self.inputs = ExpertGrams(shape.experts, shape.hidden, device, at_once)
+        self._owned = owned or Owned(shape, Peers())
+        self._sets = working_sets(shape.experts, at_once or shape.experts)
+
+    def observe_inputs(self, inputs: Tensor) -> None:
+        self.inputs.add_to_all(inputs)
+
+    def tokens(self) -> Tensor:
+        """`[experts]` int64: how many tokens each expert was given."""
+        return self.inputs.counts.clone()
 
     def hold(self, experts: range) -> None:
         """Gather the Gram matrices of these next."""

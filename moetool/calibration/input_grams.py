@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moetool.architectures import MoEShape, Role
 from moetool.calibration.expert_grams import ExpertGrams, GramsInSets
+from moetool.calibration.held_experts import ExpertRun
 from moetool.calibration.peers import Owned, Peers
 from moetool.numerics.gram import Gram
 from moetool.numerics.shrinkage import shrink
@@ -30,10 +31,7 @@ class InputGramCollector(GramsInSets):
     def __init__(
         self, shape: MoEShape, device: torch.device, owned: Owned | None = None, at_once: int | None = None
     ) -> None:
-        """Of all experts, or of so many `at_once`. What an expert was given is gathered for the process that has it."""
-        super().__init__(shape.experts, at_once)
-        self._owned = owned or Owned(shape, Peers())
-        self._inputs = ExpertGrams(shape.experts, shape.hidden, device, at_once)
+        super().__init__(shape, device, owned, at_once)
         self.each_down = keeps_each_down(shape)
         self._down = ExpertGrams(shape.experts, shape.intermediate, device, at_once) if self.each_down else None
         self._whole_down = None if self.each_down else Gram(shape.intermediate, device)
@@ -41,26 +39,21 @@ class InputGramCollector(GramsInSets):
         self._channels = torch.zeros(shape.experts, shape.intermediate, dtype=torch.float64, device=device)
         self._mean: dict[str, Tensor] = {}
 
-    def observe_inputs(self, inputs: Tensor) -> None:
-        self._inputs.add_to_all(inputs)
-
-    def observe(
-        self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
-    ) -> None:
-        self._inputs.add(expert, inputs)
+    def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
+        self.inputs.add(expert, inputs)
         if self._down is not None:
-            self._down.add(expert, activation)
+            self._down.add(expert, work.activation)
         if not self.is_first:
             return
         self._energy[expert] += inputs.double().square().sum()
-        self._channels[expert] += activation.double().square().sum(0)
+        self._channels[expert] += work.activation.double().square().sum(0)
         if self._down is not None:
-            self._down.add_to_all(activation)
+            self._down.add_to_all(work.activation)
         elif self._whole_down is not None:
-            self._whole_down.add(activation)
+            self._whole_down.add(work.activation)
 
     def hold(self, experts: range) -> None:
-        for grams in (self._inputs, self._down):
+        for grams in (self.inputs, self._down):
             if grams is not None:
                 grams.hold(experts)
 
@@ -69,7 +62,7 @@ class InputGramCollector(GramsInSets):
             return
         for sums in (self._energy, self._channels):
             peers.all_reduce(sums)
-        self._inputs.reduce(partial(self._owned.owner, "up"), peers)
+        self.inputs.reduce(partial(self._owned.owner, "up"), peers)
         if self._down is not None:
             self._down.reduce(partial(self._owned.owner, "down"), peers)
         if self._whole_down is not None:
@@ -80,17 +73,13 @@ class InputGramCollector(GramsInSets):
         given = self._energy.cpu()
         return torch.stack([given, given, self._channels.sum(1).cpu()])
 
-    def tokens(self) -> Tensor:
-        """`[experts]` int64: how many tokens each expert was given."""
-        return self._inputs.counts.clone()
-
     def gram(self, expert: int, role: Role) -> Tensor:
         """`[in, in]` fp64 for one matrix of an expert of the set in hand, shrunk towards the layer's mean where it saw
         few tokens.
 
         An expert that no token reached gets the layer's mean, as if one token had reached it.
         """
-        grams = self._down if role == "down" else self._inputs
+        grams = self._down if role == "down" else self.inputs
         if grams is None:
             return self._scaled_down(expert)
         kind = "down" if role == "down" else "input"
@@ -105,7 +94,7 @@ class InputGramCollector(GramsInSets):
         whole = self._whole_down.matrix()
         total = self._channels.sum(0)
         prior = 0.25 * len(whole)
-        count, tokens = int(self._inputs.counts[expert]), int(self._inputs.counts.sum())
+        count, tokens = int(self.inputs.counts[expert]), int(self.inputs.counts.sum())
         mean = total / max(1, tokens)
         own = (self._channels[expert] + prior * mean) / (count + prior)
         scale = (own / mean.clamp_min(torch.finfo(torch.float64).tiny)).sqrt()

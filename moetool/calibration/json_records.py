@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from moetool.checkpoint.header import reading
 from moetool.errors import InvalidInputError
 
 
@@ -14,20 +15,15 @@ def json_records(file: Path) -> Iterator[Mapping[str, object]]:
     Raises:
         InvalidInputError: the file cannot be read, is not UTF-8, or holds something else; the line is named.
     """
-    try:
-        with file.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, start=1):
-                where = f"{file}, line {number}"
-                if number == 1 and line.lstrip().startswith("["):
-                    values = _value(line + lines.read(), where)
-                    assert isinstance(values, list)
-                    yield from (_object(value, f"{file}, record {place}") for place, value in enumerate(values, 1))
-                elif line.strip():
-                    yield _object(_value(line, where), where)
-    except UnicodeDecodeError as error:
-        raise InvalidInputError(f"{file} is not UTF-8 ({error}). Convert it, for example with iconv.") from error
-    except OSError as error:
-        raise InvalidInputError(f"Cannot read {file}: {error.strerror or error}.") from error
+    with reading(file), file.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{file}, line {number}"
+            if number == 1 and line.lstrip().startswith("["):
+                values = _value(line + lines.read(), where)
+                assert isinstance(values, list)
+                yield from (_object(value, f"{file}, record {place}") for place, value in enumerate(values, 1))
+            elif line.strip():
+                yield _object(_value(line, where), where)
 
 
 def _value(text: str, where: str) -> object:

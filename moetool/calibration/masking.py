@@ -1,27 +1,23 @@
 """Text in which an encoder is to find hidden tokens."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from moetool.calibration.opening import Tokenizer
 from moetool.errors import InvalidInputError
 from moetool.numerics.seeding import generator
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SHARE = 0.15  # of the tokens, as BERT was trained
 
 
-def mask_token(tokenizer: "PreTrainedTokenizerBase") -> int:
+def mask_token(tokenizer: Tokenizer) -> int:
     """The id that stands for a hidden token. Raises `InvalidInputError` if the tokenizer has none."""
     if tokenizer.mask_token_id is None:
         raise InvalidInputError("The tokenizer has no mask token, which an encoder needs to be tried on a text.")
     return int(tokenizer.mask_token_id)
 
 
-def masked_windows(windows: Tensor, tokenizer: "PreTrainedTokenizerBase", seed: int) -> Tensor:
+def masked_windows(windows: Tensor, tokenizer: Tokenizer, seed: int) -> Tensor:
     """The same windows `[windows, length]` with 15 % of their tokens hidden, at least one in each."""
     chances = torch.rand(windows.shape, generator=generator(seed, "mask"))
     hidden = chances < SHARE

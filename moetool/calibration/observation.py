@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from moetool.calibration.held_experts import HeldExperts, RoutedBatch
+from moetool.calibration.held_experts import ExpertRun, HeldExperts, RoutedBatch
 from moetool.calibration.peers import Peers
 
 ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden states, indices and weights of the top k
@@ -25,24 +25,14 @@ class Collector:
     wants_sums: ClassVar[bool] = False
     again: Callable[["Collector", range], None] | None = None
 
-    def observe(
-        self,
-        expert: int,
-        windows: Tensor,
-        inputs: Tensor,
-        gate_up: Tensor,
-        activation: Tensor,
-        output: Tensor,
-    ) -> None:
-        """One expert's work on the tokens routed to it.
+    def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
+        """What one expert makes of the tokens routed to it, before the router weighs it.
 
         Args:
             expert: its index.
             windows: `[routed]` index within the batch of the window each token belongs to, ascending.
             inputs: `[routed, hidden]`.
-            gate_up: `[routed, 2 · intermediate]`, without gates `[routed, intermediate]`: products, without biases.
-            activation: `[routed, intermediate]`, the input of the down matrix.
-            output: `[routed, hidden]`, its product, before it is weighted by the router.
+            work: on them.
         """
 
     def observe_output(self, expert: int, output: Tensor, weights: Tensor) -> None:
@@ -88,7 +78,7 @@ def observe(
         work, weights = held.run(expert, inputs), routing.weights[pairs].to(held.device)
         for collector in collectors:
             collector.at(start + routing.before(expert))
-            collector.observe(expert, rows // length, inputs, work.gate_up, work.activation, work.product)
+            collector.observe(expert, rows // length, inputs, work)
             collector.observe_output(expert, work.output, weights)
         if summed is not None:
             summed.index_add_(0, rows, (work.activation * weights).detach().to(summed))

@@ -1,17 +1,18 @@
 """What a text begins with, before its first word."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from moetool.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Tokenizer: TypeAlias = "PreTrainedTokenizerBase"  # transformers takes seconds to import, and not only for --help
 Bos = Literal["auto", "always", "never"]
 BOS_HELP = "Begin every window with the tokenizer's BOS token (auto: with what the tokenizer begins every text with)."
 
 
-def opening_of(tokenizer: "PreTrainedTokenizerBase", bos: Bos = "auto") -> list[int]:
+def opening_of(tokenizer: Tokenizer, bos: Bos = "auto") -> list[int]:
     """The tokens that a window begins with.
 
     Args:
@@ -34,7 +35,7 @@ def opening_of(tokenizer: "PreTrainedTokenizerBase", bos: Bos = "auto") -> list[
     return marked[: next(places, 0)] if plain else []
 
 
-def opening_text(tokenizer: "PreTrainedTokenizerBase", bos: Bos) -> str | None:
+def opening_text(tokenizer: Tokenizer, bos: Bos) -> str | None:
     """The names of these tokens, for people; `None` for nothing."""
     ids = opening_of(tokenizer, bos)
     return "".join(tokenizer.convert_ids_to_tokens(ids)) or None

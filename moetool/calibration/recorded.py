@@ -5,6 +5,9 @@ other, each read once; then the layer runs again, with experts that answer from 
 sums over a token's experts are formed in the same order as where all are in memory.
 """
 
+import math
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 
 from moetool.calibration.held_experts import RoutedBatch
 from moetool.calibration.observation import Collector, observe, replaced
-from moetool.calibration.scratch import scratch_tensor
+from moetool.checkpoint.files import storage_errors
 
 if TYPE_CHECKING:
     from moetool.calibration.streaming import StreamedModel
@@ -157,9 +160,7 @@ class Recorded:
                     with torch.enable_grad():
                         work = held.run(expert, inputs)
                         for collector in collectors:
-                            collector.observe(
-                                expert, rows // self._length, inputs, work.gate_up, work.activation, work.product
-                            )
+                            collector.observe(expert, rows // self._length, inputs, work)
                         output = (work.output * weights).to(blamed.dtype)
                     torch.autograd.backward(output, blamed[part][rows].to(held.device))
                     assert inputs.grad is not None
@@ -196,3 +197,22 @@ def spread(tick: Tick, ticks: int, steps: int) -> Tick:
 
     counted = counting()
     return lambda: next(counted)
+
+
+def scratch_tensor(directory: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros on the disk of `directory`, in a file without a name that is gone with the last reference to them, mapped
+    into memory: the system reads and writes what is used, and may drop it.
+
+    Raises:
+        ResourceError: there is no room. It is taken at once, so that nothing fails later.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    with storage_errors(directory / "scratch", nbytes):
+        descriptor, name = tempfile.mkstemp(prefix="scratch-", dir=directory)
+        try:
+            os.posix_fallocate(descriptor, 0, max(nbytes, 1))
+            mapped = torch.from_file(name, shared=True, size=math.prod(shape), dtype=dtype)
+        finally:
+            os.close(descriptor)
+            Path(name).unlink()
+    return mapped.view(shape)

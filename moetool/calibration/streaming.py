@@ -222,7 +222,9 @@ class StreamedModel:
                 elif len(self.working_sets) > 1:
                     absent.update(experts.modules())
                 else:
-                    self._fill_experts(reader, index, experts)
+                    matrix = partial(reader.dense, index)
+                    for name, fused in fused_tensors(reader.shape, matrix, self.dtype, self.device):
+                        setattr(experts, name, nn.Parameter(fused, requires_grad=False))
                     self._held = HeldExperts.of_layer(experts)
                 if reader.layout(index).is_extended:
                     shared = layer.get_submodule(reader.architecture.shared_expert_module)
@@ -251,12 +253,6 @@ class StreamedModel:
         assert self._held is not None
         assert self.experts is not None
         return self._held.matrix(self.experts.shape, expert, role)
-
-    def _fill_experts(self, reader: ExpertReader, index: int, experts: nn.Module) -> None:
-        """Read every expert's matrix into transformers' fused tensors."""
-        matrix = partial(reader.dense, index)
-        for name, fused in fused_tensors(reader.shape, matrix, self.dtype, self.device):
-            setattr(experts, name, nn.Parameter(fused, requires_grad=False))
 
     def _fill_shared_expert(self, reader: ExpertReader, index: int, shared: nn.Module) -> None:
         """Read a shared expert that is stored on the base into transformers' own module."""

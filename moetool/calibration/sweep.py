@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moetool.calibration.activations import ActivationFile
-from moetool.calibration.batching import batch_size
+from moetool.calibration.boundaries import batch_size
 from moetool.calibration.observation import Collector, observed
 from moetool.calibration.peers import Peers
 from moetool.calibration.recorded import Recorded, Tick, spread
@@ -69,10 +69,6 @@ class Sweep:
         theirs changes."""
         return 2.0 ** round(math.log2(max(self.length - 1, 1)))
 
-    @property
-    def _read_windows(self) -> Tensor:
-        return self.windows if self.masked is None else self.masked
-
     def _batches(self) -> Iterator[tuple[int, int]]:
         for bounds in self._bounds:
             yield bounds
@@ -106,9 +102,8 @@ class Sweep:
 
     def embed(self) -> None:
         """Write boundary 0."""
-        self._write(
-            self.hidden(0), (self.model.embed(self._read_windows[start:stop]) for start, stop in self._batches())
-        )
+        windows = self.windows if self.masked is None else self.masked
+        self._write(self.hidden(0), (self.model.embed(windows[start:stop]) for start, stop in self._batches()))
 
     def _experts(self, index: int, layer: nn.Module) -> nn.Module | None:
         reader = self.model.experts

@@ -3,18 +3,14 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from moetool.calibration.opening import Bos, opening_of
+from moetool.calibration.data import DataSpec, iter_text, parse_data
+from moetool.calibration.opening import Bos, Tokenizer, opening_of
 from moetool.checkpoint.source import first_line, local_path, looks_local
 from moetool.errors import InvalidInputError, UsageError
-
-if TYPE_CHECKING:  # transformers takes seconds to import, and not only for --help
-    from transformers import PreTrainedTokenizerBase
-from moetool.calibration.data import DataSpec, iter_text, parse_data
 
 # Fast tokenizers take up to 450 bytes per token while they work, so this much text needs about 1.3 GB.
 WHOLE_TEXT_CHARS = 8 << 20
@@ -24,9 +20,7 @@ RESERVOIR_TOKENS = 1 << 20
 RESERVOIR_FACTOR = 16
 
 
-def token_stream(
-    tokenizer: "PreTrainedTokenizerBase", text: Iterable[str], chunk_chars: int = WHOLE_TEXT_CHARS
-) -> Iterator[list[int]]:
+def token_stream(tokenizer: Tokenizer, text: Iterable[str], chunk_chars: int = WHOLE_TEXT_CHARS) -> Iterator[list[int]]:
     """The tokens of a text, without special tokens, in chunks.
 
     Up to `chunk_chars` characters are tokenised whole. Longer text is cut, where possible after a line break between
@@ -45,7 +39,7 @@ def token_stream(
 
 
 def sample_windows(
-    data: str, tokenizer: "PreTrainedTokenizerBase", *, samples: int, sequence_length: int, seed: int, bos: Bos = "auto"
+    data: str, tokenizer: Tokenizer, *, samples: int, sequence_length: int, seed: int, bos: Bos = "auto"
 ) -> Tensor:
     """Windows drawn at random from one or several sources: int64 `[samples, sequence_length]`.
 
@@ -66,34 +60,16 @@ def sample_windows(
         UsageError: numbers out of range, or DATA that cannot be parsed.
         InvalidInputError: a source cannot be read, or is shorter than one window.
     """
-    return _drawn(data, tokenizer, samples, 0, sequence_length, seed, bos)[0]
+    return drawn_windows(data, tokenizer, samples=samples, more=0, sequence_length=sequence_length, seed=seed, bos=bos)[
+        0
+    ]
 
 
-def held_out_windows(
-    data: str,
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    count: int,
-    samples: int,
-    sequence_length: int,
-    seed: int,
-    bos: Bos = "auto",
-) -> Tensor:
-    """Windows that `sample_windows` leaves over and does not overlap: int64 `[count, sequence_length]`, or fewer where
-    there are no more. Arguments and errors as there."""
-    return _drawn(data, tokenizer, samples, count, sequence_length, seed, bos)[1]
-
-
-def _drawn(
-    data: str,
-    tokenizer: "PreTrainedTokenizerBase",
-    samples: int,
-    more: int,
-    sequence_length: int,
-    seed: int,
-    bos: Bos,
+def drawn_windows(
+    data: str, tokenizer: Tokenizer, *, samples: int, more: int, sequence_length: int, seed: int, bos: Bos = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """So many windows, and those of so many `more` that there are besides."""
+    """What `sample_windows` gives, and of what it leaves over, without overlap, so many windows `more`, or fewer where
+    there are no more. Errors as there."""
     if samples < 1:
         raise UsageError(f"{samples} samples: give at least 1.")
     opening = opening_of(tokenizer, bos)
@@ -121,7 +97,7 @@ def _drawn(
 
 def evaluation_windows(
     data: str | DataSpec,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     *,
     sequence_length: int,
     limit: int | None = None,
@@ -169,7 +145,7 @@ def check_vocabulary(windows: Tensor, vocab_size: int | None) -> None:
         )
 
 
-def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
+def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a checkpoint; a local directory is all that is looked at, if there is one.
 
     Raises:
@@ -228,7 +204,7 @@ def _cut_point(text: str, most: int) -> int:
 
 def _read_tokens(
     spec: DataSpec,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     sequence_length: int,
     most: int | None,
     chunk_chars: int,

@@ -27,15 +27,15 @@ class DecodedCheckpoint(Checkpoint):
     stored: Checkpoint
     forms: Mapping[str, QuantizedMatrix]
 
-    def read(self, name: str, out: Tensor | None = None) -> Tensor:
+    def read(self, name: str) -> Tensor:
         if name not in self.forms:
-            return super().read(name, out)
-        target = super().room(name, out)
-        flat, position = target.view(-1), 0
+            return super().read(name)
+        info = self.info(name)
+        target, position = torch.empty(math.prod(info.shape), dtype=info.dtype), 0
         for block in self.blocks(name):
-            flat[position : position + len(block)] = block
+            target[position : position + len(block)] = block
             position += len(block)
-        return target
+        return target.view(info.shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         if name not in self.forms:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
-from moetool.checkpoint.files import file_sha256, json_bytes
+from moetool.checkpoint.files import file_sha256
 from moetool.checkpoint.manifest import Manifest
 from moetool.checkpoint.reader import COSTS, MANIFEST, WORK_DIRECTORIES
-from moetool.checkpoint.sealed import BROKEN_SEAL, read_sealed
+from moetool.checkpoint.sealed import BROKEN_SEAL, read_sealed, seal
 from moetool.checkpoint.source import DOCUMENTS, DOWNLOADED
 
 # The hub writes them itself.
@@ -37,9 +37,9 @@ def check_files(path: Path, manifest: Manifest, *, edited: bool = False, trusted
         trusted: files that need not be read.
     """
     found = FileCheck()
-    if manifest.format_version > 1 and manifest.digest != manifest.seal():
+    if manifest.format_version > 1 and manifest.digest != seal(json.loads((path / MANIFEST).read_bytes())):
         found.problems.append(f"{MANIFEST} {BROKEN_SEAL}")
-    elif manifest.has_card and not _is_canonical(path / MANIFEST):
+    elif manifest.has_card and read_sealed(path / MANIFEST) is None:
         found.problems.append(f"{MANIFEST} is not what was written (it says the same, in other bytes)")
     for name, digest in manifest.files.items():
         is_document = any(fnmatch(Path(name).name, pattern) for pattern in DOCUMENTS)
@@ -59,12 +59,6 @@ def check_files(path: Path, manifest: Manifest, *, edited: bool = False, trusted
         more = ", …" if len(added) > 5 else ""
         found.notes.append(f"added since it was written: {', '.join(added[:5])}{more}")
     return found
-
-
-def _is_canonical(file: Path) -> bool:
-    """Whether a JSON file has the bytes that `write_json` would give what it says: `1e-5` may be `1E-5` to a parser."""
-    content = file.read_bytes()
-    return json_bytes(json.loads(content)) == content
 
 
 def _present(path: Path) -> set[str]:

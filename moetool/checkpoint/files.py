@@ -15,8 +15,9 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moetool.checkpoint.header import reading
 from moetool.checkpoint.reader import Checkpoint
-from moetool.errors import InvalidInputError, ResourceError, UsageError, full_disk
+from moetool.errors import ResourceError, UsageError, full_disk
 
 TEMPORARY = ".tmp"
 
@@ -160,24 +161,13 @@ def copy_file(file: Path, target: Path) -> Path:
         InvalidInputError: it cannot be read.
         ResourceError: it cannot be written.
     """
-    try:
+    with reading(file):
         source = file.open("rb")
-    except OSError as error:
-        raise InvalidInputError(f"Cannot read {file}: {error.strerror or error}.") from error
     with source:
         size = os.fstat(source.fileno()).st_size
         with atomically(target, size) as temporary, storage_errors(target, size), temporary.open("wb") as copied:
             shutil.copyfileobj(source, copied, 1 << 20)
     return target
-
-
-def size_of(path: Path) -> int:
-    """Bytes of a file, or of all files below a directory."""
-    return (
-        path.stat().st_size
-        if path.is_file()
-        else sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    )
 
 
 def file_sha256(path: Path) -> str:

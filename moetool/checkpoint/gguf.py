@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moetool.architectures import Architecture, Role, find_architecture
 from moetool.architectures.base import by_name
+from moetool.checkpoint.header import reading
 from moetool.errors import InvalidInputError, ResourceError
 from moetool.format.gguf import (
     COUNTS,
@@ -93,15 +94,12 @@ def _cache() -> Path:
 def _digest(file: Path) -> str:
     """Of a file's size, time and some of its content: one that was made again is another."""
     digest = hashlib.sha256()
-    try:
+    with reading(file), file.open("rb") as stream:
         stat = file.stat()
         digest.update(f"{stat.st_size} {stat.st_mtime_ns}".encode())
-        with file.open("rb") as stream:
-            for position in range(0, stat.st_size, max(_SAMPLE, stat.st_size // _SAMPLES)):
-                stream.seek(position)
-                digest.update(stream.read(_SAMPLE))
-    except OSError as error:
-        raise InvalidInputError(f"Cannot read {file}: {error.strerror or error}.") from error
+        for position in range(0, stat.st_size, max(_SAMPLE, stat.st_size // _SAMPLES)):
+            stream.seek(position)
+            digest.update(stream.read(_SAMPLE))
     return digest.hexdigest()[:16]
 
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -75,13 +77,24 @@ class Header:
     tensors: dict[str, TensorInfo]
 
 
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turn what the system says of a file that cannot be read, or is no text, into an `InvalidInputError`."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{file} is not UTF-8 ({error}). Convert it, for example with iconv.") from error
+    except OSError as error:
+        raise InvalidInputError(f"Cannot read {file}: {error.strerror or error}.") from error
+
+
 def read_header(file: Path) -> Header:
     """Read and validate the header of one file; its data is not touched.
 
     Raises:
         InvalidInputError: the file cannot be read, is truncated, or its header contradicts itself or the file's size.
     """
-    try:
+    with reading(file):
         file_bytes = file.stat().st_size
         with file.open("rb") as handle:
             start = handle.read(LENGTH_BYTES)
@@ -95,8 +108,6 @@ def read_header(file: Path) -> Header:
             if LENGTH_BYTES + length > file_bytes:
                 _refuse(file, f"expected at least {LENGTH_BYTES + length} bytes, found {file_bytes}: it is truncated")
             raw = handle.read(length)
-    except OSError as error:
-        raise InvalidInputError(f"Cannot read {file}: {error.strerror or error}.") from error
     tensors, data_bytes = _parse(file, raw)
     expected = LENGTH_BYTES + length + data_bytes
     if file_bytes < expected:

@@ -1,14 +1,12 @@
 """`moetool.json`: where a checkpoint comes from and how it was made, without anything that changes between runs."""
 
-import hashlib
-import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moetool.checkpoint.files import write_json
 from moetool.checkpoint.reader import MANIFEST, read_object
+from moetool.checkpoint.sealed import write_sealed
 from moetool.errors import InvalidInputError
 from moetool.version import __version__
 
@@ -125,16 +123,6 @@ class Manifest(BaseModel):
         """Whether moetool wrote the `README.md` that lies beside it; earlier ones were copied from the source."""
         return self.format_version >= _WITH_CARD
 
-    def seal(self) -> str:
-        """What `digest` should be."""
-        content = self.model_dump(mode="json", exclude={"digest"})
-        if self.format_version < _WITH_PROVENANCE:
-            del content["provenance"]
-        if not self.has_card:
-            for said in (content, *content["lineage"]):
-                del said["chosen"]
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
 
 def library_versions() -> dict[str, str]:
     """The versions of the libraries that results depend on, of those that are installed."""
@@ -153,8 +141,13 @@ def write_manifest(directory: Path, manifest: Manifest) -> Path:
     Raises:
         ResourceError: it cannot be written.
     """
-    write_json(directory / MANIFEST, manifest.model_copy(update={"digest": manifest.seal()}).model_dump(mode="json"))
+    write_sealed(directory / MANIFEST, manifest.model_dump(mode="json", exclude={"digest"}))
     return directory / MANIFEST
+
+
+def manifest_of(directory: Path) -> Manifest | None:
+    """That of a checkpoint's directory, if moetool wrote it. Raises as `read_manifest`."""
+    return read_manifest(directory) if (directory / MANIFEST).exists() else None
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -1,6 +1,5 @@
 """A checkpoint on disk: its config, the headers of its weight files, and tensors on demand."""
 
-import difflib
 import hashlib
 import json
 import math
@@ -14,24 +13,10 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import aliases
-from moetool.checkpoint.header import Header, TensorInfo, read_header
+from moetool.checkpoint.header import Header, TensorInfo, read_header, reading
 from moetool.checkpoint.source import resolve_source
-from moetool.errors import InvalidInputError
+from moetool.errors import InvalidInputError, did_you_mean
 from moetool.format.validation import check_config, check_depth, check_headers
-
-__all__ = [
-    "CARD",
-    "CONFIG",
-    "INDEX",
-    "MANIFEST",
-    "SINGLE",
-    "Checkpoint",
-    "TensorInfo",
-    "byte_view",
-    "has_weights",
-    "read_config",
-    "read_object",
-]
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -84,7 +69,7 @@ class Checkpoint:
         return cls(str(path), path, config, dict(sorted(tensors.items())), tuple(files), nbytes, "unfinished")
 
     @classmethod
-    def open(cls, source: str | Path, *, revision: str | None = None) -> "Checkpoint":
+    def open(cls, source: str | Path) -> "Checkpoint":
         """Open a local directory or a hub id (downloaded to the hub's cache first).
 
         Raises:
@@ -92,7 +77,7 @@ class Checkpoint:
                 the weights are not safetensors.
             ResourceError: no disk left for the download.
         """
-        path = resolve_source(source, revision)
+        path = resolve_source(source)
         config_bytes, config = read_config(path)
         files, weight_map = _weight_files(path)
         digest = hashlib.sha256()
@@ -122,33 +107,19 @@ class Checkpoint:
         return not self.weight_files
 
     def info(self, name: str) -> TensorInfo:
-        """Where a tensor lies; `InvalidInputError` with the nearest names if there is none of that name."""
+        """Where a tensor lies; `InvalidInputError` with the nearest name if there is none of that name."""
         if name in self.tensors:
             return self.tensors[name]
-        near = difflib.get_close_matches(name, self.tensors, n=3)
-        hint = f" Did you mean {', '.join(near)}?" if near else ""
-        raise InvalidInputError(f"{self.path} has no tensor {name}.{hint}")
+        raise InvalidInputError(f"{self.path} has no tensor {name}.{did_you_mean(name, self.tensors)}")
 
-    def read(self, name: str, out: Tensor | None = None) -> Tensor:
+    def read(self, name: str) -> Tensor:
         """One whole tensor, on the CPU, in the dtype it is stored in.
-
-        Args:
-            name: its name.
-            out: a contiguous CPU tensor to read into: either of the tensor's own shape and dtype, or a flat `uint8`
-                buffer of at least its bytes. What is returned then shares its memory.
 
         Raises:
             InvalidInputError: no such tensor, or the file has changed since it was opened.
         """
-        target = self.room(name, out)
-        _fill(self.info(name), 0, target)
-        return target
-
-    def room(self, name: str, out: Tensor | None = None) -> Tensor:
-        """Where `read` puts a tensor: an empty one, or `out` as it. Raises `InvalidInputError` where there is none of
-        that name."""
         info = self.info(name)
-        return torch.empty(info.shape, dtype=info.dtype) if out is None else _view(info, out)
+        return _read(info, 0, info.shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` (excluded) of a tensor: `[stop - start, *shape[1:]]`.
@@ -160,9 +131,7 @@ class Checkpoint:
         info = self.info(name)
         if not info.shape or not 0 <= start <= stop <= info.shape[0]:
             raise IndexError(f"Rows {start}:{stop} of tensor {name} with shape {list(info.shape)}")
-        target = torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype)
-        _fill(info, start * math.prod(info.shape[1:]) * info.dtype.itemsize, target)
-        return target
+        return _read(info, start * math.prod(info.shape[1:]), (stop - start, *info.shape[1:]))
 
     def blocks(self, name: str, elements: int = 4 << 20) -> Iterator[Tensor]:
         """A tensor as consecutive flat blocks of at most so many elements: for copying what need not fit in memory.
@@ -173,9 +142,7 @@ class Checkpoint:
         info = self.info(name)
         total = math.prod(info.shape)
         for start in range(0, total, elements):
-            target = torch.empty(min(elements, total - start), dtype=info.dtype)
-            _fill(info, start * info.dtype.itemsize, target)
-            yield target
+            yield _read(info, start, (min(elements, total - start),))
 
     def read_part(self, name: str, index: int, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` (excluded) of `tensor[index]`, for a tensor of three dimensions.
@@ -187,9 +154,7 @@ class Checkpoint:
         info = self.info(name)
         if len(info.shape) != 3 or not (0 <= index < info.shape[0] and 0 <= start <= stop <= info.shape[1]):
             raise IndexError(f"Part {index}, rows {start}:{stop} of tensor {name} with shape {list(info.shape)}")
-        target = torch.empty((stop - start, info.shape[2]), dtype=info.dtype)
-        _fill(info, (index * info.shape[1] + start) * info.shape[2] * info.dtype.itemsize, target)
-        return target
+        return _read(info, (index * info.shape[1] + start) * info.shape[2], (stop - start, info.shape[2]))
 
     def sidecars(self) -> list[Path]:
         """Every file that goes into an output byte for byte, sorted: tokenizer, templates, licence, and the like.
@@ -231,14 +196,11 @@ def _samples(file: Path, header: Header) -> bytes:
     """Some blocks of a weight file, evenly spaced over its data."""
     start = min((info.offset for info in header.tensors.values()), default=header.file_bytes)
     step = max(1, (header.file_bytes - start) // _SAMPLED_BLOCKS)
-    try:
-        with file.open("rb") as stream:
-            found = []
-            for position in range(start, header.file_bytes, step):
-                stream.seek(position)
-                found.append(stream.read(_SAMPLED_BYTES))
-    except OSError as error:
-        raise InvalidInputError(f"Cannot read {file}: {error.strerror or error}.") from error
+    found = []
+    with reading(file), file.open("rb") as stream:
+        for position in range(start, header.file_bytes, step):
+            stream.seek(position)
+            found.append(stream.read(_SAMPLED_BYTES))
     return b"".join(found)
 
 
@@ -348,45 +310,25 @@ def _no_weights(path: Path) -> str:
     return f"{path} has no safetensors weights: expected {SINGLE}, or {INDEX} and its shards.{found}"
 
 
-def _view(info: TensorInfo, out: Tensor) -> Tensor:
-    """`out`, or as much of it as the tensor needs, as that tensor."""
-    if out.device.type == "cpu" and out.is_contiguous():
-        if out.dtype == info.dtype and tuple(out.shape) == info.shape:
-            return out
-        if out.dtype == torch.uint8 and out.dim() == 1 and out.numel() >= info.nbytes:
-            return out[: info.nbytes].view(info.dtype).view(info.shape)
-    raise ValueError(
-        f"Tensor {info.name} ({info.dtype}, {list(info.shape)}, {info.nbytes} bytes) does not fit into a "
-        f"{out.dtype} tensor of shape {list(out.shape)}"
-    )
-
-
 def byte_view(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor of any dtype, in place."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def _fill(info: TensorInfo, skip: int, target: Tensor) -> None:
-    """Read a tensor's bytes from byte `skip` on until `target` is full.
+def _read(info: TensorInfo, first: int, shape: tuple[int, ...]) -> Tensor:
+    """A tensor's numbers from the `first` on, in a shape.
 
     Not mapped but read: pages of a mapping stay in this process's memory long after the tensor is forgotten.
     """
+    target = torch.empty(shape, dtype=info.dtype)
     buffer = byte_view(target)
-    position = info.offset + skip
-    try:
-        descriptor = os.open(info.file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        try:
-            while buffer:
-                count = os.preadv(descriptor, [buffer], position)
-                if count == 0:
-                    raise InvalidInputError(
-                        f"{info.file} ends inside tensor {info.name}: it changed since it was opened."
-                    )
-                buffer, position = buffer[count:], position + count
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise InvalidInputError(f"Cannot read {info.file}: {error.strerror or error}.") from error
+    with reading(info.file), info.file.open("rb", buffering=0) as file:
+        file.seek(info.offset + first * info.dtype.itemsize)
+        while buffer:
+            if not (count := file.readinto(buffer)):
+                raise InvalidInputError(f"{info.file} ends inside tensor {info.name}: it changed since it was opened.")
+            buffer = buffer[count:]
+    return target
 
 
 def _sidecars(root: Path) -> Iterator[Path]:

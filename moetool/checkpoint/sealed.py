@@ -28,5 +28,10 @@ def read_sealed(file: Path) -> dict[str, object] | None:
 
 
 def _sealed(content: Mapping[str, object]) -> dict[str, object]:
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return {**content, _DIGEST: digest}
+    return {**content, _DIGEST: seal(content)}
+
+
+def seal(content: Mapping[str, object]) -> str:
+    """SHA-256 of what an object of JSON says, in whatever bytes; of one that is sealed, of the rest."""
+    rest = {key: value for key, value in content.items() if key != _DIGEST}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

@@ -25,12 +25,11 @@ DOCUMENTS = ["*.md", "LICENSE*", "NOTICE*", "USE_POLICY*", ".gitattributes"]
 NOT_DOWNLOADED = ["consolidated*", "original/*"]
 
 
-def resolve_source(source: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
+def resolve_source(source: str | Path, *, weights: bool = True) -> Path:
     """The local directory of a checkpoint, downloaded first if `source` is a hub id.
 
     Args:
         source: a directory, a GGUF file, or a hub id such as `mistralai/Mixtral-8x7B-v0.1`. What exists locally wins.
-        revision: branch, tag or commit on the hub; ignored for a directory.
         weights: whether anything but `config.json` has to be downloaded.
 
     Raises:
@@ -46,7 +45,7 @@ def resolve_source(source: str | Path, revision: str | None = None, *, weights: 
         raise InvalidInputError(f"{source} is a file; give the directory of the checkpoint, or a .gguf file.")
     if isinstance(source, Path) or looks_local(source):
         raise InvalidInputError(f"No such directory: {source}. Give a checkpoint's directory or a hub id (owner/name).")
-    return _download(source, revision, DOWNLOADED if weights else ["config.json"])
+    return _download(source, DOWNLOADED if weights else ["config.json"])
 
 
 def local_path(name: str | Path) -> Path:
@@ -71,24 +70,28 @@ def local_path(name: str | Path) -> Path:
     return path
 
 
+def is_here(name: str) -> bool:
+    """Whether something of that name exists locally."""
+    try:
+        return bool(name) and local_path(name).exists()
+    except InvalidInputError:
+        return False
+
+
 def looks_local(source: str) -> bool:
     """Whether a name that does not exist locally was nevertheless meant as a path and not as a hub id."""
     return source in ("", ".", "..") or source.startswith(("/", "./", "../", "~")) or source.count("/") > 1
 
 
-def _download(name: str, revision: str | None, files: list[str]) -> Path:
+def _download(name: str, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     try:
-        local = snapshot_download(name, revision=revision, allow_patterns=files, ignore_patterns=NOT_DOWNLOADED)
+        local = snapshot_download(name, allow_patterns=files, ignore_patterns=NOT_DOWNLOADED)
     except GatedRepoError as error:
         raise InvalidInputError(
             f"{name} is gated: accept its terms at https://huggingface.co/{name} and log in with `hf auth login`."
-        ) from error
-    except RevisionNotFoundError as error:
-        raise InvalidInputError(
-            f"{name} has no revision {revision!r}: see its branches and tags on the hub."
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise InvalidInputError(

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,19 +77,15 @@ class CheckpointWriter:
     Args:
         directory: where to write; made when the first shard is written.
         shards: the tensors of every file, in any order.
-        allow_nonfinite: names of tensors that may hold NaN or infinity, such as masks passed through.
 
     Raises:
         VerificationError: the plan is empty, names a tensor twice, or has a dtype that safetensors cannot store.
     """
 
-    def __init__(
-        self, directory: Path, shards: Sequence[Sequence[TensorSpec]], *, allow_nonfinite: Collection[str] = ()
-    ) -> None:
+    def __init__(self, directory: Path, shards: Sequence[Sequence[TensorSpec]]) -> None:
         _check_plan(shards)
         self.directory = Path(directory)
         self.shards = tuple(tuple(specs) for specs in shards)
-        self.allow_nonfinite = frozenset(allow_nonfinite)
         self._sizes = tuple(shard_nbytes(specs) for specs in self.shards)
 
     @property
@@ -138,7 +134,7 @@ class CheckpointWriter:
                     position = layout.offsets[name]
                     end = position + due_bytes
                     for piece in _pieces(tensor):
-                        if name not in self.allow_nonfinite and not is_finite(piece):
+                        if not is_finite(piece):
                             raise VerificationError(
                                 f"Tensor {name} holds NaN or infinity; {file} was not written. "
                                 "Look at the step that computed it, or at the source if it was only copied."

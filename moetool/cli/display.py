@@ -23,6 +23,7 @@ from rich.text import Text
 
 from moetool.cli.events import EventLog
 from moetool.cli.heartbeat import HEARTBEAT_SECONDS, Heartbeat, Pulse
+from moetool.job import progress
 from moetool.job.forecast import Forecast, format_seconds
 from moetool.job.result import Json, PhaseTime
 
@@ -42,7 +43,7 @@ class _JobRemaining(ProgressColumn):
         return Text("" if left is None else f"{format_seconds(left)} left in all", style="progress.remaining")
 
 
-class Display:
+class Display(progress.Progress):
     """Progress of a job: a bar on a terminal, otherwise a line per phase and a heartbeat. Both tell the time that the
     job has left, or if nothing was predicted for it the phase. All of it goes to a log of events, too, if there is one.
     """

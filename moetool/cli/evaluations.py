@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moetool.cli.display import print_fields, print_table
-from moetool.measure.evaluated import Divergence, Evaluation
 from moetool.measure.tasks.told import Evaluated, Evaluations, TaskScore
+from moetool.measure.told import Divergence, Evaluation
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 

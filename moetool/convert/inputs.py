@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -80,11 +81,7 @@ def prompt_moments(
         moments = InputMoments(len(prompts), model.hidden_size)
         with model.layer(index) as layer:
             for group, states in enumerate(hidden):
-
-                def see(inputs: Tensor, group: int = group, moments: InputMoments = moments) -> None:
-                    moments.add(group, inputs)
-
-                with watched_inputs(layer.get_submodule(ffn), see):
+                with watched_inputs(layer.get_submodule(ffn), partial(moments.add, group)):
                     hidden[group] = [model.run_layer(index, layer, state) for state in states]
         found.append(moments)
         tick()

@@ -1,12 +1,9 @@
 """Real text for a model of which nothing else is known: Python's own language reference, which every Python brings."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from moetool.calibration.opening import Tokenizer
 
 
 def sample_text() -> str:
@@ -16,7 +13,7 @@ def sample_text() -> str:
     return "\n\n".join(topics[name] for name in ("assert", "assignment", "calls", "class", "context-managers"))
 
 
-def sample_tokens(tokenizer: "PreTrainedTokenizerBase | None", vocabulary: int, windows: int, length: int) -> Tensor:
+def sample_tokens(tokenizer: "Tokenizer | None", vocabulary: int, windows: int, length: int) -> Tensor:
     """Token ids `[windows, length]` of that text; without a tokenizer, every id once in a while."""
     if tokenizer is None:
         ids = (torch.arange(windows * length) * 7919) % vocabulary

@@ -4,7 +4,6 @@ import glob
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from moetool.checkpoint.digests import files_of
 from moetool.checkpoint.files import TEMPORARY
@@ -72,14 +71,29 @@ def push(
         InvalidInputError: the checkpoint is not finished, or the hub refuses or cannot be reached.
         VerificationError: a file is not what was written.
     """
+    from huggingface_hub import HfApi
+
     checkpoint = _finished(model)
     progress.log(f"Verifying {model}.")
     notes = verify_files(checkpoint)
     # Not resolved: a link in the directory is uploaded under its own name.
     paths = [path for path in files_of(checkpoint.path) if not path.name.endswith(TEMPORARY)]
     files = [PushedFile(name=path.relative_to(checkpoint.path).as_posix(), bytes=path.stat().st_size) for path in paths]
+    made = None
     with _said_of(repo):
-        url = None if dry_run else _upload(checkpoint.path, repo, files, public, revision, message, progress)
+        if not dry_run:
+            api = HfApi(library_name="moetool")
+            made = api.create_repo(repo, private=not public, exist_ok=True)
+            _refuse_others(made.repo_id, api.list_repo_files(made.repo_id, revision=revision), files)
+            progress.log(f"Uploading to {made.repo_id}.")
+            api.upload_folder(
+                repo_id=made.repo_id,
+                folder_path=checkpoint.path,
+                revision=revision,
+                commit_message=message or "Upload by moetool",
+                allow_patterns=[glob.escape(file.name) for file in files],
+            )
+    url = None if made is None else str(made)
     return Pushed(model=model, repo=repo, url=url, bytes=sum(file.bytes for file in files), files=files, notes=notes)
 
 
@@ -92,35 +106,14 @@ def _finished(model: str) -> Checkpoint:
     return Checkpoint.open(path)
 
 
-def _upload(
-    path: Path,
-    repo: str,
-    files: Sequence[PushedFile],
-    public: bool,
-    revision: str | None,
-    message: str | None,
-    progress: Progress,
-) -> str:
-    from huggingface_hub import HfApi
-
-    api = HfApi(library_name="moetool")
-    made = api.create_repo(repo, private=not public, exist_ok=True)
+def _refuse_others(repo: str, there: Sequence[str], files: Sequence[PushedFile]) -> None:
+    """Raise `UsageError` for a repository with weights that would not be replaced."""
     names = {file.name for file in files}
-    there = api.list_repo_files(made.repo_id, revision=revision)
     if others := [name for name in there if name.endswith(WEIGHTS) and name not in names]:
         raise UsageError(
-            f"{made.repo_id} holds weights of another model ({others[0]}{', …' if others[1:] else ''}), which whoever "
+            f"{repo} holds weights of another model ({others[0]}{', …' if others[1:] else ''}), which whoever "
             "loads it could get. Choose another repository or revision, or delete them there."
         )
-    progress.log(f"Uploading to {made.repo_id}.")
-    api.upload_folder(
-        repo_id=made.repo_id,
-        folder_path=path,
-        revision=revision,
-        commit_message=message or "Upload by moetool",
-        allow_patterns=[glob.escape(file.name) for file in files],
-    )
-    return str(made)
 
 
 @contextmanager

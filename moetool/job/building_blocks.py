@@ -5,11 +5,11 @@ Products and decompositions follow from the maths; what cannot be derived stands
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moetool.architectures import MoEShape
 from moetool.architectures.base import EXPERT_KEYS, whole_number
-from moetool.calibration.batching import batch_size
+from moetool.calibration.boundaries import batch_size
 from moetool.calibration.input_grams import keeps_each_down
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
@@ -46,6 +46,12 @@ class ModelSize:
     in_sets: bool = False
 
     @property
+    def moe(self) -> MoEShape:
+        """The shape of experts, of a model that has some."""
+        assert self.shape is not None, "a model with experts"
+        return self.shape
+
+    @property
     def experts(self) -> int:
         """Experts in all layers."""
         return 0 if self.shape is None else self.shape.experts * self.moe_layers
@@ -68,41 +74,23 @@ def moe_size(reader: ExpertReader, at_once: int | None = None) -> ModelSize:
     prefixes = tuple(reader.architecture.layer_prefix(layer) for layer in range(layers))
     rest = _numbers(checkpoint, prefixes) - _numbers(checkpoint, prefixes, among=reader.names)
     experts = count * shape.expert_parameters
-    vocabulary = whole_number(checkpoint.config, "vocab_size") or 0
-    return ModelSize(
-        layers,
-        shape.hidden,
-        vocabulary,
-        rest + experts * shape.experts,
-        rest + experts * shape.top_k,
-        checkpoint.weight_bytes,
-        len(checkpoint.tensors),
-        _heads(checkpoint, shape.hidden),
-        count,
-        shape,
-        at_once is not None and at_once < shape.experts,
-    )
+    size = _size(checkpoint, layers, shape.hidden, rest + experts * shape.experts, rest + experts * shape.top_k)
+    in_sets = at_once is not None and at_once < shape.experts
+    return replace(size, moe_layers=count, shape=shape, in_sets=in_sets)
 
 
 def dense_size(dense: DenseModel) -> ModelSize:
     """Of a dense model."""
     prefixes = tuple(dense.architecture.layer_prefix(layer) for layer in range(dense.layers))
-    numbers, checkpoint = _numbers(dense.checkpoint, prefixes), dense.checkpoint
+    numbers = _numbers(dense.checkpoint, prefixes)
+    return _size(dense.checkpoint, dense.layers, dense.hidden, numbers, numbers)
+
+
+def _size(checkpoint: Checkpoint, layers: int, hidden: int, numbers: int, active: int) -> ModelSize:
     vocabulary = whole_number(checkpoint.config, "vocab_size") or 0
-    return ModelSize(
-        dense.layers,
-        dense.hidden,
-        vocabulary,
-        numbers,
-        numbers,
-        checkpoint.weight_bytes,
-        len(checkpoint.tensors),
-        _heads(checkpoint, dense.hidden),
-    )
-
-
-def _heads(checkpoint: Checkpoint, hidden: int) -> int:
-    return whole_number(checkpoint.config, "num_attention_heads", "n_head") or -(-hidden // 64)
+    heads = whole_number(checkpoint.config, "num_attention_heads", "n_head") or -(-hidden // 64)
+    nbytes, tensors = checkpoint.weight_bytes, len(checkpoint.tensors)
+    return ModelSize(layers, hidden, vocabulary, numbers, active, nbytes, tensors, heads)
 
 
 def _numbers(checkpoint: Checkpoint, prefixes: tuple[str, ...], among: Collection[str] | None = None) -> int:
@@ -251,7 +239,7 @@ def merging(size: ModelSize) -> Work:
 
 def factor_grams(cost: CalibrationCost, size: ModelSize) -> Work:
     """Second moments of every expert's inputs, and of what its down delta makes of them where that is narrower."""
-    shape, routed = _of(size), _routed(cost, size)
+    shape, routed = size.moe, _routed(cost, size)
     narrow = min(shape.hidden, shape.intermediate)
     lost = shape.hidden * shape.intermediate if shape.intermediate > shape.hidden else 0
     symmetric = (shape.hidden**2 + narrow**2) / 2
@@ -265,12 +253,12 @@ def factor_grams(cost: CalibrationCost, size: ModelSize) -> Work:
 
 def decoding(size: ModelSize) -> Work:
     """Every expert as a dense matrix."""
-    return Work(moved=COEFFICIENTS.load_bytes * size.experts * _of(size).expert_parameters)
+    return Work(moved=COEFFICIENTS.load_bytes * size.experts * size.moe.expert_parameters)
 
 
 def input_grams(cost: CalibrationCost, size: ModelSize) -> Work:
     """Second moments of what every matrix of every expert is given."""
-    shape, routed = _of(size), _routed(cost, size)
+    shape, routed = size.moe, _routed(cost, size)
     work = Work(
         products={_gram_precision(cost): COEFFICIENTS.narrow * routed * (shape.hidden**2 + shape.intermediate**2) / 2},
         moved=COEFFICIENTS.input_gram_bytes * routed * (shape.hidden + shape.intermediate),
@@ -284,7 +272,7 @@ def _grams_in_sets(cost: CalibrationCost, size: ModelSize, *, down: bool) -> Wor
     once more, set by set, for their own."""
     if not size.in_sets:
         return Work()
-    shape, tokens = _of(size), cost.samples * cost.length * size.moe_layers
+    shape, tokens = size.moe, cost.samples * cost.length * size.moe_layers
     means = (tokens * shape.hidden**2 + down * _routed(cost, size) * shape.intermediate**2) / 2
     common = Work(products={_gram_precision(cost): COEFFICIENTS.narrow * means})
     return _experts_again(cost, size) + common
@@ -298,17 +286,12 @@ def router_moments(cost: CalibrationCost, size: ModelSize) -> Work:
 
 def usage(cost: CalibrationCost, size: ModelSize) -> Work:
     """How much energy intermediate channels carry."""
-    return Work(moved=_routed(cost, size) * 24 * _of(size).intermediate)
-
-
-def _of(size: ModelSize) -> MoEShape:
-    assert size.shape is not None, "a model with experts"
-    return size.shape
+    return Work(moved=_routed(cost, size) * 24 * size.moe.intermediate)
 
 
 def _routed(cost: CalibrationCost, size: ModelSize) -> int:
     """Tokens that experts are given, in all layers."""
-    return cost.samples * cost.length * _of(size).top_k * size.moe_layers
+    return cost.samples * cost.length * size.moe.top_k * size.moe_layers
 
 
 def _batches(cost: CalibrationCost) -> int:
@@ -321,7 +304,7 @@ def _batches(cost: CalibrationCost) -> int:
 def refine_together(size: ModelSize, steps: int, tokens: int, share: float) -> Work:
     """Bases and deltas, that have a `share` of the experts' numbers, moved in so many steps of so many tokens: what the
     experts give forwards and backwards, and a dozen numbers for each that is moved."""
-    shape = _of(size)
+    shape = size.moe
     numbers = share * shape.experts * shape.expert_parameters
     products = 3.0 * tokens * (shape.top_k * shape.expert_parameters + shape.hidden**2)
     products += 3 * numbers * min(shape.hidden, shape.intermediate) / 2  # factors with each other

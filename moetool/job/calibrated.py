@@ -16,7 +16,7 @@ from moetool.calibration.boundaries import kept_dtype, stretch
 from moetool.calibration.masking import masked_windows
 from moetool.calibration.opening import Bos, opening_text
 from moetool.calibration.sweep import Sweep
-from moetool.calibration.windows import check_vocabulary, held_out_windows, load_tokenizer, sample_windows
+from moetool.calibration.windows import check_vocabulary, drawn_windows, load_tokenizer
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
@@ -39,19 +39,7 @@ def calibration_windows(source: Input, options: TextOptions) -> Tensor:
         UsageError: no text given.
         InvalidInputError: text or tokenizer cannot be used.
     """
-    if options.calibration is None:
-        raise UsageError("Give a calibration text: --calibration FILE.")
-    tokenizer = load_tokenizer(source.checkpoint.path)
-    windows = sample_windows(
-        options.calibration,
-        tokenizer,
-        samples=options.samples,
-        sequence_length=options.sequence_length,
-        seed=options.seed,
-        bos=_bos(source, options),
-    )
-    check_vocabulary(windows, whole_number(source.checkpoint.config, "vocab_size"))
-    return windows
+    return _drawn(source, options, 0)[0]
 
 
 def held_out(source: Input, options: TextOptions, count: int) -> Tensor:
@@ -61,25 +49,32 @@ def held_out(source: Input, options: TextOptions, count: int) -> Tensor:
         UsageError: no text given, or too little of it.
         InvalidInputError: text or tokenizer cannot be used.
     """
-    if options.calibration is None:
-        raise UsageError("Give a calibration text: --calibration FILE.")
-    windows = held_out_windows(
-        options.calibration,
-        load_tokenizer(source.checkpoint.path),
-        count=count,
-        samples=options.samples,
-        sequence_length=options.sequence_length,
-        seed=options.seed,
-        bos=_bos(source, options),
-    )
+    _, windows = _drawn(source, options, count)
     if len(windows) < count:
         raise UsageError(
             f"The calibration text has {len(windows)} windows of {options.sequence_length} tokens besides the "
             f"{options.samples} that are measured on, and {count} are to be held out. Give more text, shorter windows "
             "(--sequence-length), or fewer of either (--samples, --held-out)."
         )
-    check_vocabulary(windows, whole_number(source.checkpoint.config, "vocab_size"))
     return windows
+
+
+def _drawn(source: Input, options: TextOptions, more: int) -> tuple[Tensor, Tensor]:
+    """The calibration set, and so many windows `more`, or as many as there are."""
+    if options.calibration is None:
+        raise UsageError("Give a calibration text: --calibration FILE.")
+    drawn = drawn_windows(
+        options.calibration,
+        load_tokenizer(source.checkpoint.path),
+        samples=options.samples,
+        more=more,
+        sequence_length=options.sequence_length,
+        seed=options.seed,
+        bos=_bos(source, options),
+    )
+    for windows in drawn:
+        check_vocabulary(windows, whole_number(source.checkpoint.config, "vocab_size"))
+    return drawn
 
 
 def streamed_losses(
@@ -182,10 +177,6 @@ class CalibratedJob:
         assert isinstance(self.job.source, Source)
         return self.job.source
 
-    @property
-    def _layers(self) -> int:
-        return self.model.layer_count
-
     def _finish(self, unit: str, sweep: Sweep, *spent: ActivationFile, **told: str | float) -> None:
         self.job.finish(unit, digests=sweep.digests, spent=[file.path for file in spent], told=told)
 
@@ -202,7 +193,7 @@ class CalibratedJob:
         """The same at once, through all layers."""
         passing = self.forward_pass(visit, layers)
         with phase(self.job.progress, "Forward", passing.steps):
-            passing.through(self._layers - 1)
+            passing.through(self.model.layer_count - 1)
 
     def reverse(self, visit: Visit, passes: int, layers: Collection[int] | None = None) -> None:
         """The text that gradients are taken on, forward to the loss and back to the first of `layers`.
@@ -213,21 +204,22 @@ class CalibratedJob:
         """
         job, sweep = self.job, self.gradient_sweep
         visited = set(self.source.experts.moe_layers if layers is None else layers)
-        lowest, between = min(visited), stretch(self._layers)
-        last = (self._layers - 1) // between * between  # from here on all are still there when the way back begins
+        count, lowest = self.model.layer_count, min(visited)
+        between = stretch(count)
+        last = (count - 1) // between * between  # from here on all are still there when the way back begins
         self.note_text()
-        with phase(job.progress, "Forward", (self._layers + 1) * sweep.batch_count):
+        with phase(job.progress, "Forward", (count + 1) * sweep.batch_count):
             if job.together("gradients/embed", sweep.batch_count):
                 sweep.embed()
                 self._finish("gradients/embed", sweep)
-            for index in range(self._layers):
+            for index in range(count):
                 spent = [sweep.hidden(index)] if index % between and index < last else []
                 self._run_forward(f"gradients/forward/{index}", index, *spent)
         again = sum(1 for index in range(lowest - lowest % between, last) if index % between)
-        with phase(job.progress, "Backward", (1 + again + passes * (self._layers - lowest)) * sweep.batch_count):
+        with phase(job.progress, "Backward", (1 + again + passes * (count - lowest)) * sweep.batch_count):
             if job.together("head", sweep.batch_count):
-                self._finish("head", sweep, sweep.hidden(self._layers), loss=sweep.head())
-            for index in range(self._layers - 1, lowest - 1, -1):
+                self._finish("head", sweep, sweep.hidden(count), loss=sweep.head())
+            for index in range(count - 1, lowest - 1, -1):
                 if not job.together(f"reverse/{index}", passes * sweep.batch_count):
                     continue
                 for below in range(index - index % between, index if index < last else 0):

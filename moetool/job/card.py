@@ -10,11 +10,11 @@ from pathlib import Path
 
 from moetool.architectures.dense import is_encoder
 from moetool.checkpoint.files import copy_file, file_sha256
-from moetool.checkpoint.manifest import Manifest, Origin, read_manifest
-from moetool.checkpoint.reader import CARD, MANIFEST, Checkpoint
+from moetool.checkpoint.manifest import Manifest, Origin, manifest_of
+from moetool.checkpoint.reader import CARD, Checkpoint
 from moetool.checkpoint.sizes import format_bytes, format_change
-from moetool.checkpoint.source import local_path, looks_local
-from moetool.errors import InvalidInputError, MoetoolError
+from moetool.checkpoint.source import is_here, looks_local
+from moetool.errors import MoetoolError
 from moetool.format.entry import moetool_entry
 from moetool.job.options import RunOptions, context_length
 from moetool.serving.filling import served_layouts
@@ -52,16 +52,9 @@ def public(value: object) -> object:
 
 
 def _public_name(name: str) -> str:
-    if name and (looks_local(name) or _is_here(name.partition("@")[0].partition(":")[0])):
+    if name and (looks_local(name) or is_here(name.partition("@")[0].partition(":")[0])):
         return Path(name).name or "."
     return name
-
-
-def _is_here(name: str) -> bool:
-    try:
-        return bool(name) and local_path(name).exists()
-    except InvalidInputError:
-        return False
 
 
 def keep_source_card(checkpoint: Checkpoint, directory: Path) -> list[Path]:
@@ -74,10 +67,10 @@ def keep_source_card(checkpoint: Checkpoint, directory: Path) -> list[Path]:
 
 
 def _is_ours(checkpoint: Checkpoint) -> bool:
-    if not (checkpoint.path / MANIFEST).exists():
-        return False
-    manifest = read_manifest(checkpoint.path)
-    return manifest.has_card and manifest.files.get(CARD) == file_sha256(checkpoint.path / CARD)
+    manifest = manifest_of(checkpoint.path)
+    return (
+        manifest is not None and manifest.has_card and manifest.files.get(CARD) == file_sha256(checkpoint.path / CARD)
+    )
 
 
 def model_card(
@@ -128,7 +121,7 @@ def _inherited(source: Checkpoint) -> dict[str, str | list[str]]:
     """Of the front matter of a source's card what holds for the result; and the source itself, where it has a public
     name."""
     said = _front_matter(source.path / CARD)
-    if not _is_here(source.source) and not looks_local(source.source):
+    if not is_here(source.source) and not looks_local(source.source):
         said[_BASE] = source.source
     facts: dict[str, str | list[str]] = {}
     for name in (_BASE, *_INHERITED):

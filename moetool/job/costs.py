@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from pydantic import TypeAdapter, ValidationError
@@ -75,7 +74,7 @@ class _Spent:
     scratch: int = 0
 
 
-class Meter:
+class Meter(Progress):
     """Passes on what it receives, and measures what each phase takes, in a `with` block.
 
     Attributes:
@@ -96,10 +95,8 @@ class Meter:
         self.peak.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.peak.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self.peak.__exit__()
         self.save()
 
     @property

@@ -23,7 +23,7 @@ from moetool.job.memory import anonymous_bytes
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import Plan, fingerprint
 from moetool.job.processes import is_first_process, processes
-from moetool.job.progress import Progress, Silent
+from moetool.job.progress import SILENT, Progress
 from moetool.job.ranks import JoinedRanks, Ranks
 from moetool.job.records import check_records
 from moetool.job.result import Result, Sizes, Told
@@ -52,7 +52,7 @@ def run_stage(
     *,
     resume: bool = False,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     measured: Path | None = None,
 ) -> Result:
     """Run one stage from `source` to `output` and say what came of it.
@@ -70,7 +70,6 @@ def run_stage(
     Raises:
         MoetoolError: anything a user can do something about.
     """
-    progress = progress or Silent()
     if processes() > 1 and not kind.is_parallel:
         raise UsageError(f"{kind.name} runs in one process; this is one of {processes()}. Start it without a launcher.")
     return_freed_memory()
@@ -128,7 +127,7 @@ def _lead(
         with _storage_explained(directory, plan.disk_bytes), meter, listening() as interrupt:
             job = Job(stage.source, workspace, options, recipe, meter, interrupt, ranks)
             if not isinstance(progress, Meter):  # a job within another, which has told how long all of it takes
-                meter.expect(() if isinstance(progress, Silent) else estimate(plan, options, directory).phases)
+                meter.expect(() if progress is SILENT else estimate(plan, options, directory).phases)
             if workspace.is_resumed:
                 progress.log(f"Going on with the run in {directory}.")
             elif measured is not None:

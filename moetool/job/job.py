@@ -18,10 +18,10 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.families import architecture_of
-from moetool.job.blueprint import check_against_config, open_for_planning
+from moetool.job.blueprint import check_against_config
 from moetool.job.interrupt import Interrupt
 from moetool.job.options import RunOptions
-from moetool.job.progress import Progress, Silent
+from moetool.job.progress import SILENT, Progress
 from moetool.job.ranks import Ranks
 from moetool.job.workspace import Outcome, Workspace
 from moetool.representations.quantized import QuantizedMatrix
@@ -63,11 +63,6 @@ class Source:
     def open(cls, path: str | Path) -> "Source":
         """Open and check an MoE model by its headers. Raises `InvalidInputError`."""
         return cls.of(Checkpoint.open(path))
-
-    @classmethod
-    def open_for_planning(cls, path: str | Path) -> "Source":
-        """The same, or where there are no weight files what `config.json` promises. Raises `InvalidInputError`."""
-        return cls.of(open_for_planning(path))
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
@@ -122,7 +117,7 @@ class Job(Generic[SourceT]):
     workspace: Workspace
     options: RunOptions
     recipe: Mapping[str, object]  # the options that decide the result, for the manifest
-    progress: Progress = field(default_factory=Silent)
+    progress: Progress = SILENT
     interrupt: Interrupt = field(default_factory=Interrupt)
     ranks: Ranks = field(default_factory=Ranks)
     _is_sharing: bool = False

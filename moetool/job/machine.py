@@ -7,19 +7,19 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated, TypeVar
 
 import torch
+from pydantic import Field, TypeAdapter
 
 from moetool.compiled.compiler import cache_directories
 from moetool.job.work import PRECISIONS, Precision, Work
-
-Speeds = Mapping[str, float]
 
 _PRODUCT = {"cpu": 1024, "cuda": 4096}  # size of the matrices that are multiplied
 _SOLVED = {"cpu": (96, 384), "cuda": (256, 1024)}
@@ -30,26 +30,44 @@ _SECONDS = 0.1  # that each kind of work may take, once it has been done twice
 _FASTEST = 1e12  # bytes per second: what a clock that saw no time pass is taken to have seen
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What a device, the memory and the disk beside an output do in a second.
+Measure = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+BySize = Annotated[dict[int, Measure], Field(min_length=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpeeds:
+    """What a device and the memory do in a second.
 
     Attributes:
         products: multiply-adds per second, by precision.
         eigen: by n, seconds of one eigen-decomposition of an n × n matrix in fp64.
         cholesky: the same for Cholesky factors.
-        moved, hashed, read, written: bytes per second.
+        moved, hashed: bytes per second.
         call: seconds that it takes to start one small operation.
     """
 
-    products: Mapping[Precision, float]
-    eigen: Mapping[int, float]
-    cholesky: Mapping[int, float]
-    moved: float
-    hashed: float
-    read: float
-    written: float
-    call: float
+    products: Annotated[dict[Precision, Measure], Field(min_length=len(PRECISIONS))]
+    eigen: BySize
+    cholesky: BySize
+    moved: Measure
+    hashed: Measure
+    call: Measure
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskSpeeds:
+    """What the disk beside an output reads and writes, in bytes per second."""
+
+    read: Measure
+    written: Measure
+
+
+SpeedsT = TypeVar("SpeedsT", DeviceSpeeds, DiskSpeeds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine(DeviceSpeeds, DiskSpeeds):
+    """What a job takes here."""
 
     def seconds(self, work: Work) -> float:
         """How long it will take, each of its kinds after the other."""
@@ -84,21 +102,9 @@ def this_machine(device: torch.device, output: Path) -> Machine:
     here = [platform.node(), platform.machine(), os.cpu_count(), torch.__version__, torch.get_num_threads()]
     there = next(parent for parent in (output.absolute(), *output.absolute().parents) if parent.is_dir())
     again = wish == "again"
-    found = _kept([*here, device.type, name], lambda: measured_speeds(device), again=again)
-    disk = _kept([platform.node(), "disk", there.stat().st_dev], lambda: measured_disk(there), again=again)
-    return _machine({**found, **disk})
-
-
-def _machine(speeds: Speeds) -> Machine:
-    def sizes(kind: str) -> dict[int, float]:
-        return {int(name.rpartition("/")[2]): own for name, own in speeds.items() if name.startswith(f"{kind}/")}
-
-    return Machine(
-        products={precision: speeds[f"products/{precision}"] for precision in PRECISIONS},
-        eigen=sizes("eigen"),
-        cholesky=sizes("cholesky"),
-        **{kind: speeds[kind] for kind in ("moved", "hashed", "read", "written", "call")},
-    )
+    found = _kept(DeviceSpeeds, [*here, device.type, name], lambda: measured_speeds(device), again=again)
+    disk = _kept(DiskSpeeds, [platform.node(), "disk", there.stat().st_dev], lambda: measured_disk(there), again=again)
+    return Machine(**vars(found), **vars(disk))
 
 
 def _between(seconds: Mapping[int, float], n: int) -> float:
@@ -116,27 +122,29 @@ def _between(seconds: Mapping[int, float], n: int) -> float:
 # Measuring.
 
 
-def measured_speeds(device: torch.device) -> dict[str, float]:
-    """All but the disk, by name."""
+def measured_speeds(device: torch.device) -> DeviceSpeeds:
+    """All but the disk."""
     kind = "cuda" if device.type == "cuda" else "cpu"
-    found: dict[str, float] = {}
+    products: dict[Precision, float] = {}
+    eigen: dict[int, float] = {}
+    cholesky: dict[int, float] = {}
     n = _PRODUCT[kind]
     for precision in PRECISIONS:
         square = torch.ones(n, n, dtype=getattr(torch, precision), device=device)
-        found[f"products/{precision}"] = n**3 / _least_seconds(partial(torch.mm, square, square), device)
+        products[precision] = n**3 / _least_seconds(partial(torch.mm, square, square), device)
     for n in _SOLVED[kind]:
         matrix = torch.randn(n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device)
         gram = matrix @ matrix.T + torch.eye(n, dtype=torch.float64, device=device)
-        found[f"eigen/{n}"] = _least_seconds(partial(torch.linalg.eigh, gram), device)
-        found[f"cholesky/{n}"] = _least_seconds(partial(torch.linalg.cholesky, gram), device)
+        eigen[n] = _least_seconds(partial(torch.linalg.eigh, gram), device)
+        cholesky[n] = _least_seconds(partial(torch.linalg.cholesky, gram), device)
     wide = torch.ones(_MOVED[kind] // 4, device=device)
     into = torch.empty_like(wide)
-    found["moved"] = 3 * _MOVED[kind] / _least_seconds(partial(torch.add, wide, wide, out=into), device)
+    moved = 3 * _MOVED[kind] / _least_seconds(partial(torch.add, wide, wide, out=into), device)
     small = torch.ones(8, device=device)
-    found["call"] = _least_seconds(partial(_often, small), device) / 1000
+    call = _least_seconds(partial(_often, small), device) / 1000
     data = bytes(_HASHED)
-    found["hashed"] = _HASHED / _least_seconds(lambda: hashlib.sha256(data).digest(), device)
-    return found
+    hashed = _HASHED / _least_seconds(lambda: hashlib.sha256(data).digest(), device)
+    return DeviceSpeeds(products=products, eigen=eigen, cholesky=cholesky, moved=moved, hashed=hashed, call=call)
 
 
 def _often(small: torch.Tensor) -> None:
@@ -160,7 +168,7 @@ def _least_seconds(run: Callable[[], object], device: torch.device) -> float:
     return max(min(seconds[1:]), 1e-9)
 
 
-def measured_disk(directory: Path) -> dict[str, float]:
+def measured_disk(directory: Path) -> DiskSpeeds:
     """What a small file takes to be written until it is on the disk, and to be read from there, in bytes per second.
 
     Raises:
@@ -181,45 +189,26 @@ def measured_disk(directory: Path) -> dict[str, float]:
         while file.read(len(part)):
             pass
         reading = time.perf_counter() - began
-    return {"written": min(written / max(seconds, 1e-9), _FASTEST), "read": min(written / max(reading, 1e-9), _FASTEST)}
+    read, wrote = (min(written / max(took, 1e-9), _FASTEST) for took in (reading, seconds))
+    return DiskSpeeds(read=read, written=wrote)
 
 
 # Remembering.
 
 
-def _kept(key: Sequence[object], measure: Callable[[], dict[str, float]], *, again: bool) -> dict[str, float]:
+def _kept(kind: type[SpeedsT], key: Sequence[object], measure: Callable[[], SpeedsT], *, again: bool) -> SpeedsT:
     """What was measured under that key, or is now."""
     name = f"machine-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:20]}.json"
-    if not again:
-        for speeds in filter(None, (_read(folder / name) for folder in cache_directories())):
-            return speeds
+    for folder in () if again else cache_directories():
+        with suppress(OSError, ValueError):  # pydantic's errors are of the second kind
+            return TypeAdapter(kind).validate_json((folder / name).read_bytes())
     speeds = measure()
     for folder in cache_directories():
         with suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor, temporary = tempfile.mkstemp(dir=folder)
             os.close(descriptor)
-            Path(temporary).write_text(json.dumps(speeds))
+            Path(temporary).write_bytes(TypeAdapter(kind).dump_json(speeds))
             Path(temporary).replace(folder / name)  # whole or not at all
             break
     return speeds
-
-
-def _read(file: Path) -> dict[str, float] | None:
-    """What a file of the cache holds, if that can be believed: names of speeds that are positive and finite."""
-    try:
-        found = json.loads(file.read_text())
-        speeds = {str(name): float(speed) for name, speed in found.items()}
-        required = {"read", "written"} if "read" in speeds else set(_names(speeds))
-    except (OSError, ValueError, AttributeError, TypeError):
-        return None
-    believable = all(math.isfinite(speed) and speed > 0 for speed in speeds.values())
-    return speeds if believable and required <= speeds.keys() else None
-
-
-def _names(speeds: Speeds) -> Iterator[str]:
-    """Names of all speeds that a device has, whatever the sizes of what was solved."""
-    yield from (f"products/{precision}" for precision in PRECISIONS)
-    yield from ("moved", "hashed", "call")
-    for kind in ("eigen", "cholesky"):
-        yield next((name for name in speeds if name.startswith(f"{kind}/")), kind)

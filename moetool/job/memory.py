@@ -1,23 +1,16 @@
 """Peak memory of this process, without the page cache."""
 
 import threading
-from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import psutil
-
-_STATUS = Path("/proc/self/status")
 
 
 def anonymous_bytes() -> int:
     """Anonymous memory in use: what the process itself has allocated. Mapped files, which the kernel may drop, are not
     counted where the platform can tell them apart."""
-    if _STATUS.exists():
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
-    return int(psutil.Process().memory_info().rss)
+    held = psutil.Process().memory_info()
+    return int(held.rss - getattr(held, "shared", 0))
 
 
 class PeakMemory:
@@ -48,9 +41,7 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
         self._look()

@@ -1,7 +1,7 @@
 """Options that many commands share, as frozen pydantic models. Command line and YAML are both generated from these."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, Protocol, Self, TypeVar, runtime_checkable
+from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -114,25 +114,6 @@ class RunOptions(Options):
 OptionsT = TypeVar("OptionsT", bound=Options)
 
 
-@runtime_checkable
-class Windowed(Protocol):
-    """Options of a job that cuts its text into windows."""
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens per window."""
-
-
-def window_length(options: object) -> int | None:
-    """Tokens per window, for options of a job that cuts its text."""
-    return options.sequence_length if isinstance(options, Windowed) else None
-
-
-def calibration_text(options: object) -> str | None:
-    """The calibration text that options name, if they can."""
-    return options.calibration if isinstance(options, TextOptions) else None
-
-
 def context_length(config: Mapping[str, object]) -> int | None:
     """The positions of a model; some families know of no end."""
     found = config.get("max_position_embeddings", config.get("n_positions"))
@@ -145,7 +126,8 @@ def fit_context(options: OptionsT, config: Mapping[str, object], marks: int = 0)
     Raises:
         UsageError: it was, and is more than the model can take.
     """
-    context, length = context_length(config), window_length(options)
+    context: int | None = context_length(config)
+    length: int | None = getattr(options, "sequence_length", None)  # of options of a job that cuts its text
     if length is None or context is None or length <= context - marks:
         return options
     if "sequence_length" in options.model_fields_set:

@@ -73,7 +73,7 @@ def factor_phases(
 ) -> Phases:
     """Low-rank deltas: what each loses is measured on the way back if there are gradients, else on the whole text if
     there is one; factors are then made on the whole text, and `refined` if they are to be."""
-    shape, deltas = _shape(size), _shape(size).experts * size.moe_layers
+    shape, deltas = size.moe, size.moe.experts * size.moe_layers
     rank = _rank_for(size, written)
     spectra, factors = Work(), Work()
     for role in shape.roles:
@@ -112,7 +112,7 @@ def menu_phases(
         base: how bases are stored.
         refined: what it takes to refine one expert.
     """
-    shape, deltas = _shape(size), _shape(size).experts * size.moe_layers
+    shape, deltas = size.moe, size.moe.experts * size.moe_layers
     measured, chosen = _bases(shape, base) * size.moe_layers, Work()
     for role, offered in forms.items():
         matrix = shape.matrix(role)
@@ -131,7 +131,7 @@ def encoding_phases(
     cost: CalibrationCost | None, size: ModelSize, layouts: Mapping[int, LayerLayout], written: int
 ) -> Phases:
     """Deltas in known forms, on a text if there is one."""
-    shape = _shape(size)
+    shape = size.moe
     stored = {(role, form.label): form for layout in layouts.values() for _, role, form in layout.deltas()}
     forms = Counter((role, form.label) for layout in layouts.values() for _, role, form in layout.deltas())
     fed_back = cost is not None
@@ -148,7 +148,7 @@ def encoding_phases(
 
 def decomposing_phases(size: ModelSize, layouts: Mapping[int, LayerLayout], written: int) -> Phases:
     """A base beside experts that stay as they are."""
-    bases = altogether(_bases(_shape(size), layout.base) for layout in layouts.values())
+    bases = altogether(_bases(size.moe, layout.base) for layout in layouts.values())
     return rewriting_phases(size, written, merging(size) + bases)
 
 
@@ -226,11 +226,6 @@ def training_phases(work: Work, size: int, tensors: int) -> Phases:
 # Shared.
 
 
-def _shape(size: ModelSize) -> MoEShape:
-    assert size.shape is not None, "a model with experts"
-    return size.shape
-
-
 def _bases(shape: MoEShape, base: Mapping[Role, Representation]) -> Work:
     """Bases of one layer that are not stored as they are."""
     compact = {role: form for role, form in base.items() if not isinstance(form, Dense)}
@@ -240,7 +235,7 @@ def _bases(shape: MoEShape, base: Mapping[Role, Representation]) -> Work:
 
 def _rank_for(size: ModelSize, written: int) -> Callable[[tuple[int, int]], float]:
     """Ranks that deltas have about, by matrix, where experts' bytes are shared out evenly."""
-    shape = _shape(size)
+    shape = size.moe
     numbers = shape.expert_parameters * shape.experts * size.moe_layers
     before = size.nbytes * numbers / max(1, size.numbers)
     share = min(1.0, max(0.0, 1 - 1 / shape.experts - (size.nbytes - written) / max(1.0, before)))

@@ -14,8 +14,7 @@ import torch
 
 from moetool.architectures import MoEShape
 from moetool.architectures.base import whole_number
-from moetool.calibration.batching import batch_size
-from moetool.calibration.boundaries import boundaries_at_once, kept_dtype
+from moetool.calibration.boundaries import batch_size, boundaries_at_once, kept_dtype
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import ResourceError
@@ -85,9 +84,7 @@ class Plan:
                 f"This job needs about {format_bytes(self.memory_bytes)} of memory and has {format_bytes(available)}. "
                 "Fewer or shorter calibration windows (--samples, --sequence-length) need less."
             )
-        there = output
-        while not there.exists() and there != there.parent:
-            there = there.parent
+        there = next(place for place in (output, *output.parents) if place.exists())
         free = shutil.disk_usage(there).free if disk is None else disk
         written = bytes_below(output)  # by an earlier, interrupted run
         if self.disk_bytes - written > free:
@@ -163,15 +160,9 @@ class CalibrationCost:
         logits = 3 * 4 * _FEW * int(dense.config.vocab_size)
         return _BASELINE + 4 * (rest + layer + 3 * matrix) + read + activations + logits
 
-    def memory_bytes(self, experts: ExpertReader, *, gradients: bool, factors: bool) -> int:
-        """Estimated peak of anonymous memory: all of one layer, one batch, statistics, and what is not a layer."""
-        shape = experts.shape
-        measuring = [Measuring.fisher(shape)] if gradients else []
-        measuring += [Measuring.factors(shape)] if factors else []
-        return self.layer_memory(experts, *measuring, gradients=gradients).nbytes()
-
-    def layer_memory(self, experts: ExpertReader, *measuring: Measuring, gradients: bool) -> LayerMemory:
-        """The same by parts, of a job that measures this, one after the other."""
+    def layer_memory(self, experts: ExpertReader, *measuring: Measuring, gradients: bool = False) -> LayerMemory:
+        """Estimated peak of anonymous memory, by parts, of a job that measures this, one after the other: all of one
+        layer, one batch, statistics, and what is not a layer."""
         shape, config = experts.shape, experts.checkpoint.config
         outside, largest, other = layer_numbers(experts)
         windows = batch_size(self.samples, self.length)

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from moetool.job.result import PhaseTime
 
 
-class Progress(Protocol):
-    """Receives what a job is doing."""
+class Progress:
+    """Receives what a job is doing; this one draws nothing."""
 
     def expect(self, phases: Sequence[PhaseTime]) -> None:
         """These phases will come, and take about so long."""
@@ -29,20 +28,7 @@ class Progress(Protocol):
         """Something worth a line of its own."""
 
 
-class Silent:
-    """Draws nothing."""
-
-    def expect(self, phases: Sequence[PhaseTime]) -> None: ...
-
-    def start(self, phase: str, total: int) -> None: ...
-
-    def advance(self) -> None: ...
-
-    def skip(self, steps: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def log(self, message: str) -> None: ...
+SILENT = Progress()
 
 
 @contextmanager

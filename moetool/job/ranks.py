@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -26,15 +26,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from moetool.calibration.peers import Peers, SaidT
-from moetool.errors import (
-    InterruptedRunError,
-    InvalidInputError,
-    MoetoolError,
-    ResourceError,
-    UsageError,
-    VerificationError,
-    explained,
-)
+from moetool.errors import InterruptedRunError, MoetoolError, explained
 from moetool.job.processes import local_processes, local_rank, processes, rank
 
 START = timedelta(minutes=10)  # by which all processes have to have come
@@ -42,10 +34,7 @@ TIMEOUT = timedelta(hours=24)  # for which the quickest waits for the slowest, w
 WATCH_SECONDS, LEAVE_SECONDS = 0.5, 10.0
 ALERT = signal.SIGURG  # which does nothing by itself, and which nobody sends
 _FAILURE, _POSTS, _STOP, _LEFT = "failure", "posts", "stop", "left"
-_ERRORS = {
-    kind.exit_code: kind
-    for kind in (UsageError, InvalidInputError, ResourceError, VerificationError, InterruptedRunError)
-}
+_ERRORS = {kind.exit_code: kind for kind in MoetoolError.__subclasses__()}
 
 
 class Ranks(Peers):
@@ -75,9 +64,7 @@ class Ranks(Peers):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
             if error is None:
                 self.close()

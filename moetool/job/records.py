@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 from moetool.calibration.collectors import LayerStatistics
 from moetool.checkpoint.files import save_tensors
-from moetool.checkpoint.manifest import read_manifest
-from moetool.checkpoint.reader import MANIFEST, read_object
+from moetool.checkpoint.manifest import manifest_of
+from moetool.checkpoint.reader import read_object
 from moetool.checkpoint.source import first_line
 from moetool.checkpoint.writer import is_finite
 from moetool.errors import InvalidInputError
@@ -75,8 +75,7 @@ def check_records(source: Input) -> None:
         InvalidInputError: the manifest, the statistics or `tokenizer.json` are damaged.
     """
     _check_tokenizer(source.checkpoint.path)
-    if (source.checkpoint.path / MANIFEST).exists():
-        read_manifest(source.checkpoint.path)
+    manifest_of(source.checkpoint.path)
     if isinstance(source, Source):
         read_statistics(source)
 

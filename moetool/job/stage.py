@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from moetool.calibration.data import parse_data
+from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.source import local_path
 from moetool.errors import VerificationError
 from moetool.job.including import including
 from moetool.job.job import Input, Job, Source, SourceT, joined_names
-from moetool.job.options import RunOptions, calibration_text, fit_context
+from moetool.job.options import RunOptions, fit_context
 from moetool.job.plan import Plan
 from moetool.job.result import Sizes, Told
 from moetool.job.writing import original_bytes
@@ -72,8 +73,12 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         lost = set(before.checkpoint.tensors) - set(after.checkpoint.tensors)
         if missing := sorted(lost - before.experts.names - joined_names(after)):
             raise VerificationError(f"The output lacks {len(missing)} tensors of the input, the first {missing[0]}.")
-        original = original_bytes(before)
-        given, written = before.checkpoint.weight_bytes, after.checkpoint.weight_bytes
+        return self.sizes(before, after.checkpoint)
+
+    @staticmethod
+    def sizes(before: Source, after: Checkpoint) -> Sizes:
+        """Of both, and what the model had before anything was done to it."""
+        original, given, written = original_bytes(before), before.checkpoint.weight_bytes, after.weight_bytes
         return Sizes(original, written, round(1 - written / original, 6), None if given == original else given)
 
     def sources(self) -> Mapping[str, str]:
@@ -82,7 +87,7 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
 
     def reads(self) -> list[Path]:
         """What else on this disk the job needs, besides its input, and an output must not take the place of."""
-        text = calibration_text(self.options)
+        text = getattr(self.options, "calibration", None)
         return found_here(spec.source for spec in parse_data(text)) if text else []
 
     def recipe(self) -> dict[str, object]:

@@ -1,14 +1,11 @@
 """Amounts of work, told apart by what their time depends on: what a plan knows before anything is measured."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 Precision = Literal["bfloat16", "float32", "float64"]
 PRECISIONS: tuple[Precision, ...] = ("bfloat16", "float32", "float64")
-
-CountedT = TypeVar("CountedT", int, Precision)
 
 
 @dataclass(frozen=True)
@@ -36,28 +33,10 @@ class Work:
     written: float = 0.0
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(
-            _added(self.products, other.products),
-            _added(self.eigen, other.eigen),
-            _added(self.cholesky, other.cholesky),
-            self.moved + other.moved,
-            self.calls + other.calls,
-            self.hashed + other.hashed,
-            self.read + other.read,
-            self.written + other.written,
-        )
+        return Work(**{kind: _added(own, vars(other)[kind]) for kind, own in vars(self).items()})
 
     def __mul__(self, times: float) -> "Work":
-        return Work(
-            {precision: count * times for precision, count in self.products.items()},
-            {n: count * times for n, count in self.eigen.items()},
-            {n: count * times for n, count in self.cholesky.items()},
-            self.moved * times,
-            self.calls * times,
-            self.hashed * times,
-            self.read * times,
-            self.written * times,
-        )
+        return Work(**{kind: _often(own, times) for kind, own in vars(self).items()})
 
     __rmul__ = __mul__
 
@@ -75,9 +54,12 @@ def altogether(works: Iterable[Work]) -> Work:
     return sum(works, Work())
 
 
-def _added(left: Mapping[CountedT, float], right: Mapping[CountedT, float]) -> dict[CountedT, float]:
-    total: Counter[CountedT] = Counter()
-    for counts in (left, right):
-        for kind, count in counts.items():
-            total[kind] += count  # type: ignore[assignment]  # Counter adds any numbers
-    return dict(total)
+def _added(one: Any, other: Any) -> Any:
+    """The sum of two amounts of one kind, by size or precision if these are told apart."""
+    if not isinstance(one, Mapping):
+        return one + other
+    return {key: one.get(key, 0.0) + other.get(key, 0.0) for key in {**one, **other}}
+
+
+def _often(amount: Any, times: float) -> Any:
+    return {key: own * times for key, own in amount.items()} if isinstance(amount, Mapping) else amount * times

@@ -17,7 +17,7 @@ from moetool.checkpoint.reader import MANIFEST
 from moetool.errors import UsageError
 from moetool.job.journal import Journal, hand_on
 from moetool.job.lock import Lock
-from moetool.job.progress import Progress, Silent, phase
+from moetool.job.progress import SILENT, Progress, phase
 from moetool.job.ranks import Ranks
 
 WORK_DIRECTORY = ".moetool"
@@ -68,10 +68,10 @@ class Workspace:
         *,
         resume: bool = False,
         overwrite: bool = False,
-        progress: Progress | None = None,
+        progress: Progress = SILENT,
     ) -> None:
         self.output, self.work, self.fingerprint = output, output / WORK_DIRECTORY, fingerprint
-        self._progress = progress or Silent()
+        self._progress = progress
         if resume and overwrite:
             raise UsageError("--resume goes on with what is there, --overwrite throws it away: give one of them.")
         if output.exists() and not output.is_dir():
@@ -219,19 +219,10 @@ class Workspace:
             alone: whether nothing else is being made meanwhile; if not, `made` is all.
         """
         fresh = [path for path in self._working_files() if self._seen.get(path) != _signature(path)] if alone else []
-        self.note(self._made(unit, [*fresh, *made], digests, spent, told))
-
-    def _made(
-        self,
-        unit: str,
-        files: Iterable[Path],
-        digests: Mapping[Path, str] | None,
-        spent: Iterable[Path],
-        told: Mapping[str, object] | None,
-    ) -> Outcome:
         known, used = digests or {}, list(spent)
-        found = {self._name(path): known.get(path) or fast_digest(path) for path in files if path not in used}
-        return Outcome(unit, found, [self._name(path) for path in used], dict(told or {}))
+        files = (path for path in [*fresh, *made] if path not in used)
+        found = {self._name(path): known.get(path) or fast_digest(path) for path in files}
+        self.note(Outcome(unit, found, [self._name(path) for path in used], dict(told or {})))
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.output).as_posix()
@@ -264,9 +255,6 @@ class Workspace:
     def close(self) -> None:
         """The job is finished: remove everything that was only for the work, the journal that says so last."""
         self._journal.done(FINISHED)
-        self._tidy()
-
-    def _tidy(self) -> None:
         path = self.work / _JOURNAL
         _delete(_entries(self.work) - {path, self._lock.path})
         _delete([path])

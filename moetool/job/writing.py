@@ -19,8 +19,8 @@ from moetool.checkpoint.files import (
     write_bytes,
     write_json,
 )
-from moetool.checkpoint.manifest import Manifest, Origin, Provenance, read_manifest, write_manifest
-from moetool.checkpoint.reader import CARD, CONFIG, INDEX, MANIFEST, Checkpoint
+from moetool.checkpoint.manifest import Manifest, Provenance, manifest_of, write_manifest
+from moetool.checkpoint.reader import CARD, CONFIG, INDEX, Checkpoint
 from moetool.checkpoint.writer import InParts, TensorSpec
 from moetool.format.beside import quantized_beside
 from moetool.format.entry import format_entry, moetool_entry
@@ -130,9 +130,8 @@ def with_the_rest(
 def passed_on(checkpoint: Checkpoint) -> Provenance:
     """What the manifest of a checkpoint says of how it was upcycled, if moetool did that: as long as what is made of it
     is an MoE model, it can be un-merged."""
-    if not (checkpoint.path / MANIFEST).exists():
-        return Provenance()
-    return Provenance(upcycled=read_manifest(checkpoint.path).provenance.upcycled)
+    manifest = manifest_of(checkpoint.path)
+    return Provenance() if manifest is None else Provenance(upcycled=manifest.provenance.upcycled)
 
 
 def write_checkpoint(
@@ -231,6 +230,7 @@ def record_origin(
     """Write the manifest and the model card of a job's result: of `files` that are there, some with digests that are
     `known`, of contents that are `coming`, and of the `model`, if it is one: its config, and bytes of its weights."""
     checkpoint = job.source.checkpoint
+    before = manifest_of(checkpoint.path)
     files = [*files, *keep_source_card(checkpoint, job.output)]
     names = {file.relative_to(job.output).as_posix(): file for file in files}
     digests = {name: known.get(file) or file_sha256(file) for name, file in names.items()}
@@ -244,7 +244,7 @@ def record_origin(
         statistics={} if calibration is None else {"calibration": calibration.to_json()},
         provenance=provenance or Provenance(),
         layers={str(layer): said.to_json() for layer, said in layers.items()},
-        lineage=_lineage(checkpoint),
+        lineage=() if before is None else before.origins,
         run=job.workspace.fingerprint,
     )
     card = model_card(manifest, checkpoint, model, has_source_card=SOURCE_CARD in digests)
@@ -252,10 +252,6 @@ def record_origin(
     digests[CARD] = hashlib.sha256(encoded).hexdigest()
     write_manifest(job.output, manifest.model_copy(update={"files": dict(sorted(digests.items()))}))
     write_bytes(job.output / CARD, encoded)
-
-
-def _lineage(checkpoint: Checkpoint) -> tuple[Origin, ...]:
-    return read_manifest(checkpoint.path).origins if (checkpoint.path / MANIFEST).exists() else ()
 
 
 def down_scale(checkpoint: Checkpoint) -> float:

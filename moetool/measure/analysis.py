@@ -19,7 +19,7 @@ from moetool.checkpoint.writer import is_finite
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.job import Source
 from moetool.job.options import Options
-from moetool.job.progress import Progress, Silent, phase
+from moetool.job.progress import SILENT, Progress, phase
 from moetool.job.records import read_statistics
 from moetool.job.result import Keyed
 from moetool.measure.inspected import Analysis, Energies, LayerAnalysis, RoleAnalysis, Similarity
@@ -46,7 +46,7 @@ class AnalysisOptions(Options):
     )
 
 
-def analyse(path: str | Path, options: AnalysisOptions, progress: Progress | None = None) -> Analysis:
+def analyse(path: str | Path, options: AnalysisOptions, progress: Progress = SILENT) -> Analysis:
     """Similarity of experts, energy of singular values and sensitivity; one layer and role is in memory at a time.
 
     The sensitivity of a role is `relative_error_cost`, summed over the experts, from the Fisher information that a
@@ -57,7 +57,6 @@ def analyse(path: str | Path, options: AnalysisOptions, progress: Progress | Non
         UsageError: a layer that has no experts was asked for.
         InvalidInputError: the checkpoint cannot be used, or holds NaN or infinity.
     """
-    progress = progress or Silent()
     source = Source.open(path)
     reader = source.experts
     chosen = _chosen(reader, options)

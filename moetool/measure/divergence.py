@@ -10,26 +10,24 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeAlias
+from typing import BinaryIO, TypeAlias
 
 import torch
 from torch import Tensor
 
 from moetool.architectures.base import whole_number
 from moetool.architectures.dense import is_encoder
+from moetool.calibration.opening import Tokenizer
 from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.files import storage_errors
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import InvalidInputError, ResourceError, UsageError, VerificationError
 from moetool.job.progress import Progress, phase
-from moetool.measure.evaluated import Divergence
 from moetool.measure.loading import both_fit, computed_in, load_for
 from moetool.measure.options import LoadedOptions
 from moetool.measure.predictions import Predictions, prediction_losses
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from moetool.measure.told import Divergence
 
 POSITIONS = 256  # whose distributions are compared at once, in fp64
 
@@ -105,7 +103,7 @@ class AgainstOriginal:
 def original_beside(
     path: str,
     checkpoint: Checkpoint,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     batches: Batches,
     asked: Predictions,
     options: LoadedOptions,
@@ -169,7 +167,7 @@ def _note_all(
         return [_note(file, place, asked.logits(model, rows), progress) for rows in batches]
 
 
-def check_comparable(original: Checkpoint, model: Checkpoint, tokenizer: "PreTrainedTokenizerBase") -> None:
+def check_comparable(original: Checkpoint, model: Checkpoint, tokenizer: Tokenizer) -> None:
     """Raise unless both predict tokens of the same vocabulary, from what is before them or from all others."""
     if is_encoder(original.config) != is_encoder(model.config):
         encoder = original if is_encoder(original.config) else model

@@ -14,7 +14,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.source import first_line
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.job.options import context_length
-from moetool.job.progress import Progress, Silent
+from moetool.job.progress import SILENT, Progress
 from moetool.measure.options import LoadedOptions
 from moetool.measure.told import Generation, SynthesisTold
 from moetool.runtime.modules.moefied import set_keep
@@ -43,7 +43,7 @@ def generate(
     path: str,
     prompt: str,
     options: GenerationOptions,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     write: Callable[[str], None] | None = None,
 ) -> Generation:
     """Let a checkpoint go on after `prompt`; `write` gets the text as it comes, in pieces.
@@ -56,7 +56,6 @@ def generate(
     """
     from moetool.measure.loading import load_for, stored_dtype
 
-    progress = progress or Silent()
     checkpoint = Checkpoint.open(path)
     if is_encoder(checkpoint.config):
         raise UsageError(f"{path} is an encoder ({checkpoint.config.get('model_type')}): it generates nothing.")

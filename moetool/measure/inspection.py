@@ -7,8 +7,8 @@ from typing import Literal, cast
 from moetool.checkpoint.counting import parameter_counts
 from moetool.checkpoint.decoded import quantized_tensors
 from moetool.checkpoint.experts import ExpertReader
-from moetool.checkpoint.manifest import Manifest, read_manifest
-from moetool.checkpoint.reader import MANIFEST, Checkpoint
+from moetool.checkpoint.manifest import Manifest, manifest_of
+from moetool.checkpoint.reader import Checkpoint
 from moetool.format.beside import quantized_beside
 from moetool.format.families import is_opaque
 from moetool.job.blueprint import open_for_planning
@@ -35,10 +35,12 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
     if is_opaque(checkpoint.config):
         if not checkpoint.is_imagined:
             check_sizes(checkpoint)
-        return inspect_custom(path, checkpoint, _files(checkpoint, checkpoint.weight_bytes, _manifest(checkpoint)))
+        return inspect_custom(
+            path, checkpoint, _files(checkpoint, checkpoint.weight_bytes, manifest_of(checkpoint.path))
+        )
     source = Source.of(checkpoint)
     reader = source.experts
-    manifest = _manifest(checkpoint)
+    manifest = manifest_of(checkpoint.path)
     return Inspection(
         path=str(path),
         model_type=str(checkpoint.config["model_type"]),
@@ -65,10 +67,6 @@ def _beside(checkpoint: Checkpoint) -> QuantizedBeside | None:
     names = quantized_tensors(checkpoint) & checkpoint.tensors.keys()
     modules = quantized_beside(checkpoint.config)
     return QuantizedBeside(len(modules), sum(checkpoint.tensors[name].nbytes for name in names)) if modules else None
-
-
-def _manifest(checkpoint: Checkpoint) -> Manifest | None:
-    return read_manifest(checkpoint.path) if (checkpoint.path / MANIFEST).exists() else None
 
 
 def _files(checkpoint: Checkpoint, original: int, manifest: Manifest | None) -> Files:

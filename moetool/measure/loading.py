@@ -8,7 +8,7 @@ from moetool.architectures.dense import check_predicts
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
 from moetool.job.job import pick_compute_dtype, pick_device
-from moetool.job.progress import Progress, Silent, phase
+from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.options import EvaluatedOptions
 from moetool.runtime.building import check_sizes, described_in
 from moetool.runtime.loading import check_memory, load_model, loading_memory
@@ -39,9 +39,7 @@ def _place(device: str) -> torch.device | str:
     return "auto" if device == "map" else pick_device(device)
 
 
-def load_for(
-    checkpoint: Checkpoint, device: str, compute_dtype: str | torch.dtype, progress: Progress | None = None
-) -> Any:
+def load_for(checkpoint: Checkpoint, device: str, compute_dtype: str | torch.dtype, progress: Progress = SILENT) -> Any:
     """A language model in evaluation mode; `device` may be `map`, to spread a large model over what there is. What it
     takes of the memory is told to `progress` before.
 
@@ -52,11 +50,10 @@ def load_for(
     check_predicts(checkpoint.config)
     dtype, place = computed_in(checkpoint, device, compute_dtype), _place(device)
     memory = check_memory(checkpoint, dtype, place)
-    if progress is not None:
-        needed, free = format_bytes(memory.needed), format_bytes(memory.free)
-        progress.log(f"Loading needs about {needed} of memory, {free} are free.")
+    needed, free = format_bytes(memory.needed), format_bytes(memory.free)
+    progress.log(f"Loading needs about {needed} of memory, {free} are free.")
     check_sizes(checkpoint)
-    with phase(progress or Silent(), "Load", 0), described_in(checkpoint.path):
+    with phase(progress, "Load", 0), described_in(checkpoint.path):
         model = load_model(checkpoint, dtype, place)
         with torch.inference_mode():
             # A config can promise what its layers cannot compute, which none of them says before it runs.
@@ -65,7 +62,7 @@ def load_for(
 
 
 def load_to_evaluate(
-    checkpoint: Checkpoint, options: EvaluatedOptions, progress: Progress | None = None
+    checkpoint: Checkpoint, options: EvaluatedOptions, progress: Progress = SILENT
 ) -> tuple[Any, SynthesisChoice]:
     """A model as `load_for` loads it, run as the options say; and when its experts were made dense, and why.
 

@@ -21,12 +21,11 @@ from moetool.calibration.windows import check_vocabulary, evaluation_windows, lo
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import VerificationError
 from moetool.job.options import fit_context
-from moetool.job.progress import Progress, Silent, phase
+from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.divergence import original_beside
-from moetool.measure.evaluated import Evaluation
 from moetool.measure.options import EvaluatedOptions
 from moetool.measure.predictions import HiddenTokens, NextTokens, Predictions, marks, prediction_losses
-from moetool.measure.told import SynthesisTold
+from moetool.measure.told import Evaluation, SynthesisTold
 from moetool.runtime.modules.batch_dependence import depends_on_batch
 
 
@@ -47,7 +46,7 @@ class EvaluationOptions(EvaluatedOptions):
     batch_tokens: int = Field(2048, ge=1, description="Tokens per batch.")
 
 
-def perplexity(path: str, options: EvaluationOptions, progress: Progress | None = None) -> Evaluation:
+def perplexity(path: str, options: EvaluationOptions, progress: Progress = SILENT) -> Evaluation:
     """Evaluate a checkpoint; any that transformers loads, moetool's among them.
 
     Raises:
@@ -57,7 +56,6 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress | None 
     """
     from moetool.measure.loading import load_to_evaluate
 
-    progress = progress or Silent()
     checkpoint = Checkpoint.open(path)
     tokenizer = load_tokenizer(checkpoint.path)
     encoder = is_encoder(checkpoint.config)

@@ -1,39 +1,27 @@
 """What a model is asked of a text: what comes next, or of an encoder what a mask hides."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from moetool.calibration.masking import mask_token
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-class Predictions(Protocol):
-    """Those of every window of a text."""
-
-    def logits(self, model: Any, windows: Tensor) -> Tensor:
-        """Of windows `[batch, length]` of token ids `[batch, predictions, vocabulary]`."""
-
-    def targets(self, windows: Tensor) -> Tensor:
-        """The tokens that are right `[batch, predictions]`."""
+from moetool.calibration.opening import Tokenizer
 
 
 class NextTokens:
-    """Every token but the first, after those before it."""
+    """Of windows of token ids `[batch, length]` every token but the first, after those before it."""
 
     @torch.inference_mode()
     def logits(self, model: Any, windows: Tensor) -> Tensor:
-        """`[batch, length − 1, vocabulary]`."""
+        """What is predicted, `[batch, length − 1, vocabulary]`."""
         logits: Tensor = model(input_ids=windows.to(model.device), use_cache=False).logits[:, :-1]
         return logits
 
     def targets(self, windows: Tensor) -> Tensor:
-        """`[batch, length − 1]`."""
+        """The tokens that are right, `[batch, length − 1]`."""
         return windows[:, 1:]
 
 
@@ -47,7 +35,7 @@ class HiddenTokens:
         rows: runs in one batch.
     """
 
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: Tokenizer
     rows: int
 
     @torch.inference_mode()
@@ -71,7 +59,10 @@ class HiddenTokens:
         return windows
 
 
-def marks(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
+Predictions: TypeAlias = NextTokens | HiddenTokens
+
+
+def marks(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before and after a text."""
     before, after = ([] if mark is None else [mark] for mark in (tokenizer.cls_token_id, tokenizer.sep_token_id))
     return before, after

@@ -14,7 +14,7 @@ from moetool.calibration.windows import check_vocabulary, evaluation_windows, lo
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, VerificationError
 from moetool.job.options import Options, fit_context
-from moetool.job.progress import Progress, Silent, phase
+from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.loading import load_for
 from moetool.measure.told import Clustering, RoutingTold, TextRouting
 from moetool.runtime.modules.batch_dependence import depends_on_batch
@@ -90,14 +90,13 @@ def _tally(chosen: Tensor, experts: int) -> Tensor:
     return torch.bincount(chosen.flatten(), minlength=experts).double().cpu()
 
 
-def routing(path: str, options: RoutingOptions, progress: Progress | None = None) -> RoutingTold:
+def routing(path: str, options: RoutingOptions, progress: Progress = SILENT) -> RoutingTold:
     """Shares of all choices that each expert gets on each text, layer by layer.
 
     Raises:
         InvalidInputError: model or text cannot be used, or the model has no experts.
         VerificationError: the model's routing is not a number.
     """
-    progress = progress or Silent()
     checkpoint = Checkpoint.open(path)
     options = fit_context(options, checkpoint.config)
     tokenizer = load_tokenizer(checkpoint.path)

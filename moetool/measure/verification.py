@@ -8,14 +8,14 @@ import torch
 from moetool.architectures import Role
 from moetool.checkpoint.decoded import decoded, quantized_tensors
 from moetool.checkpoint.digests import check_files
-from moetool.checkpoint.manifest import Manifest, read_manifest
+from moetool.checkpoint.manifest import Manifest, manifest_of
 from moetool.checkpoint.reader import MANIFEST, Checkpoint
 from moetool.checkpoint.writer import is_finite
 from moetool.errors import InvalidInputError, VerificationError
 from moetool.format.entry import is_quantized_elsewhere
 from moetool.format.families import is_opaque
 from moetool.job.job import DenseSource, Source, joined_names
-from moetool.job.progress import Progress, Silent, phase
+from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.told import Comparison, Verification
 from moetool.runtime.building import check_sizes
 
@@ -28,7 +28,7 @@ _TRAINING = "tune"
 def verify_checkpoint(
     path: str | Path,
     against: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     *,
     edited: bool = False,
 ) -> Verification:
@@ -47,9 +47,8 @@ def verify_checkpoint(
         InvalidInputError: a file or the config cannot be used.
         VerificationError: something is wrong, named file by file and tensor by tensor.
     """
-    progress = progress or Silent()
     checkpoint = Checkpoint.open(path)
-    manifest = _manifest(checkpoint)
+    manifest = manifest_of(checkpoint.path)
     problems: list[str] = []
     notes: list[str] = []
     made = None
@@ -117,15 +116,11 @@ def verify_files(checkpoint: Checkpoint) -> list[str]:
         VerificationError: a file is missing, or not what was written.
     """
     check_sizes(checkpoint)
-    if (manifest := _manifest(checkpoint)) is None:
+    if (manifest := manifest_of(checkpoint.path)) is None:
         return []
     found = check_files(checkpoint.path, manifest, edited=True)
     _raise_for(checkpoint.source, found.problems)
     return found.notes
-
-
-def _manifest(checkpoint: Checkpoint) -> Manifest | None:
-    return read_manifest(checkpoint.path) if (checkpoint.path / MANIFEST).exists() else None
 
 
 def _raise_for(path: str | Path, problems: list[str]) -> None:

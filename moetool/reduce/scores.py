@@ -5,7 +5,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from moetool.calibration.held_experts import HeldExperts
+from moetool.calibration.held_experts import ExpertRun, HeldExperts
 from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Peers
 
@@ -22,9 +22,7 @@ class Scores(Collector):
     def __init__(self, experts: int) -> None:
         self.tokens = torch.zeros(experts, dtype=torch.int64)
 
-    def observe(
-        self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
-    ) -> None:
+    def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
         self.tokens[expert] += len(inputs)
 
     @abstractmethod

@@ -122,10 +122,8 @@ def neurons(activations: Mapping[int, Activations]) -> Section:
     charts: list[Chart] = []
     known = {name: values for name, values in shares.items() if any(value is not None for value in values)}
     if known:
-        title = "Energy in the chosen experts"
-        charts.append(by_layer(title, list(activations), known, "share"))
-    title = "Activations that are small"
-    charts.append(by_layer(title, list(activations), sparsity, "share"))
+        charts.append(by_layer("Energy in the chosen experts", list(activations), known, "share"))
+    charts.append(by_layer("Activations that are small", list(activations), sparsity, "share"))
     headers = ("layer", *known, *sparsity)
     columns: list[Values] = [*known.values(), *sparsity.values()]
     rows = [(label, *(_percent(values[row]) for values in columns)) for row, label in enumerate(labels)]

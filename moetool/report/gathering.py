@@ -7,7 +7,7 @@ from typing import cast
 
 from moetool.architectures import architectures
 from moetool.checkpoint.experts import ExpertReader
-from moetool.checkpoint.manifest import Manifest, Origin, read_manifest
+from moetool.checkpoint.manifest import Manifest, Origin, manifest_of
 from moetool.checkpoint.reader import MANIFEST, Checkpoint
 from moetool.convert.told import Activations
 from moetool.errors import InvalidInputError, UsageError
@@ -16,16 +16,15 @@ from moetool.format.families import is_opaque
 from moetool.format.kinds import custom_module
 from moetool.job.blueprint import open_for_planning
 from moetool.job.job import Source
-from moetool.job.progress import Progress, Silent
+from moetool.job.progress import SILENT, Progress
 from moetool.job.records import read_statistics
 from moetool.job.result import Json
 from moetool.measure.analysis import AnalysisOptions, analyse
-from moetool.measure.evaluated import Evaluation
 from moetool.measure.inspected import Inspection, MoELayer, StoredLayers
 from moetool.measure.inspection import inspect_checkpoint
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.measure.routing import RoutingOptions, routing
-from moetool.measure.told import RoutingTold
+from moetool.measure.told import Evaluation, RoutingTold
 from moetool.report.options import ReportOptions
 from moetool.report.recorded import RecordedResults, kept_runs, read_recorded, without_costs
 from moetool.report.remaking import remaking
@@ -37,7 +36,7 @@ ANALYSED = 8  # layers, unless some were named
 RARE = 0.1  # of an even share
 
 
-def gather(path: str, output: Path, options: ReportOptions, progress: Progress | None = None) -> Report:
+def gather(path: str, output: Path, options: ReportOptions, progress: Progress = SILENT) -> Report:
     """What files say of a model, and what `options` ask to measure.
 
     Args:
@@ -51,14 +50,13 @@ def gather(path: str, output: Path, options: ReportOptions, progress: Progress |
         InvalidInputError: model, texts or recorded results cannot be used.
         ResourceError, VerificationError: as `eval` and `routing` raise them.
     """
-    progress = progress or Silent()
     if options.layers is not None and not options.analysis:
         raise UsageError("--layers limits --analysis: give both.")
     recorded = None if options.results is None else read_recorded(options.results)
     checkpoint = open_for_planning(path)
     against = None if options.against is None else open_for_planning(options.against)
     experts = _experts(checkpoint)
-    manifest = read_manifest(checkpoint.path) if (checkpoint.path / MANIFEST).exists() else None
+    manifest = manifest_of(checkpoint.path)
     inspection = inspect_checkpoint(path) if _is_inspected(checkpoint.config) else None
     jobs = kept_runs(checkpoint.path, manifest, recorded)
     notes = [] if (untold := without_costs(checkpoint.path, manifest)) is None else [untold]

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from moetool.checkpoint.files import storage_errors
 from moetool.errors import UsageError
 from moetool.job.execute import output_directory
-from moetool.job.progress import Progress, Silent, phase
+from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.inspected import Masks
 from moetool.report import pictures
 from moetool.report.experts import landed, merged, neurons, stored
@@ -60,7 +60,7 @@ def _candidates(report: Report) -> Iterator[Section | None]:
         yield options(report.made)
 
 
-def page(report: Report, progress: Progress | None = None) -> str:
+def page(report: Report, progress: Progress = SILENT) -> str:
     """The file's content: the same for the same report and the same matplotlib. Without one it has no charts."""
     found = sections(report)
     environment = Environment(
@@ -77,7 +77,7 @@ def page(report: Report, progress: Progress | None = None) -> str:
         facts=_facts(report),
         headline=list(headline(report)),
         sections=found,
-        charts=_drawn(found, progress or Silent()),
+        charts=_drawn(found, progress),
         version=__version__,
     )
 
@@ -120,7 +120,7 @@ def page_file(model: str, output: Path | None) -> Path:
     return file
 
 
-def write_page(report: Report, file: Path, progress: Progress | None = None) -> None:
+def write_page(report: Report, file: Path, progress: Progress = SILENT) -> None:
     """Write the page into a file. Raises `ResourceError` if it cannot be written."""
     content = page(report, progress)
     with storage_errors(file):

@@ -13,8 +13,7 @@ from moetool.checkpoint.source import local_path
 from moetool.errors import InvalidInputError
 from moetool.job.costs import ExpectedCosts, read_costs, unreadable_costs
 from moetool.job.result import PhaseCost, Printed
-from moetool.measure.evaluated import Evaluation
-from moetool.measure.told import RoutingTold
+from moetool.measure.told import Evaluation, RoutingTold
 
 ToldT = TypeVar("ToldT", bound=Printed)
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.job.forecast import format_seconds
-from moetool.job.result import PhaseCost
-from moetool.measure.evaluated import Evaluation
+from moetool.measure.told import Evaluation
 from moetool.report.charts import LONGEST, Bars, Chart, Lines
 from moetool.report.parts import CodeBlock, PageTable, Section, count, number, plain
 from moetool.report.recorded import RecordedRun
@@ -221,21 +220,13 @@ def _job(run: RecordedRun) -> tuple[str, ...]:
 
 def _phases(run: RecordedRun) -> Iterator[tuple[str, ...]]:
     """A row for each phase of a job, and one for what it did beside them: libraries, headers, checks."""
-    yield from ((run.stage, *_phase(phase)) for phase in run.phases)
+    for phase in run.phases:
+        expected = "–" if phase.expected_seconds is None else f"{phase.expected_seconds:.1f}"
+        memory, scratch = _bytes(phase.peak_memory_bytes), _bytes(phase.scratch_bytes)
+        yield run.stage, phase.name, f"{phase.seconds:.1f}", expected, memory, scratch
     if run.phases:
         rest = run.seconds - sum(phase.seconds for phase in run.phases)
         yield run.stage, "the rest", f"{max(rest, 0):.1f}", "–", "–", "–"
-
-
-def _phase(phase: PhaseCost) -> tuple[str, ...]:
-    expected = "–" if phase.expected_seconds is None else f"{phase.expected_seconds:.1f}"
-    return (
-        phase.name,
-        f"{phase.seconds:.1f}",
-        expected,
-        _bytes(phase.peak_memory_bytes),
-        _bytes(phase.scratch_bytes),
-    )
 
 
 def _label(phase: str) -> str:

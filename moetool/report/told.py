@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from moetool.architectures import Role
 from moetool.convert.told import Activations
 from moetool.job.result import Json, Printed
-from moetool.measure.evaluated import Evaluation
 from moetool.measure.inspected import Inspection
-from moetool.measure.told import Matrix, RoutingTold
+from moetool.measure.told import Evaluation, Matrix, RoutingTold
 from moetool.report.recorded import RecordedResults, RecordedRun
 
 

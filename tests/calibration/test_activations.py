@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moetool.calibration.activations import ActivationFile
-from moetool.calibration.batching import TOKENS_PER_BATCH, batch_size
+from moetool.calibration.boundaries import TOKENS_PER_BATCH, batch_size
 from moetool.checkpoint.files import fast_digest, is_intact
 from moetool.errors import ResourceError
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from moetool.architectures import ROLES, MoEShape, Role, find_architecture
 from moetool.calibration.collectors import FisherCollector, GramCollector, LayerStatistics, UsageCollector
+from moetool.calibration.held_experts import ExpertRun
 from moetool.calibration.peers import Peers
 from moetool.calibration.streaming import StreamedModel
 from moetool.calibration.sweep import Sweep
@@ -221,7 +222,8 @@ def test_the_sample_is_every_nth_activation(measured: Measured, whole: Whole) ->
 
 
 def observe(collector: GramCollector, expert: int, inputs: Tensor, activation: Tensor) -> None:
-    collector.observe(expert, torch.zeros(len(inputs)), inputs, torch.empty(0), activation, torch.empty(0))
+    nothing = torch.empty(0)
+    collector.observe(expert, torch.zeros(len(inputs)), inputs, ExpertRun(nothing, activation, nothing, nothing))
 
 
 def test_a_narrow_down_keeps_the_gram_of_its_input() -> None:
@@ -264,7 +266,7 @@ def test_fisher_squares_windows_one_by_one() -> None:
     output = torch.zeros(4, 2, requires_grad=True) * 1
     gate_up = torch.zeros(4, 6, requires_grad=True) * 1
     windows = torch.tensor([0, 0, 1, 1])
-    collector.observe(0, windows, torch.ones(4, 2), gate_up, activation, output)
+    collector.observe(0, windows, torch.ones(4, 2), ExpertRun(gate_up, activation, output, output))
     (output * torch.tensor([[1.0, 2], [1, 2], [-1, -2], [-1, -2]])).sum().backward()
     assert collector.total["down"].tolist() == [[8.0] * 3, [32.0] * 3]
     assert collector.weighted["down"].tolist() == [[8.0] * 3, [32.0] * 3]
@@ -281,7 +283,7 @@ def test_fisher_of_many_equal_terms_does_not_stall() -> None:
         output = torch.zeros(200, 1, dtype=torch.bfloat16, requires_grad=True) * 1
         gate_up = torch.zeros(200, 2, dtype=torch.bfloat16, requires_grad=True) * 1
         ones = torch.ones(200, 1, dtype=torch.bfloat16)
-        collector.observe(0, torch.arange(200), ones, gate_up, ones, output)
+        collector.observe(0, torch.arange(200), ones, ExpertRun(gate_up, ones, output, output))
         output.sum().backward()
     assert collector.total["down"].item() == 600
     assert collector.total["down"].dtype == torch.float32

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from moetool.architectures import MoEShape
 from moetool.calibration import input_grams
+from moetool.calibration.held_experts import ExpertRun
 from moetool.calibration.input_grams import InputGramCollector
 from moetool.numerics.shrinkage import shrink
 
@@ -24,9 +25,8 @@ def collected() -> tuple[InputGramCollector, list[Tensor], list[Tensor]]:
     for expert, count in enumerate(TOKENS):
         windows, nothing = torch.zeros(count, dtype=torch.int64), torch.zeros(count, 16)
         for part in (slice(0, count // 2), slice(count // 2, count)):
-            collector.observe(
-                expert, windows[part], inputs[expert][part], nothing[part], activations[expert][part], nothing
-            )
+            work = ExpertRun(nothing, activations[expert][part], nothing, nothing)
+            collector.observe(expert, windows[part], inputs[expert][part], work)
     return collector, inputs, activations
 
 

@@ -36,7 +36,6 @@ def test_matrices_stand_where_codes_were(path: Path) -> None:
     assert shown.info(WEIGHT).nbytes == 16 * 32 * 4
     assert shown.read_rows(WEIGHT, 3, 9).equal(expected[3:9])
     assert torch.cat([*shown.blocks(WEIGHT, 100)]).equal(expected.view(-1))
-    assert shown.read(WEIGHT, torch.empty(16 * 32 * 4 + 7, dtype=torch.uint8)).equal(expected)
     other = "model.norm.weight"
     assert shown.read(other).equal(stored.read(other))
     assert torch.cat([*shown.blocks(other)]).equal(stored.read(other))

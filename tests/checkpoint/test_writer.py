@@ -234,9 +234,6 @@ def test_nonfinite_values(tmp_path: Path, dtype: torch.dtype, value: float, monk
     with pytest.raises(VerificationError, match="Tensor bad holds NaN or infinity"):
         CheckpointWriter(tmp_path, plan).write_shard(0, content)
     assert names(tmp_path) == []
-    file = CheckpointWriter(tmp_path, plan, allow_nonfinite={"bad"}).write_shard(0, content)
-    with safe_open(file, "pt") as written:
-        assert bits(written.get_tensor("bad")) == bits(tensor)
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES.values()))

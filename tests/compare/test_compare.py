@@ -11,7 +11,7 @@ import pytest
 
 from moetool.calibration.sweep import Sweep
 from moetool.compare import running
-from moetool.job.progress import Silent
+from moetool.job.progress import Progress
 
 FEW = ("--sequence-length", 32, "--windows", 6)
 CALIBRATED = ("--samples", 4, *FEW)
@@ -78,7 +78,7 @@ def test_models_go_and_rows_stay(compare, made, tmp_path, tiny_mixtral):
     assert made[2:] == ["d2moe-30"]
 
 
-class Stopping(Silent):
+class Stopping(Progress):
     """SIGTERM at the third step."""
 
     steps = 0

@@ -8,7 +8,7 @@ import torch
 
 from moetool.export.gguf.file import GgufTensor, write_gguf
 from moetool.format.gguf import gguf_library
-from moetool.job.progress import Silent
+from moetool.job.progress import Progress
 
 UNITS = [
     [GgufTensor(f"blk.{layer}.{name}.weight", (4, 32), "f16", lambda: iter([torch.ones(4, 32)])) for name in names]
@@ -16,7 +16,7 @@ UNITS = [
 ]
 
 
-class Steps(Silent):
+class Steps(Progress):
     """Counts."""
 
     done = skipped = 0

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from moetool.calibration.held_experts import ExpertRun
 from moetool.checkpoint.reader import Checkpoint
 from moetool.export.gguf.importance import LayerMoments
 from moetool.export.gguf.model import GgufSource
@@ -46,7 +47,7 @@ def test_experts_are_blamed_for_their_own_outputs(source: GgufSource) -> None:
         gate_up = torch.randn(tokens, 96, generator=draw, requires_grad=True)
         activation = torch.randn(tokens, 48, generator=draw)
         output = torch.randn(tokens, 32, generator=draw, requires_grad=True)
-        moments.observe(expert, torch.zeros(tokens), inputs, gate_up, activation, output)
+        moments.observe(expert, torch.zeros(tokens), inputs, ExpertRun(gate_up, activation, output, output))
         (torch.cat([torch.ones(48), 3 * torch.ones(48)]) * gate_up).sum().backward()
         (expert * output).sum().backward()
     gate, up, down = (moments.by_name[f"blk.1.ffn_{role}_exps.weight"] for role in ("gate", "up", "down"))

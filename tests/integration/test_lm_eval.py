@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moetool.errors import InvalidInputError, UsageError
-from moetool.job.progress import Silent
+from moetool.job.progress import Progress
 from moetool.measure.tasks.evaluating import evaluate
 from moetool.measure.tasks.harness import open_tasks
 from moetool.measure.tasks.options import TaskOptions
@@ -64,7 +64,7 @@ def test_scores_are_those_of_lm_eval_itself(
     from lm_eval.tasks import TaskManager
 
     asked = options(folder, "vowels", few_shot=few_shot, batch_size=3)
-    first, second = evaluate([str(small), str(small)], None, asked, Silent()).models
+    first, second = evaluate([str(small), str(small)], None, asked, Progress()).models
     assert first.tasks is not None
     assert second.tasks is not None
     assert first.tasks.scores == second.tasks.scores
@@ -85,7 +85,7 @@ def test_scores_are_those_of_lm_eval_itself(
 
 
 def test_limit(folder: Path, tiny_mixtral: Path) -> None:
-    (found,) = evaluate([str(tiny_mixtral)], None, options(folder, "vowels", limit=3), Silent()).models
+    (found,) = evaluate([str(tiny_mixtral)], None, options(folder, "vowels", limit=3), Progress()).models
     assert found.tasks is not None
     assert found.tasks.scores[0].questions == 3
 

@@ -6,14 +6,14 @@ from pathlib import Path
 from moetool.checkpoint.reader import COSTS
 from moetool.checkpoint.sealed import read_sealed, write_sealed
 from moetool.job.costs import JobCosts, Meter, read_costs
-from moetool.job.progress import Silent, phase
+from moetool.job.progress import Progress, phase
 from moetool.job.result import PhaseCost, PhaseTime
 from moetool.job.workspace import WORK_DIRECTORY
 
 
 def test_a_phase_that_comes_again_adds_to_the_first(tmp_path: Path) -> None:
     now = [0.0]
-    meter = Meter(Silent(), tmp_path, lambda: now[0])
+    meter = Meter(Progress(), tmp_path, lambda: now[0])
     meter.expect([PhaseTime("Write", 2.0)])
     for name, seconds in (("Check", 1.0), ("Write", 2.5), ("Check", 0.25)):
         with phase(meter, name, 1):
@@ -30,7 +30,7 @@ def test_a_phase_that_comes_again_adds_to_the_first(tmp_path: Path) -> None:
 
 def test_a_phase_that_fails_is_counted_too(tmp_path: Path) -> None:
     now = [0.0]
-    meter = Meter(Silent(), tmp_path, lambda: now[0])
+    meter = Meter(Progress(), tmp_path, lambda: now[0])
     with suppress(RuntimeError), phase(meter, "Write", 1):
         now[0] += 3
         raise RuntimeError
@@ -40,7 +40,7 @@ def test_a_phase_that_fails_is_counted_too(tmp_path: Path) -> None:
 def test_memory_and_scratch_are_those_of_each_phase(tmp_path: Path) -> None:
     work = tmp_path / WORK_DIRECTORY
     work.mkdir()
-    meter = Meter(Silent(), tmp_path)
+    meter = Meter(Progress(), tmp_path)
     with phase(meter, "Forward", 1):
         (work / "hidden").write_bytes(bytes(5000))
         held = bytearray(b"x") * 200_000_000
@@ -61,7 +61,7 @@ def test_runs_add_up_whatever_became_of_them(tmp_path: Path) -> None:
     work.mkdir()
 
     def run(seconds: float) -> JobCosts:
-        meter = Meter(Silent(), tmp_path, lambda: now[0])
+        meter = Meter(Progress(), tmp_path, lambda: now[0])
         meter.keep()
         meter.start("Forward", 2)
         now[0] += seconds

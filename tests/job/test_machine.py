@@ -5,23 +5,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from moetool.job import machine
-from moetool.job.machine import Machine, this_machine
-from moetool.job.work import Work
+from moetool.job.machine import DeviceSpeeds, DiskSpeeds, Machine, this_machine
+from moetool.job.work import PRECISIONS, Work
 
 CPU = torch.device("cpu")
 SPEEDS = {
-    "products/bfloat16": 4e11,
-    "products/float32": 4e10,
-    "products/float64": 2e10,
-    "eigen/100": 0.001,
-    "eigen/400": 0.016,
-    "cholesky/100": 0.0001,
+    "products": {"bfloat16": 4e11, "float32": 4e10, "float64": 2e10},
+    "eigen": {100: 0.001, 400: 0.016},
+    "cholesky": {100: 0.0001},
     "moved": 1e10,
     "hashed": 1e9,
     "call": 1e-6,
 }
+CHECKED = TypeAdapter(DeviceSpeeds)
+DEVICE = CHECKED.validate_python(SPEEDS)
 
 
 @pytest.fixture
@@ -31,13 +31,13 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("MOETOOL_MEASURE", "")
     found: list[str] = []
 
-    def speeds(device: torch.device) -> dict[str, float]:
+    def speeds(device: torch.device) -> DeviceSpeeds:
         found.append(device.type)
-        return SPEEDS
+        return DEVICE
 
-    def disk(directory: Path) -> dict[str, float]:
+    def disk(directory: Path) -> DiskSpeeds:
         found.append("disk")
-        return {"read": 2e9, "written": 1e9}
+        return DiskSpeeds(read=2e9, written=1e9)
 
     monkeypatch.setattr(machine, "measured_speeds", speeds)
     monkeypatch.setattr(machine, "measured_disk", disk)
@@ -68,7 +68,9 @@ BAD = [
     *("", "{", "[1, 2]", "null", '{"moved": 1e10}'),
     json.dumps({**SPEEDS, "moved": 0}),
     json.dumps({**SPEEDS, "call": "x"}),
-    json.dumps({name: speed for name, speed in SPEEDS.items() if not name.startswith("eigen")}),
+    json.dumps({name: speed for name, speed in SPEEDS.items() if name != "eigen"}),
+    json.dumps({**SPEEDS, "eigen": {}}),
+    json.dumps({**SPEEDS, "products": {"float32": 4e10}}),
 ]
 
 
@@ -79,7 +81,7 @@ def test_a_bad_file_is_measured_again(measured: list[str], tmp_path: Path, conte
     file.write_text(content)
     assert this_machine(CPU, tmp_path) == whole
     assert measured == ["cpu", "disk", "cpu"]
-    assert json.loads(file.read_text()) == SPEEDS
+    assert CHECKED.validate_json(file.read_text()) == DEVICE
 
 
 def test_measured_again_when_asked(measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,17 +110,16 @@ def test_a_real_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(machine, "_PRODUCT", {"cpu": 64})
     monkeypatch.setattr(machine, "_SOLVED", {"cpu": (8, 16)})
     speeds = machine.measured_speeds(CPU)
-    assert set(machine._names(speeds)) <= set(speeds)
-    assert all(speed > 0 for speed in speeds.values())
+    assert CHECKED.validate_python(vars(speeds)) == speeds
+    assert (set(speeds.products), set(speeds.eigen)) == (set(PRECISIONS), {8, 16})
     monkeypatch.setattr(machine, "_DISK", 1 << 20)
     disk = machine.measured_disk(tmp_path)
-    assert set(disk) == {"read", "written"}
-    assert all(0 < speed <= 1e12 for speed in disk.values())
+    assert 0 < min(disk.read, disk.written) <= max(disk.read, disk.written) <= 1e12
     assert not list(tmp_path.iterdir())
 
 
 def test_seconds() -> None:
-    here: Machine = machine._machine({**SPEEDS, "read": 2e9, "written": 1e9})
+    here = Machine(**vars(DEVICE), read=2e9, written=1e9)
     work = Work(
         {"float32": 4e10, "bfloat16": 4e11}, {100: 1000.0}, moved=1e10, calls=1e6, hashed=1e9, read=2e9, written=1e9
     )
@@ -131,7 +132,7 @@ def test_seconds() -> None:
 
 
 def test_sizes_between_and_beyond_those_that_were_measured() -> None:
-    here = machine._machine({**SPEEDS, "read": 1.0, "written": 1.0})
+    here = Machine(**vars(DEVICE), read=1.0, written=1.0)
     assert here.seconds(Work(eigen={200: 1.0})) == pytest.approx(0.004)
     assert here.seconds(Work(eigen={400: 1.0})) == pytest.approx(0.016)
     assert here.seconds(Work(eigen={800: 1.0})) == pytest.approx(0.016 * 8)

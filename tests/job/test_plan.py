@@ -12,6 +12,7 @@ from moetool.architectures import find_architecture
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import ResourceError
+from moetool.job.layer_memory import Measuring
 from moetool.job.plan import CalibrationCost, Plan, fingerprint
 
 GB = 1_000_000_000
@@ -104,8 +105,8 @@ def test_calibration_costs_grow_with_what_they_depend_on(tiny_mixtral: Path) -> 
     cost = CalibrationCost(samples=128, length=64, itemsize=4)
     assert cost.boundary_bytes(32) == 128 * 64 * 32 * 4
 
-    def memory(cost: CalibrationCost, **what: bool) -> int:
-        return cost.memory_bytes(reader, **{"gradients": False, "factors": False, **what})
+    def memory(cost: CalibrationCost, *measuring: Measuring) -> int:
+        return cost.layer_memory(reader, *measuring).nbytes()
 
     whole = sum(info.nbytes for info in checkpoint.tensors.values())
     layers = [
@@ -115,6 +116,6 @@ def test_calibration_costs_grow_with_what_they_depend_on(tiny_mixtral: Path) -> 
     least = memory(CalibrationCost(samples=1, length=1, itemsize=4))
     assert whole - sum(layers) + max(layers) <= least - 600_000_000 < whole
     assert memory(cost) > least
-    assert memory(cost, gradients=True) > memory(cost)
-    assert memory(cost, factors=True) > memory(cost)
+    assert memory(cost, Measuring.fisher(reader.shape)) > memory(cost)
+    assert memory(cost, Measuring.factors(reader.shape)) > memory(cost)
     assert memory(CalibrationCost(samples=10_000, length=64, itemsize=4)) == memory(cost)  # batches, not windows

@@ -11,7 +11,7 @@ import torch
 
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import ResourceError
-from moetool.job.progress import Silent
+from moetool.job.progress import Progress
 from moetool.measure import divergence
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.runtime.loading import load_model
@@ -76,7 +76,7 @@ def test_an_original_that_does_not_fit_beside_it_gives_the_same(monkeypatch, tin
     )  # fmt: skip
     beside = perplexity(str(other), options)
     said: list[str] = []
-    progress = Silent()
+    progress = Progress()
     monkeypatch.setattr(progress, "log", said.append)
     monkeypatch.setattr(divergence, "both_fit", lambda *_: False)
     assert perplexity(str(other), options, progress).against == beside.against

@@ -10,7 +10,7 @@ from dense_families import build_dense
 from transformers import AutoModelForCausalLM
 
 from moetool.checkpoint.reader import Checkpoint
-from moetool.job.progress import Silent
+from moetool.job.progress import Progress
 from moetool.measure.likeness import LikenessOptions, layer_errors
 
 RunCli = Callable[..., Any]
@@ -64,7 +64,7 @@ def test_layer_errors_are_those_of_layers_side_by_side(
     """By transformers' own forward: the second layer of one model, put into the other."""
     tokens = tiny_tokens[:96].view(3, 32)
     found = layer_errors(
-        Checkpoint.open(quantized), Checkpoint.open(tiny_mixtral), tokens.split(2), LikenessOptions(), Silent()
+        Checkpoint.open(quantized), Checkpoint.open(tiny_mixtral), tokens.split(2), LikenessOptions(), Progress()
     )
     models = [
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (tiny_mixtral, quantized)

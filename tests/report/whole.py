@@ -6,7 +6,6 @@ from moetool.architectures import ROLES
 from moetool.convert.told import Activations
 from moetool.job.costs import ExpectedCosts
 from moetool.job.result import Keyed, PhaseCost
-from moetool.measure.evaluated import Divergence, Evaluation
 from moetool.measure.inspected import (
     Analysis,
     Energies,
@@ -19,7 +18,7 @@ from moetool.measure.inspected import (
     RoleAnalysis,
     Similarity,
 )
-from moetool.measure.told import SynthesisTold
+from moetool.measure.told import Divergence, Evaluation, SynthesisTold
 from moetool.report.recorded import RecordedResults, RecordedRun
 from moetool.report.told import (
     HowMade,

@@ -17,12 +17,12 @@ from moetool.cli.watched import LogJson, watched
 from moetool.errors import UsageError
 from moetool.job.execute import output_directory
 from moetool.job.result import Json, Printed
-from moetool.measure.evaluated import Evaluation
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.measure.tasks.evaluating import evaluate
 from moetool.measure.tasks.options import TaskOptions
 from moetool.measure.tasks.saving import place_beside
 from moetool.measure.tasks.told import Evaluated, Evaluations
+from moetool.measure.told import Evaluation
 
 _SHARED = EvaluationOptions.model_fields.keys() & TaskOptions.model_fields.keys()
 

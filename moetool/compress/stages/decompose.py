@@ -74,9 +74,7 @@ class Decompose(Stage[DecomposeOptions]):
             input_bytes=self.source.checkpoint.weight_bytes,
             output_bytes=output.nbytes,
             scratch_bytes=0,
-            memory_bytes=CalibrationCost(0, 1, reader.dtype.itemsize).memory_bytes(
-                reader, gradients=False, factors=False
-            ),
+            memory_bytes=CalibrationCost(0, 1, reader.dtype.itemsize).layer_memory(reader).nbytes(),
             phases=decomposing_phases(moe_size(reader), output.layouts, output.nbytes),
             details={"moe_layers": len(reader.moe_layers), "experts": reader.shape.experts},
         )

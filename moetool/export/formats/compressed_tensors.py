@@ -5,7 +5,8 @@ good for the errors of those before it, on what each expert is given.
 """
 
 import math
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import ClassVar
@@ -47,7 +48,7 @@ from moetool.job.result import Json, Sizes, Told
 from moetool.job.shards import OutputPlan, ShardPlan
 from moetool.job.stage import Stage
 from moetool.job.work import Phase, Work, altogether
-from moetool.job.writing import original_bytes, with_the_rest, write_checkpoint
+from moetool.job.writing import with_the_rest, write_checkpoint
 from moetool.numerics.whole_codes import WHOLE_BITS
 from moetool.representations.quantized import Quantized
 
@@ -179,7 +180,7 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
             details["vllm_kernels_want"] = "; ".join(unserved)
         if text is None:
             work = self._coding(size) + (decoding(size) if reader.layouts else Work())
-            scratch, memory = 0, CalibrationCost(0, 1, 4).memory_bytes(reader, gradients=False, factors=False)
+            scratch, memory = 0, CalibrationCost(0, 1, 4).layer_memory(reader).nbytes()
             phases = rewriting_phases(size, output, work)
         else:
             cost = calibration_cost(source, options, text)
@@ -214,18 +215,12 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
                 f"vLLM's Marlin kernels for experts want {'; '.join(unserved)}: it may refuse this checkpoint, or take "
                 "slower ones."
             )
+        packed: Callable[[int], Named] = partial(nearest_layer, job, bits=options.bits, group=options.group_size)
         making, facts = None, None
         if (text := self._text) is not None:
             calibrated = CalibratedJob(job, text, experts_at_once=self._experts_at_once)
-            making, facts = (
-                PackedLayers(job, calibrated, self._packed, options.bits, options.group_size),
-                calibrated.facts,
-            )
-
-        def packed(layer: int) -> Named:
-            return (
-                nearest_layer(job, layer, options.bits, options.group_size) if making is None else making.encoded(layer)
-            )
+            making = PackedLayers(job, calibrated, self._packed, options.bits, options.group_size)
+            packed, facts = making.encoded, calibrated.facts
 
         def experts(layer: int) -> Named:
             if layer not in reader.moe_layers:
@@ -259,6 +254,4 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
         wrong = [name for name, spec in due.items() if name not in made.tensors or made.info(name).shape != spec.shape]
         if wrong:
             raise VerificationError(f"The output lacks {len(wrong)} tensors, the first {min(wrong)}.")
-        original, given = original_bytes(self.source), self.source.checkpoint.weight_bytes
-        written = made.weight_bytes
-        return Sizes(original, written, round(1 - written / original, 6), None if given == original else given)
+        return self.sizes(self.source, made)

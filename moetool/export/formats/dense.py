@@ -1,6 +1,5 @@
 """Back to a dense model: one expert per layer in the place of them all."""
 
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -8,18 +7,14 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from moetool.architectures import Architecture
-from moetool.checkpoint.decoded import decoded
-from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.manifest import Upcycling
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
 from moetool.export.unmerging import Unmerging, dense_config
-from moetool.format.families import architecture_of
 from moetool.job.blueprint import imagine
 from moetool.job.building_blocks import moe_size
-from moetool.job.job import Input, Job
+from moetool.job.job import DecodedSource, Input, Job
 from moetool.job.options import RunOptions
 from moetool.job.phases import rewriting_phases
 from moetool.job.plan import Plan
@@ -30,53 +25,36 @@ from moetool.job.writing import down_scale, passed_on, write_checkpoint
 from moetool.runtime.dense import DenseModel
 
 
-@dataclass(frozen=True)
-class UpcycledSource:
-    """An MoE model of a known family, or one of moetool's own, and how it came about, if moetool made it."""
-
-    checkpoint: Checkpoint
-    architecture: Architecture
-    experts: ExpertReader
-    upcycled: Upcycling | None
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> "UpcycledSource":
-        checkpoint = decoded(checkpoint)
-        architecture = architecture_of(checkpoint.config)
-        experts = ExpertReader(checkpoint, architecture)
-        return cls(checkpoint, architecture, experts, passed_on(checkpoint).upcycled)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.experts.dtype
-
-
 class ExportDenseOptions(RunOptions):
     """Which expert."""
 
     expert: int = Field(0, ge=0, description="The expert that takes the place of all of its layer.")
 
 
-class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
+class ExportDense(Stage[ExportDenseOptions]):
     """Un-merges an MoE model: of a model that was upcycled without changes, the very tensors it came from."""
 
     name: ClassVar[str] = "dense"
     summary: ClassVar[str] = "un-merge: one expert per layer becomes the FFN of a dense model"
     options_type: ClassVar[type[RunOptions]] = ExportDenseOptions
-    source_type: ClassVar[type[Input]] = UpcycledSource
+    source_type: ClassVar[type[Input]] = DecodedSource
     method_of: ClassVar[str | None] = "export"
     is_parallel: ClassVar[bool] = True
 
     @cached_property
+    def _upcycled(self) -> Upcycling | None:
+        """How the model came about, if moetool made it of a dense one."""
+        return passed_on(self.source.checkpoint).upcycled
+
+    @cached_property
     def _config(self) -> dict[str, object]:
         """`config.json` of the dense model. Raises `InvalidInputError` if there is no dense family for it."""
-        source = self.source
-        if source.upcycled is not None:
-            return source.upcycled.source_config
-        config = dense_config(source.checkpoint.config)
+        if self._upcycled is not None:
+            return self._upcycled.source_config
+        config = dense_config(self.source.checkpoint.config)
         if config is None:
             raise InvalidInputError(
-                f"There is no dense family with the layers of {source.checkpoint.config.get('model_type')}. "
+                f"There is no dense family with the layers of {self.source.checkpoint.config.get('model_type')}. "
                 "Models that moetool upcycled itself can always be un-merged."
             )
         return config
@@ -88,8 +66,7 @@ class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
 
     @cached_property
     def _unmerging(self) -> Unmerging:
-        source, dense, expert = self.source, self._dense, self.options.expert
-        upcycled = source.upcycled
+        source, dense, expert, upcycled = self.source, self._dense, self.options.expert, self._upcycled
         granularity = 1 if upcycled is None else upcycled.granularity
         count = source.experts.shape.experts // granularity
         if source.experts.shape.intermediate * granularity != dense.intermediate:
@@ -138,9 +115,8 @@ class ExportDense(Stage[ExportDenseOptions, UpcycledSource]):
             details={"model_type": str(self._config["model_type"]), "expert": self.options.expert},
         )
 
-    def run(self, job: Job[UpcycledSource]) -> Told:
-        upcycled = self.source.upcycled
-        shared = "none" if upcycled is None else upcycled.shared
+    def run(self, job: Job) -> Told:
+        shared = "none" if self._upcycled is None else self._upcycled.shared
         if shared != "none" or "shared_expert_intermediate_size" in self.source.checkpoint.config:
             job.progress.log("The shared expert is left out: the dense model is the routed expert alone.")
         units = dict(self._unmerging.units(self._prefixes))

@@ -47,7 +47,7 @@ class Export(Stage[RunOptions]):
             input_bytes=self.source.checkpoint.weight_bytes,
             output_bytes=output,
             scratch_bytes=0,
-            memory_bytes=CalibrationCost(0, 1, 4).memory_bytes(reader, gradients=False, factors=False),
+            memory_bytes=CalibrationCost(0, 1, 4).layer_memory(reader).nbytes(),
             phases=rewriting_phases(moe_size(reader), output, decoding(moe_size(reader))),
             details={"layers_without_dynamic_pruning": dynamic} if dynamic else {},
         )

@@ -122,7 +122,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             assert source.dense is not None
             size, hidden, work = dense_size(source.dense), source.dense.hidden, Work()
             memory = cost.dense_memory_bytes(source.dense, runs=self._text is not None, calibrated=True)
-        types = Counter(tensor.type for tensor in tensors)
+        types = [f"{count} {number}" for number, count in Counter(tensor.type for tensor in tensors).most_common()]
         return Plan(
             stage=self.name,
             input_bytes=source.checkpoint.weight_bytes,
@@ -130,7 +130,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             scratch_bytes=cost.gradient_bytes(hidden, size.layers) if back else cost.forward_bytes(hidden),
             memory_bytes=memory,
             phases=(*self._text_phases(cost, size), *rewriting_phases(size, output, work)),
-            details={"architecture": source.family.architecture, "tensors": ", ".join(_counted(types))},
+            details={"architecture": source.family.architecture, "tensors": ", ".join(types)},
         )
 
     @property
@@ -230,7 +230,3 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
 
 def _file_type(number: NumberType) -> str:
     return "ALL_F32" if number == "f32" else f"MOSTLY_{number.upper()}"
-
-
-def _counted(types: "Counter[NumberType]") -> list[str]:
-    return [f"{count} {number}" for number, count in types.most_common()]

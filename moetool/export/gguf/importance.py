@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from moetool.calibration.held_experts import ExpertRun
 from moetool.calibration.observation import Collector
 from moetool.export.gguf.model import GgufSource
 from moetool.format.gguf import EXPERTS, layer_in_file
@@ -78,16 +79,14 @@ class LayerMoments(Collector):
             self._entering = shape.entering
             self.by_name |= {layer_in_file(layer, EXPERTS[role]): own for role, own in self._experts.items()}
 
-    def observe(
-        self, expert: int, windows: Tensor, inputs: Tensor, gate_up: Tensor, activation: Tensor, output: Tensor
-    ) -> None:
+    def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
         entering = [self._experts[role] for role in self._entering]
         for own in entering:
             own.add(expert, inputs)
-        self._experts["down"].add(expert, activation)
-        if gate_up.requires_grad:
-            gate_up.register_hook(partial(_blame, entering, expert))
-            output.register_hook(partial(_blame, [self._experts["down"]], expert))
+        self._experts["down"].add(expert, work.activation)
+        if work.gate_up.requires_grad:
+            work.gate_up.register_hook(partial(_blame, entering, expert))
+            work.product.register_hook(partial(_blame, [self._experts["down"]], expert))
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -4,14 +4,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from moetool.calibration.opening import Tokenizer
 from moetool.calibration.windows import load_tokenizer
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.gguf_tokenizer import CUTTINGS, cutting_name, cutting_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # llama.cpp's kinds of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
@@ -176,7 +174,7 @@ def _merge(pair: str | list[str]) -> str:
     return pair if isinstance(pair, str) else " ".join(part.replace(" ", "Ġ") for part in pair)
 
 
-def _template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+def _template(tokenizer: Tokenizer) -> str | None:
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")

@@ -4,7 +4,7 @@ import platform
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,7 +13,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import ResourceError, UsageError
 from moetool.job.job import pick_device
-from moetool.job.progress import Progress, Silent, phase
+from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.bench.costs import Costs
 from moetool.measure.bench.options import BenchOptions, fit_lengths
 from moetool.measure.bench.result import Benched, BenchResult, Case, CaseRatios, Memory, Ratios
@@ -31,7 +31,7 @@ class _Timed:
     rounds: list[Seconds]
 
 
-def bench(path: str, options: BenchOptions, progress: Progress | None = None) -> BenchResult:
+def bench(path: str, options: BenchOptions, progress: Progress = SILENT) -> BenchResult:
     """Load a model, and time it by batch and length; with `against` another in turns, each in a process of its own.
 
     Every case is run once without being timed, then `rounds` times; of two models the one that goes first changes
@@ -42,7 +42,6 @@ def bench(path: str, options: BenchOptions, progress: Progress | None = None) ->
         ResourceError: memory does not suffice, now or as far as one can tell before loading.
         UsageError: prompts are longer than a model goes, or it is to generate and cannot.
     """
-    progress = progress or Silent()
     paths = [path] if options.against is None else [path, options.against]
     checkpoints = [Checkpoint.open(own) for own in paths]
     _check_decoders(checkpoints, options)
@@ -166,20 +165,13 @@ def _case(costs: Costs, timed: _Timed, new_tokens: int) -> Case:
     batch, length = timed.batch, timed.length
     prefill = statistics.median(seconds.prefill for seconds in timed.rounds)
     flops = batch * costs.prefill_flops(length)
+    speed = batch * length / prefill
+    case = Case(batch=batch, length=length, prefill_seconds=prefill, prefill_tokens_per_second=speed, flops=flops)
     if not new_tokens:
-        return Case(
-            batch=batch,
-            length=length,
-            prefill_seconds=prefill,
-            prefill_tokens_per_second=batch * length / prefill,
-            flops=flops,
-        )
+        return case
     decode = statistics.median(seconds.decode for seconds in timed.rounds)
-    return Case(
-        batch=batch,
-        length=length,
-        prefill_seconds=prefill,
-        prefill_tokens_per_second=batch * length / prefill,
+    return replace(
+        case,
         decode_seconds=decode,
         decode_tokens_per_second=batch * new_tokens / decode,
         tokens_per_second=batch * new_tokens / statistics.median(map(sum, timed.rounds)),
@@ -212,20 +204,14 @@ def _ratios(model: Benched, original: Benched, timed: list[list[_Timed]]) -> Rat
 def _case_ratios(model: Case, original: Case, ours: list[Seconds], theirs: list[Seconds]) -> CaseRatios:
     rounds = list(zip(ours, theirs, strict=True))
     prefill = statistics.median(other.prefill / own.prefill for own, other in rounds)
+    flops = model.flops / original.flops
+    ratios = CaseRatios(batch=model.batch, length=model.length, prefill_tokens_per_second=prefill, flops=flops)
     if model.decode_seconds is None:
-        return CaseRatios(
-            batch=model.batch,
-            length=model.length,
-            prefill_tokens_per_second=prefill,
-            flops=model.flops / original.flops,
-        )
-    return CaseRatios(
-        batch=model.batch,
-        length=model.length,
-        prefill_tokens_per_second=prefill,
+        return ratios
+    return replace(
+        ratios,
         decode_tokens_per_second=statistics.median(other.decode / own.decode for own, other in rounds),
         tokens_per_second=statistics.median(sum(other) / sum(own) for own, other in rounds),
-        flops=model.flops / original.flops,
         flops_per_token=_ratio(model.flops_per_token, original.flops_per_token),
         bytes_per_token=_ratio(model.bytes_per_token, original.bytes_per_token),
     )

@@ -268,13 +268,10 @@ def _attention(model: Any) -> Iterator[Attention]:
     if rank := getattr(config, "kv_lora_rank", None):  # multi-head latent attention
         key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
         by_key = heads * (key + value)
-        if any(
-            hasattr(module, "expand_kv") for module in model.modules()
-        ):  # else transformers caches what it expands to
-            by_key, expansion = (
-                rank + config.qk_rope_head_dim,
-                rank * heads * (config.qk_nope_head_dim + value),
-            )
+        # Else transformers caches what it expands to.
+        if any(hasattr(module, "expand_kv") for module in model.modules()):
+            by_key = rank + config.qk_rope_head_dim
+            expansion = rank * heads * (config.qk_nope_head_dim + value)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     for kind in kinds:

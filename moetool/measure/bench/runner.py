@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import psutil
 import torch
@@ -45,24 +45,8 @@ class Loaded:
     costs: Costs
 
 
-class Runner(Protocol):
-    """A model that can be loaded once, and then timed."""
-
-    def prepare(self) -> None:
-        """Do all that comes before loading: what transformers imports for a model belongs to none of its numbers."""
-
-    def load(self) -> Loaded:
-        """Load it, and tell what that took. Raises `InvalidInputError` if transformers cannot."""
-
-    def time(self, batch: int, length: int) -> Seconds:
-        """Time one pass."""
-
-    def warm_up(self, batch: int, length: int) -> Memory:
-        """The same pass, not timed: the memory of the process with the peak so far."""
-
-
 class HereRunner:
-    """A model in this process."""
+    """A model in this process, that can be loaded once, and then timed."""
 
     _model: Any
     _memory: Memory
@@ -73,9 +57,11 @@ class HereRunner:
         self._device = pick_device("auto" if self._is_spread else options.device)
 
     def prepare(self) -> None:
+        """Do all that comes before loading: what transformers imports for a model belongs to none of its numbers."""
         check_sizes(self._checkpoint)
 
     def load(self) -> Loaded:
+        """Load it, and tell what that took. Raises `InvalidInputError` if transformers cannot."""
         checkpoint, options, device = self._checkpoint, self._options, self._device
         dtype = compute_dtype(checkpoint, options.compute_dtype)
         return_freed_memory()
@@ -109,9 +95,11 @@ class HereRunner:
         return Loaded(seconds, str(dtype).removeprefix("torch."), synthesized, self._memory, costs)
 
     def time(self, batch: int, length: int) -> Seconds:
+        """Time one pass."""
         return time_decode(self._model, batch, length, self._options.new_tokens, self._options.seed)
 
     def warm_up(self, batch: int, length: int) -> Memory:
+        """The same pass, not timed: the memory of the process with the peak so far."""
         with PeakMemory(_INTERVAL) as peak:
             self.time(batch, length)
         return_heap()
@@ -129,7 +117,7 @@ class HereRunner:
 
 
 class ThereRunner:
-    """A model in a process of its own; as a context, which ends that."""
+    """The same in a process of its own; as a context, which ends that."""
 
     def __init__(self, path: str, options: BenchOptions, threads: int) -> None:
         self._path = path
@@ -177,6 +165,9 @@ class ThereRunner:
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+
+
+Runner: TypeAlias = HereRunner | ThereRunner
 
 
 def _serve(connection: Connection, path: str, options: BenchOptions, threads: int) -> None:

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moetool.job.result import Printed
-from moetool.measure.evaluated import Evaluation
-from moetool.measure.told import SynthesisTold
+from moetool.measure.told import Evaluation, SynthesisTold
 
 
 @dataclass(frozen=True, kw_only=True)

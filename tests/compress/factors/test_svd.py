@@ -6,6 +6,7 @@ from torch import Tensor
 
 from moetool.architectures import MoEShape, Role
 from moetool.calibration.collectors import GramCollector
+from moetool.calibration.held_experts import ExpertRun
 from moetool.compress.budget.items import Group, Ladder
 from moetool.compress.budget.spending import allocate
 from moetool.compress.choices import Svd
@@ -34,7 +35,8 @@ class Layer:
         self.grams = GramCollector(shape, lambda e: self.delta("down", e), sum(TOKENS), CPU)
         for expert, (x, h) in enumerate(zip(self.inputs, self.activations, strict=True)):
             if len(x):
-                self.grams.observe(expert, torch.zeros(len(x)), x, torch.empty(0), h, torch.empty(0))
+                nothing = torch.empty(0)
+                self.grams.observe(expert, torch.zeros(len(x)), x, ExpertRun(nothing, h, nothing, nothing))
 
     def delta(self, role: Role, expert: int) -> Tensor:
         return random(*self.shape.matrix(role), seed=100 + 10 * expert + len(role))
