@@ -154,7 +154,7 @@ def _file_text(file: Path, column: str | None) -> Iterator[str]:
         yield from _separated([text] for text in _record_documents(file, column))
         return
     try:
-        with file.open(encoding="utf-8") as handle:
+        with file.open(encoding="utf-8-sig") as handle:
             while block := handle.read(READ_CHARS):
                 yield block
     except UnicodeDecodeError as error:
