@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from moetool.architectures.base import EXPERT_KEYS, ROLES, Architecture, MoEShape, Role, Unsupported, whole_number
+from moetool.architectures.base import EXPERT_KEYS, ROLES, Architecture, MoEShape, Role, Unsupported, experts_told
 from moetool.errors import InvalidInputError
 
 __all__ = [
@@ -62,11 +62,12 @@ def find_architecture(config: Mapping[str, object]) -> Architecture:
         if model_type in family.model_types:
             raise InvalidInputError(f"{family.name} cannot be compressed: {family.reason}.")
     known = ", ".join(sorted(by_type))
-    if not any((whole_number(config, key) or 0) > 1 for key in EXPERT_KEYS):
+    told = experts_told(config)
+    if told is None:
         raise InvalidInputError(
             f"model_type {model_type!r} is not an MoE model: its config.json names no experts "
             f"({', '.join(EXPERT_KEYS)}). `moetool upcycle` makes one of a dense model. Known MoE families: {known}."
         )
     close = difflib.get_close_matches(str(model_type), by_type, n=1)
     hint = f" Did you mean '{close[0]}'?" if close else ""
-    raise InvalidInputError(f"Unknown model family {model_type!r}. Known MoE families: {known}.{hint}")
+    raise InvalidInputError(f"Unknown model family {model_type!r} ({told}). Known MoE families: {known}.{hint}")

@@ -148,6 +148,15 @@ def whole_number(config: Mapping[str, object], *keys: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
+def experts_told(config: Mapping[str, object]) -> str | None:
+    """What a `config.json` of any family, or one of the configs in it, says of experts: `text_config.num_experts is 8`;
+    `None` if nothing."""
+    if key := next((key for key in EXPERT_KEYS if (whole_number(config, key) or 0) > 1), None):
+        return f"{key} is {config[key]}"
+    inner = {name: experts_told(part) for name, part in config.items() if isinstance(part, Mapping)}
+    return next((f"{name}.{told}" for name, told in inner.items() if told), None)
+
+
 @dataclass(frozen=True)
 class Unsupported:
     """A family whose experts or router do not fit, and why. A file that defines `UNSUPPORTED` refuses it."""

@@ -139,7 +139,7 @@ def _file_text(file: Path, column: str | None) -> Iterator[str]:
     if file.suffix != ".txt":
         yield from _separated([text] for text in _documents(DataSpec(str(file), column=column)))
         return
-    with reading(file), file.open(encoding="utf-8") as handle:
+    with reading(file), file.open(encoding="utf-8-sig") as handle:
         while block := handle.read(READ_CHARS):
             yield block
 

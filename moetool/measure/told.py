@@ -172,12 +172,14 @@ class Comparison(Inlined):
         against: the source, as it was given.
         stages: what lies between, the last first; empty if the checkpoint says nothing of it.
         same_tensors: how many were compared bit for bit.
+        rounded_tensors: how many beside the experts were not, being or having been stored in few bits (`--include`).
         relative_error: by layer and role `‖W' − W‖ / ‖W‖` over all experts, where family and shape are the same.
     """
 
     against: str
     stages: Sequence[str]
     same_tensors: int
+    rounded_tensors: int = 0
     relative_error: Mapping[int, Mapping[Role, float]] | None = None
 
 

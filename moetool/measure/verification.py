@@ -1,17 +1,19 @@
 """Checking a checkpoint file by file and tensor by tensor, alone or against one that it was made from."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from moetool.architectures import Role
+from moetool.architectures import Architecture, Role
 from moetool.checkpoint.decoded import decoded, quantized_tensors
 from moetool.checkpoint.digests import check_files
-from moetool.checkpoint.manifest import Manifest, manifest_of
+from moetool.checkpoint.manifest import Manifest, Origin, manifest_of
 from moetool.checkpoint.reader import MANIFEST, Checkpoint
 from moetool.checkpoint.writer import is_finite
 from moetool.errors import InvalidInputError, VerificationError
+from moetool.format.beside import quantizable, quantized_beside, weight_of
 from moetool.format.entry import is_quantized_elsewhere
 from moetool.format.families import is_opaque
 from moetool.job.job import DenseSource, Source, joined_names
@@ -40,8 +42,9 @@ def verify_checkpoint(
     `edited`, such as a model card, so are these.
 
     Against a source: that the manifest names it, as what the checkpoint or one of its sources was made from. If it is
-    of the same family and shape: every tensor outside the experts bit for bit, unless it was trained in between, and
-    how far each layer's experts are from the originals (relative Frobenius norm; reported, not judged).
+    of the same family and shape: every tensor outside the experts bit for bit, unless it was trained in between or
+    stored in few bits (`--include`), and how far each layer's experts are from the originals (relative Frobenius norm;
+    reported, not judged).
 
     Raises:
         InvalidInputError: a file or the config cannot be used.
@@ -61,27 +64,33 @@ def verify_checkpoint(
         found = check_files(checkpoint.path, manifest, edited=edited)
         problems, notes = found.problems, [*notes, *found.notes]
     same: set[str] = set()
+    rounded: set[str] = set()
     pair = comparison = compared = None
     if against is not None:
         original = Checkpoint.open(against)
         is_itself = original.fingerprint() == checkpoint.fingerprint()
-        stages = [] if is_itself else _stages(manifest, original, notes)
-        if stages is None:
+        steps = [] if is_itself else _steps(manifest, original, notes)
+        stages = [step.stage for step in steps or ()]
+        if steps is None:
             problems.append(f"its manifest names another source than {against}")
         # An export shows the matrices that codes stood for beside experts.
         pair = _comparable(made, _moe_source(original, as_matrices=not quantized_tensors(checkpoint)))
-        if pair is None and not stages and not is_itself:
+        if pair is None and not steps and not is_itself:
             problems.append(f"it is not made from {against}: family or shape differ, and no manifest says otherwise")
         if is_packed and stages == ["compressed-tensors"]:
-            same, compared = checkpoint.tensors.keys() & original.tensors.keys(), original
+            compared = decoded(original)
+            same = checkpoint.tensors.keys() & compared.tensors.keys()
         if pair is not None:
             compared = pair[1].checkpoint
             lost = _passed(*pair) - checkpoint.tensors.keys()
             problems += [f"{name} is missing" for name in sorted(lost)]
-            if _TRAINING not in (stages or ()):
+            if _TRAINING not in stages:
                 made_anew = quantized_tensors(checkpoint) - quantized_tensors(original)
-                same = checkpoint.tensors.keys() - pair[0].experts.names - made_anew
-        comparison = Comparison(against=str(against), stages=stages or [], same_tensors=len(same))
+                rounded = checkpoint.tensors.keys() & _rounded(checkpoint, original, pair[1].architecture, steps or [])
+                same = checkpoint.tensors.keys() - pair[0].experts.names - made_anew - rounded
+        comparison = Comparison(
+            against=str(against), stages=stages, same_tensors=len(same), rounded_tensors=len(rounded)
+        )
     with phase(progress, "Verify", len(checkpoint.tensors)):
         for name in checkpoint.tensors:
             tensor = checkpoint.read(name)
@@ -160,8 +169,20 @@ def _passed(made: Source, original: Source) -> set[str]:
     return set(original.checkpoint.tensors) - original.experts.names - joined_names(made)
 
 
-def _stages(manifest: Manifest | None, original: Checkpoint, notes: list[str]) -> list[str] | None:
-    """The stages from a source to what a manifest describes, the last first; empty if nothing tells; `None` if the
+def _rounded(
+    checkpoint: Checkpoint, original: Checkpoint, architecture: Architecture, steps: Sequence[Origin]
+) -> set[str]:
+    """Weights beside the experts that are, or on the way from a source were, stored in codes that the source does not
+    have (`--include`)."""
+    kinds = quantizable(architecture, architecture.layers(original.config))
+    asked = [(step.chosen or {}).get("include") for step in steps]
+    included = {name for names in asked if isinstance(names, list) for kind in names for name in kinds.get(kind, ())}
+    modules = (included | quantized_beside(checkpoint.config).keys()) - quantized_beside(original.config).keys()
+    return set(map(weight_of, modules))
+
+
+def _steps(manifest: Manifest | None, original: Checkpoint, notes: list[str]) -> list[Origin] | None:
+    """The steps from a source to what a manifest describes, the last first; empty if nothing tells; `None` if the
     manifest names other sources."""
     if manifest is None:
         notes.append(f"it has no {MANIFEST} that would say what it was made from")
@@ -169,7 +190,7 @@ def _stages(manifest: Manifest | None, original: Checkpoint, notes: list[str]) -
     origins = manifest.origins
     for index, origin in enumerate(origins):
         if origin.source_fingerprint == original.fingerprint():
-            return [step.stage for step in origins[: index + 1]]
+            return list(origins[: index + 1])
     if origins[-1].stage in _CHAINED:
         notes.append(f"its manifest goes back to {origins[-1].source}, and does not say what that was made from")
         return []

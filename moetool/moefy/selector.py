@@ -128,10 +128,15 @@ def _judge(predicted: Tensor, scores: Tensor, chosen: int) -> tuple[float, float
     """Shares of the scores `[tokens, experts]` that are captured by the prediction and by the best choice, and how much
     the two choices have in common."""
     own, best = predicted.topk(chosen, dim=-1).indices, scores.topk(chosen, dim=-1).indices
-    total = scores.double().sum()
     is_best = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
     return (
-        (scores.gather(1, own).double().sum() / total).item(),
-        (scores.gather(1, best).double().sum() / total).item(),
+        captured_share(scores.gather(1, own), scores),
+        captured_share(scores.gather(1, best), scores),
         is_best.gather(1, own).float().mean().item(),
     )
+
+
+def captured_share(chosen: Tensor, scores: Tensor) -> float:
+    """What chosen ones have of all scores; all of them where there are none, as in a network that gives nothing."""
+    total = scores.double().sum().item()
+    return chosen.double().sum().item() / total if total else 1.0

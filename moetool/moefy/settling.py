@@ -9,7 +9,7 @@ from torch import Tensor
 from moetool.format.kinds.moefied import SelectorKind
 from moetool.moefy.clusters import chosen_experts
 from moetool.moefy.options import MoefyOptions
-from moetool.moefy.selector import TrainedSelector, expert_scores, side_by_side, train_selector
+from moetool.moefy.selector import TrainedSelector, captured_share, expert_scores, side_by_side, train_selector
 from moetool.moefy.statistics import CHUNK, SampledNetwork
 from moetool.numerics.seeding import generator
 
@@ -52,7 +52,7 @@ class Settling:
             if options.baseline != "snip":
                 ranking = torch.randperm(options.experts, generator=generator(options.seed, "ranking", index))
             tensors["ranking"] = ranking
-            told["captured"] = round((scores[:, ranking[: self._chosen]].sum() / scores.sum()).item(), 6)
+            told["captured"] = round(captured_share(scores[:, ranking[: self._chosen]], scores), 6)
         return tensors, told
 
     @property

@@ -54,13 +54,18 @@ def empty_model(config: Mapping[str, object], path: Path, dtype: torch.dtype) ->
     the entry `quantization_config` lists.
 
     Raises:
-        InvalidInputError: transformers cannot build it.
+        InvalidInputError: it is no language model, or transformers cannot build it.
     """
     from moetool.runtime.loading import model_class
 
-    described = model_config(config, path)
+    described, loader = model_config(config, path), model_class(config)
+    if type(described) not in loader._model_mapping:
+        raise InvalidInputError(
+            f"{path / CONFIG} is no language model by itself ({config.get('model_type')}): it is something else, "
+            "or has others around it. moetool takes language models alone."
+        )
     with described_in(path), torch.device("meta"):
-        model = model_class(config).from_config(described, dtype=dtype)
+        model = loader.from_config(described, dtype=dtype)
         if (entry := moetool_entry(config)) is not None:
             from moetool.runtime.plugin import MoetoolConfig, MoetoolQuantizer
 

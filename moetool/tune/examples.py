@@ -145,7 +145,7 @@ def _of_record(
         text = _text(record["text"], "text")
         yield _with_ends(tokenizer, Spoken(text, ((0, len(text)),)), opening)
     else:
-        there = ", ".join(record) or "nothing"
+        there = ", ".join(f"{name} (null)" if value is None else name for name, value in record.items()) or "nothing"
         raise InvalidInputError(f"it has none of messages, prompt and completion, text; it has {there}")
 
 

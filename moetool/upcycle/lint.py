@@ -13,7 +13,7 @@ from moetool.upcycle.targets import Target
 
 _GRANITE = ("granitemoe", "granitemoeshared")
 _QWEN = ("qwen2_moe", "qwen3_moe")
-_STRIDE = 8  # numbers of 16 bits in the 16 bytes of which rows have to be multiples for a product of many matrices
+_BYTES = 16  # of which rows have to be multiples for a product of many matrices
 
 
 def lint(target: Target, dense: DenseModel, spec: MoESpec, config: Mapping[str, object]) -> list[str]:
@@ -31,10 +31,13 @@ def lint(target: Target, dense: DenseModel, spec: MoESpec, config: Mapping[str, 
         moetool_entry(config) is not None,
         "only transformers, after `import moetool`, runs deltas; `moetool export` writes experts in full",
     )
+    widths = (spec.hidden, spec.intermediate)
+    in_fp32, in_16_bits = (any(size * width % _BYTES for width in widths) for size in (4, 2))
     note(
-        moetool_entry(config) is None and (spec.intermediate % _STRIDE or spec.hidden % _STRIDE),
-        f"experts are {spec.hidden} to {spec.intermediate} wide, not both multiples of {_STRIDE}: transformers refuses "
-        "to run them in 16 bits without experts_implementation='eager'; moetool's commands do not",
+        moetool_entry(config) is None and in_16_bits,
+        f"experts take {spec.hidden} numbers to {spec.intermediate}, not both multiples of {4 if in_fp32 else 8}: "
+        f"transformers refuses to run them in {'32 bits or less' if in_fp32 else '16 bits'} without "
+        "experts_implementation='eager'; moetool's commands do not",
     )
     note(name == "flex_olmo", "llama.cpp does not know flex_olmo; older vLLM ignores norm_topk_prob for it")
     note(

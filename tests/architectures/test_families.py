@@ -9,6 +9,7 @@ import pytest
 from safetensors import safe_open
 
 from moetool.architectures import ROLES, Architecture, MoEShape, architectures, find_architecture
+from moetool.architectures.dense import find_dense_architecture
 from moetool.errors import InvalidInputError
 
 CONFIG = {
@@ -100,6 +101,22 @@ def test_an_unknown_family_gets_a_hint() -> None:
     with pytest.raises(InvalidInputError, match=r"Unknown model family 'zzz'") as caught:
         find_architecture({"model_type": "zzz", "num_local_experts": 8})
     assert "Did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}}, "ffn_config.moe_num_experts is 16"),
+        ({"model_type": "qwen3_vl_moe", "text_config": {"num_experts": 8}}, "text_config.num_experts is 8"),
+    ],
+)
+def test_experts_are_found_in_inner_configs(config: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        find_architecture(config)
+    assert f"Unknown model family '{config['model_type']}' ({told})." in str(caught.value)
+    with pytest.raises(InvalidInputError) as caught:
+        find_dense_architecture(config)
+    assert f"is an MoE model already: {told}." in str(caught.value)
 
 
 @pytest.mark.parametrize("model_type", [None, 7, ["mixtral"]])

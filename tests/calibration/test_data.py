@@ -123,6 +123,11 @@ def test_text_file_is_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert text_of(write(tmp_path / "x.txt", text)) == text
 
 
+def test_what_windows_puts_before_and_between_lines_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("\ufeff1 2\r\n3".encode())
+    assert "".join(iter_text(DataSpec(str(tmp_path / "a.txt")))) == "1 2\n3"
+
+
 def test_records_are_joined_by_an_empty_line(tmp_path: Path) -> None:
     name = write_jsonl(
         tmp_path / "a [1]*.jsonl",

@@ -82,3 +82,20 @@ def test_without_weights_nothing_else_goes(run_cli: Any, config_only: Path, tmp_
     result = run_cli("inspect", config_only)
     assert result.code == 3
     assert "transformers cannot build the model" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ("inspect", ()),
+        ("compress", ("out", "--method", "quantize", "--bits", 4, "--dry-run")),
+        ("upcycle", ("out", "--dry-run")),
+    ],
+)
+def test_what_is_no_language_model_by_itself_is_refused(
+    run_cli: Any, command: str, arguments: tuple[object, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4v_moe"}))
+    result = run_cli(command, tmp_path, *arguments)
+    assert result.code == 3
+    assert "is no language model by itself (glm4v_moe)" in result.stderr

@@ -148,7 +148,11 @@ def test_it_is_verified_exported_and_compressed_on(
 ) -> None:
     told = run_cli("verify", made.path, "--against", tiny_mixtral_bf16, "--json")
     assert told.code == 0, told.stderr
-    assert told.json["same_tensors"] == len([name for name in tensors_of(tiny_mixtral_bf16) if "norm" in name]) + 3
+    left = len([name for name in tensors_of(tiny_mixtral_bf16) if "norm" in name]) + 3
+    assert (told.json["same_tensors"], told.json["rounded_tensors"]) == (left, 14)
+    assert "outside the experts but for 14 in 8 bits is bit for bit the same" in " ".join(
+        run_cli("verify", made.path, "--against", tiny_mixtral_bf16).stdout.split()
+    )
     assert "14 projections and embeddings in 8 bits" in run_cli("inspect", made.path).stdout
     dense = tmp_path / "dense"
     assert run_cli("export", made.path, dense).code == 0
@@ -158,11 +162,17 @@ def test_it_is_verified_exported_and_compressed_on(
     told = run_cli("verify", dense, "--against", made.path, "--json")
     assert told.code == 0, told.stderr
     assert told.json["same_tensors"] == len([name for name in tensors_of(dense) if ".experts." not in name])
+    told = run_cli("verify", dense, "--against", tiny_mixtral_bf16, "--json")
+    assert told.code == 0, told.stderr
+    assert (told.json["same_tensors"], told.json["rounded_tensors"]) == (left, 14)
     packed = tmp_path / "packed"
     options = ("--format", "compressed-tensors", "--bits", 8, "--group-size", 16)
     assert run_cli("export", made.path, packed, *options).code == 0
     assert tensors_of(packed)["lm_head.weight"].equal(tensors_of(dense)["lm_head.weight"])
     assert config_of(packed)["quantization_config"]["quant_method"] == "compressed-tensors"
+    told = run_cli("verify", packed, "--against", made.path, "--json")
+    assert told.code == 0, told.stderr
+    assert told.json["same_tensors"] == left + 14
     first = compress(tiny_mixtral_bf16, "--method", "d2moe", "--ratio", 0.35, *BOTH).path
     further = [
         ("prune-base", "--ratio", 0.1),

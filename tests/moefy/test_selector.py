@@ -148,6 +148,13 @@ def test_tokens_that_need_no_expert_do_no_harm(inputs: Tensor, planted: Tensor) 
     assert selector.captured > 0.9 * selector.best
 
 
+def test_of_a_network_that_gives_nothing_nothing_is_left_out(inputs: Tensor, planted: Tensor) -> None:
+    selector = trained(inputs, torch.zeros_like(planted), 2)
+    assert (selector.captured, selector.best) == (1.0, 1.0)
+    assert selector.first.isfinite().all()
+    assert selector.second.isfinite().all()
+
+
 def test_experts_that_are_chosen_together_become_neighbours() -> None:
     """Pairs (0, 5), (1, 3), (2, 4), of which each token needs one."""
     pairs = torch.tensor([[0, 5], [1, 3], [2, 4]])

@@ -108,6 +108,9 @@ def test_records_that_cannot_be_used(tiny_tokenizer: Any, tmp_path: Path) -> Non
     data = jsonl(tmp_path / "a.jsonl", {"question": "?", "answer": "!"})
     with pytest.raises(InvalidInputError, match="prompt and completion, text; it has question, answer"):
         load_examples(data, tiny_tokenizer, 16)
+    empty = jsonl(tmp_path / "d.jsonl", {"text": "is there"}, {"text": None, "id": 2})
+    with pytest.raises(InvalidInputError, match=r"record 2 cannot be used.* it has text \(null\), id"):
+        load_examples(empty, tiny_tokenizer, 16)
     talk = jsonl(tmp_path / "b.jsonl", {"messages": [{"role": "assistant", "content": "hi"}]})
     with pytest.raises(InvalidInputError, match="no chat template"):
         load_examples(talk, tiny_tokenizer, 16)

@@ -6,7 +6,8 @@ import pkgutil
 from collections.abc import Mapping
 from functools import cache
 
-from moetool.architectures.base import EXPERT_KEYS, whole_number
+from moetool.architectures import architectures
+from moetool.architectures.base import experts_told
 from moetool.architectures.dense.base import FEATURES, DenseArchitecture
 from moetool.errors import InvalidInputError
 
@@ -78,13 +79,15 @@ def find_dense_architecture(config: Mapping[str, object]) -> DenseArchitecture:
         InvalidInputError: the model is an MoE model already, encodes only, or its family is not known.
     """
     model_type = str(config.get("model_type"))
-    if key := next((key for key in EXPERT_KEYS if (whole_number(config, key) or 0) > 1), None):
-        of = "it" if model_type in DENSE_SIBLINGS else "what moetool upcycled to this family"
-        raise InvalidInputError(
-            f"This model ({model_type}) is an MoE model already: {key} is {config[key]}. Upcycling and "
-            f"moefying start from a dense model; `export --format dense --expert 0` makes one of {of}."
-        )
     by_type = {name: family for family in dense_architectures() for name in family.model_types}
+    if told := experts_told(config):
+        known = {*by_type, *(name for family in architectures() for name in family.model_types)}
+        of = "it" if model_type in DENSE_SIBLINGS else "what moetool upcycled to this family"
+        way = f"; `export --format dense --expert 0` makes one of {of}" if model_type in known else ""
+        raise InvalidInputError(
+            f"This model ({model_type}) is an MoE model already: {told}. Upcycling and moefying start from a dense "
+            f"model{way}."
+        )
     if model_type in by_type:
         return by_type[model_type]
     listed = config.get("architectures")
