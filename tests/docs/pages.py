@@ -77,6 +77,7 @@ RUN_FOR_JSON = [
     ["upcycle", "demo/dense", "x", "--method", "simoe", "--dry-run"],
     ["prune-base", "SPLIT", "x", "--ratio", "0.2", "--dry-run"],
     ["export", "MODEL", "x", "--format", "compressed-tensors", "--group-size", "16", "--bits", "3", "--dry-run"],
+    ["verify", "mixtral-all", "--against", "MODEL"],
     ["inspect", "config-alone"],
     ["inspect", "OUT_2"],
     ["report", "mixtral-few"],
