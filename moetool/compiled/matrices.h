@@ -21,9 +21,13 @@ struct Operand {            // one stored matrix [rows, columns]
   int64_t numbers;          // the form of scales, or of the values of a sparse matrix
   const float* levels;      // what codes stand for: 16 of them, repeated where there are fewer, or one for every window
   int64_t count;            // values of a sparse matrix
+  const int32_t* places;    // [rows] where in y the outputs of its rows belong, null if in their order; not if transposed
 };
+constexpr int TERMS = 3;
 struct Term { Operand first, last; };    // y += last · (first · x), or first alone
-struct Expert { Term terms[2]; };
+struct Expert { Term terms[TERMS]; };
+
+static inline long place(const Operand& m, long row) { return m.places ? m.places[row] : row; }
 
 static inline float number(const uint8_t* p, int64_t form, long i) {
   if (form == F32) { float v; memcpy(&v, p + 4 * i, 4); return v; }

@@ -40,7 +40,7 @@ template <Form F, int N, int B> static inline void dot(const Operand m, long q, 
   }
   for (int b = 0; b < B; b++)
     for (int j = 0; j < P; j++)
-      for (int n = 0; n < N; n++) batch.y[n][row_of<F>(m, q + b, j)] += total(sums[b][j][n]);
+      for (int n = 0; n < N; n++) batch.y[n][place(m, row_of<F>(m, q + b, j))] += total(sums[b][j][n]);
 }
 #if defined(__AVX512VBMI__)
 // The same in a trellis, for all rows that a byte serves.
@@ -62,7 +62,7 @@ template <Form F, int N> static inline void dot_many(const Operand m, const Halv
       for (int n = 0; n < N; n++) sums[j][n] += part[j][n] * scale(m, (q + j * stripe) * groups + g);
   }
   for (int j = 0; j < P; j++)
-    for (int n = 0; n < N; n++) batch.y[n][q + j * stripe] += total(sums[j][n]);
+    for (int n = 0; n < N; n++) batch.y[n][place(m, q + j * stripe)] += total(sums[j][n]);
 }
 #endif
 template <Form F, int N> static void dots(const Operand& m, long begin, long end, const Batch& batch) {
@@ -92,7 +92,7 @@ static void unaligned_dots(const Operand& m, long begin, long end, const Batch& 
       for (; i + W <= m.columns; i += W) sum += load(row + i) * load(batch.x[n] + i);
       float rest = total(sum);
       for (; i < m.columns; i++) rest += row[i] * batch.x[n][i];
-      batch.y[n][r] += rest;
+      batch.y[n][place(m, r)] += rest;
     }
   }
 }
@@ -230,8 +230,8 @@ extern "C" void moetool_routed(const Expert* table, long count, const int64_t* e
   for (long e = 0; e < count; e++)
     for (const Term& t : table[e].terms)
       if (t.last.form) inner = std::max(inner, (long)t.first.rows);
-  std::vector<float> between(2 * inner * pairs);
-  std::vector<Piece> stages[3];
+  std::vector<float> between(TERMS * inner * pairs);
+  std::vector<Piece> stages[1 + TERMS];
   for (size_t i = 0; i < order.size();) {
     const Expert& expert = table[experts[order[i]]];
     Batch batch{};
@@ -239,13 +239,13 @@ extern "C" void moetool_routed(const Expert* table, long count, const int64_t* e
       batch.x[batch.tokens] = x + order[i] * in;
       batch.y[batch.tokens++] = y + order[i] * out;
     }
-    for (int t = 0; t < 2; t++) {
+    for (int t = 0; t < TERMS; t++) {
       const Term& term = expert.terms[t];
       if (!term.first.form) continue;
       if (!term.last.form) { cut(stages[1 + t], term.first, batch); continue; }
       Batch inward = batch, outward = batch;
       for (int n = 0; n < batch.tokens; n++)
-        outward.x[n] = inward.y[n] = between.data() + ((2 * (i - batch.tokens + n)) + t) * inner;
+        outward.x[n] = inward.y[n] = between.data() + ((TERMS * (i - batch.tokens + n)) + t) * inner;
       cut(stages[0], term.first, inward);
       cut(stages[1 + t], term.last, outward);
     }

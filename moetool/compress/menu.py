@@ -19,11 +19,13 @@ from moetool.numerics.error_feedback import Feedback
 from moetool.numerics.factorize import factorize, leading
 from moetool.numerics.trellis import WIDTHS, rows_served
 from moetool.representations import Measured, Representation
+from moetool.representations.mixed_rows import MixedRows
 from moetool.representations.quantized import Quantized, encode_together
 from moetool.representations.quantized_low_rank import QuantizedLowRank
 
 _ROWS = 192  # of a matrix that are quantized on trial: the mean of so many was right within a few percent
 _SERVED = max(map(rows_served, WIDTHS))  # rows that come together in a trellis
+_TINY = 1e-300
 _BRACKET_ROWS = 32  # of W between one rank on offer and the next
 
 
@@ -68,9 +70,19 @@ def losses(
     few = torch.arange(0, len(delta), max(1, len(delta) // _ROWS), device=delta.device)
     few = few[: len(few) // _SERVED * _SERVED or None]
     size = feedback.sizes(delta) * scale
-    by_row = [form for form in forms if isinstance(form, Quantized)]
+
+    def extended(errors: Tensor) -> float:
+        return _extended(errors * scale[few], size[few], size)
+
+    mixed = [form for form in forms if isinstance(form, MixedRows)]
+    parts = [form for own in mixed for form, _ in own.coded((len(delta), delta.shape[1]))]
+    by_row = list(dict.fromkeys([*(form for form in forms if isinstance(form, Quantized)), *parts]))
     # All of these rows in one go: few rows of one form take as long.
     errors = trial.errors([(delta[few], form) for form in by_row] + [(each.rows, each.form) for each in brackets])
+    by_form: dict[Quantized | None, float] = {form: extended(own) for form, own in zip(by_row, errors, strict=False)}
+    if mixed:
+        by_form[None] = extended(feedback.output_errors(delta[few]))
+        up_to = torch.cat([size.new_zeros(1), size.sort().values]).double().cumsum(0)
     by_rank, added = {}, 0.0
     for bracket, own in zip(brackets, errors[len(by_row) :], strict=True):
         added += _extended(own, bracket.few_sizes, bracket.sizes)
@@ -82,9 +94,13 @@ def losses(
         if form.directions in by_rank:
             return by_rank[form.directions]
         if isinstance(form, Quantized):
-            return _extended(errors[by_row.index(form)] * scale[few], size[few], size)
+            return by_form[form]
+        if isinstance(form, MixedRows):
+            parts = form.parts((len(delta), delta.shape[1]))
+            shares = ((up_to[part.last] - up_to[part.first]) / up_to[-1].clamp_min(_TINY) for part in parts)
+            return sum(float(share) * by_form[part.form] for share, part in zip(shares, parts, strict=True))
         if not form.directions:
-            return _extended(made(form, delta[few]) * scale[few], size[few], size)
+            return extended(made(form, delta[few]))
         return float(made(form, delta) @ scale)
 
     def made(form: Representation, rows: Tensor) -> Tensor:

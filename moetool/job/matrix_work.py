@@ -10,6 +10,7 @@ from moetool.numerics.output_codes import POWERS, TRIED_ROWS
 from moetool.representations import Representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank_sparse import LowRankSparse
+from moetool.representations.mixed_rows import MixedRows
 from moetool.representations.quantized import Quantized, group_size
 from moetool.representations.quantized_low_rank import QuantizedLowRank
 from moetool.representations.sparse import MagnitudeSparse, Sparse
@@ -69,6 +70,10 @@ def encode(form: Representation, matrix: tuple[int, int], *, fed_back: bool = Fa
             return taken + _paths(matrix)
         tried = dict(made.scales).get(form.bits, made.scales[-1][1])
         return taken + Work(moved=(made.scale_bytes * tried + made.nearest_bytes) * numbers)
+    if isinstance(form, MixedRows):  # all rows as those of most bits
+        *_, (most, _) = form.coded(matrix)
+        ranked = Work(products={"float32": numbers * matrix[1]}) if fed_back else Work()
+        return ranked + encode(most, matrix, fed_back=fed_back)
     if isinstance(form, QuantizedLowRank):
         rank = form.directions
         factors = [encode(part, shape) for part, shape in ((form.u, (matrix[0], rank)), (form.v, (rank, matrix[1])))]
@@ -125,7 +130,7 @@ def _paths(matrix: tuple[int, int]) -> Work:
 def tried(forms: Collection[Representation], matrix: tuple[int, int]) -> Work:
     """What every form of a delta loses on the inputs behind its Gram matrix, told from some of its rows."""
     numbers, columns = matrix[0] * matrix[1], matrix[1]
-    made = COEFFICIENTS
+    made, forms = COEFFICIENTS, [form for form in forms if not isinstance(form, MixedRows)]  # known by their parts
     rows = round(made.tried_rows)
     paths = (_paths((rows, columns)) for form in forms if isinstance(form, Trellis))
     coarse = sum(isinstance(form, Quantized) and form.bits in LevelCodes.noise for form in forms)

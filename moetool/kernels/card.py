@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moetool.kernels.launches import COLUMNS, COLUMNS_TRANSPOSED, SLOTS, Launch, card_levels, kind
-from moetool.kernels.operands import FIELDS, FORMS
+from moetool.kernels.operands import FIELDS, FORMS, OPERANDS, TERMS
 from moetool.kernels.table import Table
 from moetool.representations.operand import Operand, by_positions, numbers
 
@@ -53,7 +53,7 @@ def routed(table: Table, chosen: Tensor, inputs: Tensor) -> Tensor:
     output = inputs.new_zeros(pairs, outputs)
     if not pairs:
         return output
-    between = inputs.new_zeros(2, pairs, launches.inner) if launches.inner else None
+    between = inputs.new_zeros(TERMS, pairs, launches.inner) if launches.inner else None
     tokens = min(_TOKENS, _power(-(-pairs // len(table.products)))) if pairs > len(table.products) else 1
     order = places = chosen  # not read for one token at a time
     if tokens > 1:
@@ -61,7 +61,7 @@ def routed(table: Table, chosen: Tensor, inputs: Tensor) -> Tensor:
         places = torch.arange(pairs, device=chosen.device) - torch.searchsorted(ordered, ordered)
     with torch.cuda.device_of(inputs):
         for step in launches.steps:
-            term = step.slot // 2
+            term = step.slot // OPERANDS
             source = inputs if not step.is_last or between is None else between[term]
             target = output if not step.is_first or between is None else between[term]
             _launch(step, table, chosen, order, places, source, target, tokens)
@@ -99,6 +99,7 @@ def _launch(
         ALIGNED=own.is_aligned,
         WHOLE=own.is_whole,
         TRANSPOSED=own.transposed,
+        PLACED=own.is_placed,
         ROWS=rows // own.served,
         COLUMNS=columns,
         num_warps=8 if tokens > 2 else 4,  # so that sums of all tokens are in registers

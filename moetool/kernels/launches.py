@@ -25,7 +25,7 @@ from moetool.representations.operand import Operand, Products, by_positions
 
 SLOTS = OPERANDS * TERMS
 COLUMNS, COLUMNS_TRANSPOSED = 128, 32  # of a tile: what a kernel reads at a time
-_LEVELS = FIELDS - 2  # where levels stand in a row, and the first values of rows of a sparse matrix
+_LEVELS = FIELDS - 3  # where levels stand in a row, and the first values of rows of a sparse matrix
 _MOST = 1 << 28  # numbers of a matrix: kernels count bits in 32 bits
 
 
@@ -39,6 +39,7 @@ class OperandKind:
         is_aligned: addresses of rows are multiples of 16, and rows of codes lie in whole stripes.
         is_whole: a tile lies in one group of columns.
         transposed: as in `Operand`.
+        is_placed: whether its outputs have other places than their own order.
     """
 
     form: int
@@ -47,6 +48,7 @@ class OperandKind:
     is_aligned: bool
     is_whole: bool
     transposed: bool
+    is_placed: bool
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Launch:
 
     Attributes:
         number: by which the operands in the table are known.
-        stage: 0 for what comes first in a chain, 1 and 2 for what adds to the output; in this order.
+        stage: 0 for what comes first in a chain, the number of its term for what adds to the output; in this order.
         slot: place among the operands of a matrix.
         is_first, is_last: in a chain of two; neither where an operand stands alone.
         extent: the most rows that one has, or columns if transposed.
@@ -126,13 +128,13 @@ def kind(operand: Operand) -> OperandKind:
     if form == FORMS["sparse"]:
         if transposed:
             raise UnsupportedMatrixError("a sparse matrix is transposed")
-        return OperandKind(form, numbers, 1, False, False, False)
+        return OperandKind(form, numbers, 1, False, False, False, False)
     is_packed = operand.kind in ("codes", "trellis") and operand.bits < 8
     stripes = trellis.rows_served(operand.bits) if is_packed else 1
     served = stripes if rows % stripes == 0 else 1
     aligned = columns % 16 == 0 and served == stripes and data % 16 == 0
     whole = group == columns or group % (COLUMNS_TRANSPOSED if transposed else COLUMNS) == 0
-    return OperandKind(form, numbers, served, aligned, whole, bool(transposed))
+    return OperandKind(form, numbers, served, aligned, whole, bool(transposed), operand.places is not None)
 
 
 def card_levels(operand: Operand) -> Tensor | None:

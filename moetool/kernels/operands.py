@@ -11,7 +11,7 @@ from moetool.representations.bitsandbytes_formats import NF4_LEVELS
 from moetool.representations.operand import Operand
 
 # As matrices.h has them.
-FIELDS, OPERANDS, TERMS = 10, 2, 2  # of an operand, of a term, of a matrix
+FIELDS, OPERANDS, TERMS = 11, 2, 3  # of an operand, of a term, of a matrix
 NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 CODES = {1: 4, 2: 5, 3: 6, 4: 7, 8: 8}
 TRELLIS = {1: 12, 2: 13, 3: 14, 4: 15}
@@ -29,8 +29,8 @@ def operand_row(operand: Operand) -> list[int]:
     Raises:
         UnsupportedMatrixError: it cannot.
     """
-    data, scales = operand.data, operand.scales
-    for tensor in (data, scales):
+    data, scales, places = operand.data, operand.scales, operand.places
+    for tensor in (data, scales, places):
         if tensor is not None and (tensor.device != data.device or tensor.is_meta or not tensor.is_contiguous()):
             raise UnsupportedMatrixError("a tensor is not in one device's memory, one number after the other")
     values = data if operand.kind == "sparse" or scales is None else scales
@@ -52,6 +52,7 @@ def operand_row(operand: Operand) -> list[int]:
         NUMBERS[values.dtype],
         0 if table is None else table.data_ptr(),
         data.numel(),
+        0 if places is None else places.data_ptr(),
     ]
 
 

@@ -34,9 +34,9 @@ def routed(table: Table, chosen: Tensor, inputs: Tensor) -> Tensor:
 def linear(products: Products, inputs: Tensor, out_features: int) -> Tensor:
     """Inputs times a matrix `[out, in]`, in their dtype: `[tokens, in]` → `[tokens, out]`. For many tokens.
 
-    What has to be unpacked is unpacked in one; factors stay factors.
+    What has to be unpacked is unpacked in one; factors stay factors. Products for some outputs stand for all there is.
     """
-    singles = [chain[0] for chain in products if len(chain) == 1]
+    singles = [chain[0] for chain in products if len(chain) == 1 and chain[0].places is None]
     output: Tensor | None = None
     if is_packed(products):
         output = _kernels(inputs).unpacked_linear(singles, inputs)
@@ -44,7 +44,12 @@ def linear(products: Products, inputs: Tensor, out_features: int) -> Tensor:
     chains = [(single,) for single in singles] + [chain for chain in products if len(chain) > 1]
     for chain in chains:
         output = _add(output, _chain(chain, inputs))
-    return inputs.new_zeros(len(inputs), out_features) if output is None else output
+    if output is None:
+        output = inputs.new_zeros(len(inputs), out_features)
+        for chain in products:  # no two of them in the same places
+            if (places := chain[0].places) is not None:
+                output.index_copy_(1, places.long(), _chain(chain, inputs))
+    return output
 
 
 def tokens_met_once(inputs: Tensor) -> int:
@@ -55,7 +60,7 @@ def tokens_met_once(inputs: Tensor) -> int:
 
 def is_packed(products: Products) -> bool:
     """Whether `linear` writes out all of the matrix on its way, so that another one can be added at no cost."""
-    return any(len(chain) == 1 and chain[0].kind != "numbers" for chain in products)
+    return any(len(chain) == 1 and chain[0].kind != "numbers" and chain[0].places is None for chain in products)
 
 
 def _add(total: Tensor | None, part: Tensor) -> Tensor:

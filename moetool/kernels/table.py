@@ -63,7 +63,8 @@ def _row(products: Products, shape: tuple[int, int]) -> list[int]:
         raise UnsupportedMatrixError("a matrix is a sum of more products than there is room for")
     row: list[int] = []
     for chain in products:
-        if (chain[-1].outputs, chain[0].inputs) != shape:
+        outputs = shape[0] if chain[-1].places is not None else chain[-1].outputs
+        if (outputs, chain[0].inputs) != shape:
             raise UnsupportedMatrixError(f"a product is {chain[-1].outputs} × {chain[0].inputs}, not {shape}")
         own = [number for operand in chain for number in operand_row(operand)]
         row += own + [0] * (OPERANDS * FIELDS - len(own))

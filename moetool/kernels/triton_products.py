@@ -214,7 +214,7 @@ def products(
     table, chosen, order, places, x, y, pairs, matrices, x_length, y_length, number,
     SLOT: tl.constexpr, SLOTS: tl.constexpr, FIELDS: tl.constexpr, NUMBERS: tl.constexpr, TOKENS: tl.constexpr,
     FORM: tl.constexpr, SERVED: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, TRANSPOSED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PLACED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """y[pair] += M(chosen[pair]) · x[pair], for matrices that have this operand. Programs: blocks of outputs, pairs."""
     block = tl.program_id(0)
@@ -255,6 +255,8 @@ def products(
             given = tl.load(source + column[None, :], exists[:, None] & (column < columns)[None, :], 0)
             total += given[:, None, :] * tl.reshape(tile, (1, SERVED * ROWS, COLUMNS))
         at, inside = _rows(rows, first, SERVED, ROWS)
+        if PLACED:
+            at = tl.load(tl.load(own + 10).to(tl.pointer_type(tl.int32)) + at, inside, 0)
         mask = exists[:, None] & inside[None, :]
         found = tl.sum(total, 2)
     tl.store(target + at[None, :], tl.load(target + at[None, :], mask, 0) + found, mask)

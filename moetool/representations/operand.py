@@ -26,6 +26,7 @@ class Operand:
         bits: of a code.
         group: columns that share a scale.
         transposed: inputs `[tokens, rows]` are multiplied by M instead of inputs `[tokens, columns]` by its transpose.
+        places: [rows] int32, which of more outputs these are; `None` for all of them in their order.
     """
 
     kind: Kind
@@ -35,6 +36,7 @@ class Operand:
     bits: int = 0
     group: int = 0
     transposed: bool = False
+    places: Tensor | None = None
 
     @property
     def inputs(self) -> int:

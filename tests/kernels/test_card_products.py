@@ -138,9 +138,21 @@ def test_few_bits_are_unpacked_as_plain_torch_does(bits: int, form: str, group: 
     assert card.summed([weight.operand(), base.operand()], torch.float32).equal(weight.dense() + base.dense())
 
 
+@pytest.mark.parametrize("spec", ["quantised-rows:6.0.6.4:32", "quantised-rows:0.8.8:row", "trellis-rows:3.5.5.3:32"])
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+def test_rows_in_different_bits_are_put_in_their_places(spec: str, dtype: torch.dtype) -> None:
+    shape = (72, 160)
+    weights = [encoded(spec, shape, dtype, seed) for seed in range(3)]
+    table = Table([weight.products() for weight in weights], shape, weights)
+    for experts in ([2, 0, -1], [1, 2, 2, 3, 2, 2, 0, 2]):
+        chosen, inputs = torch.tensor(experts, device=DEVICE), random(len(experts), shape[1])
+        assert error(card.routed(table, chosen, inputs), expected(weights, chosen, inputs)) < 2e-6
+
+
 def test_experts_may_be_of_every_form_at_once() -> None:
     """And of several group sizes, numbers and ranks; some of them nothing at all."""
     shape, specs = (16, 64), [*FORMS, "trellis:3:16", "trellis:2:row", "quantised:2:16", "low-rank:0", "low-rank:2"]
+    specs += ["quantised-rows:0.8.8:16", "trellis-rows:8.0.8:row"]
     weights = [encoded(spec, shape, list(ROUNDING)[i % 3], i) for i, spec in enumerate(specs)]
     table = Table([weight.products() for weight in weights], shape, weights)
     chosen, inputs = torch.arange(len(specs), device=DEVICE).flip(0), random(len(specs), shape[1])

@@ -226,7 +226,7 @@ class Auto(MixingStage[AutoOptions]):
 
     @cached_property
     def _least(self) -> tuple[int, int]:
-        """Bytes of the smallest forms: of no deltas to a base, and of one bit for every number without one."""
+        """Bytes of the smallest forms: of no deltas to a base, and of the fewest bits without one."""
         first, second = self._footings(1.0, 1.0)[:2]
         on, alone = self._choosing([first]), self._choosing([second])
         return on.smallest, alone.smallest

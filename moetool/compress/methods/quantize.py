@@ -171,7 +171,7 @@ class Quantize(MixingStage[QuantizeOptions]):
         options, shape = self.options, self.source.experts.shape
         rotated_by = options.seed if options.rotate else None
         exact = None if options.bits is None else int(options.bits)
-        return without_base(shape, bits, options.group_size, rotated_by, exact, options.trellis)
+        return without_base(shape, bits, options.group_size, rotated_by, exact, options.trellis, options.scheme)
 
     def _choosing(self, footing: Footing) -> Choosing:
         scheme = self.options.scheme if self.options.bits is None else "matrix"
@@ -179,7 +179,7 @@ class Quantize(MixingStage[QuantizeOptions]):
 
     @cached_property
     def _smallest(self) -> int:
-        """Bytes of the result with one bit for every number, or as many as were asked for."""
+        """Bytes of the result with the fewest bits on offer, or as many as were asked for."""
         return self._choosing(self._footing(1.0)).smallest
 
     @cached_property
@@ -198,8 +198,8 @@ class Quantize(MixingStage[QuantizeOptions]):
         if options.ratio is not None and options.ratio > (highest := 1 - self._smallest / original):
             raise UsageError(
                 f"--ratio {options.ratio:g} is not possible here: of {format_bytes(original)}, "
-                f"{format_bytes(self._smallest)} are left with one bit for every number of an expert, so the ratio can "
-                f"be at most {int(highest * 1000) / 1000:g}."
+                f"{format_bytes(self._smallest)} are left with the fewest bits on offer for the experts, so the ratio "
+                f"can be at most {int(highest * 1000) / 1000:g}."
             )
         details = {"smallest_possible_bytes": self._smallest, "bits_per_number": round(self._bits, 2)}
         return self.mixing.plan(self._target, details)

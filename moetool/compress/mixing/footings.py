@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from moetool.architectures import MoEShape, Role
 from moetool.bases.layer_base import LayerBase
 from moetool.checkpoint.experts import ExpertReader
+from moetool.compress.choices import Scheme
 from moetool.compress.encoding import base_representations, in_groups
+from moetool.compress.mixing.row_mixtures import row_mixtures
 from moetool.compress.rotated import seeds
 from moetool.format.layout import NO_BASE
 from moetool.numerics.rotation import Rotation
@@ -90,12 +94,14 @@ def on_base(
     for role in shape.roles:
         matrix = shape.matrix(role)
         own: list[Representation] = [LowRank(0), *(codes_form(b, group, matrix, trellis) for b in near)]
+        if role != "down":  # neurons count more differently than what they add up to
+            own += row_mixtures(near, group, matrix, trellis=trellis)
         if few:
             ranks = sorted({max(1, math.floor(break_even_rank(matrix) * share)) for share in _LOW_RANK_SHARES})
             own += [in_groups(QuantizedLowRank(rank, _LOW_RANK_BITS, group), matrix, group) for rank in ranks]
         if bits is not None and rotated_by is None and (bits * _REACH >= 16 or not near[1:]):
             own.append(Dense())
-        forms[role] = own
+        forms[role] = _rising(own, matrix)
     return Footing(_named(base_bits, rotated_by), base, forms, rotated_by)
 
 
@@ -106,14 +112,21 @@ def without_base(
     rotated_by: int | None = None,
     exact: int | None = None,
     trellis: bool = False,
+    scheme: Scheme = "matrix",
 ) -> Footing:
     """Every matrix on its own, where every number can have `bits` on average (all from 1 to 8 if that is not known), or
-    has an `exact` number of them; for rotated inputs with a seed, in a trellis if that is wanted."""
+    has an `exact` number of them; for rotated inputs with a seed, in a trellis if that is wanted. Rows of one matrix
+    differ in bits if matrices may."""
     near = [b for b in _BITS if bits is None or bits / _REACH <= b <= bits * _REACH] or [8]
     whole = [Dense()] if bits is not None and bits * _REACH >= 16 and rotated_by is None else []
     if exact is not None:
         near, whole = [exact], []
-    forms = {role: [*(codes_form(b, group, shape.matrix(role), trellis) for b in near), *whole] for role in shape.roles}
+    forms: dict[Role, list[Representation]] = {}
+    for role in shape.roles:
+        matrix = shape.matrix(role)
+        own = [*(codes_form(b, group, matrix, trellis) for b in near), *whole]
+        mixes = scheme == "matrix" and exact is None and role != "down"
+        forms[role] = _rising([*own, *row_mixtures(near, group, matrix, trellis=trellis)], matrix) if mixes else own
     return Footing(_named(NONE, rotated_by), {role: NO_BASE[role] for role in shape.roles}, forms, rotated_by)
 
 
@@ -125,6 +138,11 @@ def codes_form(bits: int, group: int, matrix: tuple[int, int], trellis: bool) ->
     """
     form = Quantized(bits, group)
     return in_groups(in_trellis(form, matrix[0]) if trellis else form, matrix, group)
+
+
+def _rising(forms: Sequence[Representation], matrix: tuple[int, int]) -> list[Representation]:
+    """From the smallest to the largest."""
+    return sorted(forms, key=lambda form: form.nbytes(matrix, torch.bfloat16))
 
 
 def _named(base: str, rotated_by: int | None) -> str:
