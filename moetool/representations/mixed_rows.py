@@ -31,9 +31,9 @@ from moetool.representations.quantized import (
 from moetool.representations.trainable import Pace, Trainable
 from moetool.representations.trellis import Trellis
 
-SHARES = 16  # parts of all rows that have bits of their own
-UNIT = 8  # rows: as many as share a byte of codes of 1 bit
-MOST = 3  # different numbers of bits, beside none: kernels have room for as many products
+ROW_SHARES = 16  # parts of all rows that have bits of their own
+ROW_UNIT = 8  # rows: as many as share a byte of codes of 1 bit
+MOST_WIDTHS = 3  # different numbers of bits, beside none: kernels have room for as many products
 
 
 class Part(NamedTuple):
@@ -70,10 +70,10 @@ class MixedRows(Representation):
 
     def __post_init__(self) -> None:
         coded = [bits for bits in self.bits if bits]
-        if sum(self.shares) != SHARES or len(self.bits) < 2 or len(coded) > MOST or not self.shares[-1]:
+        if sum(self.shares) != ROW_SHARES or len(self.bits) < 2 or len(coded) > MOST_WIDTHS or not self.shares[-1]:
             raise ValueError(
-                f"rows have no bits or {MOST} different numbers of bits, at least two in all, in shares that make "
-                f"{SHARES}, not {'.'.join(map(str, self.shares))}"
+                f"rows have no bits or {MOST_WIDTHS} different numbers of bits, at least two in all, in shares that make "
+                f"{ROW_SHARES}, not {'.'.join(map(str, self.shares))}"
             )
         for bits in coded:
             self.part(bits, self.group)
@@ -86,7 +86,7 @@ class MixedRows(Representation):
     @property
     def mean_bits(self) -> float:
         """Of all rows."""
-        return sum(bits * share for bits, share in enumerate(self.shares)) / SHARES
+        return sum(bits * share for bits, share in enumerate(self.shares)) / ROW_SHARES
 
     @property
     def spec(self) -> str:
@@ -117,7 +117,7 @@ class MixedRows(Representation):
             ValueError: there are so few that none have any.
         """
         rows, columns = shape
-        ends = [min(rows, round(rows * end / SHARES / UNIT) * UNIT) for end in accumulate(self.shares)]
+        ends = [min(rows, round(rows * end / ROW_SHARES / ROW_UNIT) * ROW_UNIT) for end in accumulate(self.shares)]
         found, start = [], 0
         for bits, (first, last) in enumerate(pairwise([0, *ends[:-1], rows])):
             if first == last:
@@ -191,7 +191,9 @@ class MixedRows(Representation):
         return sizes if measured.row_scale is None else sizes * measured.row_scale.to(sizes).square()
 
     def damage(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str | None:
-        counts = torch.bincount(unpack(tensors["row_bits"], self._index_bits, shape[0]), minlength=MOST + 1).tolist()
+        counts = torch.bincount(
+            unpack(tensors["row_bits"], self._index_bits, shape[0]), minlength=MOST_WIDTHS + 1
+        ).tolist()
         expected = [part.rows for part in self.parts(shape)]
         if counts != expected + [0] * (len(counts) - len(expected)):
             return f"rows have other numbers of bits than '{self.spec}' says"

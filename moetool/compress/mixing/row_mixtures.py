@@ -7,11 +7,11 @@ least in all. A mixture is such a distribution, rounded: a mean and a spread.
 from collections.abc import Sequence
 from statistics import NormalDist
 
-from moetool.representations.mixed_rows import MOST, SHARES, UNIT, MixedRows, TrellisRows
+from moetool.representations.mixed_rows import MOST_WIDTHS, ROW_SHARES, ROW_UNIT, MixedRows, TrellisRows
 
 _SPREADS = (0.5, 1.0, 1.5)  # in bits: of rows that count two, four and eight times as much as others
 _STEP = 0.5  # in bits, from one mean to the next
-_QUANTILES = [NormalDist().inv_cdf((place + 0.5) / SHARES) for place in range(SHARES)]
+_QUANTILES = [NormalDist().inv_cdf((place + 0.5) / ROW_SHARES) for place in range(ROW_SHARES)]
 
 
 def row_mixtures(bits: Sequence[int], group: int, matrix: tuple[int, int], *, trellis: bool) -> list[MixedRows]:
@@ -22,9 +22,9 @@ def row_mixtures(bits: Sequence[int], group: int, matrix: tuple[int, int], *, tr
         ValueError: only groups of one would fit.
     """
     few = [own for own in bits if own <= 4]
-    if not few or matrix[0] < SHARES * UNIT:
+    if not few or matrix[0] < ROW_SHARES * ROW_UNIT:
         return []
-    kind = TrellisRows if trellis and matrix[0] % UNIT == 0 else MixedRows
+    kind = TrellisRows if trellis and matrix[0] % ROW_UNIT == 0 else MixedRows
     steps = range(int(min(few) / 2 / _STEP), int(max(few) / _STEP) + 1)
     found = {_shares(_STEP * step, spread, few) for step in steps for spread in _SPREADS}
     return [kind(shares, group).fitted(matrix) for shares in sorted(found) if sum(map(bool, shares)) > 1]
@@ -32,7 +32,7 @@ def row_mixtures(bits: Sequence[int], group: int, matrix: tuple[int, int], *, tr
 
 def _shares(mean: float, spread: float, bits: Sequence[int]) -> tuple[int, ...]:
     """How many parts of all rows have 0, 1 … bits."""
-    near = sorted(bits, key=lambda own: abs(own - mean))[:MOST]
+    near = sorted(bits, key=lambda own: abs(own - mean))[:MOST_WIDTHS]
     shares = [0] * (max(near) + 1)
     for quantile in _QUANTILES:
         wanted = mean + spread * quantile
