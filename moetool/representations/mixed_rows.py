@@ -72,8 +72,8 @@ class MixedRows(Representation):
         coded = [bits for bits in self.bits if bits]
         if sum(self.shares) != ROW_SHARES or len(self.bits) < 2 or len(coded) > MOST_WIDTHS or not self.shares[-1]:
             raise ValueError(
-                f"rows have no bits or {MOST_WIDTHS} different numbers of bits, at least two in all, in shares that make "
-                f"{ROW_SHARES}, not {'.'.join(map(str, self.shares))}"
+                f"rows have no bits or {MOST_WIDTHS} different numbers of bits, at least two in all, in shares that "
+                f"make {ROW_SHARES}, not {'.'.join(map(str, self.shares))}"
             )
         for bits in coded:
             self.part(bits, self.group)
