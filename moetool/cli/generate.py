@@ -5,8 +5,8 @@ import inspect
 import re
 import signal
 import sys
-import types
 from collections.abc import Callable, Mapping
+from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 from typer.core import TyperCommand
 
 from moetool.checkpoint.sizes import format_bytes, parse_bytes
+from moetool.cli.app import commands
 from moetool.cli.completion import offered_for
 from moetool.cli.examples import EXAMPLES
 from moetool.errors import UsageError, did_you_mean, explained
@@ -64,26 +65,51 @@ def _quoted(choices: str) -> list[str]:
     return re.findall("'([^']*)'", choices)
 
 
+def builder(
+    model: type[BaseModel] | None = None, *more: inspect.Parameter
+) -> Callable[[Callable[..., None]], Callable[[str, list[str]], HintingCommand]]:
+    """Make of what a command does `build(name, arguments)`, which gives the command, whatever the arguments are."""
+
+    def made(function: Callable[..., None]) -> Callable[[str, list[str]], HintingCommand]:
+        return lambda name, arguments: make_command(name, function, model, *more)
+
+    return made
+
+
 def make_command(
-    name: str, function: Callable[..., None], summary: str, elsewhere: Mapping[str, str] | None = None
+    name: str,
+    function: Callable[..., None],
+    model: type[BaseModel] | None,
+    *more: inspect.Parameter,
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> HintingCommand:
     """A single command whose errors end with moetool's exit codes.
 
     Args:
         name: of the command.
         function: what it does.
-        summary: one line for `--help`.
+        model: its fields become options, which the function takes as `**options`. Defaults are left to the model, so
+            that what was typed can be told from what was not (a preset comes between).
+        more: further options that it takes in this way.
         elsewhere: options that other forms of the command have, and with what.
     """
+    own = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    run = guarded(function)
+    fields = [] if model is None else parameters_of(model)
+    run.__signature__ = inspect.Signature([*own, *more, *fields])  # type: ignore[attr-defined]
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     example = f"Example: moetool {EXAMPLES[name]}" if name in EXAMPLES else None
-    app.command(name=name, help=summary, epilog=example, cls=HintingCommand)(guarded(function))
+    app.command(name=name, help=commands()[name][1], epilog=example, cls=HintingCommand)(run)
     command = typer.main.get_command(app)
     assert isinstance(command, HintingCommand)
     for parameter in command.params:
         if parameter.param_type_name == "argument" and parameter.name:
             parameter.metavar = parameter.name.upper()  # as docs and messages call it
-    command.elsewhere = elsewhere or {}
+    command.elsewhere = elsewhere
     return command
 
 
@@ -107,24 +133,7 @@ def guarded(function: Callable[..., None]) -> Callable[..., None]:
             print(f"error: {problem}", file=sys.stderr)
             raise typer.Exit(problem.exit_code) from error
 
-    wrapper.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     return wrapper
-
-
-def with_options(
-    function: Callable[..., None], model: type[BaseModel], *more: inspect.Parameter
-) -> Callable[..., None]:
-    """Add one keyword parameter per field of `model`, and `more`, to a function that takes them as `**options`.
-
-    Defaults are left to the model, so that what was typed can be told from what was not (a preset comes between).
-    """
-    own = [
-        parameter
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    ]
-    function.__signature__ = inspect.Signature([*own, *more, *parameters_of(model)])  # type: ignore[attr-defined]
-    return function
 
 
 def parameters_of(model: type[BaseModel]) -> list[inspect.Parameter]:
@@ -171,7 +180,7 @@ def _annotation(name: str, field: FieldInfo, group: str | None) -> Any:
 
 def _plain_type(annotation: Any) -> Any:
     """The type a command line can read: `int | None` → `int`; sizes and anything unusual → `str`."""
-    if get_origin(annotation) in (Union, types.UnionType):
+    if get_origin(annotation) in (Union, UnionType):
         annotation = next(kind for kind in get_args(annotation) if kind is not type(None))
     if get_origin(annotation) is tuple:
         return list[str]

@@ -8,9 +8,8 @@ import typer
 
 from moetool.checkpoint.sizes import format_bytes
 from moetool.cli import next_step
-from moetool.cli.app import COMMANDS
 from moetool.cli.display import AsJson, print_fields, print_json, print_table
-from moetool.cli.generate import build_options, make_command, with_options
+from moetool.cli.generate import build_options, builder
 from moetool.cli.watched import LogJson, watched
 from moetool.measure.bench.benchmark import bench
 from moetool.measure.bench.options import BenchOptions
@@ -60,28 +59,25 @@ _MEASURES: dict[str, Callable[[float], str]] = {
 }
 
 
-def build(name: str, arguments: list[str]) -> Any:
+@builder(BenchOptions)
+def build(
+    model: Annotated[str, typer.Argument(help="A checkpoint, compressed or not.", show_default=False)],
+    plot: Annotated[Path | None, typer.Option(help="Draw it too: FILE.png, .svg or .pdf.")] = None,
+    json: AsJson = False,
+    log_json: LogJson = None,
+    **typed: Any,
+) -> None:
     """The command."""
-
-    def command(
-        model: Annotated[str, typer.Argument(help="A checkpoint, compressed or not.", show_default=False)],
-        plot: Annotated[Path | None, typer.Option(help="Draw it too: FILE.png, .svg or .pdf.")] = None,
-        json: AsJson = False,
-        log_json: LogJson = None,
-        **typed: Any,
-    ) -> None:
-        options = build_options(BenchOptions, typed)
-        models = [model, *([] if options.against is None else [options.against])]
-        with watched(log_json, name, models, options.model_dump(mode="json")) as (display, ended):
-            result = pictured(plot, lambda: bench(model, options, display), plot_bench)
-            ended(result)
-        if json:
-            print_json(result.to_json())
-            return
-        _print(result)
-        next_step.tell(next_step.line("eval", model, "--data", "TEXT"))
-
-    return make_command(name, with_options(command, BenchOptions), COMMANDS[name][1])
+    options = build_options(BenchOptions, typed)
+    models = [model, *([] if options.against is None else [options.against])]
+    with watched(log_json, "bench", models, options.model_dump(mode="json")) as (display, ended):
+        result = pictured(plot, lambda: bench(model, options, display), plot_bench)
+        ended(result)
+    if json:
+        print_json(result.to_json())
+        return
+    _print(result)
+    next_step.tell(next_step.line("eval", model, "--data", "TEXT"))
 
 
 def _print(result: BenchResult) -> None:

@@ -8,9 +8,8 @@ import typer
 
 from moetool.checkpoint.sizes import format_bytes
 from moetool.cli import next_step
-from moetool.cli.app import COMMANDS
 from moetool.cli.display import AsJson, print_json, print_table
-from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
+from moetool.cli.generate import build_options, builder
 from moetool.cli.watched import LogJson, watched
 from moetool.compare.candidates import candidates
 from moetool.compare.options import CompareOptions
@@ -24,47 +23,44 @@ from moetool.measure.plots import pictured
 HEADERS = ("model", "asked", "saved", "size", "perplexity", "excess, mnat", "KL, mnat", "top-1", "time", "memory")
 
 
-def build(name: str, arguments: list[str]) -> HintingCommand:
+@builder(CompareOptions)
+def build(
+    model: Annotated[str, typer.Argument(help="The original: a directory or a hub id.", show_default=False)],
+    work: Annotated[Path, typer.Option(help="Where models are made and rows noted.")] = Path("compare"),
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the models there.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write the table to FILE.md, too.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it: FILE.svg, .png or .pdf.")] = None,
+    json: AsJson = False,
+    log_json: LogJson = None,
+    **typed: object,
+) -> None:
     """The command."""
+    options = build_options(CompareOptions, typed)
+    wanted = candidates(options, build_options)
+    table = None if output is None else output_file(output)
+    with watched(log_json, "compare", [model, *options.models], options.model_dump(mode="json")) as (display, ended):
 
-    def command(
-        model: Annotated[str, typer.Argument(help="The original: a directory or a hub id.", show_default=False)],
-        work: Annotated[Path, typer.Option(help="Where models are made and rows noted.")] = Path("compare"),
-        keep: Annotated[bool, typer.Option("--keep", help="Leave the models there.")] = False,
-        output: Annotated[Path | None, typer.Option(help="Write the table to FILE.md, too.")] = None,
-        plot: Annotated[Path | None, typer.Option(help="Draw it: FILE.svg, .png or .pdf.")] = None,
-        json: AsJson = False,
-        log_json: LogJson = None,
-        **typed: object,
-    ) -> None:
-        options = build_options(CompareOptions, typed)
-        wanted = candidates(options, build_options)
-        table = None if output is None else output_file(output)
-        with watched(log_json, name, [model, *options.models], options.model_dump(mode="json")) as (display, ended):
+        def run() -> Compared:
+            display.log("  ".join(HEADERS))
+            return compare(
+                model, options, wanted, work, keep=keep, progress=display, seen=lambda row: display.log(line(row))
+            )
 
-            def run() -> Compared:
-                display.log("  ".join(HEADERS))
-                return compare(
-                    model, options, wanted, work, keep=keep, progress=display, seen=lambda row: display.log(line(row))
-                )
-
-            result = pictured(plot, run, plot_compared)
-            ended(result)
-        if table is not None:
-            table.write_text(markdown(result), encoding="utf-8")
-        if json:
-            print_json(result.to_json())
-            return
-        print(headline(result))
-        print_table(HEADERS, [cells(row) for row in result.rows if row.error is None])
-        for row in result.rows:
-            if row.error is not None:
-                print(line(row))
-        for shared in result.statistics:
-            print(shared_line(shared))
-        next_step.tell(next_step.line("compress", model, "OUT", "--method", "METHOD", "--ratio", "RATIO"))
-
-    return make_command(name, with_options(command, CompareOptions), COMMANDS[name][1])
+        result = pictured(plot, run, plot_compared)
+        ended(result)
+    if table is not None:
+        table.write_text(markdown(result), encoding="utf-8")
+    if json:
+        print_json(result.to_json())
+        return
+    print(headline(result))
+    print_table(HEADERS, [cells(row) for row in result.rows if row.error is None])
+    for row in result.rows:
+        if row.error is not None:
+            print(line(row))
+    for shared in result.statistics:
+        print(shared_line(shared))
+    next_step.tell(next_step.line("compress", model, "OUT", "--method", "METHOD", "--ratio", "RATIO"))
 
 
 def output_file(path: Path) -> Path:

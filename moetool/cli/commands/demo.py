@@ -4,7 +4,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,15 +11,14 @@ import typer
 
 from moetool import demo
 from moetool.checkpoint.sizes import format_bytes
-from moetool.cli.app import COMMANDS
-from moetool.cli.display import Display, print_json, print_table
-from moetool.cli.generate import HintingCommand, make_command
+from moetool.cli.display import AsJson, Display, print_json, print_table
+from moetool.cli.generate import builder
 from moetool.cli.next_step import try_next
 from moetool.convert.told import ConversionTold
 from moetool.errors import InterruptedRunError, UsageError
 from moetool.job.execute import output_directory, run_stage
 from moetool.job.lock import Lock
-from moetool.job.result import Printed, Result
+from moetool.job.result import Result
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.stages import stages
 
@@ -32,40 +30,27 @@ COMPRESSIONS: tuple[tuple[str, float, dict[str, object]], ...] = (
 _MARKER = ".moetool-demo"
 
 
-@dataclass(frozen=True)
-class Row(Printed):
-    """A model of the demo: bytes of its weight files, its perplexity on held-out text, and how it came about."""
-
-    model: str
-    bytes: int
-    perplexity: float
-    description: str
-
-
-def build(name: str, arguments: list[str]) -> HintingCommand:
+@builder()
+def build(
+    output: Annotated[Path, typer.Argument(help="Where to write the models.")] = Path("demo"),
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = demo.STEPS,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything.")] = 0,
+    json: AsJson = False,
+) -> None:
     """The command."""
-
-    def command(
-        output: Annotated[Path, typer.Argument(help="Where to write the models.")] = Path("demo"),
-        steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = demo.STEPS,
-        seed: Annotated[int, typer.Option(min=0, help="Seed of everything.")] = 0,
-        json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
-    ) -> None:
-        began = time.monotonic()
-        rows = run(output_directory(output), steps, seed, Display())
-        if json:
-            print_json(demo.DemoResult(rows, round(time.monotonic() - began, 1)).to_json())
-            return
-        print_table(
-            ("model", "size", "held-out perplexity", "what was done"),
-            [(row.model, format_bytes(row.bytes), f"{row.perplexity:.2f}", row.description) for row in rows],
-            numbers=False,
-        )
-        print(f"All of it in {time.monotonic() - began:.0f} s. The models are in {output}; try:")
-        for line in try_next(f"inspect {output}/hybrid-75"):
-            print(f"  {line}")
-
-    return make_command(name, command, COMMANDS[name][1])
+    began = time.monotonic()
+    rows = run(output_directory(output), steps, seed, Display())
+    if json:
+        print_json(demo.DemoResult(rows, round(time.monotonic() - began, 1)).to_json())
+        return
+    print_table(
+        ("model", "size", "held-out perplexity", "what was done"),
+        [(row.model, format_bytes(row.bytes), f"{row.perplexity:.2f}", row.description) for row in rows],
+        numbers=False,
+    )
+    print(f"All of it in {time.monotonic() - began:.0f} s. The models are in {output}; try:")
+    for line in try_next(f"inspect {output}/hybrid-75"):
+        print(f"  {line}")
 
 
 def run(output: Path, steps: int, seed: int, display: Display) -> list[demo.DemoModel]:

@@ -8,9 +8,8 @@ import typer
 from moetool.checkpoint.sizes import format_bytes
 from moetool.checkpoint.source import local_path
 from moetool.cli import next_step
-from moetool.cli.app import COMMANDS
 from moetool.cli.display import AsJson, print_fields, print_json, print_table
-from moetool.cli.generate import HintingCommand, make_command
+from moetool.cli.generate import builder
 from moetool.job.forecast import format_seconds
 from moetool.measure.doctor import Diagnosis, doctor
 
@@ -18,24 +17,21 @@ if TYPE_CHECKING:
     from moetool.measure.hardware import Hardware, Speed
 
 
-def build(name: str, arguments: list[str]) -> HintingCommand:
+@builder()
+def build(
+    output: Annotated[Path, typer.Argument(help="Where results will go.")] = Path(),
+    json: AsJson = False,
+) -> None:
     """The command."""
-
-    def command(
-        output: Annotated[Path, typer.Argument(help="Where results will go.")] = Path(),
-        json: AsJson = False,
-    ) -> None:
-        result = doctor(local_path(output))
-        if json:
-            print_json(result.to_json())
-        else:
-            _print(result)
-            again = f"{next_step.line('doctor', str(output))}, when that is mended"
-            next_step.tell(again if result.problems else next_step.line("demo"))
-        if result.exit_code:
-            raise typer.Exit(result.exit_code)
-
-    return make_command(name, command, COMMANDS[name][1])
+    result = doctor(local_path(output))
+    if json:
+        print_json(result.to_json())
+    else:
+        _print(result)
+        again = f"{next_step.line('doctor', str(output))}, when that is mended"
+        next_step.tell(again if result.problems else next_step.line("demo"))
+    if result.exit_code:
+        raise typer.Exit(result.exit_code)
 
 
 def _print(result: Diagnosis) -> None:

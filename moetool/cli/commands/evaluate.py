@@ -9,10 +9,9 @@ import typer
 
 from moetool.checkpoint.files import write_json
 from moetool.cli import next_step
-from moetool.cli.app import COMMANDS
 from moetool.cli.display import SCHEMA_VERSION, AsJson, print_json
 from moetool.cli.evaluations import print_evaluation, print_evaluations
-from moetool.cli.generate import HintingCommand, build_options, make_command, parameters_of, with_options
+from moetool.cli.generate import build_options, builder, parameters_of
 from moetool.cli.watched import LogJson, watched
 from moetool.errors import UsageError
 from moetool.job.execute import output_directory
@@ -25,59 +24,56 @@ from moetool.measure.tasks.told import Evaluated, Evaluations
 from moetool.measure.told import Evaluation
 
 _SHARED = EvaluationOptions.model_fields.keys() & TaskOptions.model_fields.keys()
+_OF_TEXT = [parameter for parameter in parameters_of(EvaluationOptions) if parameter.name not in _SHARED]
 
 
-def build(name: str, arguments: list[str]) -> HintingCommand:
+@builder(TaskOptions, *_OF_TEXT)
+def build(
+    model: Annotated[list[str], typer.Argument(help="Checkpoints, compressed or not.", show_default=False)],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Write the results to FILE.json; those of tasks go beside the checkpoint without it."),
+    ] = None,
+    json: AsJson = False,
+    log_json: LogJson = None,
+    **typed: object,
+) -> None:
     """The command."""
+    text, tasks = asked_for(typed)
+    file = None if output is None else new_file(output)
+    options: dict[str, Json] = {}
+    for asked in (text, tasks):
+        options |= {} if asked is None else asked.model_dump(mode="json")
+    with watched(log_json, "eval", model, options) as (display, ended):
 
-    def command(
-        model: Annotated[list[str], typer.Argument(help="Checkpoints, compressed or not.", show_default=False)],
-        output: Annotated[
-            Path | None,
-            typer.Option(help="Write the results to FILE.json; those of tasks go beside the checkpoint without it."),
-        ] = None,
-        json: AsJson = False,
-        log_json: LogJson = None,
-        **typed: object,
-    ) -> None:
-        text, tasks = asked_for(typed)
-        file = None if output is None else new_file(output)
-        options: dict[str, Json] = {}
-        for asked in (text, tasks):
-            options |= {} if asked is None else asked.model_dump(mode="json")
-        with watched(log_json, name, model, options) as (display, ended):
+        def seen(found: Evaluated) -> Evaluated:
+            """Hours of tasks are on the disk before the next model begins."""
+            if file is not None or found.tasks is None:
+                return found
+            place = place_beside(found.model)
+            _write(place, Evaluations(models=[found]))
+            display.log(f"Saved to {place}.")
+            return replace(found, saved=str(place))
 
-            def seen(found: Evaluated) -> Evaluated:
-                """Hours of tasks are on the disk before the next model begins."""
-                if file is not None or found.tasks is None:
-                    return found
-                place = place_beside(found.model)
-                _write(place, Evaluations(models=[found]))
-                display.log(f"Saved to {place}.")
-                return replace(found, saved=str(place))
-
-            result: Printed
-            if text is not None and tasks is None and len(model) == 1:
-                result = perplexity(model[0], text, display)
-            else:
-                result = evaluate(model, text, tasks, display, seen)
-            if file is not None:
-                _write(file, result)
-            ended(result)
-        if json:
-            print_json(result.to_json())
-            return
-        if isinstance(result, Evaluations):
-            print_evaluations(result)
+        result: Printed
+        if text is not None and tasks is None and len(model) == 1:
+            result = perplexity(model[0], text, display)
         else:
-            print_evaluation(result)
-        if isinstance(result, Evaluation) and result.protocol == "perplexity":
-            next_step.tell(next_step.line("generate", model[0], "PROMPT"))
-        else:
-            next_step.tell(next_step.line("verify", model[0]))
-
-    of_text = [parameter for parameter in parameters_of(EvaluationOptions) if parameter.name not in _SHARED]
-    return make_command(name, with_options(command, TaskOptions, *of_text), COMMANDS[name][1])
+            result = evaluate(model, text, tasks, display, seen)
+        if file is not None:
+            _write(file, result)
+        ended(result)
+    if json:
+        print_json(result.to_json())
+        return
+    if isinstance(result, Evaluations):
+        print_evaluations(result)
+    else:
+        print_evaluation(result)
+    if isinstance(result, Evaluation) and result.protocol == "perplexity":
+        next_step.tell(next_step.line("generate", model[0], "PROMPT"))
+    else:
+        next_step.tell(next_step.line("verify", model[0]))
 
 
 def asked_for(typed: Mapping[str, object]) -> tuple[EvaluationOptions | None, TaskOptions | None]:

@@ -10,9 +10,8 @@ import typer
 from moetool.architectures import ROLES, Role
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.cli import next_step
-from moetool.cli.app import COMMANDS
 from moetool.cli.display import AsJson, print_fields, print_json, print_table
-from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
+from moetool.cli.generate import build_options, builder
 from moetool.cli.watched import LogJson, watched
 from moetool.errors import UsageError
 from moetool.measure.analysis import AnalysisOptions, analyse
@@ -23,44 +22,41 @@ from moetool.representations import describe, parse_representation
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 
-def build(name: str, arguments: list[str]) -> HintingCommand:
+@builder(AnalysisOptions)
+def build(
+    model: Annotated[str, typer.Argument(help="A checkpoint, compressed or not.", show_default=False)],
+    analysis: Annotated[
+        bool, typer.Option("--analysis", help="Similarity of experts, energy of singular values, sensitivity.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the analysis, too: FILE.png, .svg or .pdf.")] = None,
+    json: AsJson = False,
+    log_json: LogJson = None,
+    **typed: object,
+) -> None:
     """The command."""
-
-    def command(
-        model: Annotated[str, typer.Argument(help="A checkpoint, compressed or not.", show_default=False)],
-        analysis: Annotated[
-            bool, typer.Option("--analysis", help="Similarity of experts, energy of singular values, sensitivity.")
-        ] = False,
-        plot: Annotated[Path | None, typer.Option(help="Draw the analysis, too: FILE.png, .svg or .pdf.")] = None,
-        json: AsJson = False,
-        log_json: LogJson = None,
-        **typed: object,
-    ) -> None:
-        options = build_options(AnalysisOptions, typed)
-        if options.model_fields_set and not analysis:
-            raise UsageError("--layers limits --analysis: give both.")
-        if plot is not None and not analysis:
-            raise UsageError("--plot draws what --analysis finds: give both.")
-        if log_json is not None and not analysis:
-            raise UsageError("--log-json tells how far --analysis is: give both.")
-        result = inspect_checkpoint(model)
-        if analysis:
-            with watched(log_json, name, [model], options.model_dump(mode="json")) as (display, ended):
-                found = pictured(plot, lambda: analyse(model, options, display), plot_analysis)
-                result = replace(result, analysis=found)
-                ended(result)
-        if json:
-            print_json(result.to_json())
-            return
-        _print(result)
-        if result.analysis is not None:
-            _print_analysis(result.analysis)
-        if result.files.files:
-            next_step.tell(next_step.line("routing", model, "--data", "TEXT"))
-        else:
-            next_step.tell(next_step.line("compress", model, "OUT", "--calibration", "TEXT", "--dry-run"))
-
-    return make_command(name, with_options(command, AnalysisOptions), COMMANDS[name][1])
+    options = build_options(AnalysisOptions, typed)
+    if options.model_fields_set and not analysis:
+        raise UsageError("--layers limits --analysis: give both.")
+    if plot is not None and not analysis:
+        raise UsageError("--plot draws what --analysis finds: give both.")
+    if log_json is not None and not analysis:
+        raise UsageError("--log-json tells how far --analysis is: give both.")
+    result = inspect_checkpoint(model)
+    if analysis:
+        with watched(log_json, "inspect", [model], options.model_dump(mode="json")) as (display, ended):
+            found = pictured(plot, lambda: analyse(model, options, display), plot_analysis)
+            result = replace(result, analysis=found)
+            ended(result)
+    if json:
+        print_json(result.to_json())
+        return
+    _print(result)
+    if result.analysis is not None:
+        _print_analysis(result.analysis)
+    if result.files.files:
+        next_step.tell(next_step.line("routing", model, "--data", "TEXT"))
+    else:
+        next_step.tell(next_step.line("compress", model, "OUT", "--calibration", "TEXT", "--dry-run"))
 
 
 def _print(result: Inspection) -> None:

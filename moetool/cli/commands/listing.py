@@ -7,10 +7,9 @@ import typer
 from moetool.architectures import architectures
 from moetool.architectures.dense import FEATURES, dense_architectures
 from moetool.cli import next_step, presets
-from moetool.cli.app import COMMANDS
 from moetool.cli.commands.stage import CHOICES
 from moetool.cli.display import AsJson, print_json, print_table
-from moetool.cli.generate import HintingCommand, make_command
+from moetool.cli.generate import builder
 
 What = Literal["methods", "architectures", "dense-architectures", "targets", "presets", "recipes", "representations"]
 
@@ -22,29 +21,26 @@ _NEXT = {
 }
 
 
-def build(name: str, arguments: list[str]) -> HintingCommand:
+@builder()
+def build(
+    what: Annotated[What, typer.Argument(help="What to list.")] = "methods",
+    json: AsJson = False,
+) -> None:
     """The command."""
-
-    def command(
-        what: Annotated[What, typer.Argument(help="What to list.")] = "methods",
-        json: AsJson = False,
-    ) -> None:
-        rows = {
-            "methods": _methods,
-            "architectures": _architectures,
-            "dense-architectures": _dense_architectures,
-            "targets": _targets,
-            "presets": _presets,
-            "recipes": _presets,  # their name before
-            "representations": _representations,
-        }[what]()
-        if json:
-            print_json({what: [dict(row) for row in rows]})
-        elif rows:
-            print_table(tuple(rows[0]), [tuple(row.values()) for row in rows], numbers=False)
-            next_step.tell(_NEXT.get(what, next_step.line("list", "methods")))
-
-    return make_command(name, command, COMMANDS[name][1])
+    rows = {
+        "methods": _methods,
+        "architectures": _architectures,
+        "dense-architectures": _dense_architectures,
+        "targets": _targets,
+        "presets": _presets,
+        "recipes": _presets,  # their name before
+        "representations": _representations,
+    }[what]()
+    if json:
+        print_json({what: [dict(row) for row in rows]})
+    elif rows:
+        print_table(tuple(rows[0]), [tuple(row.values()) for row in rows], numbers=False)
+        next_step.tell(_NEXT.get(what, next_step.line("list", "methods")))
 
 
 def _methods() -> list[dict[str, str]]:

@@ -6,39 +6,33 @@ import typer
 
 from moetool.checkpoint.sizes import format_bytes
 from moetool.cli import next_step
-from moetool.cli.app import COMMANDS
 from moetool.cli.display import AsJson, Display, print_fields, print_json, print_table
-from moetool.cli.generate import HintingCommand, make_command
+from moetool.cli.generate import builder
 from moetool.export.hub import push
 
 
-def build(name: str, arguments: list[str]) -> HintingCommand:
+@builder()
+def build(
+    model: Annotated[str, typer.Argument(help="A checkpoint's directory.", show_default=False)],
+    repo: Annotated[str, typer.Argument(help="On the hub: owner/name.", show_default=False)],
+    public: Annotated[bool, typer.Option("--public", help="Make a new repository public, not private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="A branch that is there [default: main].")] = None,
+    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be uploaded.")] = False,
+    json: AsJson = False,
+) -> None:
     """The command."""
-
-    def command(
-        model: Annotated[str, typer.Argument(help="A checkpoint's directory.", show_default=False)],
-        repo: Annotated[str, typer.Argument(help="On the hub: owner/name.", show_default=False)],
-        public: Annotated[bool, typer.Option("--public", help="Make a new repository public, not private.")] = False,
-        revision: Annotated[str | None, typer.Option(help="A branch that is there [default: main].")] = None,
-        message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
-        dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be uploaded.")] = False,
-        json: AsJson = False,
-    ) -> None:
-        result = push(
-            model, repo, public=public, revision=revision, message=message, dry_run=dry_run, progress=Display()
-        )
-        if json:
-            print_json(result.to_json())
-            return
-        if dry_run:
-            print_table(("file", "size"), [(file.name, format_bytes(file.bytes)) for file in result.files])
-        print_fields(
-            [
-                ("repository", result.url or f"{repo} (nothing was uploaded)"),
-                ("files", f"{len(result.files)}, {format_bytes(result.bytes)}"),
-                *(("note", note) for note in result.notes),
-            ]
-        )
-        next_step.tell("the same without --dry-run" if dry_run else next_step.line("eval", repo, "--data", "TEXT"))
-
-    return make_command(name, command, COMMANDS[name][1])
+    result = push(model, repo, public=public, revision=revision, message=message, dry_run=dry_run, progress=Display())
+    if json:
+        print_json(result.to_json())
+        return
+    if dry_run:
+        print_table(("file", "size"), [(file.name, format_bytes(file.bytes)) for file in result.files])
+    print_fields(
+        [
+            ("repository", result.url or f"{repo} (nothing was uploaded)"),
+            ("files", f"{len(result.files)}, {format_bytes(result.bytes)}"),
+            *(("note", note) for note in result.notes),
+        ]
+    )
+    next_step.tell("the same without --dry-run" if dry_run else next_step.line("eval", repo, "--data", "TEXT"))

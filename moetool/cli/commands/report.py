@@ -9,9 +9,8 @@ import typer
 
 from moetool.checkpoint.sizes import format_bytes
 from moetool.cli import next_step
-from moetool.cli.app import COMMANDS
 from moetool.cli.display import print_fields, print_json
-from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
+from moetool.cli.generate import build_options, builder
 from moetool.cli.watched import LogJson, watched
 from moetool.report import pictures
 from moetool.report.gathering import gather
@@ -19,35 +18,32 @@ from moetool.report.options import ReportOptions
 from moetool.report.page import page_file, sections, write_page
 
 
-def build(name: str, arguments: list[str]) -> HintingCommand:
+@builder(ReportOptions)
+def build(
+    model: Annotated[str, typer.Argument(help="A checkpoint of any kind.", show_default=False)],
+    output: Annotated[
+        Path | None,
+        typer.Argument(help="FILE.html to write [default: the model's name, here].", show_default=False),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="The numbers behind it as one JSON object.")] = False,
+    log_json: LogJson = None,
+    **typed: object,
+) -> None:
     """The command."""
-
-    def command(
-        model: Annotated[str, typer.Argument(help="A checkpoint of any kind.", show_default=False)],
-        output: Annotated[
-            Path | None,
-            typer.Argument(help="FILE.html to write [default: the model's name, here].", show_default=False),
-        ] = None,
-        json: Annotated[bool, typer.Option("--json", help="The numbers behind it as one JSON object.")] = False,
-        log_json: LogJson = None,
-        **typed: object,
-    ) -> None:
-        options = build_options(ReportOptions, typed)
-        file = page_file(model, output)
-        with watched(log_json, name, [model], options.model_dump(mode="json")) as (display, ended):
-            if not pictures.is_there():
-                display.log("matplotlib is not installed: the report will have no charts (pip install matplotlib).")
-            result = gather(model, file, options, display)
-            write_page(result, file, display)
-            ended(result)
-        if json:
-            print_json(result.to_json())
-            return
-        titles = ", ".join(section.title for section in sections(result))
-        print_fields(
-            [("report", f"{file} ({format_bytes(file.stat().st_size)})"), ("sections", titles)]
-            + [("note", note) for note in result.notes]
-        )
-        next_step.tell(f"{shlex.quote(sys.executable)} -m webbrowser {shlex.quote(file.absolute().as_uri())}")
-
-    return make_command(name, with_options(command, ReportOptions), COMMANDS[name][1])
+    options = build_options(ReportOptions, typed)
+    file = page_file(model, output)
+    with watched(log_json, "report", [model], options.model_dump(mode="json")) as (display, ended):
+        if not pictures.is_there():
+            display.log("matplotlib is not installed: the report will have no charts (pip install matplotlib).")
+        result = gather(model, file, options, display)
+        write_page(result, file, display)
+        ended(result)
+    if json:
+        print_json(result.to_json())
+        return
+    titles = ", ".join(section.title for section in sections(result))
+    print_fields(
+        [("report", f"{file} ({format_bytes(file.stat().st_size)})"), ("sections", titles)]
+        + [("note", note) for note in result.notes]
+    )
+    next_step.tell(f"{shlex.quote(sys.executable)} -m webbrowser {shlex.quote(file.absolute().as_uri())}")

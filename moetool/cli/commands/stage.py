@@ -13,11 +13,10 @@ from moetool.architectures.dense import is_encoder
 from moetool.checkpoint.reader import CONFIG, read_config
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.cli import next_step
-from moetool.cli.app import commands
 from moetool.cli.completion import offered, offered_presets
 from moetool.cli.display import Display, print_fields, print_json
 from moetool.cli.events import LOG_HELP, EventLog, logged, started
-from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
+from moetool.cli.generate import HintingCommand, build_options, make_command
 from moetool.cli.presets import preset_method, preset_options
 from moetool.compress.told import MixedTold, RankedTold
 from moetool.convert.told import Activations, ConversionTold, Proof
@@ -128,7 +127,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         for field in stages()[method].options_type.model_fields:
             elsewhere.setdefault("--" + field.replace("_", "-"), []).append(method)
     places = {option: f"--{CHOICES[name][0]} {' or '.join(those)}" for option, those in elsewhere.items()}
-    return make_command(name, with_options(command, stage.options_type, *more), commands()[name][1], places)
+    return make_command(name, command, stage.options_type, *more, elsewhere=places)
 
 
 def _is_encoder(output: str) -> bool:

@@ -7,9 +7,8 @@ import typer
 
 from moetool.checkpoint.sizes import format_bytes
 from moetool.cli import next_step
-from moetool.cli.app import COMMANDS
 from moetool.cli.display import AsJson, print_fields, print_json, print_table
-from moetool.cli.generate import HintingCommand, build_options, make_command, with_options
+from moetool.cli.generate import build_options, builder
 from moetool.cli.watched import LogJson, watched
 from moetool.errors import UsageError
 from moetool.measure.likeness import LikenessOptions, measure_likeness
@@ -19,49 +18,46 @@ from moetool.measure.verification import verify_checkpoint
 _EDITED_HELP = "The model card, licence and other documents were edited since: note it, and go on."
 
 
-def build(name: str, arguments: list[str]) -> HintingCommand:
+@builder(LikenessOptions)
+def build(
+    model: Annotated[str, typer.Argument(help="A checkpoint.", show_default=False)],
+    against: Annotated[str | None, typer.Option(help="The checkpoint it was made from.")] = None,
+    edited_documents: Annotated[bool, typer.Option("--edited-documents", help=_EDITED_HELP)] = False,
+    json: AsJson = False,
+    log_json: LogJson = None,
+    **typed: object,
+) -> None:
     """The command."""
-
-    def command(
-        model: Annotated[str, typer.Argument(help="A checkpoint.", show_default=False)],
-        against: Annotated[str | None, typer.Option(help="The checkpoint it was made from.")] = None,
-        edited_documents: Annotated[bool, typer.Option("--edited-documents", help=_EDITED_HELP)] = False,
-        json: AsJson = False,
-        log_json: LogJson = None,
-        **typed: object,
-    ) -> None:
-        options = build_options(LikenessOptions, typed)
-        if options.text is not None and against is None:
-            raise UsageError("--text compares with a source: give --against, too.")
-        if options.text is None and options.has_limits:
-            raise UsageError("--max-kl, --min-top1 and --max-layer-error need a text: give --text.")
-        models = [model, *([] if against is None else [against])]
-        with watched(log_json, name, models, options.model_dump(mode="json")) as (progress, ended):
-            result = verify_checkpoint(model, against, progress, edited=edited_documents)
-            if options.text is not None and against is not None:
-                result = replace(result, likeness=measure_likeness(model, against, options, progress))
-            ended(result)
-        if json:
-            print_json(result.to_json())
-            return
-        comparison = result.comparison
-        fields = [("model", model), ("tensors", f"{result.tensors:,}, all finite, {format_bytes(result.bytes)}")]
-        if comparison is not None:
-            fields.append(("against", f"{comparison.against}: {_compared(comparison)}"))
-        if (likeness := result.likeness) is not None:
-            fields += _likeness(likeness)
-        fields += [("note", note) for note in result.notes]
-        print_fields(fields)
-        if comparison is not None and (errors := comparison.relative_error) is not None:
-            rows = [(str(layer), *(f"{error:.3g}" for error in roles.values())) for layer, roles in errors.items()]
-            print_table(("layer", *next(iter(errors.values()))), rows, title="‖W' − W‖ / ‖W‖")
-        if likeness is not None and likeness.layer_error is not None:
-            rows = [(str(layer), f"{error:.3g}") for layer, error in likeness.layer_error.items()]
-            print_table(("layer", "error"), rows, title="output error")
-        print("ok")
-        next_step.tell(next_step.line("eval", model, "--data", "TEXT", *(("--against", against) if against else ())))
-
-    return make_command(name, with_options(command, LikenessOptions), COMMANDS[name][1])
+    options = build_options(LikenessOptions, typed)
+    if options.text is not None and against is None:
+        raise UsageError("--text compares with a source: give --against, too.")
+    if options.text is None and options.has_limits:
+        raise UsageError("--max-kl, --min-top1 and --max-layer-error need a text: give --text.")
+    models = [model, *([] if against is None else [against])]
+    with watched(log_json, "verify", models, options.model_dump(mode="json")) as (progress, ended):
+        result = verify_checkpoint(model, against, progress, edited=edited_documents)
+        if options.text is not None and against is not None:
+            result = replace(result, likeness=measure_likeness(model, against, options, progress))
+        ended(result)
+    if json:
+        print_json(result.to_json())
+        return
+    comparison = result.comparison
+    fields = [("model", model), ("tensors", f"{result.tensors:,}, all finite, {format_bytes(result.bytes)}")]
+    if comparison is not None:
+        fields.append(("against", f"{comparison.against}: {_compared(comparison)}"))
+    if (likeness := result.likeness) is not None:
+        fields += _likeness(likeness)
+    fields += [("note", note) for note in result.notes]
+    print_fields(fields)
+    if comparison is not None and (errors := comparison.relative_error) is not None:
+        rows = [(str(layer), *(f"{error:.3g}" for error in roles.values())) for layer, roles in errors.items()]
+        print_table(("layer", *next(iter(errors.values()))), rows, title="‖W' − W‖ / ‖W‖")
+    if likeness is not None and likeness.layer_error is not None:
+        rows = [(str(layer), f"{error:.3g}") for layer, error in likeness.layer_error.items()]
+        print_table(("layer", "error"), rows, title="output error")
+    print("ok")
+    next_step.tell(next_step.line("eval", model, "--data", "TEXT", *(("--against", against) if against else ())))
 
 
 def _likeness(found: Likeness) -> list[tuple[str, str]]:
