@@ -11,6 +11,7 @@ import torch
 
 from moetool.checkpoint.reader import CONFIG, Checkpoint
 from moetool.errors import InvalidInputError, MoetoolError
+from moetool.format.entry import is_quantized_elsewhere
 from moetool.format.families import is_opaque
 from moetool.format.marker import moetool_entry
 from moetool.runtime.quiet import quiet
@@ -94,7 +95,7 @@ def check_sizes(checkpoint: Checkpoint) -> None:
         InvalidInputError: transformers cannot build the model, a tensor has another shape than promised, or most of
             what is promised is not there.
     """
-    if checkpoint.config.get("quantization_config") is not None and moetool_entry(checkpoint.config) is None:
+    if is_quantized_elsewhere(checkpoint.config):
         return  # another tool's: only that knows what becomes of its tensors
     promised = names_on_disk(empty_model(checkpoint.config, checkpoint.path, torch.float32))
     held = checkpoint.tensors

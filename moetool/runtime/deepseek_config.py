@@ -15,6 +15,7 @@ class DeepseekConfig(PreTrainedConfig):  # type: ignore[misc]
 
     model_type = "deepseek"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    attribute_map = {"num_experts": "n_routed_experts"}  # noqa: RUF012  # as Qwen2-MoE's experts ask for it
 
     vocab_size: int = 102400
     hidden_size: int = 2048

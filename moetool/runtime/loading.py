@@ -15,8 +15,8 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import InvalidInputError, ResourceError
+from moetool.format.entry import is_quantized_elsewhere
 from moetool.format.families import architecture_of
-from moetool.format.marker import moetool_entry
 from moetool.runtime.memory import free_bytes, sparing_memory, spread_bytes
 from moetool.runtime.modules.dense_experts import MOETOOL_EXPERTS, fits_grouped_products
 from moetool.runtime.quiet import quiet
@@ -50,7 +50,7 @@ def loading_memory(
     """What `load_model` with the same arguments takes, from the headers: all tensors, and beside them the pieces of
     those of one layer that are put together. A device map has the memory of all cards and of the machine."""
     # Another tool knows what its tensors become; most likely they stay as they are.
-    foreign = "quantization_config" in checkpoint.config and moetool_entry(checkpoint.config) is None
+    foreign = is_quantized_elsewhere(checkpoint.config)
     total, layers = 0, Counter[str]()
     for name, info in checkpoint.tensors.items():
         becomes = info.dtype if dtype == "auto" or foreign or not info.dtype.is_floating_point else dtype
@@ -201,8 +201,5 @@ def _refuse_experts(checkpoint: Checkpoint) -> None:
 def _forget_aliases(model: "PreTrainedModel", renamed: Mapping[str, str]) -> None:
     """Let the model be saved under the hub's names, not under those of the files."""
     if rules := getattr(model, "_weight_conversions", None):
-        model._weight_conversions = [rule for rule in rules if not _is_alias(rule, renamed)]
-
-
-def _is_alias(rule: Any, renamed: Mapping[str, str]) -> bool:
-    return any([alias] == list(rule.source_patterns) for alias in renamed)
+        aliases_alone = [[alias] for alias in renamed]
+        model._weight_conversions = [rule for rule in rules if list(rule.source_patterns) not in aliases_alone]

@@ -3,7 +3,7 @@
 import ctypes
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -132,16 +132,9 @@ def _return_eagerly(change: int) -> None:
     """One more, or one less, who wants that; without any, blocks are kept as if glibc had learnt to."""
     global _eager
     _eager += change
-    _tune(_MMAP_THRESHOLD, _EAGER_MMAP if _eager else _GROWN_MMAP)
+    _glibc("mallopt", _MMAP_THRESHOLD, _EAGER_MMAP if _eager else _GROWN_MMAP)
     if not _eager:
-        _tune(_TRIM_THRESHOLD, _GROWN_TRIM)
-
-
-def _tune(option: int, value: int) -> None:
-    try:
-        ctypes.CDLL(None).mallopt(option, value)
-    except (OSError, AttributeError, TypeError):
-        return
+        _glibc("mallopt", _TRIM_THRESHOLD, _GROWN_TRIM)
 
 
 def return_heap() -> None:
@@ -151,7 +144,9 @@ def return_heap() -> None:
     what they leave never fits the next layer's quite: without this the heap grows with every layer, although what is
     in use does not. Takes milliseconds. Does nothing on other C libraries.
     """
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError, TypeError):
-        return
+    _glibc("malloc_trim", 0)
+
+
+def _glibc(function: str, *arguments: int) -> None:
+    with suppress(OSError, AttributeError, TypeError):
+        getattr(ctypes.CDLL(None), function)(*arguments)

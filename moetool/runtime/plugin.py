@@ -22,7 +22,7 @@ from moetool.numerics.index_sets import are_indices
 from moetool.runtime.memory import sparing_memory
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 from moetool.runtime.modules.experts import SharedBaseExperts
-from moetool.runtime.modules.insertion import CustomLayer, insert_modules
+from moetool.runtime.modules.insertion import CustomLayer, insert_modules, path_in
 from moetool.runtime.modules.quantized import QuantizedModule, insert_quantized
 from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 
@@ -76,9 +76,7 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
         if any(layout.dynamic_channels for layout in layouts.values()):
             _LOGGER.warning(BATCH_DEPENDENT)
         for layer, layout in layouts.items():
-            path = f"{architecture.layer_prefix(layer)}{architecture.experts_module}"
-            if not path.startswith(model.base_model_prefix) or not hasattr(model, model.base_model_prefix):
-                path = path.removeprefix(f"{model.base_model_prefix}.")  # the bare decoder, AutoModel
+            path = path_in(model, f"{architecture.layer_prefix(layer)}{architecture.experts_module}")
             experts = SharedBaseExperts(model.get_submodule(path), layout)
             model.set_submodule(path, experts)
             if layout.is_extended:

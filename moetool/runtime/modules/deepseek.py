@@ -1,19 +1,15 @@
 """DeepSeekMoE-16B (`model_type: deepseek`) for transformers 5, which has no class for it and cannot run its own code.
 
 Llama's attention and norms, fine-grained experts with a softmax router, and shared experts beside them
-(arXiv:2401.06066). The layout on disk is that of the hub's checkpoint, which is also Qwen2-MoE's.
+(arXiv:2401.06066). Experts and router compute as Qwen2-MoE's, whose layout on disk the hub's checkpoint has, too.
 """
 
 from types import SimpleNamespace
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForCausalLM
-from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.integrations.moe import use_experts_implementation
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -24,47 +20,8 @@ from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
 )
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts, Qwen2MoeTopKRouter
 from transformers.utils.output_capturing import OutputRecorder
-
-
-@use_experts_implementation
-class DeepseekExperts(nn.Module):
-    """All experts of a layer, fused: `gate_up_proj [experts, 2·intermediate, hidden]`, `down_proj`."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__()
-        self.num_experts, self.hidden_dim = config.n_routed_experts, config.hidden_size
-        self.intermediate_dim = config.moe_intermediate_size
-        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
-        self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
-        self.act_fn = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`."""
-        output = torch.zeros_like(hidden_states)
-        for expert in top_k_index.unique().tolist():
-            rows, choice = torch.where(top_k_index == expert)
-            gate, up = F.linear(hidden_states[rows], self.gate_up_proj[expert]).chunk(2, -1)
-            own = F.linear(self.act_fn(gate) * up, self.down_proj[expert])
-            output.index_add_(0, rows, (own * top_k_weights[rows, choice, None]).to(output.dtype))
-        return output
-
-
-class DeepseekTopKRouter(nn.Module):
-    """Softmax over all experts, then the k highest, renormalised only if the config says so."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__()
-        self.top_k, self.renormalise = config.num_experts_per_tok, config.norm_topk_prob
-        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`[tokens, hidden]` → logits `[tokens, experts]`, weights `[tokens, k]`, experts `[tokens, k]`."""
-        logits = F.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
-        weights, index = torch.topk(logits.softmax(-1, dtype=torch.float32), self.top_k, dim=-1, sorted=False)
-        if self.renormalise:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return logits, weights.to(hidden_states.dtype), index
 
 
 class DeepseekMoE(nn.Module):
@@ -72,7 +29,7 @@ class DeepseekMoE(nn.Module):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
-        self.gate, self.experts = DeepseekTopKRouter(config), DeepseekExperts(config)
+        self.gate, self.experts = Qwen2MoeTopKRouter(config), Qwen2MoeExperts(config)
         self.shared_experts = None
         if config.n_shared_experts:
             width = config.moe_intermediate_size * config.n_shared_experts
@@ -108,14 +65,14 @@ class DeepseekPreTrainedModel(LlamaPreTrainedModel):  # type: ignore[misc]
     _can_set_experts_implementation_cached_value = True
     _no_split_modules = ["DeepseekDecoderLayer"]  # noqa: RUF012
     _can_record_outputs = {  # noqa: RUF012
-        "router_logits": OutputRecorder(DeepseekTopKRouter, index=0),
+        "router_logits": OutputRecorder(Qwen2MoeTopKRouter, index=0),
         "hidden_states": DeepseekDecoderLayer,
         "attentions": LlamaAttention,
     }
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, (DeepseekExperts, DeepseekTopKRouter)):
+        if isinstance(module, (Qwen2MoeExperts, Qwen2MoeTopKRouter)):
             for parameter in module.parameters():
                 parameter.data.normal_(0, self.config.initializer_range)
 

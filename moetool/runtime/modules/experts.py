@@ -22,11 +22,10 @@ from moetool.kernels.operands import UnsupportedMatrixError
 from moetool.kernels.table import Table
 from moetool.representations.base import Weight, empty_parameter
 from moetool.representations.operand import numbers
-from moetool.runtime.modules.fused import activated, entering
+from moetool.runtime.modules.fused import activated, add_rows, entering
 from moetool.runtime.modules.inference import KernelExperts, RoleMatrices
 from moetool.runtime.modules.offloading import below, loaded
 from moetool.runtime.modules.routed import RoutedExperts
-from moetool.runtime.modules.rows import add_rows
 
 
 class SharedBaseExperts(RoutedExperts):

@@ -7,10 +7,10 @@ at a time; low-rank deltas stay products beside those of the base, which meets e
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,11 @@ from torch.nn import functional as F
 from moetool.architectures import Role
 from moetool.errors import UsageError
 from moetool.kernels.held import Held
-from moetool.kernels.operands import UnsupportedMatrixError
-from moetool.kernels.products import is_packed, linear, problem, routed, tokens_met_once
+from moetool.kernels.products import is_packed, linear, routed, tokens_met_once
 from moetool.kernels.table import Table
 from moetool.numerics.rotation import Rotation
 from moetool.representations.operand import Products
 from moetool.runtime.modules.fused import activated
-from moetool.runtime.modules.offloading import is_fetched
 
 _STEP = 16  # tokens
 _FEW = 8  # tokens per expert up to which decoding while multiplying is faster than unpacking once
@@ -305,54 +303,6 @@ def few_tokens(table: Table) -> int:
     return _FEW if is_packed(table.products[0]) else _FEW // 2
 
 
-class HasKernelForm(Protocol):
-    """A module that kernels can run."""
-
-    @property
-    def device(self) -> torch.device: ...
-    def holders(self) -> Iterable[nn.Module]: ...
-    def on_kernels(self) -> KernelExperts: ...
-    def infer(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor: ...
-
-
-class Kernels:
-    """The kernel form of one module, made when it is needed first and whenever tensors were replaced. Copies and files
-    of the module begin with none: it is made of addresses."""
-
-    def __init__(self) -> None:
-        self._made: KernelExperts | None = None
-        self._refused: Held | None = None
-
-    def of(self, module: HasKernelForm, chosen: Tensor | None = None) -> KernelExperts | None:
-        """That of `module`, good for the experts that are `chosen` or for all of them, or None if kernels cannot run
-        it: then its eager form has to."""
-        # By local names: another thread may run the same module.
-        if (made := self._made) is not None and made.is_current(chosen):
-            return made
-        if (refused := self._refused) is not None and refused.is_current():
-            return None
-        self.forget()
-        # What is fetched for a call would be kept in memory by what was made.
-        if problem(module.device) or any(map(is_fetched, module.holders())):
-            return None
-        with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
-            try:
-                made = self._made = module.on_kernels()
-            except UnsupportedMatrixError:
-                made, self._refused = None, Held(module.holders())
-        return made
-
-    def forget(self) -> None:
-        """Let go of tensors that are about to be replaced."""
-        self._made = self._refused = None
-
-    def __deepcopy__(self, _: Any) -> "Kernels":
-        return Kernels()
-
-    def __reduce__(self) -> Any:
-        return Kernels, ()
-
-
 # Compiled graphs take tensors and numbers, not modules, and a kernel is one step of theirs: what it chooses by, where
 # tensors lie and how many tokens an expert gets, is for the moment at which it runs.
 _MODULES: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
@@ -398,3 +348,15 @@ def run_by_number(hidden: Tensor, chosen: Tensor, weights: Tensor, number: Tenso
 @run_by_number.register_fake
 def _(hidden: Tensor, chosen: Tensor, weights: Tensor, number: Tensor) -> Tensor:
     return torch.empty_like(hidden)
+
+
+@torch.library.custom_op("moetool::rows", mutates_args=())
+def run_rows_by_number(rows: Tensor, number: Tensor, width: int) -> Tensor:
+    """`infer` of a module that makes `[…, width]` of `[…, in]`."""
+    output: Tensor = by_number(number).infer(rows)
+    return output
+
+
+@run_rows_by_number.register_fake
+def _(rows: Tensor, number: Tensor, width: int) -> Tensor:
+    return rows.new_empty(*rows.shape[:-1], width)

@@ -18,7 +18,7 @@ from moetool.architectures.base import Role
 from moetool.architectures.dense import DenseArchitecture
 from moetool.errors import UsageError
 from moetool.format.kinds.moefied import MoefiedSpec, linear_paths
-from moetool.runtime.modules.inference import by_number, numbered
+from moetool.runtime.modules.inference import numbered, run_rows_by_number
 from moetool.runtime.modules.insertion import add_placeholder, path_in
 from moetool.runtime.modules.networks import KernelNeurons, SplitFFN, activation_of, dropout_of, wide
 from moetool.runtime.modules.offloading import below, loaded
@@ -154,7 +154,7 @@ class NeuronExperts(SplitFFN):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[..., hidden]` → `[..., hidden]`."""
         if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-            return run_neurons(hidden_states, self._number)
+            return run_rows_by_number(hidden_states, self._number, self.hidden)
         return self.infer(hidden_states)
 
     def infer(self, hidden_states: Tensor) -> Tensor:
@@ -244,18 +244,6 @@ class NeuronExperts(SplitFFN):
 
 def _forget(module: NeuronExperts, _: object) -> None:
     module._cached.clear()
-
-
-@torch.library.custom_op("moetool::neurons", mutates_args=())
-def run_neurons(hidden: Tensor, number: Tensor) -> Tensor:
-    """`infer` of a module, as one step of a compiled graph."""
-    output: Tensor = by_number(number).infer(hidden)
-    return output
-
-
-@run_neurons.register_fake
-def _(hidden: Tensor, number: Tensor) -> Tensor:
-    return hidden.new_empty(hidden.shape)
 
 
 def set_keep(model: "PreTrainedModel", keep: float) -> None:

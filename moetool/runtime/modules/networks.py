@@ -131,9 +131,7 @@ class SplitFFN(CustomLayer):
         return self._activated(project)
 
     def _activated(self, project: Callable[[Role], Tensor]) -> Tensor:
-        if "gate" not in self.names:
-            return self.act_fn(project("up"))
-        return self.act_fn(project("gate")) * project("up")
+        return activated(self.act_fn, [project(role) for role in self.names if role != "down"])
 
     def _neurons(self, role: Role) -> tuple[Tensor, Tensor | None]:
         """The gate's or the up matrix `[intermediate, hidden]`, and its bias."""

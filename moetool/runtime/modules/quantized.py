@@ -15,7 +15,7 @@ from moetool.kernels.operands import UnsupportedMatrixError
 from moetool.kernels.products import linear, problem, routed
 from moetool.kernels.table import Table
 from moetool.representations.quantized import QuantizedMatrix, QuantizedWeight
-from moetool.runtime.modules.inference import by_number, few_tokens, numbered
+from moetool.runtime.modules.inference import few_tokens, numbered, run_rows_by_number
 from moetool.runtime.modules.insertion import path_in
 from moetool.runtime.modules.offloading import is_fetched, loaded
 
@@ -107,7 +107,7 @@ class QuantizedLinear(QuantizedModule):
         if torch.is_grad_enabled() or traced or torch.is_autocast_enabled(inputs.device.type):
             return cast(Tensor, self.stored(inputs))
         if torch.compiler.is_compiling():
-            return run_linear_by_number(inputs, self._number, self.out_features)
+            return run_rows_by_number(inputs, self._number, self.out_features)
         return self.infer(inputs)
 
     def infer(self, inputs: Tensor) -> Tensor:
@@ -148,18 +148,6 @@ class QuantizedLinear(QuantizedModule):
         layer.weight = matrix
         layer.register_parameter("bias", self.bias)
         return layer.train(self.training)
-
-
-@torch.library.custom_op("moetool::quantized_linear", mutates_args=())
-def run_linear_by_number(inputs: Tensor, number: Tensor, outputs: int) -> Tensor:
-    """`infer` of a module; `outputs` are its numbers per token."""
-    output: Tensor = by_number(number).infer(inputs)
-    return output
-
-
-@run_linear_by_number.register_fake
-def _(inputs: Tensor, number: Tensor, outputs: int) -> Tensor:
-    return inputs.new_empty(len(inputs), outputs)
 
 
 def _tables(stored: QuantizedWeight) -> list[Table]:

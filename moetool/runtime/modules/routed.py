@@ -7,18 +7,59 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from moetool.kernels.held import Held
+from moetool.kernels.operands import UnsupportedMatrixError
+from moetool.kernels.products import problem
 from moetool.kernels.table import Table
 from moetool.representations.operand import numbers
 from moetool.runtime.modules.inference import (
     KernelExperts,
-    Kernels,
     RoleMatrices,
     numbered,
     refuse_export,
     run_by_number,
 )
+from moetool.runtime.modules.offloading import is_fetched
 
 _GATHERED = 32  # pairs of a token and an expert up to which matrices are copied rather than waited for
+
+
+class Kernels:
+    """The kernel form of one module, made when it is needed first and whenever tensors were replaced. Copies and files
+    of the module begin with none: it is made of addresses."""
+
+    def __init__(self) -> None:
+        self._made: KernelExperts | None = None
+        self._refused: Held | None = None
+
+    def of(self, module: "RoutedExperts", chosen: Tensor | None = None) -> KernelExperts | None:
+        """That of `module`, good for the experts that are `chosen` or for all of them, or None if kernels cannot run
+        it: then its eager form has to."""
+        # By local names: another thread may run the same module.
+        if (made := self._made) is not None and made.is_current(chosen):
+            return made
+        if (refused := self._refused) is not None and refused.is_current():
+            return None
+        self.forget()
+        # What is fetched for a call would be kept in memory by what was made.
+        if problem(module.device) or any(map(is_fetched, module.holders())):
+            return None
+        with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
+            try:
+                made = self._made = module.on_kernels()
+            except UnsupportedMatrixError:
+                made, self._refused = None, Held(module.holders())
+        return made
+
+    def forget(self) -> None:
+        """Let go of tensors that are about to be replaced."""
+        self._made = self._refused = None
+
+    def __deepcopy__(self, _: Any) -> "Kernels":
+        return Kernels()
+
+    def __reduce__(self) -> Any:
+        return Kernels, ()
 
 
 class RoutedExperts(nn.Module, ABC):
