@@ -75,7 +75,7 @@ def upcycled(
         dense=dense,
         target=choose_target(target, (*dense.features, *spec.features)),
         spec=spec,
-        experts=experts or Copies(dense),
+        experts=experts or Copies([dense]),
         router=router or rows,
         rest=rest or [dense],
         dtype=dtype,

@@ -2,7 +2,6 @@
 one that defines `UNSUPPORTED` is refused with its reason.
 """
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from moetool.architectures.base import EXPERT_KEYS, ROLES, Architecture, MoEShape, Role, Unsupported, experts_told
-from moetool.errors import InvalidInputError
+from moetool.errors import InvalidInputError, did_you_mean
 
 __all__ = [
     "ROLES",
@@ -68,6 +67,5 @@ def find_architecture(config: Mapping[str, object]) -> Architecture:
             f"model_type {model_type!r} is not an MoE model: its config.json names no experts "
             f"({', '.join(EXPERT_KEYS)}). `moetool upcycle` makes one of a dense model. Known MoE families: {known}."
         )
-    close = difflib.get_close_matches(str(model_type), by_type, n=1)
-    hint = f" Did you mean '{close[0]}'?" if close else ""
+    hint = did_you_mean(str(model_type), by_type)
     raise InvalidInputError(f"Unknown model family {model_type!r} ({told}). Known MoE families: {known}.{hint}")

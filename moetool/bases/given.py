@@ -1,8 +1,8 @@
 """A base that is there before a job begins: what `--base` names."""
 
+from abc import ABC, abstractmethod
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -14,7 +14,7 @@ from moetool.bases.layer_base import LayerBase, base_path, unweighted_base
 from moetool.calibration.collectors import LayerStatistics
 from moetool.checkpoint.experts import ExpertReader, Weights
 from moetool.checkpoint.manifest import read_manifest
-from moetool.checkpoint.reader import CONFIG, MANIFEST, Checkpoint
+from moetool.checkpoint.reader import CONFIG, Checkpoint
 from moetool.checkpoint.source import local_path
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.writing import down_scale
@@ -27,21 +27,25 @@ from moetool.runtime.dense import DenseModel
 _KIN = 0.5
 
 
-class GivenBase(Protocol):
-    """Gives the base of every MoE layer."""
+class GivenBase(ABC):
+    """Gives the base of every MoE layer.
 
-    @property
-    def fingerprint(self) -> str:
-        """What decides the result."""
+    Attributes:
+        fingerprint: what decides the result.
+    """
 
+    fingerprint: str
+
+    @abstractmethod
     def layer(self, layer: int, weights: Weights) -> LayerBase:
         """The base of one layer, whose experts have these matrices."""
 
     def statistics(self, layer: int) -> LayerStatistics | None:
         """What was measured to make it."""
+        return None
 
 
-class MergedBase:
+class MergedBase(GivenBase):
     """A merge of the experts for which nothing is measured."""
 
     def __init__(self, experts: ExpertReader, method: Merge, shared_expert: bool) -> None:
@@ -52,11 +56,8 @@ class MergedBase:
         shape, dtype = self._experts.shape, self._experts.dtype
         return unweighted_base(weights, shape, dtype, self._method, shared_expert=self._shared_expert)
 
-    def statistics(self, layer: int) -> LayerStatistics | None:
-        return None
 
-
-class SavedBase:
+class SavedBase(GivenBase):
     """What `fisher-merge` wrote. Raises `InvalidInputError` unless it is complete and belongs to these experts."""
 
     def __init__(self, experts: ExpertReader, directory: Path) -> None:
@@ -84,7 +85,7 @@ class SavedBase:
         return LayerBase.load(base_path(self._directory, layer)).statistics
 
 
-class DenseBase:
+class DenseBase(GivenBase):
     """The FFNs of the dense model that the experts were upcycled from.
 
     Raises:
@@ -112,9 +113,6 @@ class DenseBase:
         matrices = {role: self._dense.matrix(layer, role).to(self._experts.dtype) for role in shape.roles}
         matrices["down"] *= down_scale(self._experts.checkpoint)
         return LayerBase(matrices, torch.arange(shape.intermediate), shape.intermediate, None)
-
-    def statistics(self, layer: int) -> LayerStatistics | None:
-        return None
 
     def kinship(self) -> float:
         """The least mean cosine similarity of base and experts over the layers."""
@@ -161,8 +159,6 @@ def open_base(spec: str, experts: ExpertReader, *, shared_expert: bool = False) 
         if spec == method:
             return MergedBase(experts, method, shared_expert)
     directory = local_path(spec)
-    if (directory / MANIFEST).exists() and not (directory / CONFIG).exists():
-        return SavedBase(experts, directory)
     if not directory.is_dir() and not ("/" in spec and not spec.startswith((".", "/", "~"))):
         raise InvalidInputError(
             f"--base {spec}: no such directory. Make one with fisher-merge, give the dense model the experts were made "

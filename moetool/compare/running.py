@@ -11,7 +11,7 @@ from moetool.checkpoint.files import fast_digest
 from moetool.checkpoint.reader import Checkpoint
 from moetool.compare.candidates import Candidate
 from moetool.compare.options import CompareOptions, chosen
-from moetool.compare.sharing import Wanted, leftovers, passes
+from moetool.compare.sharing import PASS_PREFIX, Wanted, passes
 from moetool.compare.told import Compared, ComparedModel, SharedStatistics
 from moetool.errors import InterruptedRunError, MoetoolError, UsageError
 from moetool.job.execute import output_directory, run_stage
@@ -96,7 +96,7 @@ class _Comparing:
                      *(lambda each=each: self._candidate(each) for each in stages)]:  # fmt: skip
             rows.append(make())
             seen(rows[-1])
-        for path in leftovers(self._work):
+        for path in self._work.glob(f"{PASS_PREFIX}*"):
             shutil.rmtree(path)
         return Compared(
             model=self._model,

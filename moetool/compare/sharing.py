@@ -11,7 +11,7 @@ from moetool.job.plan import fingerprint
 from moetool.job.progress import Progress
 from moetool.job.stage import AnyStage
 
-_PREFIX = "statistics-"
+PASS_PREFIX = "statistics-"  # of where passes are done, of this comparison or of one before it with other rows
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,9 @@ def passes(wanted: Iterable[Wanted], work: Path) -> dict[str, StatisticsPass]:
     for shared, several in groups.items():
         if len(several) > 1:
             identity = fingerprint("measured", {"shared": shared}, {"for": sorted(several)})
-            one = StatisticsPass(work / f"{_PREFIX}{identity[:12]}", identity, list(several.values()))
+            one = StatisticsPass(work / f"{PASS_PREFIX}{identity[:12]}", identity, list(several.values()))
             found.update(dict.fromkeys(several, one))
     return found
-
-
-def leftovers(work: Path) -> list[Path]:
-    """Where passes were done, of this comparison or of one before it with other rows."""
-    return sorted(work.glob(f"{_PREFIX}*"))
 
 
 def _is_possible(stage: AnyStage) -> bool:

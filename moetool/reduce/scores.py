@@ -1,7 +1,5 @@
 """What is measured of a layer's experts to say which of them are left."""
 
-from abc import abstractmethod
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,7 @@ TOKENS, SALIENCY, LOGIT_GRAM, OUTPUTS = "tokens", "saliency", "logit_gram", "out
 
 
 class Scores(Collector):
-    """Measures the experts of one layer.
+    """Measures the experts of one layer: how many tokens reach each, and what a subclass adds to that.
 
     Attributes:
         tokens: `[experts]` int64, routed tokens.
@@ -25,9 +23,9 @@ class Scores(Collector):
     def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
         self.tokens[expert] += len(inputs)
 
-    @abstractmethod
     def sums(self) -> dict[str, Tensor]:
         """What else is measured, by name: sums over tokens."""
+        return {}
 
     def tensors(self) -> dict[str, Tensor]:
         """All of it, for a file."""
@@ -36,13 +34,6 @@ class Scores(Collector):
     def reduce(self, peers: Peers) -> None:
         for tensor in (self.tokens, *self.sums().values()):
             peers.all_reduce(tensor)
-
-
-class TokenCounts(Scores):
-    """How many tokens reach each expert."""
-
-    def sums(self) -> dict[str, Tensor]:
-        return {}
 
 
 class Saliency(Scores):

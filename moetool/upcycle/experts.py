@@ -22,16 +22,17 @@ class Experts(Protocol):
 
 
 class Copies:
-    """Every expert is the dense FFN (Sparse Upcycling, arXiv:2212.05055)."""
+    """Every expert is a dense FFN: that of one model (Sparse Upcycling, arXiv:2212.05055), or of several by turns,
+    where expert e is that of the e-th (Branch-Train-MiX, arXiv:2403.07816)."""
 
-    def __init__(self, dense: DenseModel) -> None:
-        self._dense = dense
+    def __init__(self, models: Sequence[DenseModel]) -> None:
+        self._models = models  # itself: an adapter's place in it is taken by the model that it is merged into
 
     def matrix(self, layer: int, expert: int, role: Role) -> Tensor:
-        return self._dense.matrix(layer, role)
+        return self._models[expert % len(self._models)].matrix(layer, role)
 
     def bias(self, layer: int, expert: int, role: Role) -> Tensor:
-        return self._dense.bias(layer, role)
+        return self._models[expert % len(self._models)].bias(layer, role)
 
 
 class PartlyRedrawn:
@@ -93,17 +94,3 @@ class Pieces:
     def bias(self, layer: int, expert: int, role: Role) -> Tensor:
         bias = self._dense.bias(layer, role)
         return bias if role == "down" else bias.narrow(0, expert % self._granularity * self._width, self._width).clone()
-
-
-class FromSources:
-    """Expert e is the FFN of the e-th model, from the beginning again where there are more experts than models
-    (Branch-Train-MiX, arXiv:2403.07816)."""
-
-    def __init__(self, sources: Sequence[DenseModel]) -> None:
-        self._sources = sources
-
-    def matrix(self, layer: int, expert: int, role: Role) -> Tensor:
-        return self._sources[expert % len(self._sources)].matrix(layer, role)
-
-    def bias(self, layer: int, expert: int, role: Role) -> Tensor:
-        return self._sources[expert % len(self._sources)].bias(layer, role)

@@ -96,7 +96,7 @@ def test_one_expert_is_dense_too() -> None:
 
 
 def test_an_unknown_family_gets_a_hint() -> None:
-    with pytest.raises(InvalidInputError, match=r"Unknown model family 'mixtrel'.*Did you mean 'mixtral'"):
+    with pytest.raises(InvalidInputError, match=r"Unknown model family 'mixtrel'.*Did you mean mixtral"):
         find_architecture({"model_type": "mixtrel", "num_local_experts": 8})
     with pytest.raises(InvalidInputError, match=r"Unknown model family 'zzz'") as caught:
         find_architecture({"model_type": "zzz", "num_local_experts": 8})

@@ -17,7 +17,7 @@ from moetool.errors import InvalidInputError
 from moetool.export.unmerging import Unmerging, dense_config
 from moetool.format.families import architecture_of
 from moetool.runtime.dense import DenseModel
-from moetool.upcycle.experts import FromSources, PartlyRedrawn, Pieces
+from moetool.upcycle.experts import Copies, PartlyRedrawn, Pieces
 from moetool.upcycle.upcycling import Upcycled
 
 
@@ -103,7 +103,7 @@ def test_bf16_norms_come_back_exactly_through_fp32(tmp_path: Path) -> None:
 
 def test_the_expert_that_was_asked_for(tmp_path: Path) -> None:
     sources = [open_dense(save_dense(tmp_path / str(seed), "phi3", seed=seed)) for seed in range(2)]
-    model = upcycled(sources[0], experts=FromSources(sources))
+    model = upcycled(sources[0], experts=Copies(sources))
     made = write_upcycled(tmp_path / "made", model)
     second = tensors_of(unmerging(made, model, expert=1), sources[0], tmp_path / "one")
     stored = [load_file(source.checkpoint.path / "model.safetensors") for source in sources]

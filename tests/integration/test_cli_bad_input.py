@@ -97,7 +97,7 @@ CHECKPOINTS = {
     "config that is no JSON": (written("config.json", b"{"), ["config.json", "not valid JSON"]),
     "config that is a list": (written("config.json", b"[]"), ["config.json", "object"]),
     "dense": (configured(**DENSE), ["not an MoE model", "mixtral"]),
-    "unknown family": (configured(**UNKNOWN), ["Unknown model family 'mixtralish'", "Did you mean 'mixtral'"]),
+    "unknown family": (configured(**UNKNOWN), ["Unknown model family 'mixtralish'", "Did you mean mixtral"]),
     "no model type": (configured(model_type=None), ["Unknown model family", "mixtral"]),
     "no number of experts": (configured(num_local_experts=None), ["num_local_experts"]),
     "another number of experts": (configured(num_local_experts=6), ["experts.4", "6 experts"]),

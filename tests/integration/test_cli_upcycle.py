@@ -751,7 +751,7 @@ def test_odd_pieces_in_bf16(refused: Any, dense: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "lama"}, ["Unknown dense model family 'lama'", "Did you mean 'llama'"]),
+        ({"model_type": "lama"}, ["Unknown dense model family 'lama'", "Did you mean llama"]),
         ({"model_type": None}, ["config.json names no model_type"]),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["already quantized", "gptq"]),
         ({"model_type": "roberta", "architectures": ["RobertaForMaskedLM"]}, ["only encodes", "causal language"]),

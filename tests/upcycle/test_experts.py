@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moetool.upcycle.experts import Copies, Experts, FromSources, PartlyRedrawn, Pieces
+from moetool.upcycle.experts import Copies, Experts, PartlyRedrawn, Pieces
 
 ROLES = ("gate", "up", "down")
 HIDDEN, WIDTH = 12, 40
@@ -66,7 +66,7 @@ def changed(experts: PartlyRedrawn, dense: OneFFN, layer: int, expert: int, role
 @pytest.mark.parametrize("share", [0.0, 0.4 / WIDTH])
 def test_nothing_redrawn_is_the_identity(share: float) -> None:
     dense = OneFFN()
-    assert equal(PartlyRedrawn(dense, share, seed=0), Copies(dense))
+    assert equal(PartlyRedrawn(dense, share, seed=0), Copies([dense]))
 
 
 @pytest.mark.parametrize("share", [2 / WIDTH, 0.25, 0.5, 1.0])
@@ -159,7 +159,7 @@ def test_the_pieces_of_a_copy_are_the_network(granularity: int) -> None:
     """Each counts with 1/granularity, as it does if all have the same router row. Biases included."""
     dense = OneFFN()
     pieces = Pieces(dense, granularity, torch.float64)
-    expected = ffn(Copies(dense), 0, rows())
+    expected = ffn(Copies([dense]), 0, rows())
     for copy in (0, 3):
         own = range(copy * granularity, (copy + 1) * granularity)
         found = torch.stack([ffn(pieces, expert, rows()) for expert in own]).mean(0)
@@ -209,6 +209,6 @@ def test_top_k_of_repeated_rows_takes_copies_whole(copies: int, granularity: int
 
 def test_sources_take_turns() -> None:
     sources = [OneFFN(seed) for seed in range(3)]
-    experts = FromSources(sources)
+    experts = Copies(sources)
     for expert in range(7):
-        assert ffn(experts, expert, rows()).equal(ffn(Copies(sources[expert % 3]), 0, rows()))
+        assert ffn(experts, expert, rows()).equal(ffn(Copies([sources[expert % 3]]), 0, rows()))

@@ -1,6 +1,5 @@
 """Dense model families, one declarative file each. A file in this directory that defines `DENSE` is known."""
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Mapping
@@ -9,7 +8,7 @@ from functools import cache
 from moetool.architectures import architectures
 from moetool.architectures.base import experts_told
 from moetool.architectures.dense.base import FEATURES, DenseArchitecture
-from moetool.errors import InvalidInputError
+from moetool.errors import InvalidInputError, did_you_mean
 
 __all__ = [
     "DENSE_SIBLINGS",
@@ -104,8 +103,7 @@ def find_dense_architecture(config: Mapping[str, object]) -> DenseArchitecture:
         )
     if "model_type" not in config:
         raise InvalidInputError("config.json names no model_type, so that its family cannot be told.")
-    close = difflib.get_close_matches(model_type, by_type, n=1)
-    hint = f" Did you mean '{close[0]}'?" if close else ""
+    hint = did_you_mean(model_type, by_type)
     raise InvalidInputError(
         f"Unknown dense model family {model_type!r}. Known families: {', '.join(sorted(by_type))}.{hint}"
     )

@@ -9,7 +9,7 @@ from moetool.job.calibrated import CalibratedJob
 from moetool.job.options import RunOptions
 from moetool.reduce.choosing import Merged, highest, pruned
 from moetool.reduce.options import ReduceOptions
-from moetool.reduce.scores import TOKENS, Scores, TokenCounts
+from moetool.reduce.scores import TOKENS, Scores
 from moetool.reduce.stage import Reduction
 
 
@@ -21,7 +21,7 @@ class Frequency(Reduction[ReduceOptions]):
     options_type: ClassVar[type[RunOptions]] = ReduceOptions
 
     def _scores(self, calibrated: CalibratedJob, index: int, layer: nn.Module) -> Scores:
-        return TokenCounts(self.source.experts.shape.experts)
+        return Scores(self.source.experts.shape.experts)
 
     def _choose(self, measured: Mapping[str, Tensor]) -> list[Merged]:
         return pruned(highest(measured[TOKENS], self.fewer))

@@ -25,7 +25,7 @@ from moetool.job.plan import CalibrationCost, Plan
 from moetool.job.progress import phase
 from moetool.job.stage import found_here
 from moetool.runtime.dense import DenseModel
-from moetool.upcycle.experts import FromSources
+from moetool.upcycle.experts import Copies
 from moetool.upcycle.lora_sources import adapter_fingerprint, merge_adapter, open_adapter
 from moetool.upcycle.router import centroid_router
 from moetool.upcycle.routing import StartingRows
@@ -159,7 +159,7 @@ class BranchTrainMix(Upcycle[BranchTrainMixOptions]):
 
     @cached_property
     def start(self) -> Start:
-        return Start(FromSources(self.sources_opened), preserves=False)
+        return Start(Copies(self.sources_opened), preserves=False)
 
     @property
     def rest(self) -> Sequence[DenseModel]:

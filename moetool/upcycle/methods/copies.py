@@ -12,7 +12,7 @@ from moetool.upcycle.stage import Start, UpcycleOptions, method
 @method("vanilla", "every expert a copy of the dense FFN; computes what the dense model computes", UpcycleOptions)
 def vanilla(dense: DenseModel, options: UpcycleOptions, dtype: torch.dtype) -> Start:
     """Sparse Upcycling (arXiv:2212.05055)."""
-    return Start(Copies(dense))
+    return Start(Copies([dense]))
 
 
 class DropOptions(UpcycleOptions):

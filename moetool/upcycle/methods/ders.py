@@ -32,7 +32,7 @@ def ders_lowrank(dense: DenseModel, options: LowRankOptions, dtype: torch.dtype)
             f"{min(dense.hidden, dense.intermediate)}."
         )
     form = LowRank(options.rank)
-    return Start(Copies(dense), form=lambda layer, expert, role: form, shared_on_base=options.shared_expert)
+    return Start(Copies([dense]), form=lambda layer, expert, role: form, shared_on_base=options.shared_expert)
 
 
 class SparseOptions(DeltaOptions):
@@ -45,7 +45,7 @@ class SparseOptions(DeltaOptions):
 def ders_sparse(dense: DenseModel, options: SparseOptions, dtype: torch.dtype) -> Start:
     """DeRS-SM (arXiv:2503.01359, §3.3): the places of the elements follow from the seed."""
     return Start(
-        Copies(dense),
+        Copies([dense]),
         form=lambda layer, expert, role: Sparse.derived(options.drop, options.seed, layer, expert, role),
         shared_on_base=options.shared_expert,
     )
