@@ -1,23 +1,28 @@
 """Routers of a converted model: how many experts they tell apart, in which layers, and what they start as."""
 
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from pydantic import Field
 from safetensors.torch import load_file
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from moetool.checkpoint.files import save_tensors
-from moetool.convert.stage import ConversionOptions
+from moetool.convert.layers import parse_layers
+from moetool.convert.parts import Converted
+from moetool.convert.stage import Conversion, ConversionOptions, MeasuredModel
 from moetool.errors import UsageError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import TEXTS
 from moetool.job.result import CalibrationFacts
 from moetool.numerics.seeding import linear_std
-from moetool.runtime.dense import DenseModel
 from moetool.upcycle.router import centred, decorrelated, random_router
 
 Rows = Callable[[int], Tensor]  # of a layer: the router `[experts, hidden]`
@@ -47,48 +52,80 @@ class RoutedOptions(ConversionOptions):
     calibration: str | None = Field(None, description=f"Text for --center-router and for the proof: {TEXTS}")
 
 
-def check_routing(options: RoutedOptions, experts: int) -> None:
-    """Raise `UsageError` for a number of experts per token, or for routers, that cannot be made."""
-    if options.top_k > experts:
-        raise UsageError(f"--top-k {options.top_k}: there are only {experts} experts.")
-    if options.center_router and options.calibration is None:
-        raise UsageError("--center-router needs a calibration text: --calibration FILE.")
+RoutedT = TypeVar("RoutedT", bound=RoutedOptions, default=RoutedOptions)
 
 
-def fresh_rows(options: RoutedOptions, dense: DenseModel, experts: int) -> Rows:
-    """Gives every layer's fresh router `[experts, hidden]` fp32."""
-    std = options.router_std or linear_std(dense.hidden)
-    return lambda layer: random_router(experts, dense.hidden, std, options.seed, layer)
+class RoutedConversion(Conversion[RoutedT]):
+    """A dense model into one whose routers start fresh, or fitted to a text."""
 
+    method_of: ClassVar[str | None] = "upcycle"
+    is_parallel: ClassVar[bool] = True
 
-def starting_rows(job: Job[DenseSource], options: RoutedOptions, layers: Sequence[int], fresh: Rows) -> StartingRows:
-    """What the routers of `layers` start as: `fresh`, without a preference if --center-router was asked for.
+    @abstractmethod
+    def routed_by(self, rows: Rows) -> Converted:
+        """The model, with routers that start as these."""
 
-    For that the calibration text runs through the dense model, and rows are fitted to the inputs of its FFNs.
-    """
-    if not options.center_router:
-        return StartingRows(fresh)
-    from moetool.convert.inputs import InputMoments, watched_inputs
+    @property
+    def copies(self) -> int:
+        """Rows of a router."""
+        if self.options.experts is None:
+            raise UsageError("--experts is required.")
+        return int(self.options.experts)
 
-    dense = job.source.dense
+    @property
+    def measures(self) -> bool:
+        return self.options.center_router
 
-    def file(layer: int) -> Path:
-        return job.work / f"router-{layer:05d}.safetensors"
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Those that get experts."""
+        return parse_layers(self.options.layers, self.dense.layers)
 
-    def rows(layer: int) -> Tensor:
-        return load_file(file(layer))["rows"]
+    def fresh(self) -> Rows:
+        """Gives every layer's fresh router `[copies, hidden]` fp32."""
+        options, dense, copies = self.options, self.dense, self.copies
+        std = options.router_std or linear_std(dense.hidden)
+        return lambda layer: random_router(copies, dense.hidden, std, options.seed, layer)
 
-    calibrated = CalibratedJob(job, options)
+    def rows(self, job: Job[DenseSource]) -> StartingRows:
+        """What the routers start as: fresh, without a preference if --center-router was asked for.
 
-    def visit(index: int, layer: torch.nn.Module) -> None:
-        moments = InputMoments(1, dense.hidden)
-        with watched_inputs(layer.get_submodule(dense.architecture.ffn), lambda inputs: moments.add(0, inputs)):
-            calibrated.sweep.forward(index, layer)
-        moments.reduce(job.ranks)
-        fitted = decorrelated(centred(fresh(index), moments.mean), moments.covariance)
-        if job.ranks.is_first:
-            save_tensors(file(index), {"rows": fitted})
+        For that the calibration text runs through the dense model, and rows are fitted to the inputs of its FFNs.
+        """
+        fresh = self.fresh()
+        if not self.options.center_router:
+            return StartingRows(fresh)
+        from moetool.convert.inputs import InputMoments, watched_inputs
 
-    calibrated.forward_visiting(visit, layers)
-    job.meet()
-    return StartingRows(rows, calibrated.facts)
+        def file(layer: int) -> Path:
+            return job.work / f"router-{layer:05d}.safetensors"
+
+        def rows(layer: int) -> Tensor:
+            return load_file(file(layer))["rows"]
+
+        calibrated = CalibratedJob(job, self.options)
+
+        def visit(index: int, layer: torch.nn.Module) -> None:
+            moments = InputMoments(1, self.dense.hidden)
+            ffn = layer.get_submodule(self.dense.architecture.ffn)
+            with watched_inputs(ffn, lambda inputs: moments.add(0, inputs)):
+                calibrated.sweep.forward(index, layer)
+            moments.reduce(job.ranks)
+            fitted = decorrelated(centred(fresh(index), moments.mean), moments.covariance)
+            if job.ranks.is_first:
+                save_tensors(file(index), {"rows": fitted})
+
+        calibrated.forward_visiting(visit, self.layers)
+        job.meet()
+        return StartingRows(rows, calibrated.facts)
+
+    def planned(self) -> Converted:
+        if self.options.top_k > self.copies:
+            raise UsageError(f"--top-k {self.options.top_k}: there are only {self.copies} experts.")
+        if self.options.center_router and self.options.calibration is None:
+            raise UsageError("--center-router needs a calibration text: --calibration FILE.")
+        return self.routed_by(self.fresh())
+
+    def converted(self, job: Job[DenseSource]) -> MeasuredModel:
+        found = self.rows(job)
+        return MeasuredModel(self.routed_by(found.rows), found.calibration)

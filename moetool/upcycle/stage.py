@@ -12,8 +12,6 @@ from typing_extensions import TypeVar
 
 from moetool.architectures import Role
 from moetool.checkpoint.manifest import Provenance, Upcycling
-from moetool.convert.layers import parse_layers
-from moetool.convert.stage import Conversion, MeasuredModel
 from moetool.convert.told import ConversionTold
 from moetool.errors import UsageError
 from moetool.format.kinds.moe import MoESpec, Shared
@@ -25,7 +23,7 @@ from moetool.representations import Representation
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.experts import Experts
 from moetool.upcycle.lint import lint
-from moetool.upcycle.routing import RoutedOptions, Rows, StartingRows, check_routing, fresh_rows, starting_rows
+from moetool.upcycle.routing import RoutedConversion, RoutedOptions, Rows
 from moetool.upcycle.targets import Target, choose_target
 from moetool.upcycle.upcycling import Upcycled
 
@@ -64,24 +62,15 @@ class Start:
 UpcycleT = TypeVar("UpcycleT", bound=UpcycleOptions, default=UpcycleOptions)
 
 
-class Upcycle(Conversion[UpcycleT]):
+class Upcycle(RoutedConversion[UpcycleT]):
     """A dense model into an MoE model."""
 
     options_type: ClassVar[type[RunOptions]] = UpcycleOptions
-    method_of: ClassVar[str | None] = "upcycle"
-    is_parallel: ClassVar[bool] = True
 
     @cached_property
     @abstractmethod
     def start(self) -> Start:
         """What the experts start as. Raises `UsageError` for options that this model cannot satisfy."""
-
-    @property
-    def copies(self) -> int:
-        """FFNs per layer, before any is cut in pieces."""
-        if self.options.experts is None:
-            raise UsageError("--experts is required.")
-        return int(self.options.experts)
 
     @property
     def rest(self) -> Sequence[DenseModel]:
@@ -92,10 +81,6 @@ class Upcycle(Conversion[UpcycleT]):
     def preserves(self) -> bool:
         return self.start.preserves and self.options.shared != "med"
 
-    @property
-    def measures(self) -> bool:
-        return bool(self.options.center_router)
-
     @cached_property
     def spec(self) -> MoESpec:
         """What is to be made. Raises `UsageError` for numbers that do not fit."""
@@ -104,7 +89,7 @@ class Upcycle(Conversion[UpcycleT]):
             experts=self.copies * pieces,
             top_k=options.top_k * pieces,
             intermediate=dense.intermediate // pieces,
-            layers=parse_layers(options.layers, dense.layers),
+            layers=self.layers,
             shared=options.shared,
             of=dense.layers,
             hidden=dense.hidden,
@@ -140,23 +125,7 @@ class Upcycle(Conversion[UpcycleT]):
             for layer in self.spec.layers
         }
 
-    def fresh(self) -> Rows:
-        """Fresh router rows, one for every copy."""
-        return fresh_rows(self.options, self.dense, self.copies)
-
-    def rows(self, job: Job[DenseSource]) -> StartingRows:
-        """What the routers start as, a row for every copy."""
-        return starting_rows(job, self.options, self.spec.layers, self.fresh())
-
-    def planned(self) -> Upcycled:
-        check_routing(self.options, self.copies)
-        return self._upcycled(self.fresh())
-
-    def converted(self, job: Job[DenseSource]) -> MeasuredModel:
-        found = self.rows(job)
-        return MeasuredModel(self._upcycled(found.rows), found.calibration)
-
-    def _upcycled(self, rows: Rows) -> Upcycled:
+    def routed_by(self, rows: Rows) -> Upcycled:
         return Upcycled(
             dense=self.dense,
             target=self.target,

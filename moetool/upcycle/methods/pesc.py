@@ -2,22 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import ClassVar
 
 from pydantic import Field
 from torch import Tensor
 
-from moetool.convert.layers import parse_layers
 from moetool.convert.parts import Converted, Customized, Made
-from moetool.convert.stage import Conversion, MeasuredModel
 from moetool.format.kinds.base import PLACEHOLDER, Shape
 from moetool.format.kinds.pesc import DOWN, ROUTER, UP, PescSpec
-from moetool.job.job import DenseSource, Job
 from moetool.job.options import RunOptions
 from moetool.job.result import Json
 from moetool.numerics.seeding import generator, linear_std, uniform
-from moetool.upcycle.routing import RoutedOptions, Rows, check_routing, fresh_rows, starting_rows
+from moetool.upcycle.routing import RoutedConversion, RoutedOptions, Rows
 
 
 class PescOptions(RoutedOptions):
@@ -28,43 +25,19 @@ class PescOptions(RoutedOptions):
     dropout: float = Field(0.1, ge=0, lt=1, description="Of an adapter's input while it is trained.")
 
 
-class Pesc(Conversion[PescOptions]):
+class Pesc(RoutedConversion[PescOptions]):
     """Parameter-Efficient Sparsity Crafting: every FFN stays one, and adapters on its output differ by expert."""
 
     name: ClassVar[str] = "pesc"
     summary: ClassVar[str] = "the dense FFN once, and adapters on its output that training fills"
     options_type: ClassVar[type[RunOptions]] = PescOptions
-    method_of: ClassVar[str | None] = "upcycle"
-    is_parallel: ClassVar[bool] = True
 
-    @property
-    def measures(self) -> bool:
-        return self.options.center_router
-
-    @cached_property
-    def _layers(self) -> tuple[int, ...]:
-        return parse_layers(self.options.layers, self.dense.layers)
-
-    @property
-    def _experts(self) -> int:
-        assert self.options.experts is not None
-        return self.options.experts
-
-    def planned(self) -> Converted:
-        check_routing(self.options, self._experts)
-        return self._with_adapters(fresh_rows(self.options, self.dense, self._experts))
-
-    def converted(self, job: Job[DenseSource]) -> MeasuredModel:
-        fresh = fresh_rows(self.options, self.dense, self._experts)
-        found = starting_rows(job, self.options, self._layers, fresh)
-        return MeasuredModel(self._with_adapters(found.rows), found.calibration)
-
-    def _with_adapters(self, rows: Rows) -> Converted:
+    def routed_by(self, rows: Rows) -> Converted:
         options = self.options
         spec = PescSpec(
-            experts=self._experts,
+            experts=self.copies,
             top_k=options.top_k,
-            layers=self._layers,
+            layers=self.layers,
             width=options.width,
             scale=options.scale,
             dropout=options.dropout,
@@ -72,7 +45,7 @@ class Pesc(Conversion[PescOptions]):
         return WithAdapterExperts(dense=self.dense, dtype=self.new_dtype, seed=options.seed, spec=spec, router=rows)
 
     def details(self) -> dict[str, Json]:
-        return {"experts": self._experts, "top_k": self.options.top_k, "moe_layers": len(self._layers)}
+        return {"experts": self.copies, "top_k": self.options.top_k, "moe_layers": len(self.layers)}
 
     def notes(self, config: dict[str, object]) -> list[str]:
         return ["only transformers, after `import moetool`, runs adapters as experts"]
