@@ -260,26 +260,14 @@ def base_tensors(
             yield prefix + base_name(role, name), tensor
 
 
-def stored_bases(experts: ExpertReader, layer: int) -> dict[Role, tuple[Representation, dict[str, Tensor]]]:
-    """The bases of a layer of a moetool checkpoint that are not dense, as they are stored."""
-    layout, prefix = experts.layout(layer), experts.architecture.experts_prefix(layer)
-    return {
-        role: (
-            representation,
-            {
-                tensor: experts.checkpoint.read(prefix + base_name(role, tensor))
-                for tensor in representation.tensors(layout.base_shape(role))
-            },
-        )
-        for role, representation in layout.compact_bases()
-    }
-
-
 def stored_base(experts: ExpertReader, layer: int, statistics: LayerStatistics | None = None) -> LayerBase:
     """The base of a layer of a moetool checkpoint, for the roles that have one."""
-    layout = experts.layout(layer)
+    layout, prefix = experts.layout(layer), experts.architecture.experts_prefix(layer)
     matrices = {role: experts.base(layer, role) for role in experts.shape.roles if layout.weights[role] is not None}
-    compact = stored_bases(experts, layer)
+    compact = {}
+    for role, form in layout.compact_bases():
+        names = form.tensors(layout.base_shape(role))
+        compact[role] = form, {name: experts.checkpoint.read(prefix + base_name(role, name)) for name in names}
     return LayerBase(matrices, experts.base_channels(layer), experts.shape.intermediate, statistics, compact)
 
 

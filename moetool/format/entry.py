@@ -9,18 +9,6 @@ from moetool.format.kinds import CustomModule
 from moetool.format.layout import LayerLayout
 from moetool.format.marker import FORMAT_VERSION, METHOD, moetool_entry, version_of
 
-__all__ = [
-    "FORMAT_VERSION",
-    "METHOD",
-    "check_format_version",
-    "check_unquantized",
-    "custom_entry",
-    "format_entry",
-    "is_quantized_elsewhere",
-    "layer_layouts",
-    "moetool_entry",
-]
-
 
 def is_quantized_elsewhere(config: Mapping[str, object]) -> bool:
     """Whether weights are in a format that is not moetool's, by another tool or an export."""

@@ -15,7 +15,7 @@ from moetool.checkpoint.reader import CARD, Checkpoint
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.checkpoint.source import is_here, looks_local
 from moetool.errors import MoetoolError
-from moetool.format.entry import moetool_entry
+from moetool.format.marker import moetool_entry
 from moetool.job.options import RunOptions, context_length
 from moetool.serving.filling import served_layouts
 

@@ -23,11 +23,11 @@ from moetool.checkpoint.manifest import Manifest, Provenance, manifest_of, write
 from moetool.checkpoint.reader import CARD, CONFIG, INDEX, Checkpoint
 from moetool.checkpoint.writer import InParts, TensorSpec
 from moetool.format.beside import quantized_beside
-from moetool.format.entry import format_entry, moetool_entry
+from moetool.format.entry import format_entry
 from moetool.format.kinds import custom_module
 from moetool.format.kinds.moe import routed_scale
 from moetool.format.layout import LayerLayout
-from moetool.format.marker import BESIDE
+from moetool.format.marker import BESIDE, moetool_entry
 from moetool.job.card import SOURCE_CARD, chosen_options, keep_source_card, model_card
 from moetool.job.including import included_tensors
 from moetool.job.job import Job, Source, SourceT

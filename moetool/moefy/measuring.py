@@ -22,7 +22,6 @@ from moetool.moefy.clusters import LayerPlan, clustered_order
 from moetool.moefy.selector import needed_tokens
 from moetool.moefy.settling import Settling
 from moetool.moefy.statistics import NeuronStatistics, SampledNetwork
-from moetool.runtime.dense import DenseModel
 
 _SETTLED = "neurons"  # units, by layer
 
@@ -71,7 +70,7 @@ class NeuronMeasuring:
 
     def __init__(self, job: Job[DenseSource], settling: Settling) -> None:
         options, dense = settling.options, job.source.dense
-        self._job, self._settling = job, settling
+        self._job, self._settling, self._dense = job, settling, dense
         self._gradients = options.baseline == "snip"
         encoder = dense.architecture.is_encoder
         self._calibrated = CalibratedJob(job, options, encoder=encoder, gradients=self._gradients)
@@ -81,10 +80,6 @@ class NeuronMeasuring:
                 f"The calibration text has {self._tokens:,} tokens; the selectors of {options.experts} experts need "
                 f"{needed_tokens(options.experts):,}."
             )
-
-    @property
-    def _dense(self) -> DenseModel:
-        return self._job.source.dense
 
     def run(self, layers: Sequence[int]) -> CalibrationFacts:
         """Measure and settle `layers`."""

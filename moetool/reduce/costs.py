@@ -2,7 +2,6 @@
 
 from moetool.architectures import MoEShape
 from moetool.job.building_blocks import ModelSize
-from moetool.job.layer_memory import Measuring
 from moetool.job.plan import CalibrationCost
 from moetool.job.work import Work
 
@@ -29,8 +28,3 @@ def merging_work(size: ModelSize, shape: MoEShape, merged: int, *, align: bool) 
         pairs = shape.intermediate**2
         each += Work(products={"float32": shape.expert_parameters * shape.intermediate}, moved=400 * pairs)
     return each * (merged * size.moe_layers)
-
-
-def aligning_memory(shape: MoEShape) -> Measuring:
-    """The inner products of two experts' neurons in fp32, and twice in fp64 where they are assigned."""
-    return Measuring(work=20 * shape.intermediate**2)

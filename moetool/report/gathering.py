@@ -11,9 +11,9 @@ from moetool.checkpoint.manifest import Manifest, Origin, manifest_of
 from moetool.checkpoint.reader import MANIFEST, Checkpoint
 from moetool.convert.told import Activations
 from moetool.errors import InvalidInputError, UsageError
-from moetool.format.entry import moetool_entry
 from moetool.format.families import is_opaque
 from moetool.format.kinds import custom_module
+from moetool.format.marker import moetool_entry
 from moetool.job.blueprint import open_for_planning
 from moetool.job.job import Source
 from moetool.job.progress import SILENT, Progress

@@ -64,9 +64,4 @@ class DeepseekConfig(PreTrainedConfig):  # type: ignore[misc]
         super().__post_init__(**kwargs)
 
 
-def register() -> None:
-    """Make `AutoConfig` know it. Safe to call twice."""
-    AutoConfig.register(DeepseekConfig.model_type, DeepseekConfig, exist_ok=True)
-
-
-register()
+AutoConfig.register(DeepseekConfig.model_type, DeepseekConfig, exist_ok=True)

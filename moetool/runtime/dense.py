@@ -43,9 +43,6 @@ class DenseModel:
         if len(down) != 2:
             raise InvalidInputError(f"{self.architecture.weight_name(0, 'down')} is no matrix: {list(down)}.")
         self.hidden, self.intermediate = down
-        self._check()
-
-    def _check(self) -> None:
         for layer in range(self.layers):
             for role in self.architecture.roles:
                 name = self.architecture.weight_name(layer, role)

@@ -16,8 +16,9 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moetool.errors import InvalidInputError
-from moetool.format.entry import METHOD, check_format_version, layer_layouts
+from moetool.format.entry import check_format_version, layer_layouts
 from moetool.format.families import architecture_of
+from moetool.format.marker import METHOD
 from moetool.numerics.index_sets import are_indices
 from moetool.runtime.memory import sparing_memory
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
@@ -134,11 +135,6 @@ def _check_indices(model: Any) -> None:
                 raise InvalidInputError(f"{path}.{name} must hold different indices below {limit}, and does not.")
 
 
-def register() -> None:
-    """Make `AutoModelForCausalLM.from_pretrained` know moetool checkpoints. Safe to call twice."""
-    if METHOD not in AUTO_QUANTIZER_MAPPING:
-        register_quantization_config(METHOD)(MoetoolConfig)
-        register_quantizer(METHOD)(MoetoolQuantizer)
-
-
-register()
+if METHOD not in AUTO_QUANTIZER_MAPPING:
+    register_quantization_config(METHOD)(MoetoolConfig)
+    register_quantizer(METHOD)(MoetoolQuantizer)

@@ -47,12 +47,12 @@ def time_decode(model: Any, batch: int, length: int, new_tokens: int, seed: int 
                 raise InvalidInputError(f"A {model.config.model_type} keeps no cache: what it generates is not timed.")
             del output
             return Seconds(prefill, _timed(lambda: _follow(model, following, cache), model.device)[1])
-    except torch.OutOfMemoryError as error:
-        raise _too_large(batch, length) from error
     except RuntimeError as error:
-        if _FULL in str(error):
-            raise _too_large(batch, length) from error
-        raise
+        if not isinstance(error, torch.OutOfMemoryError) and _FULL not in str(error):
+            raise
+        raise ResourceError(
+            f"{batch} prompts of {length} tokens do not fit in memory beside the model: take fewer or shorter ones."
+        ) from error
 
 
 def vocabulary(model: Any) -> int:
@@ -82,9 +82,3 @@ def _timed(run: Callable[[], ResultT], device: torch.device) -> tuple[ResultT, f
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _too_large(batch: int, length: int) -> ResourceError:
-    return ResourceError(
-        f"{batch} prompts of {length} tokens do not fit in memory beside the model: take fewer or shorter ones."
-    )

@@ -21,8 +21,9 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from moetool.architectures import Role
 from moetool.errors import UsageError
-from moetool.format.entry import METHOD, check_format_version
+from moetool.format.entry import check_format_version
 from moetool.format.layout import BASE_CHANNELS, LayerLayout
+from moetool.format.marker import METHOD
 from moetool.serving.filling import FilledExperts, layer_of, served_layouts
 
 _SHARDS: Mapping[str, Role] = {"w1": "gate", "w3": "up", "w2": "down"}

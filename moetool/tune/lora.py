@@ -21,13 +21,10 @@ def frozen_linears(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not module.weight.requires_grad and _is_in_layer(name)
+        if isinstance(module, nn.Linear) and not module.weight.requires_grad
+        if any(part.isdigit() for part in name.split("."))
         if not name.startswith(split)  # whose neurons are computed a part at a time
     ]
-
-
-def _is_in_layer(name: str) -> bool:
-    return any(part.isdigit() for part in name.split("."))
 
 
 def add_lora(model: nn.Module, names: list[str], rank: int, alpha: float, seed: int = 0) -> None:

@@ -21,8 +21,9 @@ from moetool.checkpoint.header import check_dtype
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError, UsageError, VerificationError
-from moetool.format.entry import check_unquantized, custom_entry, moetool_entry
+from moetool.format.entry import check_unquantized, custom_entry
 from moetool.format.kinds import custom_module, kinds
+from moetool.format.marker import moetool_entry
 from moetool.job.blueprint import layer_of
 from moetool.job.building_blocks import training
 from moetool.job.job import Input, Job

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from moetool.checkpoint.files import fast_digest, is_intact, write_json
 from moetool.errors import VerificationError
+from moetool.job.job import Job
 from moetool.numerics.seeding import generator
 from moetool.runtime.modules.routers import Routers
 from moetool.runtime.modules.simoe_mixing import Interpolation
@@ -206,14 +207,12 @@ class SeededOrder(Sampler[int]):
 class Reporter(TrainerCallback):  # type: ignore[misc]
     """Passes on that a step is done, and what was logged; stops where somebody asks it to."""
 
-    def __init__(
-        self, step: Callable[[], None], log: Callable[[str], None], stop_requested: Callable[[], bool]
-    ) -> None:
-        self._step, self._log, self._stop_requested = step, log, stop_requested
+    def __init__(self, job: Job[Any]) -> None:
+        self._job = job
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        self._step()
-        if _by_any(self._stop_requested()):
+        self._job.progress.advance()
+        if _by_any(self._job.interrupt.requested):
             control.should_save = True
             control.should_training_stop = True
 
@@ -242,7 +241,7 @@ class Reporter(TrainerCallback):  # type: ignore[misc]
         found = {name: logged[name] for name in LOGGED if name in logged}
         if found:
             values = ", ".join(f"{name} {float(value):.4g}" for name, value in found.items())
-            self._log(f"step {state.global_step}: {values}")
+            self._job.progress.log(f"step {state.global_step}: {values}")
 
 
 def _by_any(asked: bool) -> bool:

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,22 +33,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Trained(NamedTuple):
-    """What came of a training: what is worth telling, and the weights by their names in memory where the model that was
-    given has them in parts (of the first process; others get none)."""
-
-    told: Training
-    weights: dict[str, Tensor] | None
-
-
 def train(
     job: Job[Any],
     model: "PreTrainedModel",
     options: TuneOptions,
     examples: Sequence[Example],
     held_out: Sequence[Example] | None,
-) -> Trained:
+) -> tuple[Training, dict[str, Tensor] | None]:
     """Train what requires gradients, or go on where an interrupted run stopped.
+
+    Returns:
+        What is worth telling, and the weights by their names in memory where the model that was given has them in parts
+        (of the first process; others get none).
 
     Raises:
         VerificationError: the loss is not a number.
@@ -73,7 +69,6 @@ def train(
         arguments = _arguments(str(work), options, steps, on_cpu=job.device.type == "cpu", evaluates=bool(held_out))
         with arguments.main_process_first(local=False):
             last, done = last_checkpoint(work)
-        told = Reporter(job.progress.advance, job.progress.log, lambda: job.interrupt.requested)
         began = time.monotonic()
         with phase(job.progress, "Train", steps - done):
             trainer = MoETrainer(
@@ -82,7 +77,7 @@ def train(
                 train_dataset=rows,
                 eval_dataset=[[example] for example in held_out] if held_out else None,
                 data_collator=collate,
-                callbacks=[told],
+                callbacks=[Reporter(job)],
                 optimizers=_optimizers(model, options, steps),
                 routers=Routers(model),
                 top_k=experts_per_token(model),
@@ -120,7 +115,7 @@ def train(
     if torch.distributed.is_initialized():  # the first process writes alone, and others may end before it
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
-    return Trained(found, weights)
+    return found, weights
 
 
 def _curve(history: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:

@@ -6,8 +6,8 @@ something else.
 
 from collections.abc import Mapping
 
-from moetool.format.entry import moetool_entry
 from moetool.format.kinds.moe import MoESpec
+from moetool.format.marker import moetool_entry
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets import Target
 

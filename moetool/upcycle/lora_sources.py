@@ -17,11 +17,6 @@ from moetool.errors import InvalidInputError
 ADAPTER = "adapter_config.json"
 
 
-def is_adapter(path: Path) -> bool:
-    """Whether a directory holds an adapter and no model."""
-    return (path / ADAPTER).exists() and not (path / CONFIG).exists()
-
-
 def adapter_fingerprint(path: Path) -> str:
     """SHA-256 over an adapter's config and weights, in hexadecimal."""
     digest = hashlib.sha256()
@@ -74,7 +69,7 @@ def open_adapter(source: str) -> Path | None:
     path = resolve_source(source, weights=False)
     if not (path / CONFIG).exists() and not (path / ADAPTER).exists():
         path = resolve_source(source)  # on the hub, where an adapter has no config.json to begin with
-    if not is_adapter(path):
+    if (path / CONFIG).exists() or not (path / ADAPTER).exists():
         return None
     try:
         kind = json.loads((path / ADAPTER).read_bytes()).get("peft_type")

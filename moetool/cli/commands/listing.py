@@ -49,7 +49,7 @@ def _methods() -> list[dict[str, str]]:
     return [
         {
             "method": name,
-            "command": _command(name, stage.method_of),
+            "command": name if (command := stage.method_of) is None else f"{command} --{CHOICES[command][0]}",
             "summary": stage.summary,
         }
         for name, stage in sorted(stages().items())
@@ -104,7 +104,3 @@ def _representations() -> list[dict[str, str]]:
         {"representation": kind, "stands for": "delta to the base" if entry.uses_base else "the matrix itself"}
         for kind, entry in sorted(representations().items())
     ]
-
-
-def _command(name: str, method_of: str | None) -> str:
-    return name if method_of is None else f"{method_of} --{CHOICES[method_of][0]}"

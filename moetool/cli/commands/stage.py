@@ -75,7 +75,8 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         ],
         output: Annotated[Path, typer.Argument(help="Where to write; new or empty.", show_default=False)],
         preset: Annotated[
-            str | None, _job_option(*PRESET, help=_PRESET_HELP, autocompletion=offered_presets(name, typed_method))
+            str | None,
+            _job_option(*PRESET, help=_PRESET_HELP, autocompletion=offered_presets(name, typed_method)),
         ] = None,
         dry_run: Annotated[bool, _job_option("--dry-run", help="Say what it will cost, and stop.")] = False,
         resume: Annotated[bool, _job_option("--resume", help="Go on with an interrupted run.")] = False,

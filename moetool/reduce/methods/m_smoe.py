@@ -12,7 +12,7 @@ from moetool.job.options import RunOptions
 from moetool.job.plan import CalibrationCost
 from moetool.job.work import Work
 from moetool.reduce.choosing import Merged, around_dominant
-from moetool.reduce.costs import aligning_memory, merging_work, tokens_in_layers
+from moetool.reduce.costs import merging_work, tokens_in_layers
 from moetool.reduce.options import ReduceOptions
 from moetool.reduce.scores import LOGIT_GRAM, TOKENS, LogitGram, Scores
 from moetool.reduce.stage import Reduction
@@ -41,7 +41,8 @@ class MSmoe(Reduction[ReduceOptions]):
         return Work(products={"float64": tokens_in_layers(cost, size) * each})
 
     def _measuring(self) -> Measuring:
-        return aligning_memory(self.source.experts.shape)
+        """The inner products of two experts' neurons in fp32, and twice in fp64 where they are assigned."""
+        return Measuring(work=20 * self.source.experts.shape.intermediate**2)
 
     def _made(self, size: ModelSize) -> Work:
         shape = self.source.experts.shape

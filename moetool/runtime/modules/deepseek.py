@@ -4,8 +4,6 @@ Llama's attention and norms, fine-grained experts with a softmax router, and sha
 (arXiv:2401.06066). Experts and router compute as Qwen2-MoE's, whose layout on disk the hub's checkpoint has, too.
 """
 
-from types import SimpleNamespace
-
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.configuration_utils import PreTrainedConfig
@@ -14,13 +12,12 @@ from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
     LlamaForCausalLM,
-    LlamaMLP,
     LlamaModel,
     LlamaPreTrainedModel,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
 )
-from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts, Qwen2MoeTopKRouter
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts, Qwen2MoeMLP, Qwen2MoeTopKRouter
 from transformers.utils.output_capturing import OutputRecorder
 
 
@@ -32,14 +29,7 @@ class DeepseekMoE(nn.Module):
         self.gate, self.experts = Qwen2MoeTopKRouter(config), Qwen2MoeExperts(config)
         self.shared_experts = None
         if config.n_shared_experts:
-            width = config.moe_intermediate_size * config.n_shared_experts
-            shared = SimpleNamespace(
-                hidden_size=config.hidden_size,
-                intermediate_size=width,
-                hidden_act=config.hidden_act,
-                mlp_bias=config.mlp_bias,
-            )
-            self.shared_experts = LlamaMLP(shared)
+            self.shared_experts = Qwen2MoeMLP(config, config.moe_intermediate_size * config.n_shared_experts)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[batch, length, hidden]` → the same."""

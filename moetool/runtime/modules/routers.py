@@ -26,6 +26,7 @@ class Routers:
     """The routers of a model, and what they said in the last forward pass.
 
     Attributes:
+        modules: the routers themselves.
         logits: `[tokens, experts]` of each router, in the order in which they ran.
         chosen: `[tokens, k]`, the experts that each took, where it says so.
     """
@@ -34,32 +35,18 @@ class Routers:
         self.logits: list[Tensor] = []
         self.chosen: list[Tensor | None] = []
         self._watching = False
-        self._found: list[tuple[nn.Module, bool]] = []
-        for module in model.modules():
-            if isinstance(module, Routed):
-                self._found.append((module.gate, False))
-            elif is_router(module):
-                self._found.append((module, True))
-        for module, is_native in self._found:
-            module.register_forward_hook(self._native if is_native else self._own)
-
-    @property
-    def modules(self) -> set[nn.Module]:
-        """The routers themselves."""
-        return {module for module, _ in self._found}
+        own = (module.gate for module in model.modules() if isinstance(module, Routed))
+        self.modules = {*own, *filter(is_router, model.modules())}
+        for module in self.modules:
+            module.register_forward_hook(self._note)
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self.modules)
 
-    def _native(self, _: nn.Module, inputs: object, output: tuple[Tensor, ...]) -> None:
-        self._add(*routed(output))
-
-    def _own(self, _: nn.Module, inputs: object, output: Tensor) -> None:
-        self._add(output, None)
-
-    def _add(self, logits: Tensor, chosen: Tensor | None) -> None:
+    def _note(self, _: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
         # Gradient checkpointing runs layers a second time, outside of the block.
         if self._watching:
+            logits, chosen = (output, None) if isinstance(output, Tensor) else routed(output)
             self.logits.append(logits.reshape(-1, logits.shape[-1]))
             self.chosen.append(None if chosen is None else chosen.reshape(-1, chosen.shape[-1]))
 

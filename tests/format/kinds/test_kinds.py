@@ -15,11 +15,12 @@ from moetool.architectures.dense import find_dense_architecture
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.parts import Converted
 from moetool.errors import InvalidInputError
-from moetool.format.entry import custom_entry, moetool_entry
+from moetool.format.entry import custom_entry
 from moetool.format.families import architecture_of, dense_architecture_of, is_opaque
 from moetool.format.kinds import CustomModule, custom_module, kinds
 from moetool.format.kinds.base import PLACEHOLDER
 from moetool.format.kinds.moefied import MoefiedSpec
+from moetool.format.marker import moetool_entry
 from moetool.moefy.clusters import LayerPlan, Moefied
 from moetool.runtime.building import check_sizes
 from moetool.runtime.dense import DenseModel
