@@ -18,6 +18,7 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 GATED = {"intermediate_size": 48, "num_key_value_heads": 2, "tie_word_embeddings": False}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 MULTIPLIERS = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.2,
@@ -73,6 +74,17 @@ DENSE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**GATED, "head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": True, "sliding_window": 8},
     ),
     "granite": ("granite", {**GATED, **MULTIPLIERS}),
+    "smollm3": ("smollm3", {**GATED, "no_rope_layers": [1, 0, 1]}),
+    "olmo": ("olmo", {**GATED, "clip_qkv": 2.0}),
+    "olmo3": ("olmo3", {**GATED, "sliding_window": 8, "layer_types": MIXED}),
+    "cohere": ("cohere", {**GATED, "tie_word_embeddings": True, "use_qk_norm": True}),
+    "cohere2": ("cohere2", {**GATED, "tie_word_embeddings": True, "sliding_window": 8, "layer_types": MIXED}),
+    "glm": ("glm", {**GATED, "head_dim": 8}),
+    "glm4": ("glm4", {**GATED, "head_dim": 8}),
+    "exaone4": ("exaone4", {**GATED, "sliding_window": 8, "layer_types": MIXED}),
+    "ernie4_5": ("ernie4_5", {**GATED, "head_dim": 16, "use_bias": True}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {**GATED, "head_dim": 16}),
+    "seed_oss": ("seed_oss", {**GATED, "head_dim": 8}),
     "gpt_neox": ("gpt_neox", {"intermediate_size": 64, "tie_word_embeddings": False}),
     "phi": ("phi", {"intermediate_size": 64}),
     "gpt_bigcode": ("gpt_bigcode", {"n_inner": 64}),

@@ -108,6 +108,77 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+FAMILIES |= {
+    "dots1": {
+        **GROUPED,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "sliding_window": 16,
+        "max_window_layers": 2,
+    },
+    "ernie4_5_moe": {
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "moe_k": 2,
+        "moe_num_experts": 6,
+        "moe_num_shared_experts": 1,
+        "moe_layer_end_index": 2,
+        "num_hidden_layers": 4,
+        "use_bias": False,
+    },
+    "hunyuan_v1_moe": {"intermediate_size": 24, "num_experts_per_tok": [2, 2, 2], "num_experts": 6, "head_dim": 8},
+    "minimax": {"intermediate_size": 48, "num_local_experts": 4, "block_size": 16, "mlp_alpha_factor": 1.5},
+    "minimax_m2": {"intermediate_size": 24, "num_local_experts": 6, "head_dim": 8},
+    "lfm2_moe": {
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "num_experts": 6,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "routed_scaling_factor": 1.5,
+    },
+    "qwen3_next": {
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "num_experts": 6,
+        "head_dim": 8,
+        "mlp_only_layers": [1],
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "exaone_moe": {
+        **{key: value for key, value in GROUPED.items() if key not in ("n_routed_experts", "n_shared_experts")},
+        "num_experts": 8,
+        "num_shared_experts": 1,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+    },
+    "solar_open": {**GROUPED, "moe_intermediate_size": 24, "head_dim": 8},
+    "afmoe": {
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "num_experts": 6,
+        "num_shared_experts": 1,
+        "num_dense_layers": 1,
+        "head_dim": 8,
+        "sliding_window": 16,
+        "global_attn_every_n_layers": 2,
+        "route_scale": 1.5,
+        "mup_enabled": True,
+    },
+}
+
+
 def build(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """A model whose experts are one shared matrix plus differences, at the scales of a trained one."""
     config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **overrides})
@@ -116,14 +187,14 @@ def build(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **over
         model = AutoModelForCausalLM.from_config(config).eval()
         with torch.no_grad():
             for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-                if "inv_freq" in name:
+                if "inv_freq" in name or "decay" in name or "slope_rate" in name:
                     continue
                 if parameter.ndim == 3:
                     shared = torch.randn(parameter.shape[1:])
                     own = torch.randn(parameter.shape)
                     parameter.copy_((shared + 0.4 * own) / parameter.shape[-1] ** 0.5)
                 elif parameter.ndim == 2:
-                    is_router = "mlp.gate.weight" in name or "router" in name
+                    is_router = ".gate." in name or "router" in name
                     parameter.copy_(torch.randn(parameter.shape) * (2.0 if is_router else 1.0))
                     parameter.div_(parameter.shape[-1] ** 0.5)
                 elif name.endswith("bias"):

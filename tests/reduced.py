@@ -44,14 +44,17 @@ def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         return model(tokens, use_cache=False).logits
 
 
-def routers(path: Path, model: Any) -> dict[int, Any]:
-    """The routers of a loaded model, by layer."""
+def routers(path: Path, model: Any) -> dict[int, list[torch.Tensor]]:
+    """The tensors of a loaded model's routers, by layer: the weight `[experts, hidden]`, then what corrects scores."""
     source = Source.open(path)
     block = source.architecture.experts_module.rpartition(".")[0]
     found = {}
     for layer in source.experts.moe_layers:
         inside = model.get_submodule(source.architecture.layer.format(layer=layer)).get_submodule(block)
-        found[layer] = inside.gate if hasattr(inside, "gate") else inside.router
+        router = inside.gate if hasattr(inside, "gate") else inside.router
+        (weight,) = (tensor for tensor in router.parameters() if len(tensor) == source.experts.shape.experts)
+        named = [*inside.named_parameters(), *inside.named_buffers()]
+        found[layer] = [weight, *(tensor for name, tensor in named if name.endswith("_bias"))]
     return found
 
 
@@ -59,13 +62,12 @@ def routers(path: Path, model: Any) -> dict[int, Any]:
 def never_chosen(path: Path, model: Any, allowed: Mapping[int, list[int]]) -> Iterator[None]:
     """The logits of all experts but those `allowed` are −∞, in every layer."""
     linear, dropped, biases = F.linear, {}, []
-    for layer, router in routers(path, model).items():
-        weight = next(parameter for parameter in router.parameters() if parameter.ndim == 2)
+    for layer, (weight, *corrections) in routers(path, model).items():
         others = [expert for expert in range(len(weight)) if expert not in allowed[layer]]
         dropped[weight.data_ptr()] = others
-        if (bias := getattr(router, "e_score_correction_bias", None)) is not None:
+        for bias in corrections:
             biases.append((bias, bias.detach().clone()))
-            bias.data[others] = -torch.inf  # sigmoid(−∞) plus a bias could win
+            bias.data[..., others] = -torch.inf  # sigmoid(−∞) plus a bias could win
 
     def masked(inputs: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         output = linear(inputs, weight, *args, **kwargs)

@@ -16,6 +16,9 @@ ROLES: tuple[Role, ...] = ("gate", "up", "down")
 # Keys that only an MoE model has in its config, whatever the family.
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
+# Those with the number of experts per token.
+TOP_K_KEYS = ("num_experts_per_tok", "moe_k", "moe_topk")
+
 # The two ways in which most families name a gated network's matrices, relative to it.
 GATED: Mapping[Role, str] = {role: f"{role}_proj.weight" for role in ROLES}
 GATED_JOINED: Mapping[Role, str] = {
@@ -111,11 +114,15 @@ class MoELayers:
         every: key with n, every n-th layer being an MoE layer, and the index of the first that counts (`0`: layers 0,
             n, 2n …; `n - 1` is written as -1: layers n-1, 2n-1 …).
         dense: key with a list of dense layers.
+        last: key with the last layer that may be one; -1 for the last of all.
+        kinds: key with a list of every layer's kind, `sparse` or `dense`, which counts for more than all others.
     """
 
     first_dense: str | None = None
     every: tuple[str, Literal[0, -1]] | None = None
     dense: str | None = None
+    last: str | None = None
+    kinds: str | None = None
 
     def among(self, layers: int, config: Mapping[str, object]) -> tuple[int, ...]:
         """The MoE layers among that many layers.
@@ -123,7 +130,14 @@ class MoELayers:
         Raises:
             InvalidInputError: an entry is not of the kind it has to be.
         """
+        if (kinds := config.get(self.kinds) if self.kinds else None) is not None:
+            if not isinstance(kinds, list) or len(kinds) != layers or not {*map(str, kinds)} <= {"sparse", "dense"}:
+                raise InvalidInputError(
+                    f"config.json: '{self.kinds}' must be a list of {layers} × 'sparse' or 'dense', found {kinds!r}."
+                )
+            return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
         first = config.get(self.first_dense, 0) if self.first_dense else 0
+        last = config.get(self.last, -1) if self.last else -1
         step, offset = (config.get(self.every[0], 1), self.every[1]) if self.every else (1, 0)
         listed = (config.get(self.dense) or []) if self.dense else []
         first, step = _count(self.first_dense, first), _count(self.every and self.every[0], step)
@@ -131,9 +145,8 @@ class MoELayers:
             raise InvalidInputError(f"config.json: '{self.every and self.every[0]}' must not be 0.")
         if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
             raise InvalidInputError(f"config.json: '{self.dense}' must be a list of layers, found {listed!r}.")
-        return tuple(
-            layer for layer in range(layers) if layer >= first and (layer - offset) % step == 0 and layer not in listed
-        )
+        end = layers if last == -1 else min(layers, _count(self.last, last) + 1)
+        return tuple(layer for layer in range(first, end) if (layer - offset) % step == 0 and layer not in listed)
 
 
 def _count(key: str | None, value: object) -> int:
@@ -144,8 +157,15 @@ def _count(key: str | None, value: object) -> int:
 
 def whole_number(config: Mapping[str, object], *keys: str) -> int | None:
     """The first of these entries of a `config.json` that is there; `None` if none is, or it is no whole number."""
-    value = next((config[key] for key in keys if key in config), None)
+    value = next((_of_every_layer(config[key]) for key in keys if key in config), None)
     return value if isinstance(value, int) else None
+
+
+def _of_every_layer(value: object) -> object:
+    """What an entry says of all layers, if it says the same of each."""
+    if isinstance(value, list) and value and all(one == value[0] for one in value):
+        return value[0]
+    return value
 
 
 def experts_told(config: Mapping[str, object]) -> str | None:
@@ -191,6 +211,7 @@ class Architecture:
         groups_keys: config keys, into how many groups the experts are divided and from how many of these a token's are
             taken, of a family that has groups.
         router_options: config keys that change the router's rule, and the values that transformers computes.
+        router_others: other tensors with an entry per expert, `[experts]` or `[1, experts]`, relative to the block.
         others: beginnings of the names of other tensors in the block, relative to it (shared experts, biases).
         moe_layers_rule: which layers are MoE layers.
         returns_tuple: a decoder layer gives a tuple, of which the model takes the first entry.
@@ -216,6 +237,7 @@ class Architecture:
     top_k_key: str = "num_experts_per_tok"
     groups_keys: tuple[str, str] | None = None
     router_options: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    router_others: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     moe_layers_rule: MoELayers = field(default_factory=MoELayers)
     returns_tuple: bool = False
@@ -298,8 +320,8 @@ class Architecture:
         return groups, chosen
 
     def number(self, config: Mapping[str, object], key: str) -> int:
-        """A positive integer of `config.json`."""
-        value = config.get(key)
+        """A positive integer of `config.json`, which may say it of every layer."""
+        value = _of_every_layer(config.get(key))
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InvalidInputError(
                 f"config.json of a {self.name} model needs a positive whole number '{key}', found {value!r}."
@@ -337,6 +359,7 @@ class Architecture:
         """Name on disk of the layer's router weight."""
         return self.block_prefix(layer) + self.router
 
-    def router_prefix(self, layer: int) -> str:
-        """Beginning of the names on disk of all tensors of the layer's router, each of which has a row per expert."""
-        return self.router_name(layer).removesuffix("weight")
+    def is_router(self, layer: int, name: str) -> bool:
+        """Whether a tensor belongs to the layer's router and so has an entry per expert."""
+        others = (self.block_prefix(layer) + other for other in self.router_others)
+        return name.startswith(self.router_name(layer).removesuffix("weight")) or name in others

@@ -156,7 +156,7 @@ class ExpertReader:
             if name in expected or not name.startswith(blocks):
                 continue
             inside = next(name.removeprefix(prefix) for prefix in blocks if name.startswith(prefix))
-            if not inside.startswith(architecture.others):
+            if inside not in architecture.router_others and not inside.startswith(architecture.others):
                 raise InvalidInputError(
                     f"Tensor {name} is inside an MoE block, and moetool does not know what it is for. "
                     "Refusing to guess: a rewritten checkpoint would be wrong."

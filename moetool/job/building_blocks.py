@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from moetool.architectures import MoEShape
-from moetool.architectures.base import EXPERT_KEYS, whole_number
+from moetool.architectures.base import EXPERT_KEYS, TOP_K_KEYS, whole_number
 from moetool.calibration.boundaries import batch_size
 from moetool.calibration.input_grams import keeps_each_down
 from moetool.checkpoint.experts import ExpertReader
@@ -335,7 +335,7 @@ def training(checkpoint: Checkpoint, tokens: int, steps: int, trained: int, *, b
     config, tensors = checkpoint.config, checkpoint.tensors
     numbers = {name: math.prod(info.shape) for name, info in tensors.items()}
     routed = sum(count for name, count in numbers.items() if ".experts." in name)
-    share = (whole_number(config, "num_experts_per_tok") or 1) / (whole_number(config, *EXPERT_KEYS) or 1)
+    share = (whole_number(config, *TOP_K_KEYS) or 1) / (whole_number(config, *EXPERT_KEYS) or 1)
     active = sum(numbers.values()) - routed * (1 - min(1.0, share))
     layers = whole_number(config, "num_hidden_layers") or 1
     made, width = COEFFICIENTS, whole_number(config, "hidden_size") or 0

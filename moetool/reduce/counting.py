@@ -8,14 +8,14 @@ from moetool.job.job import Source
 from moetool.job.writing import original_bytes
 from moetool.reduce.choosing import Fewer
 from moetool.reduce.options import ReduceOptions
-from moetool.reduce.plan import ReducedPlan
+from moetool.reduce.plan import ReducedPlan, expert_axis
 
 _NEAR = 0.01  # a ratio missed by more than this is worth a note
 
 
 def check_reducible(source: Source) -> None:
     """Raise `UsageError` for a checkpoint in moetool's own format, `InvalidInputError` for a router with tensors that
-    have no row per expert."""
+    have no entry per expert."""
     reader, architecture = source.experts, source.architecture
     if "quantization_config" in source.checkpoint.config:
         raise UsageError(
@@ -24,7 +24,7 @@ def check_reducible(source: Source) -> None:
         )
     for layer in reader.moe_layers:
         for name, info in source.checkpoint.tensors.items():
-            if name.startswith(architecture.router_prefix(layer)) and info.shape[:1] != (reader.shape.experts,):
+            if architecture.is_router(layer, name) and expert_axis(info.shape, reader.shape.experts) is None:
                 raise InvalidInputError(
                     f"Tensor {name} has shape {list(info.shape)}, not a row for each of {reader.shape.experts} "
                     f"experts: {architecture.name} with this router cannot do with fewer."

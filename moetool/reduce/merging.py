@@ -10,6 +10,7 @@ from moetool.architectures import MoEShape, Role
 from moetool.checkpoint.experts import Weights
 from moetool.job.job import Source
 from moetool.reduce.choosing import Merged
+from moetool.reduce.plan import expert_axis
 
 
 def layer_tensors(source: Source, layer: int, left: Sequence[Merged], *, align: bool) -> Iterator[tuple[str, Tensor]]:
@@ -26,8 +27,10 @@ def layer_tensors(source: Source, layer: int, left: Sequence[Merged], *, align: 
 
         yield from reader.native_tensors(layer, roles, len(left), matrix)
     for name in source.checkpoint.tensors:
-        if name.startswith(source.architecture.router_prefix(layer)):
-            yield name, source.checkpoint.read(name)[[merged.members[0] for merged in left]]
+        if source.architecture.is_router(layer, name):
+            rows = torch.tensor([merged.members[0] for merged in left])
+            tensor = source.checkpoint.read(name)
+            yield name, tensor.index_select(expert_axis(tensor.shape, reader.shape.experts) or 0, rows)
 
 
 def merged_matrix(

@@ -1,6 +1,6 @@
 """What a checkpoint with fewer experts consists of: its tensors and its config."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from moetool.architectures.base import EXPERT_KEYS
 from moetool.checkpoint.files import patch_config
@@ -35,9 +35,10 @@ class ReducedPlan(ShardPlan):
             layer = owners.get(layer_of(name), -1)
             if name in reader.names or name in gone:
                 continue
-            is_router = reader.has(layer) and name.startswith(architecture.router_prefix(layer))
-            shape = (self.kept, *info.shape[1:]) if is_router else info.shape
-            specs[layer].append(TensorSpec(name, info.dtype, shape))
+            shape = list(info.shape)
+            if reader.has(layer) and architecture.is_router(layer, name):
+                shape[expert_axis(info.shape, reader.shape.experts) or 0] = self.kept
+            specs[layer].append(TensorSpec(name, info.dtype, tuple(shape)))
         for layer, own in specs.items():
             own += self._experts(layer) if reader.has(layer) else ()
             if own:
@@ -54,6 +55,13 @@ class ReducedPlan(ShardPlan):
                 for expert in range(self.kept):
                     name = source.architecture.weight_name(layer, expert, role)
                     yield TensorSpec(name, info.dtype, info.shape)
+
+
+def expert_axis(shape: Sequence[int], experts: int) -> int | None:
+    """Which dimension of a router's tensor, `[experts, …]` or `[1, experts]`, counts experts; `None` if none does."""
+    if tuple(shape[:1]) == (experts,):
+        return 0
+    return 1 if tuple(shape) == (1, experts) else None
 
 
 def lost_names(source: Source) -> set[str]:

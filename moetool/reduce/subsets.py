@@ -13,7 +13,7 @@ from moetool.calibration.held_experts import HeldExperts
 from moetool.calibration.observation import replaced
 from moetool.job.job import Source
 from moetool.reduce.choosing import Fewer
-from moetool.reduce.plan import reduced_config
+from moetool.reduce.plan import expert_axis, reduced_config
 from moetool.reduce.scores import Scores
 from moetool.runtime.building import empty_model
 
@@ -67,8 +67,9 @@ class SubsetRouters:
         own = layer.get_submodule(place)
         for name, tensor in itertools.chain(own.named_parameters(), own.named_buffers()):
             if name.partition(".")[0] not in others:
-                rows = tensor.detach()[list(experts)] if tensor.shape[:1] == (count,) else tensor.detach()
-                _put(block, name, rows)
+                axis, rows = expert_axis(tensor.shape, count), torch.tensor(experts, device=tensor.device)
+                kept = tensor if axis is None else tensor.index_select(axis, rows)
+                _put(block, name, kept.detach())
 
         def weigh(hidden: Tensor) -> Tensor:
             weights = torch.zeros(len(hidden), count, dtype=torch.float64, device=hidden.device)

@@ -94,7 +94,7 @@ def test_encoders_are_refused(config: dict[str, Any]) -> None:
 
 def test_an_unknown_family_gets_a_hint() -> None:
     told = refusal({"model_type": "lama"})
-    assert "Unknown dense model family 'lama'. Known families: bert, falcon, gemma" in told
+    assert "Unknown dense model family 'lama'. Known families: bert, cohere, cohere2, ernie4_5" in told
     assert told.endswith("Did you mean llama?")
     assert "Did you mean" not in refusal({"model_type": "zzz"})
     assert refusal({}) == "config.json names no model_type, so that its family cannot be told."

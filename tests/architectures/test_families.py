@@ -125,6 +125,31 @@ def test_a_config_without_a_usable_type(model_type: Any) -> None:
         find_architecture({**CONFIG, "model_type": model_type})
 
 
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        ({"model_type": "ernie4_5_moe", "moe_layer_start_index": 1, "moe_layer_end_index": -1}, (1, 2, 3, 4)),
+        ({"model_type": "ernie4_5_moe", "moe_layer_start_index": 1, "moe_layer_end_index": 2}, (1, 2)),
+        ({"model_type": "ernie4_5_moe", "moe_layer_interval": 2, "moe_layer_end_index": 9}, (1, 3)),
+        ({"model_type": "exaone_moe", "first_k_dense_replace": 3}, (3, 4)),
+        ({"model_type": "exaone_moe", "first_k_dense_replace": 3, "mlp_layer_types": ["sparse", "dense"] * 2}, None),
+        ({"model_type": "exaone_moe", "mlp_layer_types": ["sparse"] + ["dense"] * 3 + ["sparse"]}, (0, 4)),
+    ],
+)
+def test_which_layers_have_experts(config: dict[str, Any], layers: tuple[int, ...] | None) -> None:
+    family, config = find_architecture(config), {**config, "num_hidden_layers": 5}
+    if layers is not None:
+        assert family.moe_layers(config) == layers
+        return
+    with pytest.raises(InvalidInputError, match="'mlp_layer_types' must be a list of 5"):
+        family.moe_layers(config)
+
+
+def test_a_number_may_be_said_of_every_layer() -> None:
+    config = {**CONFIG, "model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [3, 3, 3]}
+    assert find_architecture(config).shape(config).top_k == 3
+
+
 def test_every_family_is_data_and_unambiguous() -> None:
     found = architectures()
     types = [name for architecture in found for name in architecture.model_types]

@@ -186,6 +186,10 @@ def test_families_that_do_not_fit_are_refused(run_cli: Any, tiny_mixtral: Path, 
         ("qwen2_moe", {"mlp_only_layers": "1"}, "must be a list of layers"),
         ("mixtral", {"quantization_config": {"quant_method": "fp8"}}, "already quantized (quant_method 'fp8')"),
         ("qwen3_moe", {"num_experts": 7}, "7 experts"),
+        ("hunyuan_v1_moe", {"moe_topk": [2, 1, 2]}, "'moe_topk', found [2, 1, 2]"),
+        ("ernie4_5_moe", {"moe_layer_end_index": -2}, "'moe_layer_end_index' must be a whole number, found -2"),
+        ("exaone_moe", {"mlp_layer_types": ["sparse", "dense"]}, "list of 3 × 'sparse' or 'dense'"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
     ],
 )
 def test_configs_that_cannot_be_used(

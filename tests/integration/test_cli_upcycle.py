@@ -60,7 +60,10 @@ AUTOMATIC = {
     "gpt_bigcode": "moetool",
     "starcoder2": "moetool",
     "falcon": "moetool",
+    "seed_oss": "qwen2_moe",
 }
+AUTOMATIC |= dict.fromkeys(("smollm3", "olmo", "olmo3", "cohere", "cohere2", "glm", "glm4"), "moetool")
+AUTOMATIC |= dict.fromkeys(("exaone4", "ernie4_5", "hunyuan_v1_dense"), "moetool")
 EXPERT = re.compile(r"\.experts\.(\d+\.|(gate_)?up_proj|down_proj)|block_sparse_moe\.(input|output)_linear")
 ROUTER = re.compile(r"\.gate\.weight|\.router\.layer\.weight")
 

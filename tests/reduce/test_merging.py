@@ -69,7 +69,7 @@ def test_the_router_has_the_rows_of_the_most_used(source: Path, reduce: Any) -> 
     for layer, told in result.told.layers.items():
         rows = [max(one, key=lambda expert: told.tokens[expert]) for one in told.made_of]
         assert sorted(told.tokens[row] for row in rows) == sorted(told.tokens)[-2:]
-        for name in (name for name in after if name.startswith(architecture.router_prefix(layer))):
+        for name in (name for name in after if architecture.is_router(layer, name)):
             assert after[name].equal(before[name][rows])
 
 

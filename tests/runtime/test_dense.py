@@ -32,6 +32,10 @@ FEATURES_OF = {
     "gemma2": ("scaled_embedding", "sandwich_norm", "mixed_attention"),
     "gemma3": ("scaled_embedding", "sandwich_norm", "mixed_attention"),
     "granite": ("multipliers",),
+    "olmo3": ("query_norm", "own_block", "mixed_attention"),
+    "seed_oss": ("qkv_bias",),
+    **dict.fromkeys(("cohere2", "exaone4"), ("own_block", "mixed_attention")),
+    **dict.fromkeys(("smollm3", "olmo", "cohere", "glm", "glm4", "ernie4_5", "hunyuan_v1_dense"), ("own_block",)),
     **dict.fromkeys(("gpt_neox", "phi", "gpt_bigcode", "starcoder2", "falcon"), ("ungated", "own_block")),
 }
 # What a config may say beyond those: what it turns on, and (None) what it does not.
@@ -46,6 +50,9 @@ VARIANTS: list[tuple[str, dict[str, Any], str | None]] = [
     ("granite", {"mlp_bias": True}, "mlp_bias"),
     ("phi3", {"partial_rotary_factor": 0.5}, "partial_rotary"),
     ("phi", {"partial_rotary_factor": 0.5}, None),
+    ("seed_oss", {"attention_out_bias": True}, "own_block"),
+    ("seed_oss", {"mlp_bias": True}, "mlp_bias"),
+    ("seed_oss", {"head_dim": 16}, "head_dim"),
 ]
 
 

@@ -66,7 +66,7 @@ def places(model: Any) -> dict[str, str]:
 def test_offloaded_weights_compute_what_loaded_ones_do(
     kind: str, by: str, saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for user in ("inference", "networks", "quantized"):  # kernels read weights in memory only, and round otherwise
+    for user in ("routed", "networks", "quantized"):  # kernels read weights in memory only, and round otherwise
         monkeypatch.setattr(f"moetool.runtime.modules.{user}.problem", lambda _: "there are none")
     model = load(saved(kind))
     expected = logits(model)

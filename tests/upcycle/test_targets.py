@@ -24,7 +24,7 @@ CHOICES: dict[str, tuple[tuple[str, ...], str, str, str]] = {
     "gemma": (("granitemoe",), "granitemoeshared", "moetool", "moetool"),
 }
 CHOICES |= dict.fromkeys(("llama-rope-scaled", "llama-wide-heads", "phi3", "phi3-longrope"), CHOICES["llama"])
-CHOICES |= {"granite": CHOICES["gemma"]}
+CHOICES |= {"granite": CHOICES["gemma"], "seed_oss": CHOICES["qwen2"]}
 ONLY_OWN = ((), "moetool", "moetool", "moetool")
 
 

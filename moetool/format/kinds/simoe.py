@@ -71,10 +71,12 @@ class SimoeSpec(CustomModule):
         return f"{dense.layer.partition('.{layer}')[0].rpartition('.')[0]}.{ROUTER}."
 
     def sites(self, dense: DenseArchitecture, shapes: Shapes) -> list[str]:
-        """The linear layers of a dense model's decoder layers, whose masks these are: whatever has a matrix."""
+        """The linear layers of a dense model's decoder layers, whose masks these are: whatever has a matrix, but for
+        norms that have weights `[heads, width]`."""
         layers = dense.layer.partition("{layer}")[0]
         matrices = [name for name, shape in shapes.items() if name.endswith(".weight") and len(shape) == 2]
-        return [name.removesuffix(".weight") for name in matrices if name.startswith(layers)]
+        modules = [name.removesuffix(".weight") for name in matrices if name.startswith(layers)]
+        return [module for module in modules if not module.endswith("norm")]
 
     def moved(self, dense: DenseArchitecture, shapes: Shapes) -> dict[str, str]:
         sites, found = set(self.sites(dense, shapes)), {}

@@ -46,9 +46,10 @@ class Routed(CustomLayer):
 
 
 def experts_per_token(model: "PreTrainedModel") -> int:
-    """The k of top-k routing, 1 for a model that has none."""
+    """The k of top-k routing, the largest of all layers'; 1 for a model that has none."""
     custom = next((module.top_k for module in model.modules() if isinstance(module, Routed)), 1)
-    return int(getattr(model.config.get_text_config(), "num_experts_per_tok", 0) or custom)
+    told = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
+    return int((max(told) if isinstance(told, list) else told) or custom)
 
 
 def add_placeholder(module: nn.Module, path: str, like: Tensor) -> None:

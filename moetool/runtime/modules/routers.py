@@ -7,10 +7,12 @@ from torch import Tensor, nn
 
 from moetool.runtime.modules.insertion import Routed
 
+_NAMES = ("topkrouter", "tokenchoicerouter", "moev1gate")  # ends of the names of transformers' classes
+
 
 def is_router(module: nn.Module) -> bool:
     """Whether a module is a family's own router."""
-    return type(module).__name__.lower().endswith("topkrouter")
+    return type(module).__name__.lower().endswith(_NAMES)
 
 
 def routed(output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:

@@ -21,6 +21,8 @@ CASES = {
     "qwen2_moe": ({}, 4),
     "deepseek_v3": ({"n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 0}, 6),
     "granitemoe": ({}, 3),
+    "ernie4_5_moe": ({}, 4),
+    "afmoe": ({}, 4),
 }
 
 
