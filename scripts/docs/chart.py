@@ -18,7 +18,8 @@ SERIES = {
     "AutoRound, 4 to 2 bits": "AutoRound",
     "moetool --method hybrid": "`hybrid`",
     "hybrid --trellis": "`hybrid --trellis`",
-    "the same --include attention,embeddings": "`hybrid --trellis --include attention,embeddings`",
+    "hybrid --trellis --refine 120": "`hybrid --trellis --refine 120`",
+    "hybrid --trellis --include attention,embeddings": "`hybrid --trellis --include attention,embeddings`",
 }
 MARKS = {"mean base + plain SVD": "s:", "D²-MoE as published": "D--", "AutoRound, 4 to 2 bits": "^--"}
 
