@@ -91,6 +91,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def one_thread_again() -> Iterator[None]:
+    """Some tests take two, and leave them."""
+    yield
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_wait_for_the_disk() -> Iterator[None]:
     """Synced files outlive a machine that goes down, which no test does, and take half of a tiny job's time."""

@@ -159,7 +159,13 @@ KINDS: dict[str, Callable[[], Any]] = {
     "trellis": lambda: _mixtral(
         layout(MIXTRAL, "trellis:2:16", "trellis:3:8", "low-rank:0", base="trellis-weight:2:16"),
         rotated("trellis:1:16", "trellis:4:8", "quantised:2:16", gate=1, up=1),
-        layout(MIXTRAL, "quantised:3:8", "trellis:2:16", "quantised-low-rank:8:4:16", base="trellis-weight:3:16"),
+        layout(
+            MIXTRAL,
+            "quantised-rows:6.0.6.4:8",
+            "trellis-rows:6.5.5:16",
+            "quantised-low-rank:8:4:16",
+            base="trellis-weight:3:16",
+        ),
     ),
     "shared-expert-without-base": lambda: _qwen(
         *(layout(QWEN, "quantised:4:8", base="low-rank:0", extended=True) for _ in range(3))

@@ -64,7 +64,10 @@ def test_older_readers_refuse_it_and_nothing_else(monkeypatch: pytest.MonkeyPatc
 def test_families_name_projections_and_embeddings_and_nothing_else() -> None:
     for family in architectures():
         names = quantizable(family, 1)
-        assert all(name.endswith(("_proj", "_proj_with_mqa")) for name in names["attention"]), family.name
+        assert all(
+            name.endswith(("_proj", "_proj_with_mqa", "self_attn.output_gate", "in_proj_qkvz", "in_proj_ba"))
+            for name in names["attention"]
+        ), family.name
         assert names["embeddings"] == ("model.embed_tokens", "lm_head")
     latent = quantizable(find_architecture({**CONFIG, "model_type": "deepseek_v3", "n_routed_experts": 4}), 1)
     assert "model.layers.0.self_attn.kv_a_proj_with_mqa" in latent["attention"]

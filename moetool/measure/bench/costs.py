@@ -129,9 +129,10 @@ def of_module(module: nn.Module, chosen: int) -> Cost:
     own = dict(module.named_parameters(recurse=False))
     experts = 1 if isinstance(module, nn.Conv1d) else max((len(p) for p in own.values() if p.dim() == 3), default=1)
     share = Fraction(min(chosen, experts), experts)
+    is_norm = type(module).__name__.endswith("Norm")  # some have weights [heads, width]
     return total(
         [
-            *(_tensor(name, tensor).times(share) for name, tensor in own.items()),
+            *(_tensor("bias" if is_norm else name, tensor).times(share) for name, tensor in own.items()),
             *(of_module(child, chosen) for child in module.children()),
         ]
     )
