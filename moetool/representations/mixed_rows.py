@@ -8,6 +8,7 @@ form, from a few mixtures on offer; which rows these are is stored.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -299,14 +300,16 @@ class MixedRowsWeight(Weight):
         """Rows, and what they are made of."""
         places, tensors = self.places(), {"codes": self.codes, "scales": self.scales}
         stored = self.representation.part_tensors(tensors, self.shape)
-        for (part, weight), own in zip(self._weights, stored, strict=True):
+        for (part, empty), own in zip(self._weights, stored, strict=True):
+            weight = copy(empty)  # which goes after use: one that stays would hold tensors that others replace
             weight.__dict__.update(own)  # as passing tensors: a parameter's part is none
             yield places[part.first : part.last], weight
 
     def forward(self, inputs: Tensor) -> Tensor:
-        output = inputs.new_zeros(len(inputs), self.shape[0])
-        for rows, weight in self._parts():
-            output = output.index_copy(1, rows.long(), weight(inputs))
+        found = [(rows, weight(inputs)) for rows, weight in self._parts()]
+        output = found[0][1].new_zeros(len(inputs), self.shape[0])
+        for rows, part in found:
+            output = output.index_copy(1, rows.long(), part)
         return output
 
     def dense(self) -> Tensor:

@@ -1,5 +1,8 @@
 """More bits in the rows that count more."""
 
+import copy
+import gc
+
 import pytest
 import torch
 from torch import Tensor
@@ -100,6 +103,20 @@ def test_scales_get_gradients_and_loading_moves_rows() -> None:
     weight.load_state_dict(other)
     assert weight.dense().equal(FORM.decode(other, SHAPE, torch.float32))
     assert not weight.dense().equal(before)
+
+
+def test_a_product_holds_nothing_afterwards() -> None:
+    """What is replaced, as offloading does, goes; and a model in training can be copied."""
+    weight = FORM.build(SHAPE, torch.float32, torch.device("cpu"))
+    weight.load_state_dict(FORM.encode(matrix(), torch.float32))
+    weight(torch.randn(3, SHAPE[1])).sum()
+    copied = copy.deepcopy(weight)
+    assert copied.dense().equal(weight.dense())
+    address = weight.codes.untyped_storage().data_ptr()
+    weight.codes = torch.zeros_like(weight.codes)
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) is Tensor]
+    assert not any(each.untyped_storage().data_ptr() == address for each in tensors)
 
 
 def test_mixtures_on_offer() -> None:
