@@ -25,7 +25,7 @@ from moetool.representations.quantized_low_rank import QuantizedLowRank
 
 _ROWS = 192  # of a matrix that are quantized on trial: the mean of so many was right within a few percent
 _SERVED = max(map(rows_served, WIDTHS))  # rows that come together in a trellis
-_TINY = 1e-300
+_TINY = 1e-300  # no sum of sizes is less, so that shares of it are numbers
 _BRACKET_ROWS = 32  # of W between one rank on offer and the next
 
 
@@ -75,8 +75,8 @@ def losses(
         return _extended(errors * scale[few], size[few], size)
 
     mixed = [form for form in forms if isinstance(form, MixedRows)]
-    parts = [form for own in mixed for form, _ in own.coded((len(delta), delta.shape[1]))]
-    by_row = list(dict.fromkeys([*(form for form in forms if isinstance(form, Quantized)), *parts]))
+    in_parts = [form for own in mixed for form, _ in own.coded((len(delta), delta.shape[1]))]
+    by_row = list(dict.fromkeys([*(form for form in forms if isinstance(form, Quantized)), *in_parts]))
     # All of these rows in one go: few rows of one form take as long.
     errors = trial.errors([(delta[few], form) for form in by_row] + [(each.rows, each.form) for each in brackets])
     by_form: dict[Quantized | None, float] = {form: extended(own) for form, own in zip(by_row, errors, strict=False)}

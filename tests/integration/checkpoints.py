@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import moetool  # noqa: F401  (makes transformers load its checkpoints)
+import moetool
 from moetool.runtime.loading import model_class
 from moetool.runtime.quiet import quiet
 
@@ -119,6 +119,18 @@ def ffn_inputs(model: Any, ffn: str) -> Iterator[dict[int, list[Tensor]]]:
 def logits(path: Path, tokens: Tensor) -> Tensor:
     """fp32 logits `[batch, length, vocabulary]` of a checkpoint that transformers loads."""
     return load(path)(input_ids=tokens).logits
+
+
+def check_use(run_cli: Any, path: Path, original: Path, tokens: Tensor, work: Path) -> None:
+    """A compressed checkpoint predicts the same for few tokens and many, made dense, and exported; and verifies."""
+    expected = logits(path, tokens)
+    assert relative_error(logits(path, tokens[:, :5]), expected[:, :5]) < 1e-4, "few tokens find their matrices"
+    with torch.no_grad():
+        dense = moetool.synthesize(load(path))(tokens).logits
+    assert relative_error(dense, expected) < 1e-4
+    assert run_cli("export", path, work / "dense").code == 0
+    assert relative_error(logits(work / "dense", tokens), expected) < 1e-4
+    assert run_cli("verify", path, "--against", original).code == 0
 
 
 def python(*arguments: object) -> subprocess.CompletedProcess[str]:

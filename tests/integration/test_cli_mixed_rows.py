@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import config_of, copy_of, load, logits, relative_error, weight_bytes
+from checkpoints import check_use, config_of, copy_of, weight_bytes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import moetool
 from moetool.representations import parse_representation
 from moetool.representations.mixed_rows import MixedRows
 
@@ -51,14 +50,7 @@ def test_neurons_that_count_more_have_more_bits(
     path = compress(uneven, *WAYS[name]).path
     assert any(isinstance(form, MixedRows) for form in forms(path, "gate") + forms(path, "up"))
     assert not any(isinstance(form, MixedRows) for form in forms(path, "down"))
-    expected = logits(path, tokens)
-    assert relative_error(logits(path, tokens[:, :5]), expected[:, :5]) < 1e-4, "few tokens find their matrices"
-    with torch.no_grad():
-        dense = moetool.synthesize(load(path))(tokens).logits
-    assert relative_error(dense, expected) < 1e-4
-    assert run_cli("export", path, tmp_path / "dense").code == 0
-    assert relative_error(logits(tmp_path / "dense", tokens), expected) < 1e-4
-    assert run_cli("verify", path, "--against", uneven).code == 0
+    check_use(run_cli, path, uneven, tokens, tmp_path)
 
 
 def test_schemes_for_other_engines_have_none(compress: Any, uneven: Path) -> None:

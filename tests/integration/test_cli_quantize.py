@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CrashDriver, config_of, contents, load, logits, relative_error, weight_bytes
+from checkpoints import CrashDriver, check_use, config_of, contents, logits, relative_error, weight_bytes
 from torch import Tensor
 
-import moetool
 from moetool.architectures import ROLES
 from moetool.job.job import Source
 from moetool.numerics.quantization import dequantize, quantize
@@ -63,14 +62,7 @@ def test_no_base_is_stored_and_the_result_runs(
     reader = Source.open(path).experts
     assert all(reader.layout(layer).is_baseless for layer in reader.moe_layers)
     assert not [tensor for tensor in reader.checkpoint.tensors if "moetool.base" in tensor]
-    expected = logits(path, tokens)
-    assert relative_error(logits(path, tokens[:, :5]), expected[:, :5]) < 1e-4, "few tokens find their matrices"
-    with torch.no_grad():
-        dense = moetool.synthesize(load(path))(tokens).logits
-    assert relative_error(dense, expected) < 1e-4
-    assert run_cli("export", path, tmp_path / "dense").code == 0
-    assert relative_error(logits(tmp_path / "dense", tokens), expected) < 1e-4
-    assert run_cli("verify", path, "--against", tiny_mixtral).code == 0
+    check_use(run_cli, path, tiny_mixtral, tokens, tmp_path)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3])

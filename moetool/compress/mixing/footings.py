@@ -94,8 +94,7 @@ def on_base(
     for role in shape.roles:
         matrix = shape.matrix(role)
         own: list[Representation] = [LowRank(0), *(codes_form(b, group, matrix, trellis) for b in near)]
-        if role != "down":  # neurons count more differently than what they add up to
-            own += row_mixtures(near, group, matrix, trellis=trellis)
+        own += _rows_forms(role, near, group, matrix, trellis)
         if few:
             ranks = sorted({max(1, math.floor(break_even_rank(matrix) * share)) for share in _LOW_RANK_SHARES})
             own += [in_groups(QuantizedLowRank(rank, _LOW_RANK_BITS, group), matrix, group) for rank in ranks]
@@ -125,8 +124,9 @@ def without_base(
     for role in shape.roles:
         matrix = shape.matrix(role)
         own = [*(codes_form(b, group, matrix, trellis) for b in near), *whole]
-        mixes = scheme == "matrix" and exact is None and role != "down"
-        forms[role] = _rising([*own, *row_mixtures(near, group, matrix, trellis=trellis)], matrix) if mixes else own
+        if scheme == "matrix" and exact is None:
+            own += _rows_forms(role, near, group, matrix, trellis)
+        forms[role] = _rising(own, matrix)
     return Footing(_named(NONE, rotated_by), {role: NO_BASE[role] for role in shape.roles}, forms, rotated_by)
 
 
@@ -138,6 +138,13 @@ def codes_form(bits: int, group: int, matrix: tuple[int, int], trellis: bool) ->
     """
     form = Quantized(bits, group)
     return in_groups(in_trellis(form, matrix[0]) if trellis else form, matrix, group)
+
+
+def _rows_forms(
+    role: Role, bits: Sequence[int], group: int, matrix: tuple[int, int], trellis: bool
+) -> Sequence[Representation]:
+    """With more bits in some rows, where these are of neurons: they count more differently than what they add up to."""
+    return [] if role == "down" else row_mixtures(bits, group, matrix, trellis=trellis)
 
 
 def _rising(forms: Sequence[Representation], matrix: tuple[int, int]) -> list[Representation]:
