@@ -7,9 +7,9 @@ tell of each other. So the scales that suit the nearest codes are too narrow, an
     (flat / flatness)^(power · noise),
 
 with the flatness of the inputs, what the nearest codes leave of a normal variable, and some powers; a few rows tell
-which is best. Once codes are chosen, scales are fitted to them (`numerics.scale_fitting`). On small trained models, in
-which inputs tell much of each other, wider scales leave .2 to .8 of the error at 1 bit that fitting alone does, and
-.5 to .9 at 2 bits; where inputs tell as little of each other as in SmolLM2-135M they stay as they are.
+which is best. Once codes are chosen, scales are fitted to them and stretched (`numerics.scale_fitting`). On small
+trained models, in which inputs tell much of each other, wider scales leave .2 to .8 of the error at 1 bit that fitting
+alone does, and .5 to .9 at 2 bits; where inputs tell as little of each other as in SmolLM2-135M they stay as they are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from typing import Protocol
 from torch import Tensor
 
 from moetool.numerics.error_feedback import Coded, Feedback
-from moetool.numerics.scale_fitting import fitted_scales
+from moetool.numerics.scale_fitting import fitted_scales, stretched_scales
 
 _FLAT = 0.35  # flatness from which on the scales of the nearest codes serve
 POWERS = (0.5, 1.0, 1.4)  # by which wider scales are tried
@@ -53,9 +53,14 @@ def coded_for_outputs(parts: Sequence[Coded], coder: Coder, feedback: Feedback) 
     """
     parts = _widened(parts, coder, feedback)
     return [
-        (codes, _fitted(part, codes, coder, feedback) if part.bits in coder.noise else part.scales)
+        (codes, _stretched(part, codes, coder, feedback) if part.bits in coder.noise else part.scales)
         for part, codes in zip(parts, coder.fed_back(parts, feedback), strict=True)
     ]
+
+
+def _stretched(part: Coded, codes: Tensor, coder: Coder, feedback: Feedback) -> Tensor:
+    fitted = _fitted(part, codes, coder, feedback)
+    return stretched_scales(part.matrix, coder.decoded(codes, fitted, part.bits), fitted, feedback.gram)
 
 
 def _fitted(part: Coded, codes: Tensor, coder: Coder, feedback: Feedback) -> Tensor:
