@@ -109,10 +109,11 @@ def feed_back(matrix: tuple[int, int]) -> Work:
 
 
 def _fit_scales(form: Quantized, matrix: tuple[int, int]) -> Work:
-    """What the codes of every group do to the outputs, and its products with those of every other."""
+    """What the codes of every group do to the outputs, and its products with those of every other; what the matrix
+    itself does."""
     rows, columns = matrix
     groups = columns // group_size(form.group, columns)
-    return Work(products={"bfloat16": rows * columns**2}, moved=16.0 * groups * rows * columns + 12.0 * columns**2)
+    return Work(products={"bfloat16": 2 * rows * columns**2}, moved=16.0 * groups * rows * columns + 4.0 * columns**2)
 
 
 def _widen_scales(columns: int, forms: int) -> Work:

@@ -37,7 +37,7 @@ class Feedback:
         energy: of an input, in the mean.
         flatness: the geometric mean of the shares of inputs' energy that those before them do not tell of, from 1 where
             none tells of another: the determinant of the correlation matrix to the power of 1 / in.
-        gram: the Gram matrix itself.
+        gram: [in, in] fp32, the Gram matrix in units of the mean energy.
     """
 
     order: Tensor
@@ -72,7 +72,8 @@ class Feedback:
         # the inputs in reverse is an upper one of the inputs in order.
         size_of = (share + damping).sqrt()
         back, unit = order.flip(0), (1 / size_of).flip(0)
-        correlation = (gram / mean).float()[back][:, back].mul_(unit.float()).mul_(unit.float()[:, None])
+        scaled = torch.div(gram, mean, out=torch.empty_like(gram, dtype=torch.float32))
+        correlation = scaled[back][:, back].mul_(unit.float()).mul_(unit.float()[:, None])
         correlation.diagonal().fill_(1)
         factor, failed = torch.linalg.cholesky_ex(correlation)
         if int(failed):
@@ -80,7 +81,7 @@ class Feedback:
         flatness = factor.diagonal().double().log().mean().mul(2).exp().item()
         links = factor.flip(0, 1).mul_(size_of.float()[:, None])
         pivots = links.diagonal().clone()
-        return cls(order, links.div_(pivots), pivots.square(), damping.float(), mean.item(), flatness, gram)
+        return cls(order, links.div_(pivots), pivots.square(), damping.float(), mean.item(), flatness, scaled)
 
     def output_errors(self, errors: Tensor) -> Tensor:
         """e G e^T of every row e of `errors` [rows, in], fp32: [rows], not below zero."""

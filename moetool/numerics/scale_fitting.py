@@ -33,14 +33,14 @@ def fitted_scales(matrix: Tensor, decoded: Tensor, scales: Tensor, gram: Tensor)
         matrix: [out, in], floating.
         decoded: [out, in] fp32, what codes stand for under `scales`.
         scales: [out, groups], as stored.
-        gram: [in, in], sum of x x^T over the inputs.
+        gram: [in, in], sum of x x^T over the inputs, in whatever unit: fp32 is enough.
 
     Returns:
         [out, groups] in the dtype of `scales`, of the same signs.
     """
     step = max(1, _AT_ONCE // scales.shape[1] ** 2)
     parts = zip(matrix.detach().split(step), decoded.split(step), scales.split(step), strict=True)
-    gram = gram.to(decoded.device)
+    gram = gram.to(decoded)
     return torch.cat([_fitted(*part, gram) for part in parts])
 
 
@@ -65,16 +65,14 @@ def _normal_equations(matrix: Tensor, decoded: Tensor, groups: int, gram: Tensor
     """A [out, groups, groups] and b [out, groups], fp64, of every row's least squares problem A t = b."""
     rows, columns = matrix.shape
     size = columns // groups
-    energy = gram.diagonal().double()
-    mean = energy.mean().clamp_min(torch.finfo(torch.float64).tiny)
-    damping = (DAMPING * energy / mean).float()
+    damping = DAMPING * gram.diagonal()
     a = torch.empty(rows, groups, groups, dtype=torch.float64, device=matrix.device)
     b = torch.empty(rows, groups, dtype=torch.float64, device=matrix.device)
     step = max(1, 8 * ELEMENTS // columns)
     with _fast_products(matrix):
         for group in range(groups):
             own = slice(group * size, (group + 1) * size)
-            slab = (gram[own] / mean).float()
+            slab = gram[own]
             for start in range(0, rows, step):
                 part = slice(start, start + step)
                 image = decoded[part, own] @ slab
@@ -92,13 +90,13 @@ def stretched_scales(matrix: Tensor, decoded: Tensor, scales: Tensor, gram: Tens
         matrix: [out, in], floating.
         decoded: [out, in] fp32, what codes stand for under `scales`.
         scales: [out, groups], as stored.
-        gram: [in, in], sum of x x^T over the inputs.
+        gram: [in, in], sum of x x^T over the inputs, in whatever unit: fp32 is enough.
 
     Returns:
         [out, groups] in the dtype of `scales`; as they are where it could not hold others.
     """
     step, found = max(1, 8 * ELEMENTS // matrix.shape[1]), []
-    gram = (gram / gram.diagonal().mean().clamp_min(torch.finfo(gram.dtype).tiny)).to(decoded)
+    gram = gram.to(decoded)
     with _fast_products(matrix):
         for rows, own, given in zip(matrix.detach().split(step), decoded.split(step), scales.split(step), strict=True):
             image = rows.float() @ gram
