@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100  # the label of a token that is only read
+_TEXTS = "text", "content"  # columns that hold a whole example, the first that is there
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,9 @@ def load_examples(data: str, tokenizer: "PreTrainedTokenizerBase", length: int, 
     """Every example of DATA, cut to `length` tokens.
 
     A record has `messages` (the tokenizer's chat template, loss on what the assistant says; see `Conversations`), or
-    `prompt` and `completion`, as messages or as text (loss on the completion and the end of the text), or `text` (loss
-    on all of it). A `.txt` file is one stream, cut into windows of `length`. The template says how conversations begin,
-    and `bos` how all others do, see `opening_of`.
+    `prompt` and `completion`, as messages or as text (loss on the completion and the end of the text), or `text` or
+    `content` (loss on all of it). A `.txt` file is one stream, cut into windows of `length`. The template says how
+    conversations begin, and `bos` how all others do, see `opening_of`.
 
     Raises:
         UsageError: DATA cannot be parsed.
@@ -141,12 +142,12 @@ def _of_record(
     elif prompt is not None and completion is not None:
         asked, said = _text(prompt, "prompt"), _text(completion, "completion")
         yield _with_ends(tokenizer, Spoken(asked + said, ((len(asked), len(asked) + len(said)),)), opening)
-    elif record.get("text") is not None:
-        text = _text(record["text"], "text")
+    elif (name := next((name for name in _TEXTS if record.get(name) is not None), None)) is not None:
+        text = _text(record[name], name)
         yield _with_ends(tokenizer, Spoken(text, ((0, len(text)),)), opening)
     else:
         there = ", ".join(f"{name} (null)" if value is None else name for name, value in record.items()) or "nothing"
-        raise InvalidInputError(f"it has none of messages, prompt and completion, text; it has {there}")
+        raise InvalidInputError(f"it has none of messages, prompt and completion, text, content; it has {there}")
 
 
 def _text(value: object, name: str) -> str:

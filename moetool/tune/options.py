@@ -12,8 +12,8 @@ class TuneOptions(RunOptions):
     """On what, for how long, and what may change."""
 
     data: str = Field(
-        description="Examples: .jsonl or .parquet with messages, prompt and completion, or text; a .txt file; a hub "
-        "data set name[:config[:split]]; several with commas."
+        description="Examples: .jsonl or .parquet with messages, prompt and completion, text or content; a .txt file; "
+        "a hub data set name[:config[:split]]; several with commas."
     )
     eval_data: str | None = Field(None, description="The same, to measure the loss on while training.")
     sequence_length: int = Field(1024, ge=2, description="Tokens per row; longer examples are cut.")

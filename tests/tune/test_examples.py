@@ -79,11 +79,14 @@ def test_the_tokenizer_says_how_rows_begin(bos_tokenizer: Any, tiny_text: Path, 
 
 def test_completions_and_texts(tokenizer: Any, tmp_path: Path) -> None:
     pair = {"prompt": "two and two", "completion": " is four", "text": None}
-    data = jsonl(tmp_path / "a.jsonl", pair, {"prompt": None, "completion": None, "text": "all of it"})
-    first, second = load_examples(data, tokenizer, 128).items
+    data = jsonl(
+        tmp_path / "a.jsonl", pair, {"prompt": None, "completion": None, "text": "all of it"}, {"content": "here"}
+    )
+    first, second, third = load_examples(data, tokenizer, 128).items
     assert learnt(first, tokenizer) == " is four<|end|>"
     assert tokenizer.decode(list(first.ids)) == "two and two is four<|end|>"
     assert learnt(second, tokenizer) == "all of it<|end|>"
+    assert learnt(third, tokenizer) == "here<|end|>"
 
 
 def test_a_text_file_is_a_stream(tokenizer: Any, tiny_text: Path) -> None:
@@ -106,7 +109,7 @@ def test_what_is_cut_and_what_is_left_out_is_counted(tokenizer: Any, tmp_path: P
 
 def test_records_that_cannot_be_used(tiny_tokenizer: Any, tmp_path: Path) -> None:
     data = jsonl(tmp_path / "a.jsonl", {"question": "?", "answer": "!"})
-    with pytest.raises(InvalidInputError, match="prompt and completion, text; it has question, answer"):
+    with pytest.raises(InvalidInputError, match="prompt and completion, text, content; it has question, answer"):
         load_examples(data, tiny_tokenizer, 16)
     empty = jsonl(tmp_path / "d.jsonl", {"text": "is there"}, {"text": None, "id": 2})
     with pytest.raises(InvalidInputError, match=r"record 2 cannot be used.* it has text \(null\), id"):

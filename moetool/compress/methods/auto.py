@@ -106,10 +106,11 @@ class Auto(MixingStage[AutoOptions]):
         if self._is_search and processes() > 1:
             raise UsageError(f"--max-increase runs in one process; this is one of {processes()}.")
         if self.given is None and not self._smallest <= self._target < original:
+            ratio, highest = self.options.ratio, int((1 - self._smallest / original) * 1000) / 1000
+            asked = f"--bytes {format_bytes(self._target)}" if ratio is None else f"--ratio {ratio:g}"
             raise UsageError(
-                f"{format_bytes(self._target)} are not possible here: the weight files take {format_bytes(original)}, "
-                f"and {format_bytes(self._smallest)} at the least, so the ratio must be above 0 and at most "
-                f"{int((1 - self._smallest / original) * 1000) / 1000:g}."
+                f"{asked} is not possible here: the weight files take {format_bytes(original)}, and "
+                f"{format_bytes(self._smallest)} at the least, so the ratio must be above 0 and at most {highest:g}."
             )
         details: dict[str, Json] = {"smallest_possible_bytes": self._smallest}
         if not self._is_search:
