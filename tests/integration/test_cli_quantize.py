@@ -196,3 +196,17 @@ def test_stages_that_need_a_base(
     refused = run_cli(command[0], path, tmp_path / "out", *command[1:])
     assert refused.code == code
     assert says in refused.stderr
+
+
+def test_what_is_smaller_than_asked_for_says_so(
+    run_cli: Any, calibration: Any, tiny_mixtral: Path, tmp_path: Path
+) -> None:
+    """Rotated matrices are never kept as they are, so that 8 bits are the most."""
+    job = ("compress", tiny_mixtral, tmp_path / "out", *METHOD, "--ratio", 0.02, *GROUP, "--rotate", *calibration)
+    told = run_cli(*job, "--dry-run", "--json").json
+    found = run_cli(*job, "--json").json
+    assert 0 <= told["output_bytes"] - found["bytes_after"] < 0.01 * found["bytes_after"]
+    [note] = found["notes"]
+    assert note.startswith(
+        f"Smaller than asked for, by {1 - found['bytes_after'] / found['bytes_before']:.1%} and not 2.0%"
+    )

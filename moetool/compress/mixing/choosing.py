@@ -18,6 +18,7 @@ from moetool.job.job import Source
 from moetool.job.shards import OutputPlan
 from moetool.representations import Representation
 
+_SPENT = 0.98  # of the bytes that a result may take: what is left of less is worth a word
 Place = tuple[int, tuple[Role, ...]]  # a layer, and the roles that have one footing there
 FormLosses = Callable[[int, Footing, Role, int], Sequence[float]]  # of every form: layer, footing, role, expert
 
@@ -199,6 +200,13 @@ def notes_on(mix: Mix) -> Sequence[str]:
     if none:
         return [f"A base earns its bytes for {total - none} of {total} kinds of matrices, counted by layer."]
     return ["A base earns its bytes in every layer."]
+
+
+def notes_on_size(output: int, original: int, ratio: float) -> Sequence[str]:
+    """Whether an `output` of so many bytes leaves much of what the `ratio` allows."""
+    if output >= _SPENT * (1 - ratio) * original:
+        return ()
+    return [f"Smaller than asked for, by {1 - output / original:.1%} and not {ratio:.1%}: no form on offer takes more."]
 
 
 def summed(losses: Iterable[tuple[Key, float]]) -> dict[int, dict[Role, float]]:

@@ -19,7 +19,7 @@ from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.calibration.sweep import Sweep
 from moetool.compress.encoded import Encoding, encoded_bytes
 from moetool.compress.encoding import refuse_compressed
-from moetool.compress.mixing.choosing import FormLosses, Mix, notes_on
+from moetool.compress.mixing.choosing import Choosing, FormLosses, Mix, notes_on, notes_on_size
 from moetool.compress.mixing.footings import Footing
 from moetool.compress.mixing.measuring import encoded, loss_name, losses_path, measure
 from moetool.compress.mixing.options import MixingOptions
@@ -73,8 +73,10 @@ class Mixing:
     given: Mapping[int, LayerLayout] | None = None
 
     def plan(self, output: int, details: Mapping[str, Json]) -> Plan:
-        """For a result of so many bytes."""
+        """For a result of so many bytes, if forms on offer take so many."""
         source, options, reader = self.source, self.options, self.source.experts
+        if self.given is None:
+            output = min(output, Choosing(source, self.footings, "matrix", options.shard_size).largest)
         cost, shape, at_once = self._cost, reader.shape, self.experts_at_once
         layers = source.architecture.layers(source.checkpoint.config)
         stored = [(role, form) for footing in self.footings for role, form in footing.base.items()]
@@ -167,9 +169,10 @@ class Mixing:
             for layer in reader.moe_layers
             if (own := LayerBase.load(base_path(job.work, layer)).statistics) is not None
         }
+        output = OutputPlan(self.source, mix.layouts, options.shard_size)
         write_model(
             job,
-            OutputPlan(self.source, mix.layouts, options.shard_size),
+            output,
             encoding.tensors,
             entry=entry_for(mix.layouts, self.source, method=self.name),
             statistics=statistics,
@@ -178,7 +181,10 @@ class Mixing:
             seed=options.seed,
             making=encoding,
         )
-        notes = notes_on(mix) if len(self.footings) > 1 else ()
+        notes = [
+            *(notes_on(mix) if len(self.footings) > 1 else ()),
+            *notes_on_size(output.nbytes, original_bytes(self.source), ratio),
+        ]
         return MixedTold(calibration=calibrated.facts_with_loss, ratio=ratio, layers=running.told(mix), notes=notes)
 
 
