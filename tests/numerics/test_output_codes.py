@@ -1,5 +1,7 @@
 """Codes and scales for outputs: wider scales where inputs tell of each other, those of the nearest codes where not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -74,6 +76,9 @@ def test_inputs_that_tell_nothing_of_each_other_leave_scales_to_fitting(coder: C
     [found] = coded_for_outputs([own], coder, feedback)
     assert found[0].equal(codes)
     assert found[1].equal(stretched)
+    [found] = coded_for_outputs([own], coder, replace(feedback, keeps_size=False))
+    assert found[0].equal(codes)
+    assert found[1].equal(fitted)
 
 
 def test_flatness_is_the_root_of_the_determinant_of_correlations(alike: Feedback) -> None:

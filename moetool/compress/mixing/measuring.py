@@ -37,11 +37,13 @@ def measure(
     choice: Sensitivity,
     path: Path,
     owned: Owned,
+    *,
+    refined: bool,
 ) -> None:
     """Leave in the work directory what every form on every footing would lose, by all processes together.
 
     Of each footing `Deltas` gives what is to be stored there, before inputs are rotated. What footings of one name lose
-    is to the last bit what each of them would alone.
+    is to the last bit what each of them would alone. What is to be `refined` need not have outputs of the right size.
     """
     shape, lost = reader.shape, dict[str, Tensor]()
     statistics = footings[0][1].base.statistics
@@ -57,7 +59,8 @@ def measure(
                 for footing, deltas in footings:
                     turn, forms = footing.turning(shape, layer, role), footing.forms[role]
                     if footing.seed not in inputs:
-                        inputs[footing.seed] = Measured(gram if turn is None else turn.gram(gram)).with_feedback()
+                        own_gram = gram if turn is None else turn.gram(gram)
+                        inputs[footing.seed] = Measured(own_gram, keeps_size=not refined).with_feedback()
                     delta = _turned(deltas.of(role, expert), turn)
                     key = footing.name, max(form.directions for form in forms)
                     if key not in known:
@@ -104,7 +107,8 @@ def encoded(
             counts = sensitivity.of(role, expert, matrix[1], whitened=True)
             if (role == "down") not in inputs:  # gate and up of an expert are given the same
                 gram = grams.gram(expert, role)
-                inputs = {role == "down": Measured(gram if turn is None else turn.gram(gram)).with_feedback()}
+                own_gram = gram if turn is None else turn.gram(gram)
+                inputs = {role == "down": Measured(own_gram, keeps_size=refining is None).with_feedback()}
             delta, known = _turned(deltas.of(role, expert), turn), inputs[role == "down"]
             measured = prepared(delta, [form], replace(known, row_scale=counts.row_scale))
             found[role] = form.encode(delta, reader.dtype, measured)

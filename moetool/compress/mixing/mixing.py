@@ -226,7 +226,8 @@ class _Running:
         owned = Owned(self._reader.shape, job.ranks)
         grams = self._grams(calibrated.gradient_sweep, index, layer, owned, keep=False)
         measured = [(footing, deltas[footing.name]) for footing in mixing.footings]
-        measure(self._reader, index, measured, grams, mixing.options.sensitivity, path, owned)
+        choice, refined = mixing.options.sensitivity, self.refining is not None
+        measure(self._reader, index, measured, grams, choice, path, owned, refined=refined)
 
     def _base_path(self, layer: int, footing: Footing) -> Path:
         return self._job.work / f"base-{layer:05d}-{footing.name.replace(', ', '-')}.safetensors"
