@@ -33,7 +33,9 @@ def packed_matrix(
     """
     codes, scales = quantize_whole(matrix, bits, group, dtype, importance=measured.energy)
     if (feedback := measured.with_feedback().feedback) is not None:
-        [(codes, scales)] = coded_for_outputs([Coded(matrix, scales, bits, codes)], WholeCodes(), feedback)
+        [(codes, scales)] = coded_for_outputs(
+            [Coded(matrix, scales, bits, codes)], WholeCodes(), feedback, keeps_size=measured.keeps_size
+        )
     return {PACKED: pack_words(codes, bits), SCALE: scales, SHAPE: torch.tensor(matrix.shape)}
 
 

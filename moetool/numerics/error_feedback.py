@@ -38,7 +38,6 @@ class Feedback:
         flatness: the geometric mean of the shares of inputs' energy that those before them do not tell of, from 1 where
             none tells of another: the determinant of the correlation matrix to the power of 1 / in.
         gram: [in, in] fp32, the Gram matrix in units of the mean energy.
-        keeps_size: whether what is coded shall have outputs of the size they had, and not what loses least by itself.
     """
 
     order: Tensor
@@ -48,10 +47,9 @@ class Feedback:
     energy: float
     flatness: float
     gram: Tensor
-    keeps_size: bool = True
 
     @classmethod
-    def of(cls, gram: Tensor, *, keeps_size: bool = True) -> Self | None:
+    def of(cls, gram: Tensor) -> Self | None:
         """From [in, in], sum of x x^T over the inputs x; positive semi-definite, may be singular.
 
         Returns:
@@ -84,7 +82,7 @@ class Feedback:
         links = factor.flip(0, 1).mul_(size_of.float()[:, None])
         pivots = links.diagonal().clone()
         links.div_(pivots)
-        return cls(order, links, pivots.square(), damping.float(), mean.item(), flatness, scaled, keeps_size)
+        return cls(order, links, pivots.square(), damping.float(), mean.item(), flatness, scaled)
 
     def output_errors(self, errors: Tensor) -> Tensor:
         """e G e^T of every row e of `errors` [rows, in], fp32: [rows], not below zero."""

@@ -40,29 +40,30 @@ class Coder(Protocol):
         """What they stand for: [out, in] fp32."""
 
 
-def coded_for_outputs(parts: Sequence[Coded], coder: Coder, feedback: Feedback) -> list[tuple[Tensor, Tensor]]:
+def coded_for_outputs(
+    parts: Sequence[Coded], coder: Coder, feedback: Feedback, *, keeps_size: bool = True
+) -> list[tuple[Tensor, Tensor]]:
     """Codes [out, in] and scales [out, groups] of matrices [out, in] on the same inputs.
 
     Args:
         parts: with the scales that suit the nearest codes, in the dtype they are stored in.
         coder: how numbers are coded.
         feedback: of the inputs.
+        keeps_size: whether outputs shall be as large as they were, and not what loses least by itself.
 
     Raises:
         ValueError: there are other inputs behind the feedback, or values that are not finite.
     """
     parts = _widened(parts, coder, feedback)
+    scales = _stretched if keeps_size else _fitted
     return [
-        (codes, _scales(part, codes, coder, feedback) if part.bits in coder.noise else part.scales)
+        (codes, scales(part, codes, coder, feedback) if part.bits in coder.noise else part.scales)
         for part, codes in zip(parts, coder.fed_back(parts, feedback), strict=True)
     ]
 
 
-def _scales(part: Coded, codes: Tensor, coder: Coder, feedback: Feedback) -> Tensor:
-    """Fitted to codes, and stretched if that is wanted."""
+def _stretched(part: Coded, codes: Tensor, coder: Coder, feedback: Feedback) -> Tensor:
     fitted = _fitted(part, codes, coder, feedback)
-    if not feedback.keeps_size:
-        return fitted
     return stretched_scales(part.matrix, coder.decoded(codes, fitted, part.bits), fitted, feedback.gram)
 
 

@@ -44,7 +44,7 @@ class Measured:
         """The same with what error feedback needs of the Gram matrix, for several matrices on the same inputs."""
         if self.feedback is not None or self.gram is None:
             return self
-        return replace(self, feedback=Feedback.of(self.gram, keeps_size=self.keeps_size))
+        return replace(self, feedback=Feedback.of(self.gram))
 
 
 NOTHING = Measured()

@@ -100,7 +100,7 @@ def encode_together(
             Coded(matrix, scales, form.bits, codes)
             for (matrix, form), (codes, scales) in zip(parts, found, strict=True)
         ]
-        found = coded_for_outputs(coded, LevelCodes(), feedback)
+        found = coded_for_outputs(coded, LevelCodes(), feedback, keeps_size=measured.keeps_size)
     return [
         {"codes": pack(codes.reshape(-1), form.bits), "scales": scales}
         for (_, form), (codes, scales) in zip(parts, found, strict=True)

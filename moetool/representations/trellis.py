@@ -50,7 +50,9 @@ class Trellis(Quantized):
         if (feedback := measured.with_feedback().feedback) is None:
             codes = trellis.nearest_codes(matrix, scales, self.bits)
         else:
-            [(codes, scales)] = coded_for_outputs([Coded(matrix, scales, self.bits)], trellis.TrellisCodes(), feedback)
+            [(codes, scales)] = coded_for_outputs(
+                [Coded(matrix, scales, self.bits)], trellis.TrellisCodes(), feedback, keeps_size=measured.keeps_size
+            )
         return {"codes": pack(codes.reshape(-1), self.bits), "scales": scales}
 
     def trainable(

@@ -142,7 +142,7 @@ def _of_record(
     elif prompt is not None and completion is not None:
         asked, said = _text(prompt, "prompt"), _text(completion, "completion")
         yield _with_ends(tokenizer, Spoken(asked + said, ((len(asked), len(asked) + len(said)),)), opening)
-    elif (name := next((name for name in _TEXTS if record.get(name) is not None), None)) is not None:
+    elif (name := next((own for own in _TEXTS if record.get(own) is not None), None)) is not None:
         text = _text(record[name], name)
         yield _with_ends(tokenizer, Spoken(text, ((0, len(text)),)), opening)
     else:

@@ -35,6 +35,8 @@ def test_better_than_without(run_cli, arguments, refined, tiny_mixtral_bf16, tin
     plain = tmp_path / "plain"
     result = run_cli(command, source, plain, *options, "--refine", 0, "--json")
     assert result.code == 0, result.stderr
+    for own in (result.json, told):
+        assert 0.49 * own["bytes_before"] < own["bytes_after"] <= 0.5 * own["bytes_before"]
     assert result.json["bytes_after"] == pytest.approx(told["bytes_after"], rel=0.01)
     tokens = tiny_tokens[2000:2256].view(4, 64)
     expected = logits(tiny_mixtral_bf16, tokens)

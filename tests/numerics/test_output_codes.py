@@ -1,7 +1,5 @@
 """Codes and scales for outputs: wider scales where inputs tell of each other, those of the nearest codes where not."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -76,7 +74,7 @@ def test_inputs_that_tell_nothing_of_each_other_leave_scales_to_fitting(coder: C
     [found] = coded_for_outputs([own], coder, feedback)
     assert found[0].equal(codes)
     assert found[1].equal(stretched)
-    [found] = coded_for_outputs([own], coder, replace(feedback, keeps_size=False))
+    [found] = coded_for_outputs([own], coder, feedback, keeps_size=False)
     assert found[0].equal(codes)
     assert found[1].equal(fitted)
 

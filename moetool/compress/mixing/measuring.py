@@ -59,8 +59,7 @@ def measure(
                 for footing, deltas in footings:
                     turn, forms = footing.turning(shape, layer, role), footing.forms[role]
                     if footing.seed not in inputs:
-                        own_gram = gram if turn is None else turn.gram(gram)
-                        inputs[footing.seed] = Measured(own_gram, keeps_size=not refined).with_feedback()
+                        inputs[footing.seed] = _inputs(gram, turn, refined=refined)
                     delta = _turned(deltas.of(role, expert), turn)
                     key = footing.name, max(form.directions for form in forms)
                     if key not in known:
@@ -75,6 +74,10 @@ def measure(
 def loss_name(footing: Footing, role: Role, expert: int) -> str:
     """By which the losses of a matrix on a footing are found in their file."""
     return f"{footing.menu}.{role}.{expert}"
+
+
+def _inputs(gram: Tensor, turn: Rotation | None, *, refined: bool) -> Measured:
+    return Measured(gram if turn is None else turn.gram(gram), keeps_size=not refined).with_feedback()
 
 
 def _turned(matrix: Tensor, turn: Rotation | None) -> Tensor:
@@ -107,8 +110,7 @@ def encoded(
             counts = sensitivity.of(role, expert, matrix[1], whitened=True)
             if (role == "down") not in inputs:  # gate and up of an expert are given the same
                 gram = grams.gram(expert, role)
-                own_gram = gram if turn is None else turn.gram(gram)
-                inputs = {role == "down": Measured(own_gram, keeps_size=refining is None).with_feedback()}
+                inputs = {role == "down": _inputs(gram, turn, refined=refining is not None)}
             delta, known = _turned(deltas.of(role, expert), turn), inputs[role == "down"]
             measured = prepared(delta, [form], replace(known, row_scale=counts.row_scale))
             found[role] = form.encode(delta, reader.dtype, measured)
