@@ -1,6 +1,7 @@
 """Gram matrices of what every expert of a layer is given, of all at once or of some at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,9 +20,16 @@ class ExpertGrams:
         counts: `[experts]` int64, the tokens that each expert was given.
     """
 
-    def __init__(self, experts: int, size: int, device: torch.device, at_once: int | None = None) -> None:
+    def __init__(
+        self,
+        experts: int,
+        size: int,
+        device: torch.device,
+        at_once: int | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
         """With fewer `at_once` than there are `experts`, none are kept at first, but what `add_to_all` is given."""
-        self._size, self._device = size, device
+        self._empty = partial(Gram, size, device, dtype)
         self.counts = torch.zeros(experts, dtype=torch.int64)
         self._own: dict[int, Gram] = {}
         self._all: Gram | None = None
@@ -33,7 +41,7 @@ class ExpertGrams:
     def hold(self, experts: range) -> None:
         """Forget those that there are and begin with others."""
         self._own = {}
-        self._own = {expert: Gram(self._size, self._device) for expert in experts}
+        self._own = {expert: self._empty() for expert in experts}
 
     def holds(self, expert: int) -> bool:
         """Whether an expert's matrix is being gathered."""
@@ -52,7 +60,7 @@ class ExpertGrams:
         if self._is_whole:
             return
         if self._all is None:
-            self._all = Gram(self._size, self._device)
+            self._all = self._empty()
         self._all.add(rows)
 
     def reduce(self, owner: Callable[[int], int], peers: Peers, *, sums: bool = True) -> None:
@@ -69,13 +77,13 @@ class ExpertGrams:
         return self._own[expert]
 
     def mean(self) -> Tensor:
-        """`[size, size]` fp64: an average token's, zeros if there was none."""
+        """`[size, size]`: an average token's, zeros if there was none."""
         if self._all is not None:
             return self._all.matrix() / max(1, self._all.count)
         return self.total() / max(1, int(self.counts.sum()))
 
     def total(self) -> Tensor:
-        """`[size, size]` fp64: the sum over all experts, which are all in memory, of this process or of others."""
+        """`[size, size]`: the sum over all experts, which are all in memory, of this process or of others."""
         return summed_grams(list(self._own.values()), Peers()) if self._total is None else self._total
 
 
@@ -87,10 +95,17 @@ class GramsInSets(Collector):
         is_first: whether everything is seen for the first time, and not some experts again.
     """
 
-    def __init__(self, shape: MoEShape, device: torch.device, owned: Owned | None, at_once: int | None) -> None:
+    def __init__(
+        self,
+        shape: MoEShape,
+        device: torch.device,
+        owned: Owned | None,
+        at_once: int | None,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
         """Of all experts, or of so many `at_once`. What an expert was given is gathered for the process that has it."""
         self.experts, self.is_first = shape.experts, True
-        self.inputs = ExpertGrams(shape.experts, shape.hidden, device, at_once)
+        self.inputs = ExpertGrams(shape.experts, shape.hidden, device, at_once, dtype)
         self._owned = owned or Owned(shape, Peers())
         self._sets = working_sets(shape.experts, at_once or shape.experts)
 

@@ -12,17 +12,19 @@ from moetool.calibration.peers import Owned, Peers
 from moetool.numerics.gram import Gram
 from moetool.numerics.shrinkage import shrink
 
+# Error feedback damps by a hundredth of an input's energy, and low-rank factors of deltas are quantized.
+GRAM_DTYPE = torch.float32
 # Above this the Gram matrices of down, [intermediate, intermediate] per expert, are kept for the layer only.
 _EACH_DOWN_BYTES = 2_000_000_000
 
 
 def keeps_each_down(shape: MoEShape) -> bool:
     """Whether down has a Gram matrix for each expert, and not one that stands for all of them."""
-    return shape.experts * 8 * shape.intermediate**2 <= _EACH_DOWN_BYTES
+    return shape.experts * GRAM_DTYPE.itemsize * shape.intermediate**2 <= _EACH_DOWN_BYTES
 
 
 class InputGramCollector(GramsInSets):
-    """`Σ x xᵀ` of the inputs of gate and up, and of down, by expert.
+    """`Σ x xᵀ` of the inputs of gate and up, and of down, by expert, in fp32.
 
     Where the experts are wide, one matrix stands for down in all of them, scaled by how much energy each channel
     carries in each expert.
@@ -31,10 +33,10 @@ class InputGramCollector(GramsInSets):
     def __init__(
         self, shape: MoEShape, device: torch.device, owned: Owned | None = None, at_once: int | None = None
     ) -> None:
-        super().__init__(shape, device, owned, at_once)
-        self.each_down = keeps_each_down(shape)
-        self._down = ExpertGrams(shape.experts, shape.intermediate, device, at_once) if self.each_down else None
-        self._whole_down = None if self.each_down else Gram(shape.intermediate, device)
+        super().__init__(shape, device, owned, at_once, GRAM_DTYPE)
+        width, self.each_down = shape.intermediate, keeps_each_down(shape)
+        self._down = ExpertGrams(shape.experts, width, device, at_once, GRAM_DTYPE) if self.each_down else None
+        self._whole_down = None if self.each_down else Gram(width, device, GRAM_DTYPE)
         self._energy = torch.zeros(shape.experts, dtype=torch.float64, device=device)
         self._channels = torch.zeros(shape.experts, shape.intermediate, dtype=torch.float64, device=device)
         self._mean: dict[str, Tensor] = {}
@@ -74,7 +76,7 @@ class InputGramCollector(GramsInSets):
         return torch.stack([given, given, self._channels.sum(1).cpu()])
 
     def gram(self, expert: int, role: Role) -> Tensor:
-        """`[in, in]` fp64 for one matrix of an expert of the set in hand, shrunk towards the layer's mean where it saw
+        """`[in, in]` for one matrix of an expert of the set in hand, shrunk towards the layer's mean where it saw
         few tokens.
 
         An expert that no token reached gets the layer's mean, as if one token had reached it.
@@ -97,5 +99,5 @@ class InputGramCollector(GramsInSets):
         count, tokens = int(self.inputs.counts[expert]), int(self.inputs.counts.sum())
         mean = total / max(1, tokens)
         own = (self._channels[expert] + prior * mean) / (count + prior)
-        scale = (own / mean.clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
+        scale = (own / mean.clamp_min(torch.finfo(torch.float64).tiny)).sqrt().to(whole)
         return whole * (scale[:, None] * scale) * (max(count, 1) / max(1, tokens))

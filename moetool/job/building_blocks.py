@@ -248,7 +248,7 @@ def factor_grams(cost: CalibrationCost, size: ModelSize) -> Work:
         moved=COEFFICIENTS.factor_gram_bytes * routed * (shape.hidden + shape.intermediate),
         calls=_batches(cost) * size.experts * 60,
     )
-    return work + _grams_in_sets(cost, size, down=not lost)
+    return work + _grams_in_sets(cost, size, _gram_precision(cost), down=not lost)
 
 
 def decoding(size: ModelSize) -> Work:
@@ -260,21 +260,21 @@ def input_grams(cost: CalibrationCost, size: ModelSize) -> Work:
     """Second moments of what every matrix of every expert is given."""
     shape, routed = size.moe, _routed(cost, size)
     work = Work(
-        products={_gram_precision(cost): COEFFICIENTS.narrow * routed * (shape.hidden**2 + shape.intermediate**2) / 2},
+        products={"float32": COEFFICIENTS.narrow * routed * (shape.hidden**2 + shape.intermediate**2) / 2},
         moved=COEFFICIENTS.input_gram_bytes * routed * (shape.hidden + shape.intermediate),
         calls=_batches(cost) * size.experts * 30,
     )
-    return work + _grams_in_sets(cost, size, down=keeps_each_down(shape))
+    return work + _grams_in_sets(cost, size, "float32", down=keeps_each_down(shape))
 
 
-def _grams_in_sets(cost: CalibrationCost, size: ModelSize, *, down: bool) -> Work:
+def _grams_in_sets(cost: CalibrationCost, size: ModelSize, precision: Precision, *, down: bool) -> Work:
     """Experts run once for what is common to them, the mean of second moments of inputs and of `down`'s among it, and
     once more, set by set, for their own."""
     if not size.in_sets:
         return Work()
     shape, tokens = size.moe, cost.samples * cost.length * size.moe_layers
     means = (tokens * shape.hidden**2 + down * _routed(cost, size) * shape.intermediate**2) / 2
-    common = Work(products={_gram_precision(cost): COEFFICIENTS.narrow * means})
+    common = Work(products={precision: COEFFICIENTS.narrow * means})
     return _experts_again(cost, size) + common
 
 

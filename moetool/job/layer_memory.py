@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from moetool.architectures import MoEShape
 from moetool.architectures.base import whole_number
 from moetool.calibration.held_experts import working_sets
-from moetool.calibration.input_grams import keeps_each_down
+from moetool.calibration.input_grams import GRAM_DTYPE, keeps_each_down
 from moetool.checkpoint.experts import ExpertReader
 from moetool.job.processes import processes
 from moetool.runtime.memory import free_bytes
@@ -62,12 +62,13 @@ class Measuring:
     def codes(cls, shape: MoEShape, *, refined_on: int = 0) -> "Measuring":
         """Gram matrices for quantized deltas, and rounding on them; an expert that is `refined_on` so many tokens."""
         each_down = shape.intermediate**2 if keeps_each_down(shape) else 0
-        means = _FP64 * (shape.hidden**2 + shape.intermediate**2)
-        work = _FP64 * 3 * max(shape.hidden, shape.intermediate) ** 2
+        means = GRAM_DTYPE.itemsize * (shape.hidden**2 + shape.intermediate**2)
+        work = 4 * 5 * max(shape.hidden, shape.intermediate) ** 2
         if refined_on:  # sixteen numbers for each of the matrices', and as often what the tokens are given and give
             tokens = 4 * refined_on * (4 * shape.hidden + 1)
             work = max(work, 60 * shape.expert_parameters + tokens + 3 * _FP64 * shape.hidden**2)
-        return cls(means, _FP64 * (shape.hidden**2 + each_down), work + 4 * shape.expert_parameters)
+        grams = GRAM_DTYPE.itemsize * (shape.hidden**2 + each_down)
+        return cls(means, grams, work + 4 * shape.expert_parameters)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def test_each_experts_own_moments_shrunk_to_the_layers(role: str) -> None:
     mean = sum((own.T @ own for own in given), torch.zeros(width, width).double()) / sum(TOKENS)
     for expert, own in enumerate(given):
         expected = shrink(own.T @ own, len(own), mean, 0.25 * width)
-        torch.testing.assert_close(collector.gram(expert, role), expected)  # type: ignore[arg-type]
+        torch.testing.assert_close(collector.gram(expert, role), expected.float())  # type: ignore[arg-type]
 
 
 def test_energy_is_the_trace() -> None:
@@ -52,12 +52,12 @@ def test_wide_experts_share_one_matrix_scaled_by_their_channels(monkeypatch: pyt
     monkeypatch.setattr(input_grams, "_EACH_DOWN_BYTES", 1)
     collector, _, activations = collected()
     assert not collector.each_down
-    whole = sum((own.T @ own for own in activations), torch.zeros(8, 8).double())
+    whole = sum((own.T @ own for own in activations), torch.zeros(8, 8).double()).float()
     for expert, own in enumerate(activations):
         gram = collector.gram(expert, "down")
         mean = whole.diagonal() / sum(TOKENS)
         diagonal = (own.square().sum(0) + 2 * mean) / (len(own) + 2) * max(len(own), 1)
-        torch.testing.assert_close(gram.diagonal(), diagonal)
+        torch.testing.assert_close(gram.diagonal(), diagonal.float())
         correlation = gram / (gram.diagonal().sqrt()[:, None] * gram.diagonal().sqrt())
         expected = whole / (whole.diagonal().sqrt()[:, None] * whole.diagonal().sqrt())
         torch.testing.assert_close(correlation, expected)

@@ -47,6 +47,23 @@ def test_chunks_views_and_snapshots_add_up(dtype: torch.dtype) -> None:
     assert relative(gram.matrix(), rows) <= (1e-14 if dtype == torch.float32 else 2e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("exact", [True, False])
+def test_in_fp32_it_is_as_good_as_fp32_can_be(dtype: torch.dtype, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gram_module, "fp32_products_are_exact", lambda: exact)
+    monkeypatch.setattr(gram_module, "_TOKENS", 64)
+    rows = rows_of(2000, 130, dtype)
+    gram = Gram(130, dtype=torch.float32)
+    for part in rows.split(333):
+        gram.add(part)
+    matrix = gram.matrix()
+    assert matrix.dtype == torch.float32
+    assert torch.equal(matrix, matrix.T)
+    assert 0 < relative(matrix, rows) <= 2e-6
+    small = rows[:, 2:]  # beside outliers
+    assert relative(matrix[2:, 2:], small) <= 2e-6
+
+
 def test_without_rows_it_is_zero() -> None:
     gram = Gram(4)
     gram.add(torch.zeros(0, 4))
