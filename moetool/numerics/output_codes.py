@@ -13,12 +13,14 @@ alone does, and .5 to .9 at 2 bits; where inputs tell as little of each other as
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from moetool.numerics.error_feedback import Coded, Feedback
-from moetool.numerics.scale_fitting import fitted_scales, stretched_scales
+from moetool.numerics.scale_fitting import fitted_scales
 
 _FLAT = 0.35  # flatness from which on the scales of the nearest codes serve
 POWERS = (0.5, 1.0, 1.4)  # by which wider scales are tried
@@ -55,47 +57,50 @@ def coded_for_outputs(
         ValueError: there are other inputs behind the feedback, or values that are not finite.
     """
     parts = _widened(parts, coder, feedback)
-    scales = _stretched if keeps_size else _fitted
+    fitted = partial(_fitted, coder=coder, feedback=feedback, keeps_size=keeps_size)
     return [
-        (codes, scales(part, codes, coder, feedback) if part.bits in coder.noise else part.scales)
+        (codes, fitted(part, codes) if part.bits in coder.noise else part.scales)
         for part, codes in zip(parts, coder.fed_back(parts, feedback), strict=True)
     ]
 
 
-def _stretched(part: Coded, codes: Tensor, coder: Coder, feedback: Feedback) -> Tensor:
-    fitted = _fitted(part, codes, coder, feedback)
-    return stretched_scales(part.matrix, coder.decoded(codes, fitted, part.bits), fitted, feedback.gram)
-
-
-def _fitted(part: Coded, codes: Tensor, coder: Coder, feedback: Feedback) -> Tensor:
-    return fitted_scales(part.matrix, coder.decoded(codes, part.scales, part.bits), part.scales, feedback.gram)
+def _fitted(part: Coded, codes: Tensor, coder: Coder, feedback: Feedback, *, keeps_size: bool = False) -> Tensor:
+    decoded = coder.decoded(codes, part.scales, part.bits)
+    return fitted_scales(part.matrix, decoded, part.scales, feedback.gram, keeps_size=keeps_size)
 
 
 def _widened(parts: Sequence[Coded], coder: Coder, feedback: Feedback) -> list[Coded]:
     """The parts, with wider scales where some of their rows lose less with these; each trial by itself, as numbers of
     a trellis depend on those in other rows."""
-    trials: list[tuple[int, float, Coded]] = []  # of which part, how much wider
+    tried: dict[int, tuple[float, ...]] = {}  # how much wider, by part
+    trials: list[Coded] = []
     for place, part in enumerate(parts):
         widest = max(1.0, _FLAT / feedback.flatness) ** coder.noise.get(part.bits, 0.0)
         if widest >= _LEAST:
             count = min(TRIED_ROWS, len(part.matrix))
             few = slice(0, count * (len(part.matrix) // count), len(part.matrix) // count)
-            for width in (1.0, *(widest**power for power in POWERS)):
-                trials.append((place, width, Coded(part.matrix[few], _times(part.scales[few], width), part.bits)))
-    losses: dict[int, dict[float, float]] = {}
-    for (place, width, trial), codes in zip(
-        trials, coder.fed_back([trial for *_, trial in trials], feedback), strict=True
-    ):
-        fitted = _fitted(trial, codes, coder, feedback)
-        errors = feedback.output_errors(trial.matrix - coder.decoded(codes, fitted, trial.bits))
-        # Of few rows the sum of squares is that of the one or two with the largest errors.
-        losses.setdefault(place, {})[width] = float(errors.sqrt().sum())
+            tried[place] = 1.0, *(widest**power for power in POWERS)
+            trials += [Coded(part.matrix[few], _times(part.scales[few], width), part.bits) for width in tried[place]]
+    coded = zip(trials, coder.fed_back(trials, feedback), strict=True)
     found = list(parts)
-    for place, lost in losses.items():
+    for place, widths in tried.items():
+        lost = _lost([next(coded) for _ in widths], coder, feedback)
         matrix, scales, bits, _ = parts[place]
-        if (best := min(lost, key=lost.__getitem__)) > 1:
+        if (best := widths[lost.index(min(lost))]) > 1:
             found[place] = Coded(matrix, _times(scales, best), bits)
     return found
+
+
+def _lost(trials: Sequence[tuple[Coded, Tensor]], coder: Coder, feedback: Feedback) -> list[float]:
+    """What as many rows lose in each trial under fitted scales. Of few rows the sum of squares is that of the one or
+    two with the largest errors, so it is the sum of the roots."""
+    parts = [part for part, _ in trials]
+    matrix, scales = torch.cat([part.matrix for part in parts]), torch.cat([part.scales for part in parts])
+    decoded = torch.cat([coder.decoded(codes, part.scales, part.bits) for part, codes in trials])
+    fitted = fitted_scales(matrix, decoded, scales, feedback.gram).chunk(len(trials))
+    values = [coder.decoded(codes, own, part.bits) for (part, codes), own in zip(trials, fitted, strict=True)]
+    lost: list[float] = feedback.output_errors(matrix - torch.cat(values)).sqrt().view(len(trials), -1).sum(1).tolist()
+    return lost
 
 
 def _times(scales: Tensor, factor: float) -> Tensor:

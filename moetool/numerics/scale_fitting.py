@@ -26,7 +26,7 @@ _MOST_STRETCHED = 2.0  # times: of rows that lost more than half hardly anything
 _AT_ONCE = 32 * ELEMENTS  # numbers of equations: with small groups those of all rows would not fit in memory
 
 
-def fitted_scales(matrix: Tensor, decoded: Tensor, scales: Tensor, gram: Tensor) -> Tensor:
+def fitted_scales(matrix: Tensor, decoded: Tensor, scales: Tensor, gram: Tensor, *, keeps_size: bool = False) -> Tensor:
     """The scales that lose least at the output; where these are no better, as they are.
 
     Args:
@@ -34,73 +34,72 @@ def fitted_scales(matrix: Tensor, decoded: Tensor, scales: Tensor, gram: Tensor)
         decoded: [out, in] fp32, what codes stand for under `scales`.
         scales: [out, groups], as stored.
         gram: [in, in], sum of x x^T over the inputs, in whatever unit: fp32 is enough.
+        keeps_size: whether they are stretched then, so that the output of no row is smaller than it was, as far as it
+            points where it did.
 
     Returns:
-        [out, groups] in the dtype of `scales`, of the same signs.
+        [out, groups] in the dtype of `scales`, of the same signs; as they are where it could not hold others.
     """
-    step = max(1, _AT_ONCE // scales.shape[1] ** 2)
+    step = max(1, min(_AT_ONCE // scales.shape[1] ** 2, 8 * ELEMENTS // matrix.shape[1]))
     parts = zip(matrix.detach().split(step), decoded.split(step), scales.split(step), strict=True)
-    gram = gram.to(decoded)
-    return torch.cat([_fitted(*part, gram) for part in parts])
+    gram, found = gram.to(decoded), []
+    for rows, own, given in parts:
+        with _fast_products(matrix):
+            image = rows.float() @ gram
+            a, b = _normal_equations(own, image, scales.shape[1], gram)
+        damping = _by_group((own * rows).mul_(DAMPING * gram.diagonal()), scales.shape[1])
+        fitted = _fitted(a, b + damping, given)
+        found.append(_stretched(fitted, given, b, (image * rows).sum(1)) if keeps_size else fitted)
+    return torch.cat(found)
 
 
-def _fitted(matrix: Tensor, decoded: Tensor, scales: Tensor, gram: Tensor) -> Tensor:
-    """The same of some rows."""
-    a, b = _normal_equations(matrix.float(), decoded, scales.shape[1], gram)
+def _fitted(a: Tensor, b: Tensor, scales: Tensor) -> Tensor:
+    """By the solutions of A t = b, with A [out, groups, groups], overwritten, and b [out, groups]."""
     held = _TINY * a.diagonal(dim1=1, dim2=2).mean(1, keepdim=True).clamp_min(torch.finfo(a.dtype).tiny)
     a.diagonal(dim1=1, dim2=2).add_(held)
-    b.add_(held)
+    b = b + held
     factors, failed = torch.linalg.solve_ex(a, b)
     usable = factors.isfinite() & (factors > 0) & (failed == 0)[:, None]
     stored = (scales.double() * torch.where(usable, factors, 1)).to(scales.dtype)
-    factors = torch.where(scales != 0, stored.double() / scales.double(), 1).to(a)
     # A factor t costs t A t - 2 b t more than nothing.
-    change = factors - 1
+    change = _times(stored, scales) - 1
     residual = a.sum(2) - b
     better = (change * (torch.einsum("rgh,rh->rg", a, change) + 2 * residual)).sum(1) < 0
     return torch.where(better[:, None], stored, scales)
 
 
-def _normal_equations(matrix: Tensor, decoded: Tensor, groups: int, gram: Tensor) -> tuple[Tensor, Tensor]:
-    """A [out, groups, groups] and b [out, groups], fp64, of every row's least squares problem A t = b."""
-    rows, columns = matrix.shape
+def _normal_equations(decoded: Tensor, image: Tensor, groups: int, gram: Tensor) -> tuple[Tensor, Tensor]:
+    """A [out, groups, groups], damped, and b [out, groups], not damped, fp64, of every row's least squares problem
+    A t = b, for the `image` [out, in] of the matrix under the Gram matrix."""
+    rows, columns = decoded.shape
     size = columns // groups
-    damping = DAMPING * gram.diagonal()
-    a = torch.empty(rows, groups, groups, dtype=torch.float64, device=matrix.device)
-    b = torch.empty(rows, groups, dtype=torch.float64, device=matrix.device)
-    step = max(1, 8 * ELEMENTS // columns)
-    with _fast_products(matrix):
-        for group in range(groups):
-            own = slice(group * size, (group + 1) * size)
-            slab = gram[own]
-            for start in range(0, rows, step):
-                part = slice(start, start + step)
-                image = decoded[part, own] @ slab
-                image[:, own] += decoded[part, own] * damping[own]
-                b[part, group] = (image * matrix[part]).sum(1)
-                later = image[:, own.start :].mul_(decoded[part, own.start :])
-                a[part, group, group:] = later.view(len(later), -1, size).sum(2)
-    return a.triu_().add_(a.triu(1).transpose(1, 2)), b
+    a = torch.zeros(rows, groups, groups, dtype=torch.float64, device=decoded.device)
+    for group in range(groups):
+        own = slice(group * size, (group + 1) * size)
+        later = (decoded[:, own] @ gram[own, own.start :]).mul_(decoded[:, own.start :])
+        a[:, group, group:] = _by_group(later, groups - group)
+    damping = _by_group(decoded.square().mul_(DAMPING * gram.diagonal()), groups)
+    a += a.triu(1).transpose(1, 2)
+    a.diagonal(dim1=1, dim2=2).add_(damping)
+    return a, _by_group(image * decoded, groups)
 
 
-def stretched_scales(matrix: Tensor, decoded: Tensor, scales: Tensor, gram: Tensor) -> Tensor:
-    """Scales under which the output of no row is smaller than it was, as far as it points where it did.
+def _by_group(numbers: Tensor, groups: int) -> Tensor:
+    """The sums over every group of inputs, fp64: [out, groups]."""
+    return numbers.view(len(numbers), groups, -1).sum(2).double()
 
-    Args are those of `fitted_scales`.
 
-    Returns:
-        [out, groups] in the dtype of `scales`; as they are where it could not hold others.
-    """
-    step, found = max(1, 8 * ELEMENTS // matrix.shape[1]), []
-    gram = gram.to(decoded)
-    with _fast_products(matrix):
-        for rows, own, given in zip(matrix.detach().split(step), decoded.split(step), scales.split(step), strict=True):
-            image = rows.float() @ gram
-            left = (image * own).sum(1) / (image * rows).sum(1)
-            times = left.reciprocal().nan_to_num(1.0).clamp(1.0, _MOST_STRETCHED)
-            stored = (given.float() * times[:, None]).to(given.dtype)
-            found.append(torch.where(stored.isfinite().all(1, keepdim=True), stored, given))
-    return torch.cat(found)
+def _stretched(fitted: Tensor, scales: Tensor, b: Tensor, size: Tensor) -> Tensor:
+    """Times what brings the products of outputs with what they were, b t, to the `size` [out] of what they were."""
+    left = (b * _times(fitted, scales)).sum(1) / size
+    times = left.reciprocal().nan_to_num(1.0).clamp(1.0, _MOST_STRETCHED)
+    stored = (fitted.double() * times[:, None]).to(fitted.dtype)
+    return torch.where(stored.isfinite().all(1, keepdim=True), stored, fitted)
+
+
+def _times(scales: Tensor, before: Tensor) -> Tensor:
+    """How many times as large they are, fp64."""
+    return torch.where(before != 0, scales.double() / before.double(), 1)
 
 
 def _fast_products(matrix: Tensor) -> AbstractContextManager[None]:

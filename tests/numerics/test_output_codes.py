@@ -9,7 +9,7 @@ from moetool.numerics.error_feedback import Coded, Feedback
 from moetool.numerics.level_codes import LevelCodes
 from moetool.numerics.output_codes import Coder, coded_for_outputs
 from moetool.numerics.quantization import quantize
-from moetool.numerics.scale_fitting import fitted_scales, stretched_scales
+from moetool.numerics.scale_fitting import fitted_scales
 from moetool.numerics.whole_codes import WholeCodes, quantize_whole
 
 ROWS, COLUMNS, GROUP = 48, 256, 16
@@ -69,8 +69,9 @@ def test_inputs_that_tell_nothing_of_each_other_leave_scales_to_fitting(coder: C
     feedback, own = feedback_of(random(4000, COLUMNS, seed=5)), part(coder, bits)
     assert feedback.flatness > 0.9
     [codes] = coder.fed_back([own], feedback)
-    fitted = fitted_scales(own.matrix, coder.decoded(codes, own.scales, bits), own.scales, feedback.gram)
-    stretched = stretched_scales(own.matrix, coder.decoded(codes, fitted, bits), fitted, feedback.gram)
+    decoded = coder.decoded(codes, own.scales, bits)
+    fitted = fitted_scales(own.matrix, decoded, own.scales, feedback.gram)
+    stretched = fitted_scales(own.matrix, decoded, own.scales, feedback.gram, keeps_size=True)
     [found] = coded_for_outputs([own], coder, feedback)
     assert found[0].equal(codes)
     assert found[1].equal(stretched)
