@@ -91,9 +91,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(autouse=True)
-def one_thread_again() -> Iterator[None]:
-    """Some tests take two, and leave them."""
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
 

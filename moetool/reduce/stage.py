@@ -22,6 +22,7 @@ from moetool.job.stage import Stage
 from moetool.job.work import Phase, Work
 from moetool.job.writing import original_bytes, with_the_rest, write_checkpoint
 from moetool.reduce.choosing import Fewer, Merged
+from moetool.reduce.costs import merging_work
 from moetool.reduce.counting import check_reducible, experts_left
 from moetool.reduce.merging import layer_tensors
 from moetool.reduce.options import ReduceOptionsT
@@ -40,12 +41,14 @@ class Reduction(Stage[ReduceOptionsT]):
 
     Attributes:
         holds_all: whether all experts of a layer have to be in memory together.
-        aligns: whether neurons are matched before experts are merged.
+        merges: whether experts that go are merged into others.
+        aligns: whether neurons are matched before.
     """
 
     method_of: ClassVar[str | None] = "compress"
     is_parallel: ClassVar[bool] = True
     holds_all: ClassVar[bool] = False
+    merges: ClassVar[bool] = False
     aligns: ClassVar[bool] = False
 
     @abstractmethod
@@ -58,10 +61,6 @@ class Reduction(Stage[ReduceOptionsT]):
 
     def _measured(self, cost: CalibrationCost, size: ModelSize) -> Work:
         """What measuring takes beside running the model."""
-        return Work()
-
-    def _made(self, size: ModelSize) -> Work:
-        """What merging takes."""
         return Work()
 
     def _measuring(self) -> Measuring:
@@ -114,13 +113,15 @@ class Reduction(Stage[ReduceOptionsT]):
         if self._notes:
             details["note"] = " ".join(self._notes)
         forward = calibration_forward(cost, size) + self._measured(cost, size)
+        merged = shape.experts - self.fewer.kept if self.merges else 0
+        made = merging_work(size, shape, merged, align=self.aligns)
         return Plan(
             stage=self.name,
             input_bytes=source.checkpoint.weight_bytes,
             output_bytes=output,
             scratch_bytes=scratch,
             memory_bytes=self._memory.nbytes(at_once),
-            phases=(Phase(FORWARD, forward), *rewriting_phases(size, output, self._made(size))),
+            phases=(Phase(FORWARD, forward), *rewriting_phases(size, output, made)),
             details=details,
         )
 

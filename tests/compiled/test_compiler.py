@@ -201,11 +201,11 @@ def test_two_processes_at_once(runs: Path, fresh: Path) -> None:
 
 
 @pytest.mark.skipif(bool(compiler.problem()), reason=compiler.problem())
+@pytest.mark.usefixtures("two_threads")
 def test_a_forked_process_computes_too() -> None:
     """GNU's OpenMP would wait for threads that were not forked."""
     matrix, inputs, chosen = torch.randn(512, 512), torch.randn(2, 512), torch.zeros(2, dtype=torch.int64)
     table = Table([((numbers(matrix),),)], (512, 512), ())
-    torch.set_num_threads(2)
     expected = products.routed(table, chosen, inputs)
 
     def child(results: Any) -> None:

@@ -118,18 +118,22 @@ def test_many_tokens_in_bf16(shape: tuple[int, int], group: int, instructions: s
 
 @pytest.mark.parametrize("shape", [(64, 96), (63, 50), (40, 4096)])
 @pytest.mark.parametrize("bits", [0, *BITS])
-def test_bits_are_equal_alone_and_among_others_on_any_number_of_threads(bits: int, shape: tuple[int, int]) -> None:
+def test_bits_are_equal_alone_and_among_others_on_any_number_of_threads(
+    bits: int, shape: tuple[int, int], request: pytest.FixtureRequest
+) -> None:
     generator = torch.Generator().manual_seed(1)
     group = 32 if shape[1] % 32 == 0 else 25
     operands = [coded(bits, shape, group, seed) if bits else numbers(torch.randn(shape)) for seed in range(3)]
     table = Table([((operand,),) for operand in operands], shape, ())
     inputs, chosen = torch.randn(9, shape[1], generator=generator), torch.tensor([0, 2, 2, 1, 2, -1, 2, 0, 2])
     expected = routed(table, chosen, inputs)
-    torch.set_num_threads(2)
-    assert routed(table, chosen, inputs).equal(expected)
     for token in range(9):
         assert routed(table, chosen[token : token + 1], inputs[token : token + 1])[0].equal(expected[token])
     assert not expected[5].any()
+    request.getfixturevalue("two_threads")
+    assert routed(table, chosen, inputs).equal(expected)
+    for token in range(9):
+        assert routed(table, chosen[token : token + 1], inputs[token : token + 1])[0].equal(expected[token])
 
 
 @pytest.mark.parametrize("bits", BITS)

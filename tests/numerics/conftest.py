@@ -1,22 +1,13 @@
 """Synthetic deltas and Gram matrices with the spectra that whitening meets."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 Build = Callable[..., Tensor]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small matrices: a second thread costs more than it gives."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _haar(rows: int, columns: int, generator: torch.Generator) -> Tensor:

@@ -73,16 +73,11 @@ def test_segments_cost_next_to_nothing(bits: int, monkeypatch: pytest.MonkeyPatc
 
 
 @every_width
-@pytest.mark.parametrize("threads", [1, 2])
-def test_any_number_of_threads(bits: int, threads: int) -> None:
+def test_any_number_of_threads(bits: int, request: pytest.FixtureRequest) -> None:
     matrix = torch.randn(40, 32, generator=torch.Generator().manual_seed(2))
-    before = torch.get_num_threads()
     expected = encoded(matrix, bits, 8)
-    torch.set_num_threads(threads)
-    try:
-        codes, scales = encoded(matrix, bits, 8)
-    finally:
-        torch.set_num_threads(before)
+    request.getfixturevalue("two_threads")
+    codes, scales = encoded(matrix, bits, 8)
     assert codes.equal(expected[0])
     assert scales.equal(expected[1])
 

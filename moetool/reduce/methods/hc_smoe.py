@@ -12,7 +12,7 @@ from moetool.job.options import RunOptions
 from moetool.job.plan import CalibrationCost
 from moetool.job.work import Work
 from moetool.reduce.choosing import Merged, clustered
-from moetool.reduce.costs import every_expert, merging_work
+from moetool.reduce.costs import every_expert
 from moetool.reduce.options import ReduceOptions
 from moetool.reduce.scores import OUTPUTS, TOKENS, AllOutputs, Scores
 from moetool.reduce.stage import Reduction
@@ -30,16 +30,13 @@ class HcSmoe(Reduction[ReduceOptions]):
     summary: ClassVar[str] = "merge experts whose mean outputs are near"
     options_type: ClassVar[type[RunOptions]] = ReduceOptions
     holds_all: ClassVar[bool] = True
+    merges: ClassVar[bool] = True
 
     def _scores(self, calibrated: CalibratedJob, index: int, layer: nn.Module) -> Scores:
         return AllOutputs(HeldExperts.of_layer(calibrated.experts(layer)), self.source.experts.shape.hidden)
 
     def _measured(self, cost: CalibrationCost, size: ModelSize) -> Work:
         return every_expert(cost, size, self.source.experts.shape)
-
-    def _made(self, size: ModelSize) -> Work:
-        shape = self.source.experts.shape
-        return merging_work(size, shape, shape.experts - self.fewer.kept, align=self.aligns)
 
     def _choose(self, measured: Mapping[str, Tensor]) -> list[Merged]:
         return clustered(measured[OUTPUTS], measured[TOKENS], self.fewer)  # sums: as near to each other as means

@@ -12,7 +12,7 @@ from moetool.job.options import RunOptions
 from moetool.job.plan import CalibrationCost
 from moetool.job.work import Work
 from moetool.reduce.choosing import Merged, around_dominant
-from moetool.reduce.costs import merging_work, tokens_in_layers
+from moetool.reduce.costs import tokens_in_layers
 from moetool.reduce.options import ReduceOptions
 from moetool.reduce.scores import LOGIT_GRAM, TOKENS, LogitGram, Scores
 from moetool.reduce.stage import Reduction
@@ -29,6 +29,7 @@ class MSmoe(Reduction[ReduceOptions]):
     name: ClassVar[str] = "m-smoe"
     summary: ClassVar[str] = "merge experts, neurons aligned, into those that most tokens choose"
     options_type: ClassVar[type[RunOptions]] = ReduceOptions
+    merges: ClassVar[bool] = True
     aligns: ClassVar[bool] = True
 
     def _scores(self, calibrated: CalibratedJob, index: int, layer: nn.Module) -> Scores:
@@ -43,10 +44,6 @@ class MSmoe(Reduction[ReduceOptions]):
     def _measuring(self) -> Measuring:
         """The inner products of two experts' neurons in fp32, and twice in fp64 where they are assigned."""
         return Measuring(work=20 * self.source.experts.shape.intermediate**2)
-
-    def _made(self, size: ModelSize) -> Work:
-        shape = self.source.experts.shape
-        return merging_work(size, shape, shape.experts - self.fewer.kept, align=self.aligns)
 
     def _choose(self, measured: Mapping[str, Tensor]) -> list[Merged]:
         return around_dominant(measured[LOGIT_GRAM], measured[TOKENS], self.fewer)
