@@ -57,7 +57,7 @@ class Gram:
             if in_fp32:
                 with bf16_products() if on_cpu and is_bf16 and has_fast_bf16() else nullcontext():
                     self._add_lower(chunk.float())
-            elif not (on_cpu and self._dsyrk(chunk.double())):
+            elif not (on_cpu and torch.get_num_threads() == 1 and self._dsyrk(chunk.double())):
                 self._add_lower(chunk.double())
 
     def matrix(self) -> Tensor:
@@ -78,7 +78,8 @@ class Gram:
                 own += left @ right
 
     def _dsyrk(self, chunk: Tensor) -> bool:
-        """Add chunk^T chunk in place by BLAS dsyrk, half the operations of a product; False where unavailable."""
+        """Add chunk^T chunk in place by BLAS dsyrk, half the operations of a product, but on one thread; False where
+        unavailable."""
         function = routine("dsyrk", 10)
         if function is None or self._sum.dtype != chunk.dtype:
             return False

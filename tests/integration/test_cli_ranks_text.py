@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoints import contents, tensors_of
+import torch
+from checkpoints import check_packed_alike, contents
+from torch import Tensor
 
 from moetool.job.job import Source
 from moetool.job.journal import Journal
@@ -45,37 +47,44 @@ def made(crash, jobs, tmp_path_factory) -> Callable[[str, int], Path]:
     return make
 
 
-def worst(one: Path, other: Path) -> float:
-    """The largest deviation of any weight of an expert, relative to the largest in its matrix; layouts are the same."""
+def deviations(one: Path, other: Path) -> Tensor:
+    """Of every weight of an expert, relative to the largest in its matrix; layouts are the same."""
     assert contents(one).keys() == contents(other).keys()
     assert (one / "config.json").read_bytes() == (other / "config.json").read_bytes()
     ours, theirs = (Source.open(path).experts for path in (one, other))
-    found = 0.0
+    found = []
     for layer in ours.moe_layers:
         for role in ours.shape.roles:
             for expert in range(ours.shape.experts):
                 matrix, expected = (reader.dense(layer, expert, role).double() for reader in (ours, theirs))
-                found = max(found, ((matrix - expected).abs() / expected.abs().max()).max().item())
-    return found
+                found.append(((matrix - expected).abs() / expected.abs().max()).flatten())
+    return torch.cat(found)
 
 
-@pytest.mark.parametrize("name", ["d2moe", "hybrid", "quantize", "at once", "svd-compress"])
+@pytest.mark.parametrize("name", ["d2moe", "at once", "svd-compress"])
 def test_as_one_would(made, name):
-    assert worst(made(name, 2), made(name, 1)) < 1e-5
+    assert deviations(made(name, 2), made(name, 1)).max() < 1e-5
+
+
+def check_coded_alike(one: Path, other: Path) -> None:
+    """Sums in another order may turn a code that lies between two, and some of those after it."""
+    found = deviations(one, other)
+    assert (found < 1e-5).double().mean() > 0.99
+    assert found.mean() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["hybrid", "quantize"])
+def test_coded_as_one_would(made, name):
+    check_coded_alike(made(name, 2), made(name, 1))
 
 
 def test_packed_as_one_would(made):
-    """Sums in another order may turn a code that lies between two."""
-    one, two = (tensors_of(made("export", ranks)) for ranks in (1, 2))
-    assert one.keys() == two.keys()
-    words = [name for name in one if name.endswith("weight_packed")]
-    assert sum(float((one[name] == two[name]).float().mean()) for name in words) / len(words) > 0.99
-    assert all(one[name].equal(two[name]) for name in one if name.endswith("weight_shape"))
+    check_packed_alike(made("export", 1), made("export", 2))
 
 
 def test_refined_as_one_would(made):
     """Steps of gradients make more of what sums in another order leave in the last digits."""
-    assert worst(made("refined", 2), made("refined", 1)) < 1e-3
+    assert deviations(made("refined", 2), made("refined", 1)).max() < 1e-3
 
 
 @pytest.mark.parametrize(("name", "killed", "at", "again"), [("d2moe", 1, 9, 2), ("hybrid", 0, 60, 3)])
@@ -91,4 +100,4 @@ def test_one_is_killed(crash, made, jobs, tmp_path, name, killed, at, again):
     if again == 2:
         assert contents(output) == contents(made(name, 2))
     else:
-        assert worst(output, made(name, 1)) < 1e-5
+        check_coded_alike(output, made(name, 1))

@@ -142,12 +142,12 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
             return
         share = f"{width}" if cards == 1 else f"{width} ({shape.intermediate} over {cards} cards)"
         served = [size for size in KERNEL_GROUPS if common % size == 0]
-        fitting = served or [size for size in range(1, common + 1) if common % size == 0]
+        fitting = served or [size for size in range(2, common + 1) if common % size == 0]
+        problem = f"Groups of {group} do not divide both a hidden size of {shape.hidden} and experts {share} wide."
+        if not fitting:
+            raise UsageError(f"{problem} No others do, and a scale for every number takes more than codes save.")
         nearest = min(fitting, key=lambda size: (abs(size - group), -size))
-        raise UsageError(
-            f"Groups of {group} do not divide both a hidden size of {shape.hidden} and experts {share} wide. "
-            f"The nearest that do: --group-size {nearest}."
-        )
+        raise UsageError(f"{problem} The nearest that do: --group-size {nearest}.")
 
     def _unserved(self) -> list[str]:
         """What vLLM's Marlin kernels for experts want and this model does not have (vLLM, `marlin_utils.py`)."""
