@@ -109,11 +109,10 @@ def feed_back(matrix: tuple[int, int]) -> Work:
 
 
 def _fit_scales(form: Quantized, matrix: tuple[int, int]) -> Work:
-    """What the codes of every group do to the outputs, and its products with those of every other; what the matrix
-    itself does."""
+    """What the matrix does to the outputs, and the products of what the codes of every group do with each other."""
     rows, columns = matrix
     groups = columns // group_size(form.group, columns)
-    return Work(products={"bfloat16": 2 * rows * columns**2}, moved=16.0 * groups * rows * columns + 4.0 * columns**2)
+    return Work(products={"bfloat16": 1.5 * rows * columns**2}, moved=8.0 * groups * rows * columns + 4.0 * columns**2)
 
 
 def _widen_scales(columns: int, forms: int) -> Work:

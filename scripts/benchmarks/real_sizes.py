@@ -2,9 +2,9 @@
 
     python scripts/benchmarks/real_sizes.py CONFIG.json …
 
-Nothing is compressed: each `config.json` is planned as `--dry-run` plans it, with the windows of the D²-MoE paper. The
-first columns of hours are for this machine, whose speeds are measured; the others are for cards that nobody has timed
-here: their speeds are assumed, and stand in `ASSUMED`.
+Nothing is compressed: each `config.json` is planned as `--dry-run` plans it, with the windows of the D²-MoE paper, and
+with fewer. The first columns of hours are for this machine, whose speeds are measured; the others are for cards that
+nobody has timed here: their speeds are assumed, and stand in `ASSUMED`.
 """
 
 import argparse
@@ -61,34 +61,41 @@ def planned(config: Path, method: str, **options: object) -> Plan:
     with tempfile.TemporaryDirectory() as directory:
         shutil.copy(config, Path(directory) / "config.json")
         kind = stages()[method]
-        chosen = kind.options_type(calibration="text.txt", samples=512, **METHODS[method], **options)
+        chosen = kind.options_type(calibration="text.txt", **METHODS[method], **options)
         return plan_stage(kind, directory, chosen)
+
+
+def row(config: Path, method: str, samples: int, here: Machine) -> str:
+    """What a model takes with so many windows."""
+    plan = planned(config, method, samples=samples)
+    quick = planned(config, method, samples=samples, compute_dtype="bfloat16")
+    machines = [(plan, here), (quick, here), (quick, ASSUMED), (quick, many(ASSUMED, NODES, CARDS))]
+    hours = [format_seconds(sum(own.seconds(phase.work) for phase in told.phases)) for told, own in machines]
+    sizes = map(format_bytes, (plan.input_bytes, plan.memory_bytes, plan.scratch_bytes))
+    return f"| {config.stem} | `{method}` {METHODS[method]['ratio']:.0%} | {' | '.join(sizes)} | {' | '.join(hours)} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", type=Path, nargs="+")
+    parser.add_argument("--samples", default="512,64", help="windows of calibration text, with commas")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     here = this_machine(torch.device("cpu"), Path(tempfile.gettempdir()))
     lines = [
         f"{made_by('python scripts/benchmarks/real_sizes.py CONFIG.json …')} {torch.get_num_threads()} threads here, "
         f"{MEMORY / 1e9:.0f} GB of memory.",
-        "512 windows of 2048 tokens, or of as many as the context has, gradients on 128. Cards: assumed speeds.",
-        "",
-        "| model | method | size | memory | scratch | here, fp32 | here, bf16 | one card | 8 nodes of 8 cards |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "Windows of 2048 tokens, or of as many as the context has, gradients on at most 128. Cards: assumed speeds.",
     ]
-    for config in options.configs:
-        for method in METHODS:
-            plan, quick = planned(config, method), planned(config, method, compute_dtype="bfloat16")
-            machines = [(plan, here), (quick, here), (quick, ASSUMED), (quick, many(ASSUMED, NODES, CARDS))]
-            hours = [format_seconds(sum(own.seconds(phase.work) for phase in told.phases)) for told, own in machines]
-            sizes = (plan.input_bytes, plan.memory_bytes, plan.scratch_bytes)
-            lines.append(
-                f"| {config.stem} | `{method}` {METHODS[method]['ratio']:.0%} "
-                f"| {' | '.join(map(format_bytes, sizes))} | {' | '.join(hours)} |"
-            )
+    for samples in map(int, options.samples.split(",")):
+        lines += [
+            "",
+            f"{samples} windows:",
+            "",
+            "| model | method | size | memory | scratch | here, fp32 | here, bf16 | one card | 8 nodes of 8 cards |",
+            "|---|---|---|---|---|---|---|---|---|",
+            *(row(config, method, samples, here) for config in options.configs for method in METHODS),
+        ]
     publish(lines, options.output)
 
 
