@@ -16,7 +16,7 @@ from moetool.compress.budget.items import Forms, Group, Item, Key, byte_range
 from moetool.compress.choices import Allocation
 from moetool.errors import UsageError
 
-_CORRECTIONS = 32  # of a budget by what is left or missing; then by halves, until one fits
+_CORRECTIONS = 32  # of a budget by what is left or missing; then by halves
 _Row = dict[Key, int]  # of a group: which form each item has
 
 
@@ -59,9 +59,9 @@ def fit(method: Allocation, groups: Sequence[Group], target: int, planned: Calla
         if left >= 0 and (best is None or left < best[0]):
             best = left, forms
         low, high = (budget, high) if left >= 0 else (low, budget)
-        if 0 <= left < step or high - low < 2 or (attempt >= _CORRECTIONS and low > least):
+        if 0 <= left < step or high - low < (2 if best is None else step):
             break
-        budget += left
+        budget += left if left >= 0 else min(left, -step)  # less than a step may change nothing
         if not low < budget < high or attempt >= _CORRECTIONS:
             budget = (low + high) // 2
     if best is None:

@@ -474,6 +474,16 @@ def test_files_fit_with_their_headers(groups: list[Shared], entry: int) -> None:
     assert max(sizes) == most
 
 
+@pytest.mark.parametrize("short", [1, 8, 60])
+def test_a_few_bytes_too_few_for_a_choice_leave_no_more_than_a_step_unspent(short: int) -> None:
+    """Budgets that are a few bytes apart buy the same, so that a step less is needed."""
+    shape = 1000, 1000
+    own = groups_of([Shared([random_matrix(seed, shape) for seed in range(4)], 0)])
+    planned, step = with_headers(own, 30), ITEMSIZE * sum(shape)
+    target = planned(spending.allocate("water-filling", own, 1000 * step)) - short
+    assert 0 <= target - planned(spending.fit("water-filling", own, target, planned)) < step
+
+
 def test_no_budget_is_small_enough() -> None:
     own = groups_of(PROBLEMS["one group"])
     with pytest.raises(UsageError, match="cannot be made small enough for 900 B in all"):
