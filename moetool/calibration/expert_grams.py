@@ -28,7 +28,8 @@ class ExpertGrams:
         at_once: int | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        """With fewer `at_once` than there are `experts`, none are kept at first, but what `add_to_all` is given."""
+        """With fewer `at_once` than there are `experts`, none are kept at first, but what `add_to_all` is given.
+        All are added up in `dtype` (`Gram`)."""
         self._empty = partial(Gram, size, device, dtype)
         self.counts = torch.zeros(experts, dtype=torch.int64)
         self._own: dict[int, Gram] = {}
@@ -77,13 +78,13 @@ class ExpertGrams:
         return self._own[expert]
 
     def mean(self) -> Tensor:
-        """`[size, size]`: an average token's, zeros if there was none."""
+        """`[size, size]`, in their dtype: an average token's, zeros if there was none."""
         if self._all is not None:
             return self._all.matrix() / max(1, self._all.count)
         return self.total() / max(1, int(self.counts.sum()))
 
     def total(self) -> Tensor:
-        """`[size, size]`: the sum over all experts, which are all in memory, of this process or of others."""
+        """`[size, size]`, in their dtype: the sum over all experts, which are all in memory, here or elsewhere."""
         return summed_grams(list(self._own.values()), Peers()) if self._total is None else self._total
 
 
@@ -103,7 +104,8 @@ class GramsInSets(Collector):
         at_once: int | None,
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        """Of all experts, or of so many `at_once`. What an expert was given is gathered for the process that has it."""
+        """Of all experts, or of so many `at_once`. What an expert was given is gathered for the process that has it,
+        and added up in `dtype`."""
         self.experts, self.is_first = shape.experts, True
         self.inputs = ExpertGrams(shape.experts, shape.hidden, device, at_once, dtype)
         self._owned = owned or Owned(shape, Peers())

@@ -76,7 +76,7 @@ class InputGramCollector(GramsInSets):
         return torch.stack([given, given, self._channels.sum(1).cpu()])
 
     def gram(self, expert: int, role: Role) -> Tensor:
-        """`[in, in]` for one matrix of an expert of the set in hand, shrunk towards the layer's mean where it saw
+        """`[in, in]` fp32 for one matrix of an expert of the set in hand, shrunk towards the layer's mean where it saw
         few tokens.
 
         An expert that no token reached gets the layer's mean, as if one token had reached it.

@@ -104,7 +104,7 @@ class Owned:
 
 
 def summed_grams(grams: Sequence[Gram], peers: Peers) -> Tensor:
-    """`[size, size]`: the sum of the Gram matrices of all processes, before `reduce_grams`."""
+    """`[size, size]`, in their dtype: the sum of the Gram matrices of all processes, before `reduce_grams`."""
     total = torch.zeros_like(grams[0].matrix())
     for gram in grams:
         total += gram.matrix()

@@ -152,8 +152,8 @@ def test_no_row_is_stretched_out_of_what_is_known() -> None:
 
 def test_rows_that_their_dtype_cannot_hold_are_not_stretched(inputs: Tensor) -> None:
     matrix, scales = random(2, COLUMNS, seed=3), torch.tensor([[60000.0], [1.0]], dtype=torch.float16)
-    decoded = matrix.where(torch.arange(COLUMNS) < 30, 0)
+    decoded = matrix.where(torch.arange(COLUMNS) < 24, 0)
     found = fitted_scales(matrix, decoded, scales, torch.eye(COLUMNS), keeps_size=True)
     assert found.isfinite().all()
     assert found[0].equal(scales[0])
-    assert found[1] > 1.2
+    assert found[1] > 1.5
