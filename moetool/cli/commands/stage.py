@@ -23,7 +23,7 @@ from moetool.convert.told import Activations, ConversionTold, Proof
 from moetool.errors import MoetoolError, UsageError, did_you_mean
 from moetool.job.forecast import format_seconds
 from moetool.job.processes import is_first_process
-from moetool.job.result import Json, Result, Sizes
+from moetool.job.result import Json, LoadedLayer, Result, Sizes
 from moetool.reduce.told import ReducedTold
 
 if TYPE_CHECKING:
@@ -224,6 +224,12 @@ def _size(sizes: Sizes) -> str:
     return f"{before} → {after}" + (f" ({change})" if change else "")
 
 
+def _loaded(loaded: LoadedLayer) -> str:
+    if (error := loaded.relative_error) is None:
+        return "transformers finds every tensor under the name and in the shape that it expects"
+    return f"transformers computes what the files say: layer {loaded.layer} differs by {error:.1e}"
+
+
 def _print_result(result: Result) -> None:
     fields = [("output", result.output)]
     if (sizes := result.sizes) is not None:
@@ -236,6 +242,8 @@ def _print_result(result: Result) -> None:
         print_fields([*fields, ("status", "finished already; nothing was done")])
         return
     fields.append(("verified", "headers, shapes, digests; every number was finite as it was written"))
+    if result.loaded is not None:
+        fields.append(("loaded", _loaded(result.loaded)))
     fields.append(("time", f"{result.seconds:.1f} s"))
     fields.append(("peak memory", format_bytes(result.peak_memory_bytes)))
     print_fields(fields)

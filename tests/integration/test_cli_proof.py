@@ -1,0 +1,109 @@
+"""The last check of every job: a layer of its result, loaded by transformers, against what its files stand for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import contents
+
+from moetool.runtime.modules.experts import SharedBaseExperts
+from moetool.runtime.modules.quantized import QuantizedLinear
+
+BOTH = ("--include", "attention,embeddings")
+METHODS = {
+    "d2moe": ("--ratio", 0.3),
+    "d2moe-semi-dynamic": ("--method", "d2moe", "--ratio", 0.3, "--pruning", "semi-dynamic"),
+    "quantize": ("--method", "quantize", "--bits", 3, "--group-size", 16),
+    "trellis": ("--method", "quantize", "--bits", 2, "--group-size", 16, "--trellis", *BOTH),
+    "hybrid": ("--method", "hybrid", "--ratio", 0.6),
+    "auto": ("--method", "auto", "--ratio", 0.6),
+    "reap": ("--method", "reap", "--experts", 2),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_layer_is_loaded_and_gives_what_the_files_stand_for(
+    compress: Any, tiny_mixtral_bf16: Path, method: str
+) -> None:
+    options = METHODS[method] if "--method" in METHODS[method] else ("--method", method, *METHODS[method])
+    loaded = compress(tiny_mixtral_bf16, *options).told["loaded"]
+    assert 0 <= loaded["layer"] < 3
+    assert loaded["relative_error"] <= 1e-5
+
+
+def test_upcycled_and_exported_models_are_loaded(
+    run_cli: Any, compress: Any, dense: Any, tiny_mixtral: Path, tmp_path: Path
+) -> None:
+    upcycled = run_cli("upcycle", dense("llama"), tmp_path / "mixture", "--experts", 4, "--json")
+    assert upcycled.json["loaded"]["relative_error"] <= 1e-5
+    small = compress(tiny_mixtral, *METHODS["quantize"]).path
+    exported = run_cli("export", small, tmp_path / "dense", "--format", "dense-experts", "--json")
+    assert exported.json["loaded"]["relative_error"] <= 1e-5
+    plain = run_cli("export", tmp_path / "mixture", tmp_path / "expert", "--format", "dense", "--expert", 0, "--json")
+    assert plain.json["loaded"] == {"layer": 0}  # a dense model: names and shapes
+
+
+def _refused(run_cli: Any, source: Path, output: Path, calibration: Any, *options: object) -> str:
+    result = run_cli("compress", source, output, *calibration, *options)
+    assert result.code == 5, result.stderr
+    assert not (output / "config.json").exists()
+    assert not (output / "model.safetensors.index.json").exists()
+    return str(result.stderr)
+
+
+def test_a_result_that_runs_as_something_else_is_refused(
+    run_cli: Any, tiny_mixtral: Path, calibration: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the run time forgot the base of one matrix."""
+    forgets = SharedBaseExperts._uses_base
+    monkeypatch.setattr(
+        SharedBaseExperts,
+        "_uses_base",
+        lambda self, expert, role: (expert, role) != (1, "up") and forgets(self, expert, role),
+    )
+    options = ("--method", "hybrid", "--ratio", 0.6)
+    said = _refused(run_cli, tiny_mixtral, tmp_path / "out", calibration, *options)
+    assert "the experts of layer" in said
+    monkeypatch.undo()
+    resumed = run_cli("compress", tiny_mixtral, tmp_path / "out", *calibration, *options, "--resume", "--json")
+    assert resumed.code == 0, resumed.stderr
+    straight = run_cli("compress", tiny_mixtral, tmp_path / "straight", *calibration, *options, "--no-proof", "--json")
+    assert "loaded" not in straight.json
+    assert contents(tmp_path / "straight") == contents(tmp_path / "out")
+
+
+def test_codes_beside_the_experts_are_compared(
+    run_cli: Any, tiny_mixtral: Path, calibration: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = QuantizedLinear.forward
+    monkeypatch.setattr(QuantizedLinear, "forward", lambda self, inputs: 1.001 * right(self, inputs))
+    said = _refused(run_cli, tiny_mixtral, tmp_path / "out", calibration, *METHODS["trellis"])
+    assert "self_attn.q_proj" in said
+
+
+def test_a_result_that_does_not_load_is_refused(
+    run_cli: Any, tiny_mixtral: Path, calibration: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if modules of codes had a tensor more than is written."""
+    made = QuantizedLinear.__init__
+
+    def larger(self: Any, *arguments: Any) -> None:
+        made(self, *arguments)
+        self.more = torch.nn.Parameter(torch.zeros(2, device=self.weight.device))
+
+    monkeypatch.setattr(QuantizedLinear, "__init__", larger)
+    said = _refused(run_cli, tiny_mixtral, tmp_path / "out", calibration, *METHODS["trellis"])
+    assert "transformers would not load this result" in said
+
+
+def test_a_layer_that_does_not_fit_is_checked_by_its_shapes(
+    run_cli: Any, tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moetool.job.proof.free_bytes", lambda: 1000)
+    result = run_cli(
+        "compress", tiny_mixtral, tmp_path / "out", *METHODS["quantize"], "--rounding", "nearest", "--json"
+    )
+    assert result.code == 0, result.stderr
+    assert "only names and shapes" in result.stderr
+    assert result.json["loaded"].keys() == {"layer"}
