@@ -364,7 +364,7 @@ def test_a_stage_is_found_by_its_file(section: Section) -> None:
 
 @about(STAGE)
 def test_a_stage_goes_on_where_it_was_stopped(section: Section, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["average-experts", "RUN_A", "mean", "--other", "RUN_B", "--shard-size", "20KB"]
+    words = ["average-experts", "RUN_A", "mean", "--other", "RUN_B", "--shard-size", "20KB", "--no-proof"]
     read: list[int] = []
 
     def stopped(self: ExpertReader, layer: int, *arguments: Any) -> torch.Tensor:
