@@ -44,9 +44,9 @@ class ExpertReader:
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         check_unquantized(checkpoint.config)
         self.checkpoint, self.architecture = checkpoint, architecture
-        self.shape: MoEShape = architecture.shape(checkpoint.config)
-        self.layouts: dict[int, LayerLayout] = layer_layouts(checkpoint.config)
-        self.moe_layers: tuple[int, ...] = architecture.moe_layers(checkpoint.config)
+        self.shape: MoEShape = architecture.shape(checkpoint.settings)
+        self.layouts: dict[int, LayerLayout] = layer_layouts(checkpoint.settings)
+        self.moe_layers: tuple[int, ...] = architecture.moe_layers(checkpoint.settings)
         self.names: frozenset[str] = frozenset()
         self._last_base: tuple[tuple[int, Role], Tensor] | None = None
         self._check()

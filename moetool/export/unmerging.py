@@ -11,6 +11,7 @@ from moetool.architectures.dense import DENSE_SIBLINGS, DenseArchitecture
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.settings import settings_of
 from moetool.checkpoint.writer import InParts, TensorSpec
 from moetool.convert.parts import REST, Made
 from moetool.errors import InvalidInputError
@@ -127,16 +128,25 @@ def _in_parts(dtype: torch.dtype, shape: tuple[int, ...], parts: Parts) -> InPar
     return InParts(dtype, shape, (block.to(dtype) for part in parts for block in part()))
 
 
-def dense_config(config: Mapping[str, object]) -> dict[str, object] | None:
+def dense_config(checkpoint: Checkpoint) -> dict[str, object] | None:
     """The config of the dense model beside an MoE model that moetool did not make, where its family has a dense sibling
-    with the same layers; else `None`."""
-    sibling = DENSE_SIBLINGS.get(str(config.get("model_type")))
+    with the same layers; else `None`. What the MoE model's says nothing of is written out where the two families have
+    other defaults.
+
+    Raises:
+        InvalidInputError: transformers refuses an entry.
+    """
+    sibling = DENSE_SIBLINGS.get(str(checkpoint.config.get("model_type")))
     if sibling is None:
         return None
     model_type, model_class = sibling
-    kept = {key: value for key, value in config.items() if key not in _MOE_KEYS}
-    width = config.get("moe_intermediate_size", config.get("intermediate_size"))
-    return {**kept, "model_type": model_type, "architectures": [model_class], "intermediate_size": width}
+    settings = checkpoint.settings
+    kept = {key: value for key, value in checkpoint.config.items() if key not in _MOE_KEYS}
+    width = settings.get("moe_intermediate_size", settings.get("intermediate_size"))
+    made = {**kept, "model_type": model_type, "architectures": [model_class], "intermediate_size": width}
+    theirs = settings_of(made, checkpoint.path)
+    unsaid = {key: settings[key] for key in theirs if key in settings and key not in made}
+    return made | {key: value for key, value in unsaid.items() if value != theirs[key]}
 
 
 _MOE_KEYS = {
