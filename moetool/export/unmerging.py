@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from moetool.architectures import Role
+from moetool.architectures.base import Settings, whole_number
 from moetool.architectures.dense import DENSE_SIBLINGS, DenseArchitecture
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.header import TensorInfo
@@ -128,25 +130,38 @@ def _in_parts(dtype: torch.dtype, shape: tuple[int, ...], parts: Parts) -> InPar
     return InParts(dtype, shape, (block.to(dtype) for part in parts for block in part()))
 
 
-def dense_config(checkpoint: Checkpoint) -> dict[str, object] | None:
+def dense_config(config: Mapping[str, object], path: Path) -> dict[str, object] | None:
     """The config of the dense model beside an MoE model that moetool did not make, where its family has a dense sibling
-    with the same layers; else `None`. What the MoE model's says nothing of is written out where the two families have
-    other defaults.
+    with the same layers; else `None`. What the MoE model's leaves out is written where the families differ in it.
+
+    Args:
+        config: the MoE model's `config.json`.
+        path: where that lies.
 
     Raises:
         InvalidInputError: transformers refuses an entry.
     """
-    sibling = DENSE_SIBLINGS.get(str(checkpoint.config.get("model_type")))
+    sibling = DENSE_SIBLINGS.get(str(config.get("model_type")))
     if sibling is None:
         return None
     model_type, model_class = sibling
-    settings = checkpoint.settings
-    kept = {key: value for key, value in checkpoint.config.items() if key not in _MOE_KEYS}
+    settings = settings_of(config, path)
+    kept = {key: value for key, value in config.items() if key not in _MOE_KEYS}
     width = settings.get("moe_intermediate_size", settings.get("intermediate_size"))
     made = {**kept, "model_type": model_type, "architectures": [model_class], "intermediate_size": width}
-    theirs = settings_of(made, checkpoint.path)
-    unsaid = {key: settings[key] for key in theirs if key in settings and key not in made}
-    return made | {key: value for key, value in unsaid.items() if value != theirs[key]}
+    ours, theirs = _computed(settings), settings_of(made, path)
+    return made | {key: ours[key] for key in theirs if key in ours and key not in made and ours[key] != theirs[key]}
+
+
+def _computed(settings: Settings) -> dict[str, object]:
+    """Settings with those that some families have none of: they compute with what follows from others."""
+    found = dict(settings)
+    if settings.get("head_dim") is None:
+        hidden, heads = (whole_number(settings, key) for key in ("hidden_size", "num_attention_heads"))
+        found["head_dim"] = (hidden or 0) // (heads or 1)
+    if settings.get("sliding_window") and "layer_types" not in settings:
+        found["layer_types"] = ["sliding_attention"] * (whole_number(settings, "num_hidden_layers") or 0)
+    return found
 
 
 _MOE_KEYS = {

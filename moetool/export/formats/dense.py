@@ -51,7 +51,7 @@ class ExportDense(Stage[ExportDenseOptions]):
         """`config.json` of the dense model. Raises `InvalidInputError` if there is no dense family for it."""
         if self._upcycled is not None:
             return self._upcycled.source_config
-        config = dense_config(self.source.checkpoint)
+        config = dense_config(self.source.checkpoint.config, self.source.checkpoint.path)
         if config is None:
             raise InvalidInputError(
                 f"There is no dense family with the layers of {self.source.checkpoint.config.get('model_type')}. "
