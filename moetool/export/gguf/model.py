@@ -41,6 +41,7 @@ from moetool.format.gguf import (
     layer_in_file,
 )
 from moetool.format.kinds import custom_module
+from moetool.runtime.building import check_sizes
 from moetool.runtime.dense import DenseModel
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class GgufSource:
         return None if self.experts is None else self.experts.architecture
 
     def check(self) -> None:
-        """Raise `InvalidInputError` for what llama.cpp would compute otherwise."""
+        """Raise `InvalidInputError` for what llama.cpp would compute otherwise, or transformers not at all."""
         for key, known in {
             **self.family.computes,
             "hidden_act": ("silu", "swish"),
@@ -124,6 +125,8 @@ class GgufSource:
                 f"'{self.family.architecture}' has them in every layer."
             )
         self._check_attention()
+        if not self.checkpoint.is_imagined:
+            check_sizes(self.checkpoint)
 
     def _check_attention(self) -> None:
         config, own = self.config, self.family.architecture
