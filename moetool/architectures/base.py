@@ -6,9 +6,13 @@ An `Architecture` is data. It holds no code that depends on the family, so that 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NewType
 
 from moetool.errors import InvalidInputError
+
+# What a `config.json` says, and what transformers fills in where that says nothing, made by `checkpoint/settings.py`.
+# A `config.json` as it stands is of another type, so that a type checker sees where a number is read from one.
+Settings = NewType("Settings", dict[str, object])
 
 Role = Literal["gate", "up", "down"]
 ROLES: tuple[Role, ...] = ("gate", "up", "down")
@@ -124,7 +128,7 @@ class MoELayers:
     last: str | None = None
     kinds: str | None = None
 
-    def among(self, layers: int, config: Mapping[str, object]) -> tuple[int, ...]:
+    def among(self, layers: int, config: Settings) -> tuple[int, ...]:
         """The MoE layers among that many layers.
 
         Raises:
@@ -261,11 +265,11 @@ class Architecture:
         """Config keys of the number of routed experts, the first one that is there counts."""
         return (self.experts_key,) if isinstance(self.experts_key, str) else self.experts_key
 
-    def layers(self, config: Mapping[str, object]) -> int:
+    def layers(self, config: Settings) -> int:
         """Number of decoder layers."""
         return self.number(config, "num_hidden_layers")
 
-    def moe_layers(self, config: Mapping[str, object]) -> tuple[int, ...]:
+    def moe_layers(self, config: Settings) -> tuple[int, ...]:
         """Which decoder layers are MoE layers, by `config.json`.
 
         Raises:
@@ -276,7 +280,7 @@ class Architecture:
             raise InvalidInputError("By config.json no layer of this model has experts.")
         return found
 
-    def shape(self, config: Mapping[str, object]) -> MoEShape:
+    def shape(self, config: Settings) -> MoEShape:
         """The shape that `config.json` promises for every MoE layer.
 
         Raises:
@@ -291,7 +295,7 @@ class Architecture:
                 )
         return self.numbers(config)
 
-    def numbers(self, config: Mapping[str, object]) -> MoEShape:
+    def numbers(self, config: Settings) -> MoEShape:
         """The same, whatever the router's rule.
 
         Raises:
@@ -311,7 +315,7 @@ class Architecture:
             )
         return shape
 
-    def expert_groups(self, config: Mapping[str, object]) -> tuple[int, int]:
+    def expert_groups(self, config: Settings) -> tuple[int, int]:
         """Into how many groups the experts of a layer are divided, those that follow each other, and from how many a
         token's are taken; one and one without groups."""
         if self.groups_keys is None:
@@ -319,7 +323,7 @@ class Architecture:
         groups, chosen = (whole_number(config, key) or 1 for key in self.groups_keys)
         return groups, chosen
 
-    def number(self, config: Mapping[str, object], key: str) -> int:
+    def number(self, config: Settings, key: str) -> int:
         """A positive integer of `config.json`, which may say it of every layer."""
         value = _of_every_layer(config.get(key))
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -101,7 +101,12 @@ class DenseBase(GivenBase):
         self.fingerprint = self._dense.checkpoint.fingerprint()
         dense, shape = self._dense, experts.shape
         found = (dense.layers, dense.hidden, dense.intermediate, dense.architecture.roles)
-        needed = (experts.architecture.layers(experts.checkpoint.config), shape.hidden, shape.intermediate, shape.roles)
+        needed = (
+            experts.architecture.layers(experts.checkpoint.settings),
+            shape.hidden,
+            shape.intermediate,
+            shape.roles,
+        )
         if found != needed:
             raise InvalidInputError(
                 f"{source} has {_described(*found)}; the experts need {_described(*needed)}: it is not the dense model "

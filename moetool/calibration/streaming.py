@@ -32,8 +32,8 @@ from moetool.calibration.held_experts import HeldExperts, working_sets
 from moetool.checkpoint.decoded import decoded
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.settings import described_in, model_config
 from moetool.errors import InvalidInputError
-from moetool.runtime.building import described_in, model_config
 from moetool.runtime.loading import model_class, run_experts_of_any_width, surplus
 from moetool.runtime.memory import return_heap
 from moetool.runtime.modules.fused import fused_tensors
@@ -136,7 +136,7 @@ class StreamedModel:
             and name.endswith((".weight", ".bias"))
             and not any(re.search(pattern, name) for pattern in ignored)
         ]
-        if inside := surplus(inside, self.checkpoint.config):
+        if inside := surplus(inside, self.checkpoint.settings):
             raise InvalidInputError(
                 f"{self.checkpoint.path} has weights inside layers that the model of config.json does not have: "
                 f"{inside[0]} ({len(inside)} in all). What was measured without them would be wrong; refusing."

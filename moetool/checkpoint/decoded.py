@@ -64,7 +64,7 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         InvalidInputError: codes or scales are missing, or do not fit each other.
     """
-    entry, modules = moetool_entry(checkpoint.config), quantized_beside(checkpoint.config)
+    entry, modules = moetool_entry(checkpoint.config), quantized_beside(checkpoint.settings)
     if entry is None or not modules or checkpoint.is_imagined:
         return checkpoint
     forms = {weight_of(module): form for module, form in modules.items()}
@@ -87,7 +87,7 @@ def is_decoded(checkpoint: Checkpoint) -> bool:
 
 def quantized_tensors(checkpoint: Checkpoint) -> frozenset[str]:
     """Names of all tensors that store what is quantized beside a checkpoint's experts, placeholders among them."""
-    weights = map(weight_of, quantized_beside(checkpoint.config))
+    weights = map(weight_of, quantized_beside(checkpoint.settings))
     return frozenset(
         name for weight in weights for name in (weight, *(quantized_name(weight, tensor) for tensor in TENSORS))
     )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Architecture, MoEShape, Role
-from moetool.architectures.base import by_name
+from moetool.architectures.base import EXPERT_KEYS, by_name
 from moetool.checkpoint.header import check_dtype
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec, is_finite
@@ -44,9 +44,9 @@ class ExpertReader:
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         check_unquantized(checkpoint.config)
         self.checkpoint, self.architecture = checkpoint, architecture
-        self.shape: MoEShape = architecture.shape(checkpoint.config)
-        self.layouts: dict[int, LayerLayout] = layer_layouts(checkpoint.config)
-        self.moe_layers: tuple[int, ...] = architecture.moe_layers(checkpoint.config)
+        self.shape: MoEShape = architecture.shape(checkpoint.settings)
+        self.layouts: dict[int, LayerLayout] = layer_layouts(checkpoint.settings)
+        self.moe_layers: tuple[int, ...] = architecture.moe_layers(checkpoint.settings)
         self.names: frozenset[str] = frozenset()
         self._last_base: tuple[tuple[int, Role], Tensor] | None = None
         self._check()
@@ -146,11 +146,13 @@ class ExpertReader:
             raise InvalidInputError(
                 f"Tensor {missing[0]} is missing from {self.checkpoint.path} ({len(missing)} missing in all): "
                 f"config.json promises {self.shape.experts} experts in {len(self.moe_layers)} MoE layers."
+                f"{self._unsaid()}"
             )
         for name, shape in expected.items():
             if tensors[name].shape != shape:
                 raise InvalidInputError(
                     f"Tensor {name} has shape {list(tensors[name].shape)}, config.json promises {list(shape)}."
+                    f"{self._unsaid()}"
                 )
         for name in tensors:
             if name in expected or not name.startswith(blocks):
@@ -163,6 +165,13 @@ class ExpertReader:
                 )
         self.names = frozenset(experts)
         check_dtype("The experts", self.dtype)
+
+    def _unsaid(self) -> str:
+        """Sentences on the numbers of experts that are transformers' and not the config's own."""
+        config, settings, counts = self.checkpoint.config, self.checkpoint.settings, self.architecture.experts_keys
+        keys = (*(() if config.keys() & {*counts, *EXPERT_KEYS} else counts[:1]), self.architecture.intermediate_key)
+        unsaid = [key for key in keys if key in settings and key not in config]
+        return "".join(f" It has no {key}, for which transformers takes {settings[key]}." for key in unsaid)
 
     @property
     def dtype(self) -> torch.dtype:

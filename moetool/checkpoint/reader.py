@@ -7,16 +7,19 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from moetool.architectures import aliases
+from moetool.architectures.base import Settings
 from moetool.checkpoint.header import Header, TensorInfo, read_header, reading
+from moetool.checkpoint.settings import settings_of
 from moetool.checkpoint.source import resolve_source
 from moetool.errors import InvalidInputError, did_you_mean
-from moetool.format.validation import check_config, check_depth, check_headers
+from moetool.format.validation import check_config, check_depth, check_headers, check_settings, is_known
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -98,8 +101,16 @@ class Checkpoint:
         if not tensors:
             raise InvalidInputError(f"The weight files of {path} hold no tensors.")
         ordered = dict(sorted(_hub_names(tensors, config).items()))
-        check_headers(config, {name: info.shape for name, info in ordered.items()}, path)
-        return cls(str(source), path, config, ordered, files, weight_bytes, digest.hexdigest())
+        opened = cls(str(source), path, config, ordered, files, weight_bytes, digest.hexdigest())
+        if is_known(config):
+            check_headers(opened.settings, config, {name: info.shape for name, info in ordered.items()}, path)
+        return opened
+
+    @cached_property
+    def settings(self) -> Settings:
+        """What `config.json` says, and what transformers fills in where that says nothing. Raises `InvalidInputError`
+        where transformers does not know the model, or refuses an entry."""
+        return settings_of(self.config, self.path)
 
     @property
     def is_imagined(self) -> bool:
@@ -178,6 +189,8 @@ def read_config(path: Path) -> tuple[bytes, dict[str, object]]:
     """`config.json` of a checkpoint's directory, as bytes and parsed, checked. Raises `InvalidInputError`."""
     content, config = read_object(path / CONFIG, lambda: _missing_config(path))
     check_config(config, path / CONFIG)
+    if is_known(config):
+        check_settings(settings_of(config, path), config, path / CONFIG)
     return content, config
 
 

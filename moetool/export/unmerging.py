@@ -2,15 +2,18 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from moetool.architectures import Role
+from moetool.architectures.base import Settings, whole_number
 from moetool.architectures.dense import DENSE_SIBLINGS, DenseArchitecture
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.settings import settings_of
 from moetool.checkpoint.writer import InParts, TensorSpec
 from moetool.convert.parts import REST, Made
 from moetool.errors import InvalidInputError
@@ -127,16 +130,38 @@ def _in_parts(dtype: torch.dtype, shape: tuple[int, ...], parts: Parts) -> InPar
     return InParts(dtype, shape, (block.to(dtype) for part in parts for block in part()))
 
 
-def dense_config(config: Mapping[str, object]) -> dict[str, object] | None:
+def dense_config(config: Mapping[str, object], path: Path) -> dict[str, object] | None:
     """The config of the dense model beside an MoE model that moetool did not make, where its family has a dense sibling
-    with the same layers; else `None`."""
+    with the same layers; else `None`. What the MoE model's leaves out is written where the families differ in it.
+
+    Args:
+        config: the MoE model's `config.json`.
+        path: where that lies.
+
+    Raises:
+        InvalidInputError: transformers refuses an entry.
+    """
     sibling = DENSE_SIBLINGS.get(str(config.get("model_type")))
     if sibling is None:
         return None
     model_type, model_class = sibling
+    settings = settings_of(config, path)
     kept = {key: value for key, value in config.items() if key not in _MOE_KEYS}
-    width = config.get("moe_intermediate_size", config.get("intermediate_size"))
-    return {**kept, "model_type": model_type, "architectures": [model_class], "intermediate_size": width}
+    width = settings.get("moe_intermediate_size", settings.get("intermediate_size"))
+    made = {**kept, "model_type": model_type, "architectures": [model_class], "intermediate_size": width}
+    ours, theirs = _computed(settings), settings_of(made, path)
+    return made | {key: ours[key] for key in theirs if key in ours and key not in made and ours[key] != theirs[key]}
+
+
+def _computed(settings: Settings) -> dict[str, object]:
+    """Settings with those that some families have none of: they compute with what follows from others."""
+    found = dict(settings)
+    if settings.get("head_dim") is None:
+        hidden, heads = (whole_number(settings, key) for key in ("hidden_size", "num_attention_heads"))
+        found["head_dim"] = (hidden or 0) // (heads or 1)
+    if settings.get("sliding_window") and "layer_types" not in settings:
+        found["layer_types"] = ["sliding_attention"] * (whole_number(settings, "num_hidden_layers") or 0)
+    return found
 
 
 _MOE_KEYS = {

@@ -7,6 +7,7 @@ An embedding and the head that are one tensor stay one: it is stored, and listed
 from collections.abc import Mapping
 
 from moetool.architectures import Architecture
+from moetool.architectures.base import Settings
 from moetool.errors import InvalidInputError
 from moetool.format.families import architecture_of
 from moetool.format.marker import BESIDE, moetool_entry
@@ -37,7 +38,7 @@ def quantizable(architecture: Architecture, layers: int) -> dict[str, tuple[str,
     }
 
 
-def quantized_beside(config: Mapping[str, object]) -> dict[str, QuantizedMatrix]:
+def quantized_beside(config: Settings) -> dict[str, QuantizedMatrix]:
     """How the quantized matrices beside a model's experts are stored, by the name of the module.
 
     Raises:

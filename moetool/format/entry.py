@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from moetool.architectures.base import Settings
 from moetool.errors import InvalidInputError
 from moetool.format.families import architecture_of
 from moetool.format.kinds import CustomModule
@@ -36,7 +37,7 @@ def check_format_version(entry: Mapping[str, object]) -> None:
         )
 
 
-def layer_layouts(config: Mapping[str, object]) -> dict[int, LayerLayout]:
+def layer_layouts(config: Settings) -> dict[int, LayerLayout]:
     """The layout of every layer that is not stored natively, by layer.
 
     Raises:

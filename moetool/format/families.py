@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moetool.architectures import find_architecture
-from moetool.architectures.base import Architecture, MoEShape
+from moetool.architectures.base import Architecture, MoEShape, Settings
 from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
 from moetool.errors import InvalidInputError
 from moetool.format.kinds import custom_module
@@ -21,13 +21,13 @@ class CustomMoE(Architecture):
 
     spec: MoESpec
 
-    def moe_layers(self, config: Mapping[str, object]) -> tuple[int, ...]:
+    def moe_layers(self, config: Settings) -> tuple[int, ...]:
         return self.spec.layers
 
-    def numbers(self, config: Mapping[str, object]) -> MoEShape:
+    def numbers(self, config: Settings) -> MoEShape:
         return self.spec.shape
 
-    def layers(self, config: Mapping[str, object]) -> int:
+    def layers(self, config: Settings) -> int:
         return self.spec.of
 
 

@@ -11,7 +11,7 @@ from types import MappingProxyType, ModuleType
 from torch import Tensor
 
 from moetool.architectures import Architecture, Role
-from moetool.architectures.base import whole_number
+from moetool.architectures.base import Settings, whole_number
 from moetool.errors import InvalidInputError, UsageError
 
 # Files of an export: the model, and what llama-quantize can be told of it.
@@ -197,8 +197,8 @@ def gguf_library() -> ModuleType:
     return gguf
 
 
-def gguf_family(config: Mapping[str, object]) -> GgufFamily:
-    """The family of a `config.json`.
+def gguf_family(config: Settings) -> GgufFamily:
+    """The family of a model.
 
     Raises:
         InvalidInputError: llama.cpp does not know it, or not in this way.

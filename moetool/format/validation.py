@@ -12,7 +12,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from moetool.architectures import Architecture, architectures
-from moetool.architectures.base import whole_number
+from moetool.architectures.base import Settings, whole_number
 from moetool.architectures.dense import DenseArchitecture, dense_architectures, find_dense_architecture
 from moetool.errors import InvalidInputError
 from moetool.format.beside import quantized_beside
@@ -148,7 +148,7 @@ def check_depth(parsed: object, file: Path) -> None:
 
 
 def check_config(config: Mapping[str, object], file: Path) -> None:
-    """Check a parsed `config.json`.
+    """Check a parsed `config.json`, whatever it leaves out.
 
     Raises:
         InvalidInputError: a field is not what it has to be; the message has its name, its value and what was expected.
@@ -159,68 +159,96 @@ def check_config(config: Mapping[str, object], file: Path) -> None:
         check_format_version(entry)
         _validate(_Entry, entry, f"{file}, quantization_config")
         _check_custom(config, file)
-    family = _family(config)
+
+
+def is_known(config: Mapping[str, object]) -> bool:
+    """Whether moetool knows the family of a `config.json`, and so what its settings have to be."""
+    return _family(config) is not None
+
+
+def check_settings(settings: Settings, config: Mapping[str, object], file: Path) -> None:
+    """Check the numbers of a model of a known family against each other, those among them that transformers fills in.
+
+    Args:
+        settings: the model's.
+        config: its `config.json`, which may say less.
+        file: where that lies.
+
+    Raises:
+        InvalidInputError: a number is too large, or two of them do not fit.
+    """
+    family, heads = _family(config), whole_number(settings, "num_attention_heads")
+    shared = whole_number(settings, "num_key_value_heads")
+    if heads and shared and heads % shared:
+        said = _said("num_key_value_heads", config, shared)
+        raise InvalidInputError(f"{file}: {said}, which does not divide num_attention_heads, {heads}.")
     if isinstance(family, Architecture):
-        _check_experts(family, config, file)
-    layer_layouts(config)
-    quantized_beside(config)
+        _check_experts(family, settings, config, file)
+    layer_layouts(settings)
+    quantized_beside(settings)
 
 
-def check_headers(config: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    """Check sizes in a `config.json` against those in the files, before anything is made in these sizes.
+def check_headers(
+    settings: Settings, config: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]], path: Path
+) -> None:
+    """Check the sizes of a model of a known family against those in the files, before anything is made in these sizes.
+
+    Args:
+        settings: the model's.
+        config: its `config.json`, which may say less.
+        shapes: of the tensors in the files, by name.
+        path: where they lie.
 
     Raises:
         InvalidInputError: no tensor has that size, or the last layer no tensor.
     """
     family = _family(config)
-    if family is None:
-        return
+    assert family is not None
     sizes = {size for shape in shapes.values() for size in shape}
-    promised = {key: config[key] for key in ("vocab_size", "hidden_size", "n_embd") if key in config}
-    for key in ("num_hidden_layers", "n_layer"):
-        if key not in config:
-            continue
-        last = family.layer_prefix((whole_number(config, key) or 0) - 1)
-        end = ".".join(last.split(".")[-3:])  # the bare decoder's tensors have shorter names
-        if not any(end in name for name in shapes):
+    layers = whole_number(settings, "num_hidden_layers") or 0
+    last = family.layer_prefix(layers - 1)
+    end = ".".join(last.split(".")[-3:])  # the bare decoder's tensors have shorter names
+    if not any(end in name for name in shapes):
+        raise InvalidInputError(
+            f"Every tensor of {last.rstrip('.')} is missing from {path}: config.json promises {layers} layers "
+            f"({_said('num_hidden_layers', config, layers)})."
+        )
+    for key in ("vocab_size", "hidden_size"):
+        if (size := settings[key]) not in sizes:
             raise InvalidInputError(
-                f"Every tensor of {last.rstrip('.')} is missing from {path}: config.json promises {config[key]} layers "
-                f"({key})."
+                f"config.json of {path}: {_said(key, config, size)}, and no tensor of the files has that size."
             )
-    for key, size in promised.items():
-        if size not in sizes:
-            raise InvalidInputError(
-                f"config.json of {path}: {key} is {size}, and no tensor of the files has that size."
-            )
-    experts = _experts(family, config)[1] if isinstance(family, Architecture) else None
+    experts = _experts(family, settings)[1] if isinstance(family, Architecture) else None
     if experts is not None and experts > max([len(shapes), *sizes]):
         raise InvalidInputError(f"config.json of {path} promises {experts} experts, more than the files can hold.")
 
 
-def _experts(family: Architecture, config: Mapping[str, object]) -> tuple[str, int | None]:
-    """The number of experts as far as a config says it, and under which key."""
+def _said(key: str, config: Mapping[str, object], value: object) -> str:
+    """What a message says of a setting: whether it is the config's own or filled in."""
+    return f"{key} is {value}" if key in config else f"{key} is not there, for which transformers takes {value}"
+
+
+def _experts(family: Architecture, settings: Settings) -> tuple[str, int | None]:
+    """The number of experts, and under which key."""
     if isinstance(family, CustomMoE):
         return "experts", family.spec.experts
-    key = next((key for key in family.experts_keys if key in config), family.experts_keys[0])
-    return key, whole_number(config, key)
+    key = next((key for key in family.experts_keys if key in settings), family.experts_keys[0])
+    return key, whole_number(settings, key)
 
 
-def _check_experts(family: Architecture, config: Mapping[str, object], file: Path) -> None:
-    """What the config says of experts; what it does not say, transformers knows."""
-    key, experts = _experts(family, config)
+def _check_experts(family: Architecture, settings: Settings, config: Mapping[str, object], file: Path) -> None:
+    if isinstance(family, CustomMoE):
+        return
+    key, experts = _experts(family, settings)
     for name, most in ((key, MOST_EXPERTS), (family.top_k_key, MOST_EXPERTS), (family.intermediate_key, MOST)):
-        if name in config and family.number(config, name) > most:
-            raise InvalidInputError(f"{file}: {name} is {config[name]}, but should be less than or equal to {most}.")
-    if experts is not None and family.top_k_key in config:
-        family.numbers({**config, family.intermediate_key: 1, "hidden_size": 1})
-    groups, chosen = whole_number(config, "n_group") or 1, whole_number(config, "topk_group") or 1
+        if family.number(settings, name) > most:
+            raise InvalidInputError(f"{file}: {name} is {settings[name]}, but should be less than or equal to {most}.")
+    family.numbers(settings)
+    groups, chosen = family.expert_groups(settings)
     if experts is not None and (experts % groups or chosen > groups):
-        raise InvalidInputError(
-            f"{file}: n_group is {groups} and topk_group {chosen}; {experts} experts cannot be divided and chosen so."
-        )
-    layers = whole_number(config, "num_hidden_layers")
-    if layers is not None and not isinstance(family, CustomMoE):
-        family.moe_layers_rule.among(layers, config)
+        said = " and ".join(_said(name, config, settings[name]) for name in family.groups_keys or ())
+        raise InvalidInputError(f"{file}: {said}; {experts} experts cannot be divided and chosen so.")
+    family.moe_layers_rule.among(family.layers(settings), settings)
 
 
 def _family(config: Mapping[str, object]) -> Architecture | DenseArchitecture | None:

@@ -70,7 +70,7 @@ class ModelSize:
 def moe_size(reader: ExpertReader, at_once: int | None = None) -> ModelSize:
     """Of an MoE model, of whose layers all experts are in memory together, or so many `at_once`."""
     checkpoint, shape, count = reader.checkpoint, reader.shape, len(reader.moe_layers)
-    layers = reader.architecture.layers(checkpoint.config)
+    layers = reader.architecture.layers(checkpoint.settings)
     prefixes = tuple(reader.architecture.layer_prefix(layer) for layer in range(layers))
     rest = _numbers(checkpoint, prefixes) - _numbers(checkpoint, prefixes, among=reader.names)
     experts = count * shape.expert_parameters
@@ -87,8 +87,8 @@ def dense_size(dense: DenseModel) -> ModelSize:
 
 
 def _size(checkpoint: Checkpoint, layers: int, hidden: int, numbers: int, active: int) -> ModelSize:
-    vocabulary = whole_number(checkpoint.config, "vocab_size") or 0
-    heads = whole_number(checkpoint.config, "num_attention_heads", "n_head") or -(-hidden // 64)
+    vocabulary = whole_number(checkpoint.settings, "vocab_size") or 0
+    heads = whole_number(checkpoint.settings, "num_attention_heads", "n_head") or -(-hidden // 64)
     nbytes, tensors = checkpoint.weight_bytes, len(checkpoint.tensors)
     return ModelSize(layers, hidden, vocabulary, numbers, active, nbytes, tensors, heads)
 
@@ -332,7 +332,7 @@ def writing(read: int, written: int, tensors: int) -> Work:
 
 def training(checkpoint: Checkpoint, tokens: int, steps: int, trained: int, *, bf16: bool, again: bool) -> Work:
     """Forwards, backwards and optimizer steps on so many tokens; `again` if forwards are made twice for less memory."""
-    config, tensors = checkpoint.config, checkpoint.tensors
+    config, tensors = checkpoint.settings, checkpoint.tensors
     numbers = {name: math.prod(info.shape) for name, info in tensors.items()}
     routed = sum(count for name, count in numbers.items() if ".experts." in name)
     share = (whole_number(config, *TOP_K_KEYS) or 1) / (whole_number(config, *EXPERT_KEYS) or 1)

@@ -73,7 +73,7 @@ def _drawn(source: Input, options: TextOptions, more: int) -> tuple[Tensor, Tens
         bos=_bos(source, options),
     )
     for windows in drawn:
-        check_vocabulary(windows, whole_number(source.checkpoint.config, "vocab_size"))
+        check_vocabulary(windows, whole_number(source.checkpoint.settings, "vocab_size"))
     return drawn
 
 

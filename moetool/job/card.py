@@ -8,10 +8,12 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from moetool.architectures.base import Settings
 from moetool.architectures.dense import is_encoder
 from moetool.checkpoint.files import copy_file, file_sha256
 from moetool.checkpoint.manifest import Manifest, Origin, manifest_of
 from moetool.checkpoint.reader import CARD, Checkpoint
+from moetool.checkpoint.settings import settings_of
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.checkpoint.source import is_here, looks_local
 from moetool.errors import MoetoolError
@@ -27,9 +29,7 @@ _BASE = "base_model"
 _LOST = {"relative_error": "error relative to the delta", "lost_energy": "share of the delta's energy that was cut off"}
 
 
-def chosen_options(
-    options: RunOptions, recipe: Mapping[str, object], config: Mapping[str, object]
-) -> dict[str, object]:
+def chosen_options(options: RunOptions, recipe: Mapping[str, object], config: Settings) -> dict[str, object]:
     """The options in a recipe that are not at their defaults, with the names alone of local files. Windows as long as
     the context that `config` tells are by default."""
     defaults = {
@@ -251,7 +251,7 @@ def _limits(config: Mapping[str, object]) -> Iterator[str]:
 def _in_vllm(config: Mapping[str, object]) -> str:
     """What becomes of it there, by moetool's plug-in."""
     try:
-        served_layouts(config)
+        served_layouts(settings_of(config, Path()))
     except MoetoolError as error:
         return f"vLLM cannot load it. {error}"
     return (

@@ -39,7 +39,10 @@ def including(source: InputT, options: Options) -> InputT:
     if not isinstance(source, Source) or not isinstance(options, IncludeOptions) or not options.include:
         return source
     checkpoint, architecture = source.checkpoint, source.architecture
-    kinds, done = quantizable(architecture, architecture.layers(checkpoint.config)), quantized_beside(checkpoint.config)
+    kinds, done = (
+        quantizable(architecture, architecture.layers(checkpoint.settings)),
+        quantized_beside(checkpoint.settings),
+    )
     chosen: dict[str, QuantizedMatrix] = {}
     for kind in options.include:
         weights = {name: checkpoint.tensors.get(weight_of(name)) for name in kinds[kind]}

@@ -1,10 +1,9 @@
 """What going through a model layer by layer takes at its peak, and how many experts of a layer that leaves room for."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from moetool.architectures import MoEShape
-from moetool.architectures.base import whole_number
+from moetool.architectures.base import Settings, whole_number
 from moetool.calibration.held_experts import working_sets
 from moetool.calibration.input_grams import GRAM_DTYPE, keeps_each_down
 from moetool.checkpoint.experts import ExpertReader
@@ -120,13 +119,13 @@ def layer_numbers(experts: ExpertReader) -> tuple[int, int, int]:
     sizes = {name: info.nbytes // info.dtype.itemsize for name, info in tensors.items() if name not in experts.names}
     layers = [
         sum(size for name, size in sizes.items() if name.startswith(architecture.layer_prefix(layer)))
-        for layer in range(architecture.layers(experts.checkpoint.config))
+        for layer in range(architecture.layers(experts.checkpoint.settings))
     ]
     outside = sum(size for name, size in sizes.items() if not name.startswith(start))
     return outside, max(layers), max(layers[layer] for layer in experts.moe_layers)
 
 
-def attention_bytes(config: Mapping[str, object], windows: int, length: int) -> int:
+def attention_bytes(config: Settings, windows: int, length: int) -> int:
     """Of latent attention in some windows: queries, keys, values and their gradients, and where values are not as wide
     as keys the scores between all tokens, which torch then forms on a processor; three times these, by measurement."""
     heads, values = (whole_number(config, key) for key in ("num_attention_heads", "v_head_dim"))

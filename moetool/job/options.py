@@ -1,10 +1,10 @@
 """Options that many commands share, as frozen pydantic models. Command line and YAML are both generated from these."""
 
-from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from moetool.architectures.base import Settings
 from moetool.calibration.opening import BOS_HELP, Bos
 from moetool.checkpoint.sizes import ByteSize
 from moetool.errors import UsageError
@@ -117,13 +117,13 @@ class RunOptions(Options):
 OptionsT = TypeVar("OptionsT", bound=Options)
 
 
-def context_length(config: Mapping[str, object]) -> int | None:
+def context_length(config: Settings) -> int | None:
     """The positions of a model; some families know of no end."""
     found = config.get("max_position_embeddings", config.get("n_positions"))
     return found if isinstance(found, int) else None
 
 
-def fit_context(options: OptionsT, config: Mapping[str, object], marks: int = 0) -> OptionsT:
+def fit_context(options: OptionsT, config: Settings, marks: int = 0) -> OptionsT:
     """Shorten windows to the model's context, less `marks` tokens around each, unless their length was asked for.
 
     Raises:

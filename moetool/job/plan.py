@@ -163,7 +163,7 @@ class CalibrationCost:
     def layer_memory(self, experts: ExpertReader, *measuring: Measuring, gradients: bool = False) -> LayerMemory:
         """Estimated peak of anonymous memory, by parts, of a job that measures this, one after the other: all of one
         layer, one batch, statistics, and what is not a layer."""
-        shape, config = experts.shape, experts.checkpoint.config
+        shape, config = experts.shape, experts.checkpoint.settings
         outside, largest, other = layer_numbers(experts)
         windows = batch_size(self.samples, self.length)
         activations = 4 * windows * self.length * (16 * shape.hidden + 5 * shape.top_k * shape.intermediate)

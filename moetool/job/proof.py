@@ -58,12 +58,12 @@ def _proved(made: Checkpoint, memory: int | None, progress: Progress) -> LoadedL
     from moetool.runtime.one_layer import load_layer
 
     try:
-        family = None if is_opaque(made.config) else architecture_of(made.config)
+        family = None if is_opaque(made.config) else architecture_of(made.settings)
     except InvalidInputError:
         family = None  # dense
     reader = None if family is None else ExpertReader(decoded(made), family)
     layer = 0 if reader is None else _most_kinds(reader)
-    prefix = (family or find_dense_architecture(made.config)).layer_prefix(layer)
+    prefix = (family or find_dense_architecture(made.settings)).layer_prefix(layer)
     needed = _COPIES * sum(
         info.nbytes // info.dtype.itemsize * (4 if info.dtype.is_floating_point else info.dtype.itemsize)
         for name, info in made.tensors.items()
@@ -132,7 +132,7 @@ def _native_experts(made: Checkpoint, path: str, experts: nn.Module) -> nn.Modul
 def _errors_of_codes(made: Checkpoint, model: nn.Module, prefix: str) -> Iterator[float]:
     """‖Δ‖ / ‖output‖ of each linear layer that is stored as codes against the matrix that these stand for. Raises
     `VerificationError` if one is more than rounding."""
-    for name, form in quantized_beside(made.config).items():
+    for name, form in quantized_beside(made.settings).items():
         if name.startswith(prefix):
             linear: Any = model.get_submodule(name)
             stored = {part: made.read(quantized_name(weight_of(name), part)) for part in TENSORS}

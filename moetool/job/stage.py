@@ -45,7 +45,7 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
     has_trainer: ClassVar[bool] = False
 
     def __init__(self, source: SourceT, options: StageOptionsT) -> None:
-        self.source, self.options = including(source, options), fit_context(options, source.checkpoint.config)
+        self.source, self.options = including(source, options), fit_context(options, source.checkpoint.settings)
 
     @abstractmethod
     def plan(self) -> Plan:

@@ -246,7 +246,7 @@ def record_origin(
         source=checkpoint.source,
         source_fingerprint=checkpoint.fingerprint(),
         recipe=dict(job.recipe),
-        chosen=chosen_options(job.options, job.recipe, checkpoint.config),
+        chosen=chosen_options(job.options, job.recipe, checkpoint.settings),
         seed=seed,
         statistics={} if calibration is None else {"calibration": calibration.to_json()},
         provenance=provenance or Provenance(),
@@ -274,7 +274,7 @@ def entry_for(
     """The `quantization_config` for these layouts on top of what the source had; `None` if every layer is native."""
     merged = {**source.experts.layouts, **layouts}
     old = moetool_entry(source.checkpoint.config) or {}
-    beside = {**quantized_beside(source.checkpoint.config), **source.included}
+    beside = {**quantized_beside(source.checkpoint.settings), **source.included}
     if not beside and all(layout.is_native for layout in merged.values()):
         return None
     kept = {key: old[key] for key in old if key not in ("layers", "quant_method", "format_version")}

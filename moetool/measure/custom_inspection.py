@@ -25,7 +25,7 @@ def inspect_custom(path: str | Path, checkpoint: Checkpoint, files: Files) -> In
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
     counts = spec.counts(dense, shapes)
     down = _down(checkpoint, dense)
-    layers = whole_number(config, "num_hidden_layers", "n_layer")
+    layers = whole_number(checkpoint.settings, "num_hidden_layers", "n_layer")
     moe_layers = spec.among(layers or 0)
     masks = spec.masks(shapes)
     return Inspection(

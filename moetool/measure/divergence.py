@@ -141,7 +141,7 @@ def original_beside(
 
 def _check_room(original: Checkpoint, predictions: int, dtype: torch.dtype, place: Path, progress: Progress) -> None:
     """Say what the original's logits take on the disk. Raises `ResourceError` if that is more than there is."""
-    vocabulary = whole_number(original.config, "vocab_size") or 0
+    vocabulary = whole_number(original.settings, "vocab_size") or 0
     needed = predictions * vocabulary * dtype.itemsize
     size, free = format_bytes(needed), shutil.disk_usage(place).free
     progress.log(f"Both models do not fit in memory: the logits of {original.path} wait in {place}, {size}.")
@@ -172,7 +172,7 @@ def check_comparable(original: Checkpoint, model: Checkpoint, tokenizer: Tokeniz
     if is_encoder(original.config) != is_encoder(model.config):
         encoder = original if is_encoder(original.config) else model
         raise UsageError(f"{encoder.path} is an encoder, and the other is not: they do not predict the same.")
-    sizes = [whole_number(one.config, "vocab_size") for one in (original, model)]
+    sizes = [whole_number(one.settings, "vocab_size") for one in (original, model)]
     if None not in sizes and sizes[0] != sizes[1]:
         raise InvalidInputError(
             f"{original.path} predicts {sizes[0]} tokens and {model.path} {sizes[1]}: models of different vocabularies "

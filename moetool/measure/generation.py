@@ -61,7 +61,7 @@ def generate(
         raise UsageError(f"{path} is an encoder ({checkpoint.config.get('model_type')}): it generates nothing.")
     tokenizer = load_tokenizer(checkpoint.path)
     ids = _encode(tokenizer, prompt, options.chat)
-    options = _fit(options, ids.shape[1], context_length(checkpoint.config), path)
+    options = _fit(options, ids.shape[1], context_length(checkpoint.settings), path)
     dtype = stored_dtype(checkpoint) if options.compute_dtype == "auto" else options.compute_dtype
     model = load_for(checkpoint, options.device, dtype, progress)
     synthesis = apply_synthesis(model, options.synthesize, few_tokens=True)

@@ -46,7 +46,7 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
         model_type=str(checkpoint.config["model_type"]),
         architecture=source.architecture.name,
         router_rule=source.architecture.router_rule,
-        layers=source.architecture.layers(checkpoint.config),
+        layers=source.architecture.layers(checkpoint.settings),
         moe_layers=len(reader.moe_layers),
         experts=reader.shape.experts,
         top_k=reader.shape.top_k,
@@ -65,7 +65,7 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
 
 def _beside(checkpoint: Checkpoint) -> QuantizedBeside | None:
     names = quantized_tensors(checkpoint) & checkpoint.tensors.keys()
-    modules = quantized_beside(checkpoint.config)
+    modules = quantized_beside(checkpoint.settings)
     return QuantizedBeside(len(modules), sum(checkpoint.tensors[name].nbytes for name in names)) if modules else None
 
 

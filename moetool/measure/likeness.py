@@ -68,7 +68,7 @@ def measure_likeness(made: str | Path, original: str | Path, options: LikenessOp
     result, source = Checkpoint.open(made), Checkpoint.open(original)
     tokenizer = load_tokenizer(result.path)
     encoder = is_encoder(result.config)
-    options = fit_context(options, result.config, sum(map(len, marks(tokenizer))) if encoder else 0)
+    options = fit_context(options, result.settings, sum(map(len, marks(tokenizer))) if encoder else 0)
     same = ("windows", "sequence_length", "bos", "device", "compute_dtype", "keep")
     shared = {name: getattr(options, name) for name in same}
     evaluated = perplexity(str(made), EvaluationOptions(data=text, against=str(original), **shared), progress)
@@ -101,7 +101,7 @@ def _incomparable(made: Checkpoint, original: Checkpoint) -> str | None:
     """Why layers cannot be compared one by one, if they cannot."""
     if any(is_opaque(one.config) for one in (made, original)):
         return "layers of moetool's own networks are not compared one by one"
-    sizes = [(one.config.get("hidden_size"), one.config.get("num_hidden_layers")) for one in (made, original)]
+    sizes = [(one.settings.get("hidden_size"), one.settings.get("num_hidden_layers")) for one in (made, original)]
     return None if sizes[0] == sizes[1] else "the models have other numbers of layers or other widths"
 
 

@@ -6,11 +6,12 @@ import torch
 
 from moetool.architectures.dense import check_predicts
 from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.settings import described_in
 from moetool.checkpoint.sizes import format_bytes
 from moetool.job.job import pick_compute_dtype, pick_device
 from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.options import EvaluatedOptions
-from moetool.runtime.building import check_sizes, described_in
+from moetool.runtime.building import check_sizes
 from moetool.runtime.loading import check_memory, load_model, loading_memory
 from moetool.runtime.modules.moefied import set_keep
 from moetool.runtime.synthesis import SynthesisChoice, apply_synthesis

@@ -59,12 +59,12 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress = SILEN
     checkpoint = Checkpoint.open(path)
     tokenizer = load_tokenizer(checkpoint.path)
     encoder = is_encoder(checkpoint.config)
-    options = fit_context(options, checkpoint.config, sum(map(len, marks(tokenizer))) if encoder else 0)
+    options = fit_context(options, checkpoint.settings, sum(map(len, marks(tokenizer))) if encoder else 0)
     bos: Bos = "never" if encoder else options.bos
     windows = evaluation_windows(
         options.data, tokenizer, sequence_length=options.sequence_length, limit=options.windows, bos=bos
     )
-    check_vocabulary(windows, whole_number(checkpoint.config, "vocab_size"))
+    check_vocabulary(windows, whole_number(checkpoint.settings, "vocab_size"))
     batch = max(1, options.batch_tokens // options.sequence_length)
     asked: Predictions = HiddenTokens(tokenizer, batch) if encoder else NextTokens()
     batches = windows.split(1 if encoder else batch)

@@ -98,7 +98,7 @@ def routing(path: str, options: RoutingOptions, progress: Progress = SILENT) -> 
         VerificationError: the model's routing is not a number.
     """
     checkpoint = Checkpoint.open(path)
-    options = fit_context(options, checkpoint.config)
+    options = fit_context(options, checkpoint.settings)
     tokenizer = load_tokenizer(checkpoint.path)
     model = load_for(checkpoint, options.device, options.compute_dtype, progress)
     counter, top_k = _Counter(model), experts_per_token(model)
@@ -109,7 +109,7 @@ def routing(path: str, options: RoutingOptions, progress: Progress = SILENT) -> 
         windows = evaluation_windows(
             spec, tokenizer, sequence_length=options.sequence_length, limit=options.windows, bos=options.bos
         )
-        check_vocabulary(windows, whole_number(checkpoint.config, "vocab_size"))
+        check_vocabulary(windows, whole_number(checkpoint.settings, "vocab_size"))
         counts = []
         with phase(progress, text, len(windows)):
             for window in windows:

@@ -174,10 +174,10 @@ def _rounded(
 ) -> set[str]:
     """Weights beside the experts that are, or on the way from a source were, stored in codes that the source does not
     have (`--include`)."""
-    kinds = quantizable(architecture, architecture.layers(original.config))
+    kinds = quantizable(architecture, architecture.layers(original.settings))
     asked = [(step.chosen or {}).get("include") for step in steps]
     included = {name for names in asked if isinstance(names, list) for kind in names for name in kinds.get(kind, ())}
-    modules = (included | quantized_beside(checkpoint.config).keys()) - quantized_beside(original.config).keys()
+    modules = (included | quantized_beside(checkpoint.settings).keys()) - quantized_beside(original.settings).keys()
     return set(map(weight_of, modules))
 
 

@@ -27,7 +27,7 @@ class ReducedPlan(ShardPlan):
         """Everything outside the layers, then the layers in order."""
         source, tensors = self.source, self.source.checkpoint.tensors
         architecture, reader = source.architecture, source.experts
-        count = architecture.layers(source.checkpoint.config)
+        count = architecture.layers(source.checkpoint.settings)
         owners = {architecture.layer.format(layer=layer): layer for layer in range(count)}
         gone = lost_names(source)
         specs: dict[int, list[TensorSpec]] = {layer: [] for layer in range(-1, count)}
@@ -68,7 +68,7 @@ def lost_names(source: Source) -> set[str]:
     """Tensors of the layers after the last that predict further tokens, if they have experts: transformers does not run
     them, so nothing is known of these, and with another number of experts no engine could load them."""
     architecture, tensors = source.architecture, source.checkpoint.tensors
-    further = architecture.layers(source.checkpoint.config)
+    further = architecture.layers(source.checkpoint.settings)
     lost: set[str] = set()
     while architecture.router_name(further) in tensors:
         lost |= {name for name in tensors if name.startswith(architecture.layer_prefix(further))}
@@ -80,7 +80,8 @@ def reduced_config(source: Source, kept: int) -> dict[str, object]:
     """`config.json` with another number of experts, and without layers that predict further tokens if these go."""
     config, shape = source.checkpoint.config, source.experts.shape
     keys = {*source.architecture.experts_keys, *EXPERT_KEYS} & config.keys()
-    changes: dict[str, object] = {key: kept for key in config if key in keys and config[key] == shape.experts}
+    named = {key for key in keys if config[key] == shape.experts} or source.architecture.experts_keys[:1]
+    changes: dict[str, object] = dict.fromkeys(named, kept)
     if lost_names(source) and _PREDICTION in config:
         changes[_PREDICTION] = 0
     return patch_config(config, changes)

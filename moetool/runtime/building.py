@@ -1,4 +1,4 @@
-"""A model as its `config.json` describes it: transformers' config, and the model without weights."""
+"""The model that a `config.json` describes, without weights."""
 
 import copy
 import math
@@ -10,46 +10,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from moetool.checkpoint.reader import CONFIG, Checkpoint
-from moetool.errors import InvalidInputError, MoetoolError
+from moetool.checkpoint.settings import described_in, model_config
+from moetool.errors import InvalidInputError
 from moetool.format.entry import is_quantized_elsewhere
 from moetool.format.families import is_opaque
 from moetool.format.marker import moetool_entry
-from moetool.runtime.quiet import quiet
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from moetool.runtime.plugin import MoetoolQuantizer
-
-
-@contextmanager
-def described_in(path: Path) -> Iterator[None]:
-    """Whatever transformers raises over the files of a checkpoint's directory in a `with` block is an
-    `InvalidInputError`: its validation, and the arithmetic of its modules, have errors of every class."""
-    try:
-        with quiet():
-            yield
-    except MoetoolError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise InvalidInputError(
-            f"transformers cannot build the model that {path / CONFIG} describes: {reason.rstrip('.')}."
-        ) from error
-
-
-def model_config(config: Mapping[str, object], path: Path) -> "PreTrainedConfig":
-    """transformers' config of a model, defaults filled in, without its `quantization_config`.
-
-    Raises:
-        InvalidInputError: transformers refuses an entry.
-    """
-    from transformers import AutoConfig
-
-    raw = copy.deepcopy(dict(config))
-    raw.pop("quantization_config", None)
-    with described_in(path):
-        return AutoConfig.for_model(**raw)
 
 
 def empty_model(config: Mapping[str, object], path: Path, dtype: torch.dtype) -> "PreTrainedModel":

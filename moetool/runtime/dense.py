@@ -11,10 +11,10 @@ from moetool.architectures import Role
 from moetool.architectures.dense import DenseArchitecture
 from moetool.checkpoint.header import check_dtype
 from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.settings import model_config
 from moetool.errors import InvalidInputError
 from moetool.format.entry import check_unquantized
 from moetool.format.families import dense_architecture_of
-from moetool.runtime.building import model_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

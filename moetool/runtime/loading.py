@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from moetool.architectures import aliases
+from moetool.architectures.base import Settings
 from moetool.architectures.dense import dense_architectures, head_of_a_task, is_encoder
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
@@ -129,7 +130,7 @@ def load_model(
     return model.eval()
 
 
-def surplus(names: Sequence[str], config: Mapping[str, object]) -> list[str]:
+def surplus(names: Sequence[str], config: Settings) -> list[str]:
     """Of names that a model has no tensor for, those that may be missed: not of the heads that its family's files have
     for other tasks, of layers that predict further tokens, or of buffers that transformers computes itself."""
     family = next((own for own in dense_architectures() if config.get("model_type") in own.model_types), None)
@@ -158,7 +159,7 @@ def refuse_loaded(checkpoint: Checkpoint, told: Mapping[str, Any]) -> None:
     wrong = {
         "missing from the files": sorted(told["missing_keys"]),
         "in the files, but not in the model that config.json describes": surplus(
-            list(told["unexpected_keys"]), checkpoint.config
+            list(told["unexpected_keys"]), checkpoint.settings
         ),
         "of another shape than config.json promises": [
             f"{name} {list(found)} instead of {list(promised)}"

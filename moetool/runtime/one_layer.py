@@ -5,11 +5,12 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 
+from moetool.checkpoint.quiet import quiet
 from moetool.checkpoint.reader import Checkpoint
-from moetool.runtime.building import building, described_in, quantizer_of
+from moetool.checkpoint.settings import described_in
+from moetool.runtime.building import building, quantizer_of
 from moetool.runtime.loading import refuse_loaded
 from moetool.runtime.modules.insertion import path_in
-from moetool.runtime.quiet import quiet
 
 
 def load_layer(checkpoint: Checkpoint, prefix: str | None, dtype: torch.dtype) -> PreTrainedModel:

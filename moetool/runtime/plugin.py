@@ -15,6 +15,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from moetool.architectures.base import Settings
+from moetool.checkpoint.settings import filled_in
 from moetool.errors import InvalidInputError
 from moetool.format.entry import check_format_version, layer_layouts
 from moetool.format.families import architecture_of
@@ -64,14 +66,15 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _process_model_before_weight_loading(self, model: "PreTrainedModel", **_: object) -> None:
-        config = {**model.config.to_dict(), "quantization_config": self.quantization_config.to_dict()}
+        config = filled_in(model.config, {})
+        config["quantization_config"] = self.quantization_config.to_dict()
         insert_modules(model, config)
-        if config["quantization_config"].get("layers"):
+        if self.quantization_config.to_dict().get("layers"):
             self._replace_experts(model, config)
         insert_quantized(model, config)
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
 
-    def _replace_experts(self, model: "PreTrainedModel", config: dict[str, object]) -> None:
+    def _replace_experts(self, model: "PreTrainedModel", config: Settings) -> None:
         architecture = architecture_of(config)
         layouts = layer_layouts(config)
         if any(layout.dynamic_channels for layout in layouts.values()):

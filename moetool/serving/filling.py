@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moetool.architectures import Role
+from moetool.architectures.base import Settings
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.beside import quantized_beside
 from moetool.format.entry import layer_layouts
@@ -20,8 +21,8 @@ from moetool.runtime.modules.experts import SharedBaseExperts
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
-def served_layouts(config: Mapping[str, object]) -> dict[int, LayerLayout]:
-    """The layouts of a checkpoint's layers, by its `config.json`, if another engine can hold them in its own model.
+def served_layouts(config: Settings) -> dict[int, LayerLayout]:
+    """The layouts of a checkpoint's layers, by its settings, if another engine can hold them in its own model.
 
     Raises:
         UsageError: it would need more than the routed experts to be moetool's.
@@ -78,10 +79,8 @@ class FilledExperts:
         module: the experts, all of whose tensors are parameters without gradients.
     """
 
-    def __init__(
-        self, config: Any, checkpoint: Mapping[str, object], layer: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """Build empty. `config` is transformers' of the model, `checkpoint` its `config.json`."""
+    def __init__(self, config: Any, checkpoint: Settings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Build empty. `config` is transformers' of the model, `checkpoint` its settings."""
         architecture, self._layout = architecture_of(checkpoint), layer_layouts(checkpoint)[layer]
         self._layer, shape = layer, self._layout.shape
         self.module = SharedBaseExperts(_Native(config, dtype, device), self._layout).eval()

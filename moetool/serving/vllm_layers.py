@@ -20,6 +20,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.models.utils import WeightsMapper
 
 from moetool.architectures import Role
+from moetool.architectures.base import Settings
+from moetool.checkpoint.settings import filled_in
 from moetool.errors import UsageError
 from moetool.format.entry import check_format_version
 from moetool.format.layout import BASE_CHANNELS, LayerLayout
@@ -78,8 +80,8 @@ class MoetoolServing(QuantizationConfig):  # type: ignore[misc]
         return get_current_vllm_config().model_config.hf_config
 
     @cached_property
-    def _checkpoint(self) -> dict[str, object]:
-        return {**self._config.to_dict(), "quantization_config": {**self._entry, "quant_method": METHOD}}
+    def _checkpoint(self) -> Settings:
+        return filled_in(self._config, {"quantization_config": {**self._entry, "quant_method": METHOD}})
 
     @cached_property
     def _layouts(self) -> dict[int, LayerLayout]:
@@ -89,9 +91,7 @@ class MoetoolServing(QuantizationConfig):  # type: ignore[misc]
 class MoetoolExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     """The routed experts of one layer."""
 
-    def __init__(
-        self, moe: Any, config: Any, checkpoint: Mapping[str, object], index: int, layout: LayerLayout
-    ) -> None:
+    def __init__(self, moe: Any, config: Any, checkpoint: Settings, index: int, layout: LayerLayout) -> None:
         super().__init__(moe)
         self._config, self._checkpoint, self._index, self._layout = config, checkpoint, index, layout
         self._experts: FilledExperts | None = None

@@ -19,6 +19,7 @@ from moetool.calibration.windows import check_vocabulary, load_tokenizer
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.header import check_dtype
 from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.settings import described_in
 from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.format.entry import check_unquantized, custom_entry
@@ -35,7 +36,7 @@ from moetool.job.result import Sizes, Told
 from moetool.job.shards import ShardPlan
 from moetool.job.stage import Stage, found_here
 from moetool.job.writing import passed_on, write_checkpoint
-from moetool.runtime.building import check_sizes, described_in
+from moetool.runtime.building import check_sizes
 from moetool.tune.options import TuneOptions
 from moetool.tune.told import TuningTold
 
@@ -101,7 +102,7 @@ class Tune(Stage[TuneOptions, AnySource]):
             self._check_sharding(tool)
         checkpoint = self.source.checkpoint
         numbers = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
-        options, config = self.options, checkpoint.config
+        options, config = self.options, checkpoint.settings
         trained = (
             sum(math.prod(info.shape) for name, info in checkpoint.tensors.items() if self._may_train(name))
             + self._lora_parameters()
@@ -209,7 +210,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         """What is learnt, and what is held out to be evaluated on; says what was left out."""
         from moetool.tune.examples import load_examples
 
-        options, vocabulary = self.options, whole_number(self.source.checkpoint.config, "vocab_size")
+        options, vocabulary = self.options, whole_number(self.source.checkpoint.settings, "vocab_size")
         texts = [
             None if text is None else load_examples(text, self._tokenizer, options.sequence_length, options.bos)
             for text in (options.data, options.eval_data)
@@ -297,7 +298,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         specs = []
         # What transformers has no place for, such as a layer that predicts further tokens, stays as it is.
         unused = source.tensors.keys() - tensors.keys()
-        for name in unused - {*surplus([*unused], source.config)}:
+        for name in unused - {*surplus([*unused], source.settings)}:
             specs.append(TensorSpec(name, source.tensors[name].dtype, source.tensors[name].shape))
         for name, tensor in tensors.items():
             stored = self.source.dtype if tensor.is_floating_point() else tensor.dtype

@@ -169,7 +169,7 @@ def test_a_sibling_can_be_named_for_moe_models_of_other_origin(
     dense = open_dense(save_dense(tmp_path / "dense", family))
     model = upcycled(dense, target)
     made = write_upcycled(tmp_path / "made", model)
-    config = dense_config(model.config())
+    config = dense_config(model.config(), tmp_path)
     assert config is not None
     assert config["architectures"] == [sibling]
     assert config["intermediate_size"] == 48
@@ -183,5 +183,5 @@ def test_a_sibling_can_be_named_for_moe_models_of_other_origin(
 
 
 def test_families_without_a_dense_sibling(tmp_path: Path) -> None:
-    assert dense_config({"model_type": "qwen2_moe", "num_experts": 4}) is None
-    assert dense_config({}) is None
+    assert dense_config({"model_type": "qwen2_moe", "num_experts": 4}, tmp_path) is None
+    assert dense_config({}, tmp_path) is None

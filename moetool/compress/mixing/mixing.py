@@ -78,7 +78,7 @@ class Mixing:
         if self.given is None:
             output = min(output, Choosing(source, self.footings, "matrix", options.shard_size).largest)
         cost, shape, at_once = self._cost, reader.shape, self.experts_at_once
-        layers = source.architecture.layers(source.checkpoint.config)
+        layers = source.architecture.layers(source.checkpoint.settings)
         stored = [(role, form) for footing in self.footings for role, form in footing.base.items()]
         bases = sum(form.nbytes(shape.matrix(role), reader.dtype) for role, form in stored)
         forward = cost.forward_bytes(shape.hidden) + encoded_bytes(reader, output, options.shard_size)

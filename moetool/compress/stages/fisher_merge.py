@@ -48,7 +48,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
         if options.calibration is None and options.merge not in UNMEASURED_MERGES:
             raise UsageError(f"--merge {options.merge} needs calibration text: give --calibration.")
         cost, at_once = self._cost, self._experts_at_once
-        layers = self.source.architecture.layers(self.source.checkpoint.config)
+        layers = self.source.architecture.layers(self.source.checkpoint.settings)
         base = reader.shape.expert_parameters * reader.dtype.itemsize
         measured = options.calibration is not None
         shape = reader.shape

@@ -51,7 +51,7 @@ class ExportDense(Stage[ExportDenseOptions]):
         """`config.json` of the dense model. Raises `InvalidInputError` if there is no dense family for it."""
         if self._upcycled is not None:
             return self._upcycled.source_config
-        config = dense_config(self.source.checkpoint.config)
+        config = dense_config(self.source.checkpoint.config, self.source.checkpoint.path)
         if config is None:
             raise InvalidInputError(
                 f"There is no dense family with the layers of {self.source.checkpoint.config.get('model_type')}. "
@@ -117,7 +117,7 @@ class ExportDense(Stage[ExportDenseOptions]):
 
     def run(self, job: Job) -> Told:
         shared = "none" if self._upcycled is None else self._upcycled.shared
-        if shared != "none" or "shared_expert_intermediate_size" in self.source.checkpoint.config:
+        if shared != "none" or "shared_expert_intermediate_size" in self.source.checkpoint.settings:
             job.progress.log("The shared expert is left out: the dense model is the routed expert alone.")
         units = dict(self._unmerging.units(self._prefixes))
         write_checkpoint(

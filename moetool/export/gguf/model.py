@@ -16,6 +16,7 @@ from moetool.architectures.base import by_name
 from moetool.checkpoint.decoded import decoded
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.settings import model_config
 from moetool.errors import InvalidInputError
 from moetool.export.gguf.file import GgufTensor, NumberType, type_for
 from moetool.format.families import architecture_of
@@ -40,7 +41,7 @@ from moetool.format.gguf import (
     layer_in_file,
 )
 from moetool.format.kinds import custom_module
-from moetool.runtime.building import model_config
+from moetool.runtime.building import check_sizes
 from moetool.runtime.dense import DenseModel
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class GgufSource:
                 f"This model has modules that only moetool runs ('{spec.key}' in its quantization_config): llama.cpp "
                 "does not know them."
             )
-        family = gguf_family(config)
+        family = gguf_family(checkpoint.settings)
         if not family.is_moe:
             return cls(checkpoint, family, DenseModel(checkpoint), None)
         checkpoint = decoded(checkpoint)
@@ -104,7 +105,7 @@ class GgufSource:
         return None if self.experts is None else self.experts.architecture
 
     def check(self) -> None:
-        """Raise `InvalidInputError` for what llama.cpp would compute otherwise."""
+        """Raise `InvalidInputError` for what llama.cpp would compute otherwise, or transformers not at all."""
         for key, known in {
             **self.family.computes,
             "hidden_act": ("silu", "swish"),
@@ -124,6 +125,8 @@ class GgufSource:
                 f"'{self.family.architecture}' has them in every layer."
             )
         self._check_attention()
+        if not self.checkpoint.is_imagined:
+            check_sizes(self.checkpoint)
 
     def _check_attention(self) -> None:
         config, own = self.config, self.family.architecture
@@ -214,7 +217,7 @@ class GgufSource:
 
     def turned(self, name: str, rows: Tensor) -> Tensor:
         """What a model has for every row of a tensor of this (GGUF's) name, in the order of rows that the file has."""
-        heads = self.family.turned_heads(name, *attention_heads(self.checkpoint.config))
+        heads = self.family.turned_heads(name, *attention_heads(self.checkpoint.settings))
         return rows if heads is None else interleaved(rows, heads)
 
     @property
@@ -240,7 +243,7 @@ class GgufSource:
 
     def _rows(self, name: str, own: str) -> Iterator[Tensor]:
         shape = self.checkpoint.info(name).shape
-        if self.family.turned_heads(own, *attention_heads(self.checkpoint.config)) is not None:
+        if self.family.turned_heads(own, *attention_heads(self.checkpoint.settings)) is not None:
             yield self.turned(own, self.checkpoint.read(name))
             return
         step = max(1, _PART // max(1, math.prod(shape[1:])))

@@ -50,7 +50,7 @@ def fit_lengths(options: BenchOptions, *checkpoints: Checkpoint) -> BenchOptions
     Raises:
         UsageError: they were.
     """
-    contexts = {str(own.path): context for own in checkpoints if (context := context_length(own.config)) is not None}
+    contexts = {str(own.path): context for own in checkpoints if (context := context_length(own.settings)) is not None}
     if not contexts:
         return options
     path, most = min(contexts.items(), key=lambda item: item[1])

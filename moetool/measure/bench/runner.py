@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moetool.architectures.dense import is_encoder
 from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.settings import described_in
 from moetool.errors import MoetoolError, ResourceError
 from moetool.job.job import pick_compute_dtype, pick_device
 from moetool.job.memory import PeakMemory, anonymous_bytes
@@ -24,7 +25,7 @@ from moetool.measure.bench.costs import Costs, model_costs
 from moetool.measure.bench.options import BenchOptions
 from moetool.measure.bench.result import Memory
 from moetool.measure.loading import stored_dtype
-from moetool.runtime.building import check_sizes, described_in
+from moetool.runtime.building import check_sizes
 from moetool.runtime.loading import load_model
 from moetool.runtime.memory import return_freed_memory, return_heap
 from moetool.runtime.modules.moefied import set_keep

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from torch import Tensor, nn
 
+from moetool.architectures.base import Settings
 from moetool.errors import InvalidInputError
 from moetool.format.beside import quantized_beside
 from moetool.format.kinds.base import PLACEHOLDER
@@ -163,7 +164,7 @@ def _tables(stored: QuantizedWeight) -> list[Table]:
     return found
 
 
-def insert_quantized(model: "PreTrainedModel", config: Mapping[str, object]) -> None:
+def insert_quantized(model: "PreTrainedModel", config: Settings) -> None:
     """Put modules of codes, still empty, where `config` lists them, and where the head is tied to one of these.
 
     Raises:

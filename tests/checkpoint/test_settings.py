@@ -1,0 +1,186 @@
+"""With each key of config.json left out in turn: every number moetool computes with is that of transformers' model."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import dense_families
+import families
+import pytest
+import torch
+from transformers import AutoConfig
+
+from moetool.architectures import Architecture, find_architecture
+from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
+from moetool.checkpoint.reader import read_config
+from moetool.checkpoint.settings import settings_of
+from moetool.errors import InvalidInputError
+from moetool.export.gguf.model import GgufSource
+from moetool.format.gguf import GGUF_FAMILIES, attention_heads, gguf_family
+from moetool.job.options import context_length
+from moetool.runtime.loading import model_class
+
+DENSE = {**dense_families.DENSE_FAMILIES, **dense_families.MOEFY_FAMILIES}
+
+
+def whole(model_type: str, entries: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with every key that transformers would write."""
+    described = AutoConfig.for_model(model_type, **entries)
+    return {key: value for key, value in json.loads(described.to_json_string(use_diff=False)).items() if key != "dtype"}
+
+
+def lacking(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The config without one key, for every key but the one that names the family."""
+    for key in config:
+        if key not in ("model_type", "architectures", "transformers_version"):
+            yield key, {name: value for name, value in config.items() if name != key}
+
+
+def built(config: dict[str, Any]) -> Any:
+    """transformers' own model, on the meta device; `None` where it cannot build one."""
+    try:
+        described = AutoConfig.for_model(**config)
+        with torch.device("meta"):
+            return model_class(config).from_config(described)
+    except Exception:
+        return None
+
+
+def layers_of(model: Any, family: Architecture | DenseArchitecture) -> Any:
+    return model.get_submodule(family.layer.format(layer=0).rpartition(".")[0])
+
+
+def attention_of(layer: Any) -> Any:
+    """The module that has queries, keys and values; `None` where a layer has none of the usual kind."""
+    return next((one for one in layer.modules() if hasattr(one, "k_proj") and hasattr(one, "q_proj")), None)
+
+
+def check_moe(family: Architecture, config: dict[str, Any], model: Any) -> None:
+    settings, layers = settings_of(config, Path()), layers_of(model, family)
+    assert family.layers(settings) == len(layers)
+    found = {index: dict(layer.named_modules()).get(family.experts_module) for index, layer in enumerate(layers)}
+    sparse = {
+        index: module for index, module in found.items() if hasattr(module, "down_proj") and module.down_proj.ndim == 3
+    }
+    if not sparse:
+        with pytest.raises(InvalidInputError, match="no layer of this model has experts"):
+            family.moe_layers(settings)
+        return
+    assert family.moe_layers(settings) == tuple(sparse)
+    shape = family.shape(settings)
+    for index, module in sparse.items():
+        assert (shape.experts, shape.hidden, shape.intermediate) == tuple(module.down_proj.shape)
+        block = list(layers[index].modules())
+        assert {one.top_k for one in block if hasattr(one, "top_k")} <= {shape.top_k}
+        groups = {(one.n_group, one.topk_group) for one in block if hasattr(one, "n_group")}
+        groups |= {(one.num_group, one.topk_group) for one in block if hasattr(one, "num_group")}
+        assert {(one or 1, chosen or 1) for one, chosen in groups} <= {family.expert_groups(settings)}
+
+
+def check_common(config: dict[str, Any], model: Any, layers: Any) -> None:
+    settings = settings_of(config, Path())
+    embedding = model.get_input_embeddings()
+    assert settings["vocab_size"] == embedding.num_embeddings
+    assert settings["num_hidden_layers"] == len(layers)
+    assert context_length(settings) == getattr(model.config, "max_position_embeddings", None)
+    heads, shared = attention_heads(settings)
+    for module in filter(None, map(attention_of, layers)):
+        if getattr(module, "num_key_value_groups", None) is not None:
+            assert heads == shared * module.num_key_value_groups
+        if isinstance(getattr(module, "head_dim", None), int):
+            assert module.q_proj.out_features in (heads * module.head_dim, 2 * heads * module.head_dim)
+            assert module.k_proj.out_features == shared * module.head_dim
+
+
+def check_metadata(config: dict[str, Any], model: Any, layers: Any) -> None:
+    """What a GGUF says of the model."""
+    settings, said = settings_of(config, Path()), {}
+
+    def note(key: str, value: Any) -> None:
+        said[key] = value
+
+    writer = SimpleNamespace(add_uint32=note, add_float32=note, add_string=note)
+    checkpoint: Any = SimpleNamespace(config=config, path=Path(), settings=settings)
+    family = gguf_family(settings)
+    experts: Any = SimpleNamespace(shape=find_architecture(config).shape(settings)) if family.is_moe else None
+    GgufSource(checkpoint, family, None, experts).describe(writer)
+    start, attention = family.architecture, attention_of(layers[0])
+    width, rotary = attention.head_dim, model.model.rotary_emb
+    if settings["rope_parameters"]["rope_type"] == "default":
+        frequencies = type(rotary)(model.config).inv_freq  # those of a model on the meta device are not computed
+        base = said[f"{start}.rope.freq_base"]
+        torch.testing.assert_close(frequencies, base ** (-torch.arange(0, width, 2) / width))
+    assert said[f"{start}.attention.layer_norm_rms_epsilon"] == layers[0].input_layernorm.variance_epsilon
+    assert said[f"{start}.attention.key_length"] == said[f"{start}.rope.dimension_count"] == width
+    assert said[f"{start}.attention.head_count"] * width == attention.q_proj.out_features
+    assert said[f"{start}.attention.head_count_kv"] * width == attention.k_proj.out_features
+    assert said[f"{start}.block_count"] == len(layers)
+    assert said[f"{start}.vocab_size"] == model.get_input_embeddings().num_embeddings
+    assert said[f"{start}.embedding_length"] == model.get_input_embeddings().embedding_dim
+    scale = said.get(f"{start}.attention.scale")
+    assert scale is None or scale == attention.scaling
+
+
+def runs(model: Any) -> bool:
+    """Whether transformers' model computes at all, on the meta device."""
+    try:
+        with torch.device("meta"):
+            model(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=False)
+    except Exception:
+        return False
+    return True
+
+
+def refused(tmp_path: Path, config: dict[str, Any]) -> bool:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    try:
+        read_config(tmp_path)
+    except InvalidInputError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_numbers_of_experts_are_those_of_the_model(name: str, tmp_path: Path) -> None:
+    full = whole(name, {**families.COMMON, **families.FAMILIES[name]})
+    family, complete = find_architecture(full), settings_of(full, Path())
+    for key, config in lacking(full):
+        if refused(tmp_path, config):
+            assert (model := built(config)) is None or not runs(model), key
+            continue
+        if settings_of(config, Path()) == complete:
+            continue  # the default: one model
+        if (model := built(config)) is None:
+            continue  # a config, but no model
+        try:
+            check_moe(family, config, model)
+            check_common(config, model, layers_of(model, family))
+            if name in {one.model_type for one in GGUF_FAMILIES}:
+                check_metadata(config, model, layers_of(model, family))
+        except AssertionError as error:
+            error.add_note(f"{name} without {key}")
+            raise
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_numbers_of_dense_models_are_those_of_the_model(name: str, tmp_path: Path) -> None:
+    model_type, entries = DENSE[name]
+    full = whole(model_type, {**dense_families.COMMON, **entries})
+    family, complete = find_dense_architecture(full), settings_of(full, Path())
+    for key, config in lacking(full):
+        if refused(tmp_path, config):
+            assert (model := built(config)) is None or not runs(model), key
+            continue
+        if settings_of(config, Path()) == complete:
+            continue  # the default: one model
+        if (model := built(config)) is None:
+            continue  # a config, but no model
+        try:
+            check_common(config, model, layers_of(model, family))
+            if model_type in {one.model_type for one in GGUF_FAMILIES}:
+                check_metadata(config, model, layers_of(model, family))
+        except AssertionError as error:
+            error.add_note(f"{name} without {key}")
+            raise
