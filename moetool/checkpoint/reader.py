@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,6 +27,7 @@ SINGLE = "model.safetensors"
 MANIFEST = "moetool.json"
 COSTS = "moetool/costs.json"
 CARD = "README.md"
+ADAPTER = "adapter_config.json"  # of peft
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 WEIGHTS = (*PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".tflite")
@@ -240,11 +242,29 @@ def _hub_names(tensors: dict[str, TensorInfo], config: dict[str, object]) -> dic
 
 
 def _missing_config(path: Path) -> str:
+    if (path / ADAPTER).exists():
+        return _adapter_alone(path)
     if largest := max(path.glob("*.gguf"), key=lambda file: file.stat().st_size, default=None):
         return f"{path} has no {CONFIG}, but {largest.name}: give that file, {largest}."
     if not any(path.iterdir()):
         return f"{path} is empty; expected a checkpoint with {CONFIG} and {SINGLE}."
     return f"{path} has no {CONFIG}, so it is not a checkpoint of a Hugging Face model."
+
+
+def _adapter_alone(path: Path) -> str:
+    """What to do with an adapter where a model is expected."""
+    try:
+        base = json.loads((path / ADAPTER).read_bytes())["base_model_name_or_path"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        base = None
+    of = base if isinstance(base, str) and base else "another model"
+    made = f"from peft import AutoPeftModelForCausalLM as M; M.from_pretrained({json.dumps(str(path))})"
+    line = shlex.quote(f'{made}.merge_and_unload().save_pretrained("MERGED")')
+    return (
+        f"{path} is an adapter of {of}, not a model. Merge it first (python -c {line}, then copy "
+        "the tokenizer's files of its base to MERGED) and give MERGED; or make "
+        "experts of several adapters: moetool upcycle BASE OUTPUT --method branch-train-mix --source ADAPTER …"
+    )
 
 
 def read_object(file: Path, missing: Callable[[], str]) -> tuple[bytes, dict[str, object]]:
