@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moetool.checkpoint.permissions import open_to_readers
 from moetool.job.progress import Progress, phase
 from moetool.job.result import Printed
 from moetool.runtime.quiet import quiet
@@ -161,3 +162,4 @@ def _save(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", path: 
     with quiet():
         model.to(torch.bfloat16).save_pretrained(path)
         tokenizer.save_pretrained(path)
+    open_to_readers(*path.glob("*.safetensors"))

@@ -1,7 +1,8 @@
 """A base that is there before a job begins: what `--base` names."""
 
 from abc import ABC, abstractmethod
-from functools import partial
+from collections.abc import Mapping
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -13,8 +14,10 @@ from moetool.bases.choices import UNMEASURED_MERGES, Merge
 from moetool.bases.layer_base import LayerBase, base_path, unweighted_base
 from moetool.calibration.collectors import LayerStatistics
 from moetool.checkpoint.experts import ExpertReader, Weights
+from moetool.checkpoint.files import file_sha256
+from moetool.checkpoint.identity import is_known_as
 from moetool.checkpoint.manifest import read_manifest
-from moetool.checkpoint.reader import CONFIG, Checkpoint
+from moetool.checkpoint.reader import CONFIG, Checkpoint, digest_of
 from moetool.checkpoint.source import local_path
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.writing import down_scale
@@ -28,13 +31,16 @@ _KIN = 0.5
 
 
 class GivenBase(ABC):
-    """Gives the base of every MoE layer.
+    """Gives the base of every MoE layer."""
 
-    Attributes:
-        fingerprint: what decides the result.
-    """
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """What decides the result."""
 
-    fingerprint: str
+    def inputs(self) -> Mapping[str, Checkpoint]:
+        """The checkpoints that it is read from."""
+        return {}
 
     @abstractmethod
     def layer(self, layer: int, weights: Weights) -> LayerBase:
@@ -49,8 +55,12 @@ class MergedBase(GivenBase):
     """A merge of the experts for which nothing is measured."""
 
     def __init__(self, experts: ExpertReader, method: Merge, shared_expert: bool) -> None:
-        self._experts, self.fingerprint, self._method = experts, method, method
+        self._experts, self._method = experts, method
         self._shared_expert = shared_expert
+
+    @property
+    def fingerprint(self) -> str:
+        return self._method
 
     def layer(self, layer: int, weights: Weights) -> LayerBase:
         shape, dtype = self._experts.shape, self._experts.dtype
@@ -61,10 +71,10 @@ class SavedBase(GivenBase):
     """What `fisher-merge` wrote. Raises `InvalidInputError` unless it is complete and belongs to these experts."""
 
     def __init__(self, experts: ExpertReader, directory: Path) -> None:
-        self._directory, self.fingerprint = directory, str(directory)
+        self._directory, self._layers = directory, experts.moe_layers
         if missing := [layer for layer in experts.moe_layers if not base_path(directory, layer).exists()]:
             raise InvalidInputError(f"{directory} is not a complete base: no {base_path(directory, missing[0]).name}.")
-        if read_manifest(directory).source_fingerprint != experts.checkpoint.fingerprint():
+        if not is_known_as(experts.checkpoint, read_manifest(directory).source_fingerprint):
             raise InvalidInputError(f"{directory} is the base of another model than {experts.checkpoint.path}.")
         for layer in experts.moe_layers:
             path = base_path(directory, layer)
@@ -77,6 +87,10 @@ class SavedBase(GivenBase):
                     raise InvalidInputError(
                         f"The {role} base of layer {layer} in {directory} does not fit the experts."
                     )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return digest_of(file_sha256(base_path(self._directory, layer)).encode() for layer in self._layers)
 
     def layer(self, layer: int, weights: Weights) -> LayerBase:
         return LayerBase.load(base_path(self._directory, layer))
@@ -98,7 +112,6 @@ class DenseBase(GivenBase):
             self._dense = DenseModel(Checkpoint.open(source))
         except InvalidInputError as error:
             raise InvalidInputError(f"--base takes the dense model that the experts were made from. {error}") from error
-        self.fingerprint = self._dense.checkpoint.fingerprint()
         dense, shape = self._dense, experts.shape
         found = (dense.layers, dense.hidden, dense.intermediate, dense.architecture.roles)
         needed = (
@@ -118,6 +131,13 @@ class DenseBase(GivenBase):
         matrices = {role: self._dense.matrix(layer, role).to(self._experts.dtype) for role in shape.roles}
         matrices["down"] *= down_scale(self._experts.checkpoint)
         return LayerBase(matrices, torch.arange(shape.intermediate), shape.intermediate, None)
+
+    @property
+    def fingerprint(self) -> str:
+        return self._dense.checkpoint.fingerprint()
+
+    def inputs(self) -> Mapping[str, Checkpoint]:
+        return {"base": self._dense.checkpoint}
 
     def kinship(self) -> float:
         """The least mean cosine similarity of base and experts over the layers."""

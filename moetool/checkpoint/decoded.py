@@ -27,6 +27,13 @@ class DecodedCheckpoint(Checkpoint):
     stored: Checkpoint
     forms: Mapping[str, QuantizedMatrix]
 
+    def fingerprint(self) -> str:
+        return self.stored.fingerprint()
+
+    @property
+    def is_fingerprinted_whole(self) -> bool:
+        return self.stored.is_fingerprinted_whole
+
     def read(self, name: str) -> Tensor:
         if name not in self.forms:
             return super().read(name)

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moetool.checkpoint.header import reading
+from moetool.checkpoint.permissions import open_to_readers
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import ResourceError, UsageError, full_disk
 
@@ -78,9 +79,7 @@ def save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     needed = sum(tensor.nbytes for tensor in tensors.values())
     with atomically(file, needed) as temporary, storage_errors(file, needed):
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)
+        open_to_readers(temporary)
 
 
 def place(file: Path, target: Path) -> Path:

@@ -6,12 +6,16 @@ tokenizer from transformers, which reads GGUF's.
 
 import hashlib
 import json
+import logging
 import math
 import os
+import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,8 @@ from torch import Tensor
 from moetool.architectures import Architecture, Role, find_architecture
 from moetool.architectures.base import by_name
 from moetool.checkpoint.header import reading
+from moetool.checkpoint.permissions import open_to_readers
+from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import InvalidInputError, ResourceError
 from moetool.format.gguf import (
     COUNTS,
@@ -45,9 +51,13 @@ from moetool.format.gguf import (
     layer_in_file,
 )
 from moetool.format.gguf_tokenizer import CUTTINGS
+from moetool.version import __version__
+
+_LOGGER = logging.getLogger(__name__)
 
 _INDEX, _CONFIG = "model.safetensors.index.json", "config.json"
 _SAMPLES, _SAMPLE = 64, 1 << 16  # parts of a file that tell it from others, and their bytes
+_CONVERTED_BY = ("format/gguf.py", "format/gguf_tokenizer.py")  # beside this file
 _VOCABULARY = "tokenizer.ggml."
 
 
@@ -63,9 +73,11 @@ def converted(file: Path, *, weights: bool = True) -> Path:
         ResourceError: there is no room for the checkpoint.
         UsageError: the library `gguf` is not installed.
     """
-    directory = _cache() / f"{file.stem}-{_digest(file)}{'' if weights else '-config'}"
+    digest = _digest(file)
+    directory = _cache() / f"{file.stem}-{digest}{'' if weights else '-config'}"
     if directory.is_dir():
         return directory
+    _tell_others(file.stem, digest)
     unfinished = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
     found = GgufModel(file)
     try:
@@ -91,9 +103,27 @@ def _cache() -> Path:
     return Path(HF_HOME) / "moetool" / "gguf"
 
 
+def _tell_others(stem: str, digest: str) -> None:
+    """Say which conversions of files of that name are there, of other contents or by another moetool."""
+    ours = re.compile(rf"{re.escape(stem)}-(?!{digest})[0-9a-f]{{16}}(-config)?")
+    left = sorted(path for path in _cache().glob("*") if ours.fullmatch(path.name) and path.is_dir())
+    if left:
+        nbytes = sum(file.stat().st_size for path in left for file in path.rglob("*") if file.is_file())
+        named = " ".join(shlex.quote(str(path)) for path in left)
+        _LOGGER.warning(
+            "%s of earlier conversions of %s.gguf are in the cache; what no job works on can go: rm -r %s",
+            format_bytes(nbytes),
+            stem,
+            named,
+        )
+
+
 def _digest(file: Path) -> str:
-    """Of a file's size, time and some of its content: one that was made again is another."""
-    digest = hashlib.sha256()
+    """Of a file's size, time and some of its content, and of what it is converted by: a file that was made again is
+    another, and so is what another moetool or transformers makes of it."""
+    digest = hashlib.sha256(f"{__version__} {version('transformers')} ".encode())
+    for source in (Path(__file__), *map(Path(__file__).parents[1].joinpath, _CONVERTED_BY)):
+        digest.update(source.read_bytes())
     with reading(file), file.open("rb") as stream:
         stat = file.stat()
         digest.update(f"{stat.st_size} {stat.st_mtime_ns}".encode())
@@ -229,12 +259,14 @@ class GgufModel:
         self._write_tokenizer(directory)
         if not weights:
             return
-        layers, total = int(self._number("block_count")), 0
+        layers, total, written = int(self._number("block_count")), 0, self.file.stat().st_mtime_ns
         located: dict[str, str] = {}
         for unit in range(-1, layers):
             tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in self._unit(unit, layers)}
             shard = f"model-{unit + 2:05d}-of-{layers + 1:05d}.safetensors"
             save_file(tensors, directory / shard, metadata={"format": "pt"})
+            open_to_readers(directory / shard)
+            os.utime(directory / shard, ns=(written, written))  # as old as what it was made of, however often it is
             located |= dict.fromkeys(tensors, shard)
             total += sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(located.items()))}

@@ -69,11 +69,13 @@ class Header:
     Attributes:
         raw: the JSON as it stands in the file, without the length before it.
         file_bytes: size of the whole file.
+        written: when the file was written last, in nanoseconds since 1970.
         tensors: every tensor of the file, by name.
     """
 
     raw: bytes
     file_bytes: int
+    written: int
     tensors: dict[str, TensorInfo]
 
 
@@ -95,7 +97,8 @@ def read_header(file: Path) -> Header:
         InvalidInputError: the file cannot be read, is truncated, or its header contradicts itself or the file's size.
     """
     with reading(file):
-        file_bytes = file.stat().st_size
+        stat = file.stat()
+        file_bytes = stat.st_size
         with file.open("rb") as handle:
             start = handle.read(LENGTH_BYTES)
             length = int.from_bytes(start, "little")
@@ -114,7 +117,7 @@ def read_header(file: Path) -> Header:
         _refuse(file, f"expected {expected} bytes, found {file_bytes}: it is truncated")
     if file_bytes > expected:
         _refuse(file, f"expected {expected} bytes, found {file_bytes}: something follows the last tensor")
-    return Header(raw, file_bytes, tensors)
+    return Header(raw, file_bytes, stat.st_mtime_ns, tensors)
 
 
 def _parse(file: Path, raw: bytes) -> tuple[dict[str, TensorInfo], int]:

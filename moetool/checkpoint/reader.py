@@ -5,7 +5,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 from moetool.architectures import aliases
 from moetool.architectures.base import Settings
 from moetool.checkpoint.header import Header, TensorInfo, read_header, reading
+from moetool.checkpoint.sampling import sampled, whole_limit
 from moetool.checkpoint.settings import settings_of
 from moetool.checkpoint.source import resolve_source
 from moetool.errors import InvalidInputError, did_you_mean
@@ -27,10 +29,10 @@ SINGLE = "model.safetensors"
 MANIFEST = "moetool.json"
 COSTS = "moetool/costs.json"
 CARD = "README.md"
+ADAPTER = "adapter_config.json"  # of peft
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 WEIGHTS = (*PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".tflite")
-_SAMPLED_BLOCKS, _SAMPLED_BYTES = 32, 4096
 _LONGEST_NAME = 255  # of a file, on every system that there is
 UNFINISHED = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.tmp)?")
 WORK_DIRECTORIES = frozenset({".git", ".cache", "__pycache__", ".ipynb_checkpoints", ".moetool"})
@@ -47,6 +49,7 @@ class Checkpoint:
         tensors: every tensor of the weight files, sorted by name: the hub's, where the files have an alias for it.
         weight_files: the safetensors files, sorted by name.
         weight_bytes: bytes of those files together, headers included.
+        times: when each of them was written last, in nanoseconds, as it was opened.
     """
 
     source: str
@@ -55,7 +58,8 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
     weight_files: tuple[Path, ...]
     weight_bytes: int
-    _fingerprint: str = field(repr=False)
+    _headers: str = field(repr=False)  # a digest of config, names, sizes and headers
+    times: tuple[int, ...] = field(repr=False)
 
     @classmethod
     def unfinished(cls, path: Path, config: dict[str, object], files: Sequence[Path]) -> "Checkpoint":
@@ -69,7 +73,7 @@ class Checkpoint:
         for header in headers:
             _merge(tensors, header)
         nbytes = sum(header.file_bytes for header in headers)
-        return cls(str(path), path, config, dict(sorted(tensors.items())), tuple(files), nbytes, "unfinished")
+        return cls(str(path), path, config, dict(sorted(tensors.items())), tuple(files), nbytes, "unfinished", ())
 
     @classmethod
     def open(cls, source: str | Path) -> "Checkpoint":
@@ -83,15 +87,9 @@ class Checkpoint:
         path = resolve_source(source)
         config_bytes, config = read_config(path)
         files, weight_map = _weight_files(path)
-        digest = hashlib.sha256()
-        _absorb(digest, config_bytes)
         tensors: dict[str, TensorInfo] = {}
-        weight_bytes = 0
-        for file in files:
-            header = read_header(file)
-            weight_bytes += header.file_bytes
-            for part in (file.name.encode(), str(header.file_bytes).encode(), header.raw, _samples(file, header)):
-                _absorb(digest, part)
+        headers = [read_header(file) for file in files]
+        for header in headers:
             _merge(tensors, header)
         for name, file in weight_map.items():
             if name not in tensors or tensors[name].file != file:
@@ -101,7 +99,12 @@ class Checkpoint:
         if not tensors:
             raise InvalidInputError(f"The weight files of {path} hold no tensors.")
         ordered = dict(sorted(_hub_names(tensors, config).items()))
-        opened = cls(str(source), path, config, ordered, files, weight_bytes, digest.hexdigest())
+        weight_bytes = sum(header.file_bytes for header in headers)
+        parts = [config_bytes]
+        for file, header in zip(files, headers, strict=True):
+            parts += (file.name.encode(), str(header.file_bytes).encode(), header.raw)
+        times = tuple(header.written for header in headers)
+        opened = cls(str(source), path, config, ordered, files, weight_bytes, digest_of(parts), times)
         if is_known(config):
             check_headers(opened.settings, config, {name: info.shape for name, info in ordered.items()}, path)
         return opened
@@ -177,12 +180,28 @@ class Checkpoint:
         return sorted(_sidecars(self.path))
 
     def fingerprint(self) -> str:
-        """SHA-256 in hexadecimal, over the config and the names, sizes, headers and some content of the weight files.
+        """SHA-256 in hexadecimal, over the config and the names, sizes, headers and content of the weight files.
 
-        Cheap at any size, and independent of where the files lie. It tells two models apart, a model from its converted
-        self, and one fine-tune from another; it does not see every damaged byte.
+        Small tensors count whole, of large ones some blocks of each matrix (`moetool.checkpoint.sampling`), so it takes
+        seconds at any size. It is independent of where and when the files were written, is computed when it is asked
+        for first, and sees every change to all of a tensor. It does not see every damaged byte.
+
+        Raises:
+            InvalidInputError: a file cannot be read any more.
         """
         return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        if self.is_imagined:
+            return self._headers
+        return digest_of([self._headers.encode(), sampled(self.tensors.values())])
+
+    @property
+    def is_fingerprinted_whole(self) -> bool:
+        """Whether the fingerprint is over every byte."""
+        sizes = [info.nbytes for info in self.tensors.values()]
+        return max(sizes, default=0) <= whole_limit(self.tensors.values())
 
 
 def read_config(path: Path) -> tuple[bytes, dict[str, object]]:
@@ -199,22 +218,13 @@ def has_weights(path: Path) -> bool:
     return any(file.name.removesuffix(".index.json").endswith(WEIGHTS) for file in path.iterdir())
 
 
-def _absorb(digest: "hashlib._Hash", part: bytes) -> None:
-    # The length goes first, so that no two sequences of parts hash alike.
-    digest.update(len(part).to_bytes(8, "little"))
-    digest.update(part)
-
-
-def _samples(file: Path, header: Header) -> bytes:
-    """Some blocks of a weight file, evenly spaced over its data."""
-    start = min((info.offset for info in header.tensors.values()), default=header.file_bytes)
-    step = max(1, (header.file_bytes - start) // _SAMPLED_BLOCKS)
-    found = []
-    with reading(file), file.open("rb") as stream:
-        for position in range(start, header.file_bytes, step):
-            stream.seek(position)
-            found.append(stream.read(_SAMPLED_BYTES))
-    return b"".join(found)
+def digest_of(parts: Iterable[bytes]) -> str:
+    """SHA-256 in hexadecimal over parts, no two sequences of which hash alike."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _merge(tensors: dict[str, TensorInfo], header: Header) -> None:
@@ -244,11 +254,29 @@ def _hub_names(tensors: dict[str, TensorInfo], config: dict[str, object]) -> dic
 
 
 def _missing_config(path: Path) -> str:
+    if (path / ADAPTER).exists():
+        return _adapter_alone(path)
     if largest := max(path.glob("*.gguf"), key=lambda file: file.stat().st_size, default=None):
         return f"{path} has no {CONFIG}, but {largest.name}: give that file, {largest}."
     if not any(path.iterdir()):
         return f"{path} is empty; expected a checkpoint with {CONFIG} and {SINGLE}."
     return f"{path} has no {CONFIG}, so it is not a checkpoint of a Hugging Face model."
+
+
+def _adapter_alone(path: Path) -> str:
+    """What to do with an adapter where a model is expected."""
+    try:
+        base = json.loads((path / ADAPTER).read_bytes())["base_model_name_or_path"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        base = None
+    of = base if isinstance(base, str) and base else "another model"
+    made = f"from peft import AutoPeftModelForCausalLM as M; M.from_pretrained({json.dumps(str(path))})"
+    line = shlex.quote(f'{made}.merge_and_unload().save_pretrained("MERGED")')
+    return (
+        f"{path} is an adapter of {of}, not a model. Merge it first (python -c {line}, then copy "
+        "the tokenizer's files of its base to MERGED) and give MERGED; or make "
+        "experts of several adapters: moetool upcycle BASE OUTPUT --method branch-train-mix --source ADAPTER …"
+    )
 
 
 def read_object(file: Path, missing: Callable[[], str]) -> tuple[bytes, dict[str, object]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from moetool.calibration.data import data_files, parse_data
 from moetool.checkpoint.files import fast_digest
+from moetool.checkpoint.identity import file_states, hub_sha256
 from moetool.checkpoint.reader import Checkpoint
 from moetool.compare.candidates import Candidate
 from moetool.compare.options import CompareOptions, chosen
@@ -119,7 +120,7 @@ class _Comparing:
         try:
             checkpoint = Checkpoint.open(path)
             size = checkpoint.weight_bytes
-            found = self._noted(self._key("model", {"model": checkpoint.fingerprint()}), self._measure(path))
+            found = self._noted(self._key("model", _known_by("model", checkpoint)), self._measure(path))
             saved = 1 - size / self._bytes
             return ComparedModel(name=name, method=None, asked=None, saved=saved, bytes=size, path=path, **found)
         except InterruptedRunError:
@@ -131,7 +132,8 @@ class _Comparing:
         """What is to be made; a row that says why if that cannot be."""
         try:
             stage = candidate.kind(candidate.kind.source_type.of(self._original), candidate.options)
-            sources = {**stage.sources(), **self._calibration}
+            states = {key: told for name, read in stage.inputs().items() for key, told in _known_by(name, read).items()}
+            sources = {**stage.sources(), **states, **self._calibration}
             made, recipe = fingerprint(candidate.kind.name, sources, stage.recipe()), stage.shared_recipe()
             return Wanted(candidate, stage, made, None if recipe is None else fingerprint("shared", sources, recipe))
         except MoetoolError as error:
@@ -219,13 +221,22 @@ class _Comparing:
         return _fields(found, "perplexity", "nll", "windows", "tokens", "sequence_length", "begin")
 
     def _key(self, what: str, sources: Mapping[str, str]) -> str:
-        return fingerprint(what, {**sources, "original": self._original.fingerprint()}, self._asked)
+        return fingerprint(what, {**sources, **_known_by("original", self._original)}, self._asked)
 
     def _noted(self, key: str, make: Callable[[], dict[str, object]]) -> dict[str, Any]:
         """What the journal has under a key; made and noted if it has nothing."""
         if not self._journal.is_done(key):
             self._journal.done(key, told=make())
         return self._journal.units[key].told
+
+
+def _known_by(name: str, checkpoint: Checkpoint) -> dict[str, str]:
+    """What tells a checkpoint from others: its fingerprint, and where that is not over every byte, of each weight file
+    what the hub says that it holds, or else when it was written."""
+    found = {name: checkpoint.fingerprint()}
+    for file, state in file_states(checkpoint).items():
+        found[f"{name}/{file}"] = hub_sha256(checkpoint.path / file) or str(state["written"])
+    return found
 
 
 def _fields(told: Printed, *names: str) -> dict[str, object]:

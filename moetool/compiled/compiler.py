@@ -71,7 +71,12 @@ def _attempt() -> str:
 
 def compiler_command() -> list[str]:
     """`$CXX` in words, or the first compiler on the path; nothing if there is none."""
-    return shlex.split(os.environ.get("CXX", "")) or [*filter(shutil.which, ("c++", "g++", "clang++"))][:1]
+    try:
+        given = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:  # a quotation mark without its partner
+        _LOGGER.warning("CXX=%s is no command (%s) and is ignored", os.environ["CXX"], error)
+        given = []
+    return given or [*filter(shutil.which, ("c++", "g++", "clang++"))][:1]
 
 
 _LOADED: list[ctypes.CDLL] = []
@@ -148,12 +153,13 @@ def _run(command: list[str]) -> str:
 
 def cache_directories() -> Iterator[Path]:
     """Where compiled kernels may be kept, the best first: `$XDG_CACHE_HOME/moetool` or `~/.cache/moetool`, and a folder
-    of the user's own beside temporary files."""
-    if given := os.environ.get("XDG_CACHE_HOME"):
-        yield Path(given) / "moetool"
+    of the user's own beside temporary files. A relative `$XDG_CACHE_HOME` counts as none, as its specification says."""
+    if (given := Path(os.environ.get("XDG_CACHE_HOME", ""))).is_absolute():
+        yield given / "moetool"
     else:
         with suppress(RuntimeError):  # nobody's home
-            yield Path.home() / ".cache" / "moetool"
+            if (home := Path.home()).is_absolute():
+                yield home / ".cache" / "moetool"
     yield Path(tempfile.gettempdir()) / f"moetool-{os.getuid()}"
 
 

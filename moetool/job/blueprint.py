@@ -69,4 +69,4 @@ def imagine(source: str, path: Path, config: dict[str, object]) -> Checkpoint:
     file = path / SINGLE
     tensors = {spec.name: TensorInfo(spec.name, spec.dtype, spec.shape, spec.nbytes, file, 0) for spec in specs}
     ordered = dict(sorted(tensors.items()))
-    return Checkpoint(source, path, config, ordered, (), shard_nbytes(specs), f"{CONFIG} alone")
+    return Checkpoint(source, path, config, ordered, (), shard_nbytes(specs), f"{CONFIG} alone", ())

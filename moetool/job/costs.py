@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from moetool.checkpoint.reader import COSTS
 from moetool.checkpoint.sealed import BROKEN_SEAL, read_sealed, write_sealed
 from moetool.errors import ResourceError
+from moetool.job.inputs import Inputs
 from moetool.job.memory import PeakMemory
 from moetool.job.plan import Plan, bytes_below
 from moetool.job.progress import Progress
@@ -195,8 +196,9 @@ def _joined(one: PhaseCost, other: PhaseCost) -> PhaseCost:
     )
 
 
-def write_costs(directory: Path, source: Path, meter: Meter, plan: Plan, result: Result) -> None:
-    """Keep what a job has cost, and what it tells that the manifest does not hold, behind what is kept of the `source`.
+def write_costs(directory: Path, source: Path, meter: Meter, plan: Plan, result: Result, inputs: Inputs) -> None:
+    """Keep what a job has cost, and what it tells that the manifest does not hold, behind what is kept of the `source`;
+    and of its inputs what would not be the same of a copy.
 
     Raises:
         ResourceError: it cannot be written.
@@ -207,7 +209,15 @@ def write_costs(directory: Path, source: Path, meter: Meter, plan: Plan, result:
     told = {**({} if result.sizes is None else result.sizes.to_json()), **result.told.to_json()}
     told = {name: value for name, value in told.items() if name != "layers"}
     job = {"stage": result.stage, **meter.all_runs.to_json(), "expected": expected.to_json(), **told}
-    write_sealed(directory / COSTS, {"format_version": COSTS_VERSION, "jobs": [*read_costs(source), job]})
+    content: dict[str, object] = {"format_version": COSTS_VERSION, "jobs": [*read_costs(source), job]}
+    if inputs.states:
+        content["inputs"] = inputs.states
+    write_sealed(directory / COSTS, content)
+
+
+def inputs_read(directory: Path) -> object:
+    """What was noted of the inputs of the job that made a checkpoint; nothing where that was not kept."""
+    return (read_sealed(directory / COSTS) or {}).get("inputs", {})
 
 
 def read_costs(directory: Path) -> list[dict[str, Json]]:

@@ -15,8 +15,9 @@ from moetool.checkpoint.source import local_path
 from moetool.errors import InvalidInputError, MoetoolError, UsageError, VerificationError
 from moetool.job.blueprint import open_for_planning
 from moetool.job.calibrated import calibration_windows
-from moetool.job.costs import Meter, write_costs
+from moetool.job.costs import Meter, inputs_read, write_costs
 from moetool.job.estimate import estimate
+from moetool.job.inputs import Inputs
 from moetool.job.interrupt import listening
 from moetool.job.job import Job
 from moetool.job.memory import anonymous_bytes
@@ -54,6 +55,7 @@ def run_stage(
     overwrite: bool = False,
     progress: Progress = SILENT,
     measured: Path | None = None,
+    same_input: bool = False,
 ) -> Result:
     """Run one stage from `source` to `output` and say what came of it.
 
@@ -66,6 +68,7 @@ def run_stage(
         overwrite: throw away what an earlier run of moetool left in `output`.
         progress: told where the job is.
         measured: where `measure_stages` or another job has measured for this one.
+        same_input: whether the user vouches for input files that were written again since the job began.
 
     Raises:
         MoetoolError: anything a user can do something about.
@@ -76,7 +79,7 @@ def run_stage(
     keep_few_programs()
     with JoinedRanks() if processes() > 1 and not kind.has_trainer else Ranks() as ranks:
         if ranks.is_first:
-            return _lead(kind, source, output, options, ranks, resume, overwrite, progress, measured)
+            return _lead(kind, source, output, options, ranks, resume, overwrite, progress, measured, same_input)
         return _follow(kind, source, output, options, ranks)
 
 
@@ -90,6 +93,7 @@ def _lead(
     overwrite: bool,
     progress: Progress,
     measured: Path | None,
+    same_input: bool,
 ) -> Result:
     """What the first process does, or the only one, or each of those that a Trainer brings together."""
     began = time.monotonic()
@@ -101,12 +105,14 @@ def _lead(
     meter = Meter(progress, directory)
     recipe = stage.recipe()
     identity = fingerprint(kind.name, stage.sources(), recipe)
+    inputs = Inputs(stage.inputs(), said_same=same_input)
     _refuse_self(opened.checkpoint.path, directory, "the input")
     for path in stage.reads():
         _refuse_self(path, directory, f"{path}, which this job reads")
     if resume and not overwrite and is_finished(directory):
         if is_first_process():
-            check_finished(directory, identity)
+            check_finished(directory, identity, opened.checkpoint)
+            inputs.check(inputs_read(directory))
         ranks.broadcast(False)
         sizes = _verified(stage, directory, edited=True)
         return replace(_result(kind, source, directory, began), status="finished", sizes=sizes)
@@ -116,7 +122,7 @@ def _lead(
         # No earlier result is thrown away for a text that cannot be used.
         calibration_windows(opened, stage.options)
     workspace = (
-        Workspace(directory, identity, resume=resume, overwrite=overwrite, progress=meter)
+        Workspace(directory, identity, resume=resume, overwrite=overwrite, progress=meter, inputs=inputs)
         if is_first_process()
         else FollowingWorkspace(directory)
     )
@@ -136,7 +142,7 @@ def _lead(
             result = replace(_result(kind, source, directory, began, told), loaded=job.loaded)
             if is_first_process():
                 result = replace(result, sizes=_verified(stage, directory))
-                write_costs(directory, opened.checkpoint.path, meter, plan, result)
+                write_costs(directory, opened.checkpoint.path, meter, plan, result, inputs)
             workspace.close()
     except BaseException as error:
         ranks.fail(error)

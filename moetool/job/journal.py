@@ -13,10 +13,12 @@ from moetool.checkpoint.files import atomically, storage_errors
 
 
 class _Line(TypedDict, total=False):
-    """What a line holds besides its digest: units to make `again`, or all else of one that is done."""
+    """What a line holds besides its digest: units to make `again`, or all else of one that is done. The first line of
+    each process that has gone on says what the `inputs` were."""
 
     number: int
     run: str
+    inputs: Mapping[str, object]
     again: list[str]
     unit: str
     made: dict[str, str]
@@ -48,12 +50,14 @@ class Journal:
         units: what was noted, by name.
         again: those of them that are to be made again.
         run: the fingerprint that its lines carry; `None` if there is none.
+        noted: the inputs, as the last line that tells them has them; `None` if none does, as with an earlier moetool.
         gaps: orders of units whose lines are damaged or lost.
     """
 
-    def __init__(self, path: Path, fingerprint: str) -> None:
-        """Read what is there, if anything is."""
-        self.path, self._fingerprint = path, fingerprint
+    def __init__(self, path: Path, fingerprint: str, inputs: Mapping[str, object] = {}) -> None:
+        """Read what is there, if anything is; the next line will say what `inputs` are now, unless that is known."""
+        self.path, self._fingerprint, self._inputs = path, fingerprint, inputs
+        self.noted: Mapping[str, object] | None = None
         self.units: dict[str, Unit] = {}
         self.again: set[str] = set()
         self.run: str | None = None
@@ -71,6 +75,7 @@ class Journal:
                 self.gaps.append(len(self.units))
             self._next = entry["number"] + 1
             self.run = entry["run"]
+            self.noted = entry.get("inputs", self.noted)
             self._apply(entry)
 
     def _apply(self, entry: _Line) -> None:
@@ -110,6 +115,8 @@ class Journal:
 
     def _append(self, entry: _Line) -> None:
         entry = {**entry, "number": self._next, "run": self._fingerprint}
+        if self.noted != self._inputs:
+            entry["inputs"] = self.noted = self._inputs
         line = _line(entry)
         with storage_errors(self.path), self.path.open("a", encoding="ascii") as file:
             file.write("\n" + line if self._is_torn else line)
@@ -121,9 +128,12 @@ class Journal:
         self._apply(entry)
 
 
-def hand_on(path: Path, target: Path, run: str) -> None:
-    """Write all lines of a journal to another, whole or not at all, as those of the `run` with that fingerprint."""
+def hand_on(path: Path, target: Path, run: str, inputs: Mapping[str, object]) -> None:
+    """Write all lines of a journal to another, whole or not at all, as those of the `run` with that fingerprint, which
+    reads these `inputs`."""
     entries = [entry for line in path.read_bytes().splitlines() if (entry := _checked(line)) is not None]
+    if entries:
+        entries[0] = {**entries[0], "inputs": inputs}
     with atomically(target) as temporary, storage_errors(target):
         temporary.write_text("".join(_line({**entry, "run": run}) for entry in entries), encoding="ascii")
 

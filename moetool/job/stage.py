@@ -81,9 +81,13 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         original, given, written = original_bytes(before), before.checkpoint.weight_bytes, after.weight_bytes
         return Sizes(original, written, round(1 - written / original, 6), None if given == original else given)
 
+    def inputs(self) -> Mapping[str, Checkpoint]:
+        """Every checkpoint that is read, by what it is to this stage."""
+        return {"input": self.source.checkpoint}
+
     def sources(self) -> Mapping[str, str]:
         """Fingerprints of everything that is read."""
-        return {"input": self.source.checkpoint.fingerprint()}
+        return {name: checkpoint.fingerprint() for name, checkpoint in self.inputs().items()}
 
     def reads(self) -> list[Path]:
         """What else on this disk the job needs, besides its input, and an output must not take the place of."""

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moetool.checkpoint.files import TEMPORARY, fast_digest, is_intact, place, storage_errors
+from moetool.checkpoint.identity import is_known_by_earlier
 from moetool.checkpoint.manifest import read_manifest
-from moetool.checkpoint.reader import MANIFEST
+from moetool.checkpoint.reader import MANIFEST, Checkpoint
 from moetool.errors import UsageError
+from moetool.job.inputs import Inputs
 from moetool.job.journal import Journal, hand_on
 from moetool.job.lock import Lock
 from moetool.job.progress import SILENT, Progress, phase
@@ -54,10 +56,12 @@ class Workspace:
         resume: go on with what is there.
         overwrite: throw away what an earlier run has left.
         progress: told what is checked, and what has to be made again.
+        inputs: what the job reads, which has to be what it was.
 
     Raises:
         UsageError: the directory is not empty and neither resuming nor overwriting was asked for; there is nothing to
-            resume; what is there was started with other settings; or another run is at work in it.
+            resume; what is there was started with other settings or from other inputs; or another run is at work in it.
+        InvalidInputError: an input is not what it was.
         ResourceError: the file system refuses.
     """
 
@@ -69,9 +73,10 @@ class Workspace:
         resume: bool = False,
         overwrite: bool = False,
         progress: Progress = SILENT,
+        inputs: Inputs | None = None,
     ) -> None:
         self.output, self.work, self.fingerprint = output, output / WORK_DIRECTORY, fingerprint
-        self._progress = progress
+        self._progress, self._inputs = progress, inputs or Inputs()
         if resume and overwrite:
             raise UsageError("--resume goes on with what is there, --overwrite throws it away: give one of them.")
         if output.exists() and not output.is_dir():
@@ -125,12 +130,19 @@ class Workspace:
         is_lost = not path.exists() and not _holds_only(self.work, self._lock.path)
         with storage_errors(path):
             path.touch()
-        self._journal = Journal(path, self.fingerprint)
+        self._journal = Journal(path, self.fingerprint, self._inputs.states)
         if self._journal.run not in (None, self.fingerprint):
+            if self._journal.noted is None:
+                raise UsageError(
+                    f"The run in {self.output} was started by an earlier moetool, which noted less of its input than "
+                    "this one compares: whether input and settings are still the same cannot be told. Finish it with "
+                    "that moetool, or start again with --overwrite."
+                )
             raise UsageError(
                 f"The run in {self.output} was started with other settings or another input. "
                 "Repeat the first command with --resume, or start again with --overwrite."
             )
+        self._inputs.check(self._journal.noted)
         if is_lost or (path.stat().st_size and not self._journal.units):
             self._progress.log(f"The journal of the run in {self.output} is lost: starting again.")
         self._check_files()
@@ -180,8 +192,8 @@ class Workspace:
         for unit in Journal(theirs, self.fingerprint).units.values():
             for name in unit.files:
                 place(other / name, self.output / name)
-        hand_on(theirs, ours, self.fingerprint)
-        self._journal = Journal(ours, self.fingerprint)
+        hand_on(theirs, ours, self.fingerprint, self._inputs.states)
+        self._journal = Journal(ours, self.fingerprint, self._inputs.states)
         self._seen = {path: _signature(path) for path in self._working_files()}
 
     def is_done(self, unit: str) -> bool:
@@ -318,16 +330,22 @@ def is_finished(output: Path) -> bool:
     return _holds_only(work, work / _LOCK) or Journal(work / _JOURNAL, "").is_done(FINISHED)
 
 
-def check_finished(output: Path, fingerprint: str) -> None:
-    """Remove what a finished run may have left when it died.
+def check_finished(output: Path, fingerprint: str, source: Checkpoint | None = None) -> None:
+    """Remove what a finished run may have left when it died; a `source` tells whether an earlier moetool knew it.
 
     Raises:
         UsageError: it was made with other settings, or an older moetool, which did not note them.
         InvalidInputError: its manifest is damaged.
     """
-    made_by = read_manifest(output).run
+    manifest = read_manifest(output)
+    made_by = manifest.run
     if made_by is None:
         raise UsageError(f"{output} is finished, and does not say with which settings: there is nothing to resume.")
+    if made_by != fingerprint and source is not None and is_known_by_earlier(source, manifest.source_fingerprint):
+        raise UsageError(
+            f"{output} is finished, and was made by an earlier moetool, which noted less of its input than this one "
+            "compares: whether that is still the same cannot be told. --overwrite makes it again."
+        )
     if made_by != fingerprint:
         raise UsageError(
             f"{output} is finished, and was made with other settings or from another input. "

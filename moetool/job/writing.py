@@ -19,6 +19,7 @@ from moetool.checkpoint.files import (
     write_bytes,
     write_json,
 )
+from moetool.checkpoint.identity import check_read
 from moetool.checkpoint.manifest import Manifest, Provenance, manifest_of, write_manifest
 from moetool.checkpoint.reader import CARD, CONFIG, INDEX, Checkpoint
 from moetool.checkpoint.writer import InParts, TensorSpec
@@ -237,6 +238,7 @@ def record_origin(
     """Write the manifest and the model card of a job's result: of `files` that are there, some with digests that are
     `known`, of contents that are `coming`, and of the `model`, if it is one: its config, and bytes of its weights."""
     checkpoint = job.source.checkpoint
+    check_read(checkpoint)
     before = manifest_of(checkpoint.path)
     files = [*files, *keep_source_card(checkpoint, job.output)]
     names = {file.relative_to(job.output).as_posix(): file for file in files}

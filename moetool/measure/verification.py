@@ -9,6 +9,7 @@ import torch
 from moetool.architectures import Architecture, Role
 from moetool.checkpoint.decoded import decoded, quantized_tensors
 from moetool.checkpoint.digests import check_files
+from moetool.checkpoint.identity import is_known_as
 from moetool.checkpoint.manifest import Manifest, Origin, manifest_of
 from moetool.checkpoint.reader import MANIFEST, Checkpoint
 from moetool.checkpoint.writer import is_finite
@@ -189,7 +190,7 @@ def _steps(manifest: Manifest | None, original: Checkpoint, notes: list[str]) ->
         return []
     origins = manifest.origins
     for index, origin in enumerate(origins):
-        if origin.source_fingerprint == original.fingerprint():
+        if is_known_as(original, origin.source_fingerprint):
             return list(origins[: index + 1])
     if origins[-1].stage in _CHAINED:
         notes.append(f"its manifest goes back to {origins[-1].source}, and does not say what that was made from")

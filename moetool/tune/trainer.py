@@ -18,6 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from moetool.checkpoint.files import fast_digest, is_intact, write_json
+from moetool.checkpoint.permissions import open_to_readers
 from moetool.errors import VerificationError
 from moetool.job.job import Job
 from moetool.numerics.seeding import generator
@@ -113,6 +114,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         state = model.state_dict() if state_dict is None else state_dict
         tensors = {name: state[name].detach().cpu().contiguous() for name in sorted(changed)}
         save_file(tensors, directory / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+        open_to_readers(directory / SAFE_WEIGHTS_NAME)
         torch.save(self.args, directory / "training_args.bin")
 
     def restore(self, checkpoint: Path, steps: int) -> None:

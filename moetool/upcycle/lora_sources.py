@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 
 from moetool.checkpoint.files import storage_problem
-from moetool.checkpoint.reader import CONFIG, Checkpoint
+from moetool.checkpoint.permissions import open_to_readers
+from moetool.checkpoint.reader import ADAPTER, CONFIG, Checkpoint
 from moetool.checkpoint.source import resolve_source
 from moetool.errors import InvalidInputError
-
-ADAPTER = "adapter_config.json"
 
 
 def adapter_fingerprint(path: Path) -> str:
@@ -49,6 +48,7 @@ def merge_adapter(adapter: Path, base: Checkpoint, target: Path) -> None:
             merged = adapted.merge_and_unload()
             shutil.rmtree(target, ignore_errors=True)
             merged.save_pretrained(target)
+            open_to_readers(*target.glob("*.safetensors"))
     except Exception as error:  # of four libraries
         if (explained := storage_problem(error, target)) is not None:
             raise explained from error

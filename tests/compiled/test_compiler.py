@@ -227,3 +227,29 @@ def test_there_is_one_openmp() -> None:
     compiler.library()
     lines = Path("/proc/self/maps").read_text().splitlines()
     assert len({line.split()[-1] for line in lines if "libgomp" in line}) <= 1
+
+
+@needs_compiler
+@pytest.mark.parametrize(("variable", "value"), [("XDG_CACHE_HOME", "planted"), ("XDG_CACHE_HOME", "")])
+def test_no_library_of_the_current_directory_is_loaded(
+    runs: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    """A relative cache directory is none, as its specification says."""
+    monkeypatch.chdir(fresh)
+    monkeypatch.setenv("HOME", str(fresh / "home"))
+    monkeypatch.setenv(variable, value)
+    assert all(folder.is_absolute() for folder in compiler.cache_directories())
+    assert compiler.problem() == ""
+    assert not (fresh / "planted").exists()
+    assert len(list((fresh / "home" / ".cache" / "moetool").iterdir())) == 1
+    monkeypatch.setenv("HOME", ".")
+    assert all(folder.is_absolute() for folder in compiler.cache_directories())
+
+
+def test_a_compiler_with_an_open_quotation_mark_is_none(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", 'g++ "')
+    with caplog.at_level(logging.WARNING):
+        assert [Path(word).name for word in compiler.compiler_command()] in (["c++"], ["g++"], ["clang++"], [])
+    assert 'CXX=g++ " is no command (No closing quotation) and is ignored' in caplog.text

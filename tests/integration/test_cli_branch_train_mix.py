@@ -2,7 +2,10 @@
 
 import json
 import re
+import shlex
 import signal
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 import torch
 import yaml
 from checkpoints import (
+    ONE_THREAD,
     change_config,
     config_of,
     contents,
@@ -30,6 +34,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from moetool.calibration.windows import sample_windows
+from moetool.checkpoint.reader import Checkpoint
 from moetool.runtime.quiet import quiet
 
 MIX = ("--method", "branch-train-mix")
@@ -87,6 +92,23 @@ def adapter(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Pat
         get_peft_model(load(models[0]), settings).save_pretrained(path)
     assert not (path / "config.json").exists()
     return path
+
+
+def test_an_adapter_in_the_place_of_a_model(run_cli: Any, adapter: Path, models: list[Path], tmp_path: Path) -> None:
+    """What it is and what to do with it; the line to type does it."""
+    for command in (("inspect", adapter), ("upcycle", adapter, tmp_path / "out"), ("moefy", adapter, tmp_path / "out")):
+        result = run_cli(*command)
+        assert result.code == 3
+        assert f"{adapter} is an adapter of {models[0]}, not a model" in result.stderr
+        assert "--method branch-train-mix" in result.stderr
+    line = re.search(r"python -c ('.*?'),", result.stderr)
+    assert line is not None
+    (program,) = shlex.split(line[1])
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=ONE_THREAD, check=True, capture_output=True)
+    assert Checkpoint.open(tmp_path / "MERGED").tensors.keys() == Checkpoint.open(models[0]).tensors.keys()
+    broken = copy_of(adapter, tmp_path / "broken")
+    (broken / "adapter_config.json").write_text("[")
+    assert f"{broken} is an adapter of another model" in run_cli("inspect", broken).stderr
 
 
 merges = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

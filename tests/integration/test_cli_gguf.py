@@ -308,3 +308,23 @@ def test_an_upcycled_qwen2_is_a_mixtral_with_biases(
     assert fields(tmp_path / "out" / "model.gguf")["general.architecture"] == "llama"
     if find_spec("llama_cpp") is not None:
         agree(run_cli, mixture, tmp_path / "again")
+
+
+def test_files_are_converted_again_by_another_moetool(
+    run_cli: Any, models: dict[str, Path], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """What an earlier one made of them is not taken, and said to be there."""
+    export(run_cli, models["mixtral"], tmp_path / "out")
+    file = tmp_path / "out" / "model.gguf"
+    first = Checkpoint.open(file)
+    assert Checkpoint.open(file).path == first.path
+    assert not caplog.records
+    assert {path.stat().st_mtime_ns for path in first.weight_files} == {file.stat().st_mtime_ns}
+    assert {path.stat().st_mode & 0o777 for path in first.weight_files} == {file.stat().st_mode & 0o777}
+    monkeypatch.setattr("moetool.checkpoint.gguf.__version__", "0.0.1")
+    second = Checkpoint.open(file)
+    assert second.path != first.path
+    assert second.fingerprint() == first.fingerprint()
+    (record,) = caplog.records
+    assert f"rm -r {first.path}" in record.getMessage()
+    assert "of earlier conversions of model.gguf" in record.getMessage()

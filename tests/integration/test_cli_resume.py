@@ -1,6 +1,7 @@
 """Jobs that are killed, stopped and continued: the result is that of a job that nobody disturbed, byte for byte."""
 
 import json
+import os
 import platform
 import shutil
 import signal
@@ -12,9 +13,11 @@ from typing import Any
 
 import pytest
 from checkpoints import COMMAND_LINE, ONE_THREAD, contents, copy_of
+from safetensors.torch import load_file, save_file
 
+from moetool.checkpoint import sampling
 from moetool.job.costs import read_costs
-from moetool.job.journal import Journal
+from moetool.job.journal import Journal, _line
 
 SHARDS = ("--shard-size", "40kB")
 
@@ -250,3 +253,65 @@ def test_tidying_up_can_be_resumed(run_cli, arguments, undisturbed, stopped, tmp
     assert result.code == 0
     assert "finished already" in result.stdout
     assert contents(output) == undisturbed
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """As if every model were too large to be hashed whole."""
+    monkeypatch.setattr(sampling, "_WHOLE_BYTES", 4096)
+
+
+def edited(source: Path, name: str, factor: float = 2.5) -> None:
+    """Multiply one tensor of a model, in a new file of the same size and time."""
+    file = source / "model.safetensors"
+    content, time = load_file(file), file.stat().st_mtime_ns
+    content[name] = content[name] * factor
+    file.unlink()
+    save_file(content, file, metadata={"format": "pt"})
+    os.utime(file, ns=(time, time))
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.block_sparse_moe.gate.weight", "model.norm.weight"])
+def test_a_source_with_one_changed_tensor_is_another_input(run_cli, stopped, arguments, tmp_path, name):
+    """Of a job that was stopped, and of one that is finished: neither goes on with another model."""
+    source = copy_of(arguments[1], tmp_path / "source")
+    changed = ("compress", source, *arguments[2:])
+    edited(source, name)
+    for output in (copy_of(stopped, tmp_path / "stopped"), tmp_path / "finished"):
+        if output.name == "finished":
+            edited(source, name, 1 / 2.5)
+            assert run_cli("decompose", source, output).code == 0
+            edited(source, name)
+            changed = ("decompose", source)
+        before = contents(output)
+        result = resume(run_cli, changed, output)
+        assert result.code == 2
+        assert "another input" in result.stderr
+        assert contents(output) == before
+
+
+def test_a_large_source_that_was_written_again(run_cli, tiny_mixtral_bf16, tmp_path, large):
+    """Nothing tells whether it is the same; who knows says so, once."""
+    source, output = copy_of(tiny_mixtral_bf16, tmp_path / "source"), tmp_path / "out"
+    job = ("decompose", source, output, *SHARDS)
+    assert run_cli(*job).code == 0
+    os.utime(source / "model.safetensors", ns=(1, 1))
+    refused = run_cli(*job, "--resume")
+    assert refused.code == 2
+    assert "model.safetensors was written again" in refused.stderr
+    assert "--same-input" in refused.stderr
+    assert run_cli(*job, "--resume", "--same-input").code == 0
+
+
+def test_journals_of_an_earlier_moetool(run_cli, stopped, arguments, tmp_path):
+    output = copy_of(stopped, tmp_path / "out")
+    journal = output / ".moetool" / "journal.jsonl"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    earlier = [{key: value for key, value in line.items() if key not in ("inputs", "check")} for line in lines]
+    journal.write_text("".join(_line({**line, "run": "0" * 64}) for line in earlier))
+    before = contents(output)
+    result = resume(run_cli, arguments, output)
+    assert result.code == 2
+    assert "started by an earlier moetool" in result.stderr
+    assert "--overwrite" in result.stderr
+    assert contents(output) == before

@@ -211,7 +211,8 @@ def test_a_loss_that_is_not_a_number(run_cli: Any, moe: Path, data: Path, tmp_pa
     assert result.code == 5, result.stderr
     assert "at step" in result.stderr
     assert not (output / "config.json").exists()
-    assert list((output / ".moetool" / "trainer").glob("checkpoint-*"))
+    (kept,) = (output / ".moetool" / "trainer").glob("checkpoint-*")
+    assert {file.stat().st_mode & 0o777 for file in kept.iterdir()} == {data.stat().st_mode & 0o777}
 
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}

@@ -9,6 +9,7 @@ import pytest
 
 from moetool.checkpoint.manifest import Manifest, write_manifest
 from moetool.errors import UsageError
+from moetool.job.inputs import Inputs
 from moetool.job.workspace import WORK_DIRECTORY, Workspace, check_finished, is_finished
 
 
@@ -376,3 +377,44 @@ def test_a_lock_is_released_once(output: Path) -> None:
     for other in others:
         with pytest.raises(UsageError, match="Another run"):
             Workspace(other.output, "f", resume=True)
+
+
+class _NotedInputs(Inputs):
+    """Inputs that are in a state that a test gives, and have to be in the one that was noted."""
+
+    def __init__(self, written: int) -> None:
+        super().__init__()
+        self.states = {"input": {"model.safetensors": {"written": written}}}
+        self.checked: list[object] = []
+
+    def check(self, noted: object) -> None:
+        self.checked.append(noted)
+        if noted not in (None, self.states):
+            raise UsageError("written again")
+
+
+def test_inputs_are_noted_and_compared(tmp_path):
+    output = tmp_path / "out"
+    first = Workspace(output, "f", inputs=_NotedInputs(1))
+    first.done("a")
+    del first
+    with pytest.raises(UsageError, match="written again"):
+        Workspace(output, "f", resume=True, inputs=_NotedInputs(2))
+    vouched = Inputs(said_same=True)
+    vouched.states = _NotedInputs(2).states
+    second = Workspace(output, "f", resume=True, inputs=vouched)
+    assert second.is_done("a")
+    second.done("b")  # from here on the new state is the one to be found
+    del second
+    assert Workspace(output, "f", resume=True, inputs=_NotedInputs(2)).is_done("b")
+
+
+def test_what_another_job_measured_is_taken_over_with_ones_own_inputs(tmp_path):
+    other = Workspace(tmp_path / "other", "theirs", inputs=_NotedInputs(1))
+    other.done("a")
+    mine = Workspace(tmp_path / "mine", "ours", inputs=_NotedInputs(2))
+    mine.begin_with(tmp_path / "other")
+    del mine
+    inputs = _NotedInputs(2)
+    assert Workspace(tmp_path / "mine", "ours", resume=True, inputs=inputs).is_done("a")
+    assert inputs.checked == [inputs.states]

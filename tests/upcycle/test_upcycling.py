@@ -277,6 +277,7 @@ def test_the_old_name_of_the_dtype_stays(source: Any) -> None:
             dense.checkpoint.weight_files,
             dense.checkpoint.weight_bytes,
             "",
+            (),
         )
     )
     found = upcycled(old, dtype=torch.float32).config()

@@ -39,6 +39,7 @@ CHOICES = {
 PRESET = ("--preset", "--recipe")  # the second is its older name
 _WORTH = 0.75  # of the time: a faster way that is said to be there
 _PRESET_HELP = "Options of a preset: one that comes along (d2moe-40 …), FILE.yaml or FILE.yaml:VARIANT."
+_SAME_INPUT_HELP = "With --resume: files of the input that were written again since hold the same."
 
 
 _job_option = partial(typer.Option, rich_help_panel="Job")
@@ -80,6 +81,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         ] = None,
         dry_run: Annotated[bool, _job_option("--dry-run", help="Say what it will cost, and stop.")] = False,
         resume: Annotated[bool, _job_option("--resume", help="Go on with an interrupted run.")] = False,
+        same_input: Annotated[bool, _job_option("--same-input", help=_SAME_INPUT_HELP)] = False,
         overwrite: Annotated[bool, _job_option("--overwrite", help="Delete an earlier result.")] = False,
         json: Annotated[bool, _job_option("--json", help="The result as one JSON object.")] = False,
         log_json: Annotated[Path | None, _job_option("--log-json", help=LOG_HELP)] = None,
@@ -106,7 +108,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             next_step.tell("the same without --dry-run")
             return
         if not is_first_process():
-            run_stage(stage, input, output, options, resume=resume, overwrite=overwrite)
+            run_stage(stage, input, output, options, resume=resume, overwrite=overwrite, same_input=same_input)
             return
         events = None if log_json is None else EventLog(log_json, output)
         with logged(events) as ended:
@@ -115,7 +117,16 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
                 job: dict[str, Json] = {"command": name, "stage": chosen, "input": input, "output": str(output)}
                 started(events, {**job, "resume": resume}, options.model_dump(mode="json"), plan=plan.to_json())
             progress = Display(events)
-            result = run_stage(stage, input, output, options, resume=resume, overwrite=overwrite, progress=progress)
+            result = run_stage(
+                stage,
+                input,
+                output,
+                options,
+                resume=resume,
+                overwrite=overwrite,
+                progress=progress,
+                same_input=same_input,
+            )
             ended(result)
         if json:
             print_json(result.to_json())

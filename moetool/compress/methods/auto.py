@@ -151,7 +151,16 @@ class Auto(MixingStage[AutoOptions]):
             self._expect(job, (ENCODE, EVALUATE) * next(left))
             own = options.model_copy(update={"bytes": size, "save_plan": None})
             path = self.source.checkpoint.path
-            run_stage(type(self), path, directory, own, resume=True, progress=job.progress, measured=job.output)
+            run_stage(
+                type(self),
+                path,
+                directory,
+                own,
+                resume=True,
+                progress=job.progress,
+                measured=job.output,
+                same_input=True,  # or this job would not have gone on
+            )
 
         reader = self.source.experts
         per_bit = reader.shape.expert_parameters * reader.shape.experts * len(reader.moe_layers) / 8

@@ -14,6 +14,7 @@ from moetool.bases.given import (
 )
 from moetool.bases.layer_base import LayerBase
 from moetool.checkpoint.experts import Weights
+from moetool.checkpoint.reader import Checkpoint
 from moetool.compress.encoding import (
     CodeOptions,
     ExtendedOptions,
@@ -78,6 +79,9 @@ class _Ders(Stage[DersT]):
         options = self.options
         base = base_representations(self.source.experts.shape, options.base_bits, self._base_group())
         return decomposed_layouts(self.source, base, self._form(), shared_expert=options.shared_expert)
+
+    def inputs(self) -> Mapping[str, Checkpoint]:
+        return {**super().inputs(), **self._base().inputs()}
 
     def sources(self) -> Mapping[str, str]:
         return {**super().sources(), "base": self._base().fingerprint}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moetool.bases.given import GivenBase, in_few_bits, kinship_warning, open_base
 from moetool.bases.layer_base import base_tensors
+from moetool.checkpoint.reader import Checkpoint
 from moetool.compress.encoding import ExtendedOptions, base_representations
 from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.building_blocks import moe_size
@@ -59,6 +60,9 @@ class Decompose(Stage[DecomposeOptions]):
     def _base(self) -> GivenBase:
         options = self.options
         return open_base(options.base, self.source.experts, shared_expert=options.shared_expert)
+
+    def inputs(self) -> Mapping[str, Checkpoint]:
+        return {**super().inputs(), **self._base().inputs()}
 
     def sources(self) -> Mapping[str, str]:
         return {**super().sources(), "base": self._base().fingerprint}

@@ -172,14 +172,16 @@ class BranchTrainMix(Upcycle[BranchTrainMixOptions]):
     def _donor(self) -> DenseModel:
         return self._fitting(self.options.rest, self._open(self.options.rest))
 
-    def sources(self) -> Mapping[str, str]:
-        found = dict(super().sources())
-        for index, model in enumerate(self.sources_opened):
-            adapter = self._adapters.get(index)
-            found[f"source/{index}"] = adapter_fingerprint(adapter) if adapter else model.checkpoint.fingerprint()
+    def inputs(self) -> Mapping[str, Checkpoint]:
+        models = {f"source/{index}": model for index, model in enumerate(self.sources_opened)}
         if self.options.rest not in ("average", "input"):
-            found["rest"] = self._donor.checkpoint.fingerprint()
-        return found
+            models["rest"] = self._donor
+        found = {name: model.checkpoint for name, model in models.items()}
+        return {**super().inputs(), **found}
+
+    def sources(self) -> Mapping[str, str]:
+        adapters = {f"source/{index}": adapter_fingerprint(path) for index, path in self._adapters.items()}
+        return {**super().sources(), **adapters}
 
     def reads(self) -> list[Path]:
         texts = [parsed.source for spec in self.specs if spec.data for parsed in parse_data(spec.data)]
