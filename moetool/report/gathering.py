@@ -77,6 +77,7 @@ def gather(path: str, output: Path, options: ReportOptions, progress: Progress =
         numbers=sum(info.nbytes // info.dtype.itemsize for info in checkpoint.tensors.values()),
         weights=_weights(checkpoint, experts, against),
         against=options.against,
+        against_bytes=None if against is None else against.weight_bytes,
         made=None if manifest is None else _made(manifest),
         inspection=inspection,
         stored=None if experts is None or inspection is None else stored_experts(experts.experts, inspection.moe),

@@ -112,10 +112,9 @@ def size(report: Report) -> Section:
     if report.inspection is not None and report.inspection.files.ratio:
         original = report.inspection.files
         lead += f", of {format_bytes(original.original_bytes)} before: {format_change(original.ratio)}"
-    notes = []
-    if has_before:
-        before = sum(each.before or 0 for each in report.weights)
-        notes.append(f"Before: {report.against}, {format_bytes(before)}.")
+    notes = ["The table counts tensors, the total whole files: the difference is the files' headers."]
+    if report.against is not None and report.against_bytes is not None:
+        notes.append(f"Before: {report.against}, {format_bytes(report.against_bytes)} of weight files.")
     return Section(
         name="size",
         title="Size",

@@ -136,7 +136,8 @@ class Report(Printed):
         files: with weights, how many.
         numbers: in the files.
         weights: bytes by kind of tensor, the largest first.
-        against: what `before` is of.
+        against: the source, which `before` in `weights` is of.
+        against_bytes: of the weight files of `against`, headers and all, as `bytes` is of the model's.
         made: how it was made, if moetool did.
         inspection: what it holds, if it has experts, and what they are like (`--analysis`).
         stored: how its experts are stored, if they are whole networks.
@@ -158,6 +159,7 @@ class Report(Printed):
     numbers: int
     weights: Sequence[WeightBytes]
     against: str | None = None
+    against_bytes: int | None = None
     made: HowMade | None = None
     inspection: Inspection | None = None
     stored: StoredExperts | None = None
