@@ -77,7 +77,7 @@ def build(
         print_json(result.to_json())
         return
     _print(result)
-    next_step.tell(next_step.line("eval", model, "--data", "TEXT"))
+    next_step.tell(next_step.line("report", model))
 
 
 def _print(result: BenchResult) -> None:

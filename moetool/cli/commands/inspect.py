@@ -53,10 +53,11 @@ def build(
     _print(result)
     if result.analysis is not None:
         _print_analysis(result.analysis)
-    if result.files.files:
-        next_step.tell(next_step.line("routing", model, "--data", "TEXT"))
+    if result.files.recipe is not None or result.files.ratio:
+        next_step.tell(next_step.line("report", model))
     else:
-        next_step.tell(next_step.line("compress", model, "OUT", "--calibration", "TEXT", "--dry-run"))
+        smaller = next_step.here(model, "4bit")
+        next_step.tell(next_step.line("compress", model, smaller, "--method", "quantize", "--bits", "4", "--dry-run"))
 
 
 def _print(result: Inspection) -> None:
