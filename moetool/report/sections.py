@@ -126,7 +126,7 @@ def size(report: Report) -> Section:
 
 
 def quality(report: Report) -> Section | None:
-    """How well the model predicts, beside what it was made from."""
+    """Section of perplexity, excess loss and KL divergence, beside the original's."""
     recorded = () if report.recorded is None else report.recorded.evaluations
     every = [*([] if report.evaluation is None else [report.evaluation]), *recorded]
     tables = []
@@ -171,7 +171,7 @@ def _proofs(report: Report) -> Iterator[tuple[str, ...]]:
 
 
 def time_and_memory(report: Report) -> Section | None:
-    """What the jobs took that made it."""
+    """Section of time, peak memory and scratch of the jobs that made the model."""
     if not (runs := report.runs):
         return None
     tables = [PageTable(title="Jobs", headers=_JOBS, rows=[_job(run) for run in runs], words=2)]
@@ -246,7 +246,7 @@ def _bytes(count: int | None) -> str:
 
 
 def training(report: Report) -> Section | None:
-    """Curves of `tune`."""
+    """Section of the training curves that `tune` recorded."""
     runs = [run for run in report.runs if run.curve]
     if not runs:
         return None

@@ -28,7 +28,7 @@ class MadeStep(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class HowMade(Printed):
-    """What the manifest says of how a model was made.
+    """How a model was made, as its manifest says.
 
     Attributes:
         steps: from the first to the last.
@@ -77,7 +77,7 @@ class StoredRole(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredExperts(Printed):
-    """How experts are stored.
+    """Form, bits per weight and error of all experts, by layer and role.
 
     Attributes:
         measure: by which name the manifest has their errors, if it has any: `lost_energy`, `relative_error`, `loss`.
@@ -99,7 +99,7 @@ class RareExpert(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class TextCoverage(Printed):
-    """How a text reached the experts.
+    """Shares of a text's tokens that each expert received.
 
     Attributes:
         text: as it was given.

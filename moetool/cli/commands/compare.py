@@ -98,7 +98,7 @@ def output_file(path: Path) -> Path:
 
 
 def headline(result: Compared) -> str:
-    """What all rows are measured against."""
+    """Line above the table: the original's size and perplexity on the text."""
     return (
         f"{result.model}: {format_bytes(result.bytes)}, perplexity {result.perplexity:.4f} on {result.data} "
         f"({result.windows:,} windows of {result.sequence_length} tokens)"
@@ -106,7 +106,7 @@ def headline(result: Compared) -> str:
 
 
 def cells(row: ComparedModel) -> tuple[str, ...]:
-    """A row's columns."""
+    """Cells of one row of the table, formatted."""
     error = "" if row.excess_error is None else f" ± {1000 * row.excess_error:.2f}"
     return (
         row.name,
@@ -130,7 +130,7 @@ def line(row: ComparedModel) -> str:
 
 
 def shared_line(shared: SharedStatistics) -> str:
-    """What was measured once, and for which rows."""
+    """Line that says which rows shared one statistics pass, and its time."""
     took = "" if shared.seconds is None else f" {format_seconds(shared.seconds)}, in none of their times"
     return f"One statistics pass shared by {', '.join(shared.rows)}:{took}".removesuffix(":")
 

@@ -90,7 +90,7 @@ def _print(result: Inspection) -> None:
 
 
 def _print_layers(layers: StoredLayers) -> None:
-    """What is stored of compressed experts."""
+    """Print a table of how compressed experts are stored, by layer."""
     roles = [role for role in ROLES if any(layer.base and role in layer.base.weights for layer in layers.moe)]
     rows = [
         (str(layer.layer), *(_weights(layer.base, role) for role in roles), _channels(layer.base))

@@ -51,7 +51,7 @@ from moetool.representations.low_rank import LowRank
 
 
 class FactorOptions(RunOptions, TextOptions):
-    """How deltas become factors."""
+    """Options by which deltas become low-rank factors."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("ratio", "rank")
 

@@ -56,7 +56,7 @@ class UnmeasuredSvd(Stage[PlainSvdOptions]):
     @property
     @abstractmethod
     def _bases(self) -> Mapping[Role, Representation] | None:
-        """How bases are stored; `None` for dense ones."""
+        """Form in which bases are stored; `None` for dense ones."""
 
     @abstractmethod
     def _base(self, weights: Weights) -> LayerBase:

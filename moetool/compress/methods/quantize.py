@@ -123,7 +123,7 @@ class Quantize(MixingStage[QuantizeOptions]):
 
     @property
     def _is_mixed(self) -> bool:
-        """Whether gradients are needed, too."""
+        """Whether bits differ by matrix, which needs gradients."""
         return self.options.ratio is not None or self.options.refine > 0
 
     def shared_recipe(self) -> Mapping[str, object] | None:

@@ -33,7 +33,7 @@ from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 
 class PruneBaseOptions(RunOptions, TextOptions):
-    """How much of the base to prune, and when."""
+    """Options of pruning: how much of the base, and when."""
 
     ratio: float = Field(0.1, gt=0, lt=1, description="Share of the base's intermediate channels to prune.")
     pruning: Pruning = Field(
