@@ -47,7 +47,7 @@ class GivenBase(ABC):
         """The base of one layer, whose experts have these matrices."""
 
     def statistics(self, layer: int) -> LayerStatistics | None:
-        """What was measured to make it."""
+        """Statistics measured while the base was made; `None` where there are none."""
         return None
 
 

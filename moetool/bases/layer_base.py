@@ -61,7 +61,7 @@ class LayerBase:
         return spread(self.matrices[role].float(), self.channels, self.intermediate, 1 if role == "down" else 0)
 
     def pruned(self, plan: PruningPlan) -> "LayerBase":
-        """Without the statically weakest channels."""
+        """The base without its statically weakest channels."""
         if not plan.static:
             return self
         assert self.statistics is not None
@@ -110,7 +110,7 @@ class LayerBase:
 
     @property
     def representations(self) -> dict[Role, Representation]:
-        """How the base of each role is stored."""
+        """Form in which the base of each role is stored."""
         return {role: self.compact[role][0] if role in self.compact else Dense() for role in self.matrices}
 
     def save(self, path: Path) -> None:
@@ -152,7 +152,7 @@ def _turned_back(matrix: Tensor, seed: int | None) -> Tensor:
 
 
 def base_path(work: Path, layer: int) -> Path:
-    """Where a layer's base waits for the end of the job."""
+    """File where a layer's base waits for the end of the job."""
     return work / f"base-{layer:05d}.safetensors"
 
 

@@ -27,7 +27,7 @@ class ActivationFile:
 
     @property
     def nbytes(self) -> int:
-        """Size on disk."""
+        """Size of the file in bytes."""
         return self.shape[0] * self._row_bytes
 
     def read(self, start: int, stop: int) -> Tensor:

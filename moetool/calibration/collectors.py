@@ -40,7 +40,7 @@ class LayerStatistics:
     channel_energy: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
-        """For a file."""
+        """All statistics as named tensors, for a safetensors file."""
         fisher = {f"fisher.{role}": rows for role, rows in self.fisher.items()}
         return {"tokens": self.tokens, "channel_energy": self.channel_energy, **fisher}
 
@@ -52,7 +52,7 @@ class LayerStatistics:
 
     @classmethod
     def from_usage(cls, usage: "UsageCollector", shape: MoEShape) -> "LayerStatistics":
-        """Where only a forward pass was made."""
+        """Statistics of a forward pass alone: the Fisher information is zero."""
         fisher = {role: torch.zeros(shape.experts, shape.matrix(role)[0]) for role in shape.roles}
         return cls(usage.tokens, fisher, usage.channel_energy)
 

@@ -14,7 +14,7 @@ from moetool.runtime.modules import fused
 
 
 class ExpertRun(NamedTuple):
-    """What one expert makes of the tokens that are routed to it.
+    """Intermediate and final products of one expert on the tokens that are routed to it.
 
     Attributes:
         gate_up: `[routed, 2 · intermediate]`, without gates `[routed, intermediate]`: products, without biases.
@@ -64,7 +64,7 @@ class HeldExperts:
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """Device of the matrices held."""
         return self._down.device
 
     def matrix(self, shape: MoEShape, expert: int, role: Role) -> Tensor:
@@ -74,7 +74,7 @@ class HeldExperts:
         return tensor.detach()[expert - self.experts.start].chunk(len(group))[group.index(role)]
 
     def run(self, expert: int, inputs: Tensor) -> ExpertRun:
-        """One expert on `[routed, hidden]`."""
+        """Run one expert on inputs `[routed, hidden]`."""
         own = expert - self.experts.start
         gate_up = F.linear(inputs, self._entering[own])
         activation = fused.activation(self._native, expert, gate_up)
@@ -89,7 +89,7 @@ def working_sets(experts: int, at_once: int) -> tuple[range, ...]:
 
 
 class RoutedBatch:
-    """Which tokens of a batch go to which expert.
+    """Tokens of a batch sorted by the expert that they are routed to.
 
     Attributes:
         tokens: of the batch.
@@ -97,7 +97,7 @@ class RoutedBatch:
     """
 
     def __init__(self, top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> None:
-        """Both inputs are `[tokens, top_k]`."""
+        """Sort the pairs of token and expert; both inputs are `[tokens, top_k]`."""
         self.weights = top_k_weights.reshape(-1, 1)
         self._top_k = top_k_index.shape[1]
         routed_to, order = top_k_index.reshape(-1).sort(stable=True)
@@ -111,11 +111,11 @@ class RoutedBatch:
         return pairs, pairs // self._top_k
 
     def before(self, expert: int) -> int:
-        """How many pairs the experts before this one are in."""
+        """Number of (token, expert) pairs of all experts before this one."""
         return self._ends[expert - 1] if expert else 0
 
     def on_cpu(self) -> "RoutedBatch":
-        """The same on the CPU, without gradients."""
+        """A copy of the routing on the CPU, without gradients."""
         found = copy.copy(self)
         found.weights, found._order = self.weights.detach().cpu(), self._order.cpu()
         return found

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 Tokenizer: TypeAlias = "PreTrainedTokenizerBase"  # transformers takes seconds to import, and not only for --help
 Bos = Literal["auto", "always", "never"]
-BOS_HELP = "Begin every window with the tokenizer's BOS token (auto: with what the tokenizer begins every text with)."
+BOS_HELP = "Begin every window with the tokenizer's BOS token (auto: only if the tokenizer adds one)."
 
 
 def opening_of(tokenizer: Tokenizer, bos: Bos = "auto") -> list[int]:

@@ -47,7 +47,7 @@ class Peers:
         return said
 
     def gather(self, said: SaidT) -> list[SaidT]:
-        """What each of them says, by rank, to all."""
+        """Collect one object of every process, ordered by rank, in all processes."""
         return [said]
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -81,7 +81,7 @@ class Owned:
 
     @classmethod
     def by_first(cls, shape: MoEShape, peers: Peers) -> "Owned":
-        """All in one hand."""
+        """Ownership in which the first process has all experts."""
         alone = cls(shape, Peers())
         alone.peers = peers
         return alone

@@ -101,7 +101,7 @@ class Sweep:
         return file.read(start, stop).to(self.model.device, self.model.dtype)
 
     def embed(self) -> None:
-        """Write boundary 0."""
+        """Write the embeddings, the inputs of the first layer."""
         windows = self.windows if self.masked is None else self.masked
         self._write(self.hidden(0), (self.model.embed(windows[start:stop]) for start, stop in self._batches()))
 
@@ -135,13 +135,13 @@ class Sweep:
 
     @property
     def _bounds(self) -> list[tuple[int, int]]:
-        """The windows of each batch."""
+        """First and last window of each batch."""
         return [(start, min(start + self.batch_size, self.count)) for start in self.own[:: self.batch_size]]
 
     def _recorded(
         self, index: int, layer: nn.Module, native: nn.Module, collectors: Sequence[Collector], tick: Tick
     ) -> Recorded:
-        """What the experts of a layer that holds none are given."""
+        """Record the inputs and weights of the experts of a layer that is run without holding them."""
         recorded = Recorded(self.model, index, native, self.directory, len(self.own) * self.length, self.length)
         with torch.no_grad(), recorded.recording(collectors):
             for start, stop in self._bounds:

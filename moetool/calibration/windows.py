@@ -235,7 +235,7 @@ def _cut(tokens: Tensor, sequence_length: int) -> Tensor:
 
 
 def _opened(windows: Tensor, opening: Sequence[int]) -> Tensor:
-    """The same windows `[windows, length]`, each after `opening`."""
+    """Windows `[windows, length]` with the tokens of `opening` put before each."""
     return torch.cat([torch.tensor(opening, dtype=torch.int64).expand(len(windows), -1), windows], dim=1)
 
 

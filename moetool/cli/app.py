@@ -35,7 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("report", "All of a model on one page: how it was made, sizes, quality, layers, routing."),
     "verify": ("verify", "Check a checkpoint's files, and its tensors against the source it was made from."),
     "push": ("push", "Upload a checkpoint to the Hugging Face hub, verified before."),
-    "doctor": ("doctor", "Whether all that jobs need is here, what is missing, and what will be slow and why."),
+    "doctor": ("doctor", "Check this machine: libraries, memory, disk, compiler, speed."),
     "demo": ("demo", "Train a small model, upcycle it, compress it, evaluate it: two minutes, offline."),
     "list": ("listing", "Known methods, architectures, targets, presets and representations."),
 }

@@ -59,12 +59,12 @@ class Display(progress.Progress):
         self._forecast: Forecast | None = None
 
     def expect(self, phases: Sequence[PhaseTime]) -> None:
-        """How long a job will take, which begins now."""
+        """Begin a job of these phases, with the seconds that each is expected to take."""
         self._forecast = Forecast(phases) if phases else None
         self._note("expected", phases=[phase.to_json() for phase in phases])
 
     def start(self, phase: str, total: int) -> None:
-        """A phase begins."""
+        """Begin a phase of `total` steps."""
         self._phase, self._total, self._done = phase, total, 0
         self._began = time.monotonic()
         if self._forecast is not None:
@@ -100,7 +100,7 @@ class Display(progress.Progress):
         self._note("heartbeat", **pulse.to_json())
 
     def advance(self) -> None:
-        """One step further."""
+        """Count one finished step of the current phase."""
         self._done += 1
         if self._forecast is not None:
             self._forecast.advance()
@@ -118,7 +118,7 @@ class Display(progress.Progress):
         self._note("units_skipped", phase=self._phase, steps=steps, total=self._total)
 
     def finish(self) -> None:
-        """The phase is over."""
+        """End the current phase."""
         if self._heart is not None:
             self._heart.stop()
             self._peak, self._heart = self._heart.peak, None
@@ -134,7 +134,7 @@ class Display(progress.Progress):
         self._note("phase_ended", phase=self._phase, done=self._done, total=self._total, seconds=round(seconds, 3))
 
     def log(self, message: str) -> None:
-        """A line of its own."""
+        """Print a line to stderr above the progress bar."""
         self._console.print(message)
         self._note("message", message=message)
 

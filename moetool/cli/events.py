@@ -37,7 +37,7 @@ class EventLog:
             raise UsageError(f"--log-json {file}: {error.strerror or error}.") from error
 
     def write(self, event: str, **fields: Json) -> None:
-        """One line."""
+        """Append one event to the log, as a line of JSON with its time."""
         if self._descriptor is None:
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds")

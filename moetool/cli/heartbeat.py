@@ -16,7 +16,7 @@ _SAMPLED_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Pulse(Printed):
-    """Where a job is.
+    """Progress of a job at one moment: phase, rate, memory, time left.
 
     Attributes:
         phase: at work.

@@ -1,49 +1,105 @@
-"""What to type next: the last line of a command, on stderr, so that stdout holds the result alone."""
+"""The last line of a command, on stderr: a whole command line that can be typed next, and that this machine can run."""
 
+import importlib.util
 import shlex
 import shutil
+import socket
 import sys
+import webbrowser
+from collections.abc import Sequence
 from pathlib import Path
 
 from moetool.format.gguf import IMATRIX, MODEL, TENSOR_TYPES
+from moetool.job.options import Options
 from moetool.job.result import Result
 
-# What a name in capitals stands for is the reader's to say.
-_TEXT, _OUT, _SMALL = "TEXT", "OUT", "SMALL.gguf"
-_EXPORTS = {"dense-experts", "dense", "compressed-tensors"}
+PROMPT = "The first thing to do is"
+_TRAINING = 10  # times the weight files' size: memory that training a model in 16 bits takes
+_RUNNING = 4  # times the weight files' size: memory that running two models in fp32 takes
 
 
-def after_stage(command: str, result: Result, *, trains: bool = True) -> str:
+def after_stage(command: str, result: Result, options: Options | None = None, *, trains: bool = True) -> str:
     """The command that most users type after one that has written `result.output`.
 
     Args:
         command: as it was typed: `upcycle`, `compress` …
         result: of it.
+        options: that it ran with; its text is where the next command gets one from.
         trains: whether the result can be tuned, which encoders cannot.
     """
     given, made = result.input, result.output
+    text = getattr(options, "calibration", None)
+    size = 0 if result.sizes is None else max(result.sizes.bytes_before, result.sizes.bytes_after)
     if result.stage == "gguf":
         return _after_gguf(Path(made))
-    if result.stage in _EXPORTS:
-        return f"vllm serve {shlex.quote(made)}"
+    if result.stage == "compressed-tensors":
+        return _after_packing(made)
     if command == "fisher-merge":
-        return line("decompose", given, _OUT, "--base", made)
+        return line("decompose", given, _new(made, "decomposed"), "--base", made)
     if command == "decompose":
-        return line("svd-compress", made, _OUT, "--ratio", "0.5", "--calibration", _TEXT)
-    if command == "upcycle" and trains:
-        return line("tune", made, _OUT, "--data", _TEXT)
-    if command == "upcycle":
-        return line("eval", made, "--data", _TEXT)
-    return line("eval", made, "--data", _TEXT, "--against", given)
+        return line("quantize-delta", made, _new(made, "4bit"), "--bits", "4")
+    if command == "upcycle" and trains and text is not None and _fits(_TRAINING * size):
+        return line("tune", made, _new(made, "tuned"), "--data", text)
+    if not trains or not _fits(_RUNNING * size):
+        return line("report", made)
+    if text is not None and command not in ("upcycle", "moefy"):
+        seen = line("eval", made, "--data", text, "--against", given)
+        return f"{seen}    # what it was calibrated on: it loses more on other text"
+    return line("generate", made, PROMPT)
 
 
 def _after_gguf(made: Path) -> str:
-    """What llama.cpp makes of a file, and of what was measured for it."""
+    """The program of llama.cpp that takes the file and what was measured for it; `generate`, where there is none."""
     known = {"--imatrix": made / IMATRIX, "--tensor-type-file": made / TENSOR_TYPES}
     told = [word for option, file in known.items() if file.exists() for word in (option, str(file))]
-    if told:
-        return shlex.join(["llama-quantize", *told, str(made / MODEL), _SMALL, "Q4_K_M"])
-    return shlex.join(["llama-cli", "-m", str(made / MODEL)])
+    if told and shutil.which("llama-quantize"):
+        smaller = _new(str(made / MODEL).removesuffix(".gguf"), "q4_k_m.gguf")
+        return shlex.join(["llama-quantize", *told, str(made / MODEL), smaller, "Q4_K_M"])
+    if shutil.which("llama-cli"):
+        return shlex.join(["llama-cli", "-m", str(made / MODEL), "-p", PROMPT])
+    return line("generate", str(made / MODEL), PROMPT)
+
+
+def _after_packing(made: str) -> str:
+    """A server for packed experts, where vLLM is installed; else what can be done with them here."""
+    if shutil.which("vllm"):
+        return shlex.join(["vllm", "serve", made])
+    reads = importlib.util.find_spec("compressed_tensors") is not None
+    return line("generate", made, PROMPT) if reads else line("verify", made)
+
+
+def after_page(page: Path) -> str:
+    """The command that shows a page: in a browser, or else one that fetches it to where a browser is."""
+    try:
+        webbrowser.get()
+    except webbrowser.Error:
+        return f"scp {shlex.quote(f'{socket.gethostname()}:{page.absolute()}')} .    # on a machine with a browser"
+    return shlex.join([sys.executable, "-m", "webbrowser", page.absolute().as_uri()])
+
+
+def without_dry_run(command: str, arguments: Sequence[str]) -> str:
+    """The command line that was typed, but for `--dry-run`."""
+    return line(command, *(word for word in arguments if word != "--dry-run"))
+
+
+def here(model: str, suffix: str) -> str:
+    """A name in this directory, for what is made of a model that may lie where nothing can be written."""
+    return _new(Path(model).absolute().name.removesuffix(".gguf"), suffix)
+
+
+def _new(path: str, suffix: str) -> str:
+    """`path-suffix`, and numbered where that is there already."""
+    wanted = f"{path.rstrip('/')}-{suffix}"
+    number, name = 1, wanted
+    while Path(name).exists():
+        number, name = number + 1, f"{wanted}-{number + 1}"
+    return name
+
+
+def _fits(needed: int) -> bool:
+    from moetool.runtime.memory import free_bytes  # torch: seconds, and not for --help
+
+    return needed <= free_bytes()
 
 
 def line(*arguments: str) -> str:

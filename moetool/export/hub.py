@@ -26,7 +26,7 @@ class PushedFile(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class Pushed(Printed):
-    """What went to the hub, or would.
+    """Result of an upload to the hub, or of its dry run.
 
     Attributes:
         model, repo: as they were given.

@@ -1,4 +1,4 @@
-"""Whether all that jobs need is here: libraries, devices, a compiler, room.
+"""Checks of this machine: libraries, devices, compiler, memory, disk, speed.
 
 Nothing heavy is imported before its version is known and it was tried, so that a broken torch can be told of."""
 

@@ -27,7 +27,7 @@ _FOUND: Mapping[str, tuple[str, torch.dtype | None]] = {
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """How one FFN is split, and what its selector is.
+    """Clusters of one FFN's neurons, and the selector that chooses among them.
 
     Attributes:
         order: `[intermediate]` int64, neurons expert by expert.

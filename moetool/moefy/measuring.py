@@ -45,7 +45,7 @@ class LayerFiles:
 
     @property
     def sums(self) -> Path:
-        """Of the whole text."""
+        """File of the layer's sums over the whole text."""
         return self.work / f"sums-{self.layer:05d}.safetensors"
 
     @property
@@ -82,7 +82,7 @@ class NeuronMeasuring:
             )
 
     def run(self, layers: Sequence[int]) -> CalibrationFacts:
-        """Measure and settle `layers`."""
+        """Measure and settle these layers."""
         if self._gradients:
             self._calibrated.reverse(self._backward, 1, layers)
         else:

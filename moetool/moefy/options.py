@@ -9,7 +9,7 @@ from moetool.job.options import TEXTS
 
 
 class MoefyOptions(ConversionOptions):
-    """How neurons are split, and which are computed."""
+    """Options of moefying: how neurons are split into experts, and which are computed."""
 
     experts: int = Field(64, ge=2, description="Experts per layer, each the same number of neurons.")
     keep: float = Field(0.75, gt=0, le=1, description="Share of the experts that one token uses; may be changed later.")

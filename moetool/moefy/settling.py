@@ -19,7 +19,7 @@ SOFT_ZERO = 0.03
 
 @dataclass(frozen=True)
 class Settling:
-    """How layers are settled.
+    """How a measured layer's clusters and selector are made.
 
     Attributes:
         options: of the job.
@@ -57,7 +57,7 @@ class Settling:
 
     @property
     def _chosen(self) -> int:
-        """Experts per token."""
+        """Number of experts computed per token."""
         return chosen_experts(self.options.keep, self.options.experts)
 
     def _scores(

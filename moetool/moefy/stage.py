@@ -56,7 +56,7 @@ class Moefy(Conversion[MoefyOptions]):
 
     @property
     def _chosen(self) -> int:
-        """Experts per token."""
+        """Number of experts computed per token."""
         return chosen_experts(self.options.keep, self.options.experts)
 
     @property
@@ -183,7 +183,7 @@ _NOTHING = LayerPlan(torch.zeros(0, dtype=torch.int64), torch.zeros(0))
 
 
 def _keeping_all(made: Checkpoint) -> Checkpoint:
-    """The same checkpoint, with all experts at work."""
+    """A view of the moefied checkpoint that computes all experts."""
     spec = custom_module(made.config)
     assert isinstance(spec, MoefiedSpec)
     return replace(made, config={**made.config, "quantization_config": custom_entry(spec.keeping(1.0))})

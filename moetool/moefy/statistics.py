@@ -118,7 +118,7 @@ class SampledNetwork:
 
     @property
     def device(self) -> torch.device:
-        """Where the layer is."""
+        """Device of the layer's weights."""
         return self._down.weight.device
 
     @torch.no_grad()

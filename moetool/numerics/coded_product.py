@@ -84,7 +84,7 @@ class _Scratch:
 
     @classmethod
     def of(cls, count: int, served: int, dtype: torch.dtype, device: torch.device) -> "_Scratch":
-        """For `count` bytes."""
+        """Buffers for decoding `count` bytes of codes."""
         return cls(
             torch.empty(count * served, dtype=dtype, device=device),
             *(torch.empty(count, dtype=own, device=device) for own in (torch.int32, torch.int32, torch.uint8)),

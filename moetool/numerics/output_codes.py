@@ -39,7 +39,7 @@ class Coder(Protocol):
         """Codes [out, in] of every part that make good for each other's errors."""
 
     def decoded(self, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
-        """What they stand for: [out, in] fp32."""
+        """Values that the codes stand for: [out, in] fp32."""
 
 
 def coded_for_outputs(

@@ -30,7 +30,7 @@ class Rotation:
 
     @property
     def multiplications(self) -> int:
-        """Of numbers, for one row."""
+        """Number of multiplications that rotating one row takes."""
         bits = self.block.bit_length() - 1
         return self.width * (2 ** (bits // 2) + 2 ** (bits - bits // 2))
 

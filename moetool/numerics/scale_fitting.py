@@ -98,7 +98,7 @@ def _stretched(fitted: Tensor, scales: Tensor, b: Tensor, size: Tensor) -> Tenso
 
 
 def _times(scales: Tensor, before: Tensor) -> Tensor:
-    """How many times as large they are, fp64."""
+    """Ratio of new scales to those before, fp64."""
     return torch.where(before != 0, scales.double() / before.double(), 1)
 
 

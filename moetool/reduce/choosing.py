@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Fewer:
-    """How many of a layer's experts are left.
+    """Number of experts that a layer had and keeps, by router group.
 
     Attributes:
         experts: that there are.
@@ -23,12 +23,12 @@ class Fewer:
 
     @property
     def each(self) -> int:
-        """Experts that a group keeps."""
+        """Number of experts that each router group keeps."""
         return self.kept // self.groups
 
     @property
     def ranges(self) -> list[range]:
-        """The experts of each group."""
+        """Range of expert numbers of each router group."""
         size = self.experts // self.groups
         return [range(group * size, (group + 1) * size) for group in range(self.groups)]
 

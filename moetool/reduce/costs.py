@@ -12,7 +12,7 @@ def tokens_in_layers(cost: CalibrationCost, size: ModelSize) -> int:
 
 
 def every_expert(cost: CalibrationCost, size: ModelSize, shape: MoEShape) -> Work:
-    """Every expert on every token."""
+    """Work of running every expert on every token."""
     numbers = tokens_in_layers(cost, size) * shape.experts
     return Work(
         products={"float32": numbers * shape.expert_parameters},

@@ -85,7 +85,7 @@ def _span(counts: range) -> str:
 
 
 def _limits(source: Source) -> str:
-    """Why not fewer."""
+    """Sentence that says why a layer cannot have fewer experts."""
     shape = source.experts.shape
     groups, chosen = source.architecture.expert_groups(source.checkpoint.settings)
     if groups == 1:

@@ -8,7 +8,7 @@ from moetool.job.options import RunOptions, TextOptions
 
 
 class ReduceOptions(RunOptions, TextOptions):
-    """How many experts are left, and the text that says which."""
+    """Options of reducing experts: how many are kept, and the calibration text that chooses."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("ratio", "experts")
 

@@ -24,7 +24,7 @@ class Scores(Collector):
         self.tokens[expert] += len(inputs)
 
     def sums(self) -> dict[str, Tensor]:
-        """What else is measured, by name: sums over tokens."""
+        """Further sums over tokens that a method measures, by name."""
         return {}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -56,7 +56,7 @@ class Saliency(Scores):
 
 
 class LogitGram(Scores):
-    """How alike the router's logits for two experts are.
+    """Similarity of the router's logits between experts.
 
     Attributes:
         gram: `[experts, experts]` fp64, Σ over all tokens of the products of their logits.

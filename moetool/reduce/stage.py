@@ -53,23 +53,23 @@ class Reduction(Stage[ReduceOptionsT]):
 
     @abstractmethod
     def _scores(self, calibrated: CalibratedJob, index: int, layer: nn.Module) -> Scores:
-        """What measures a loaded layer."""
+        """Collector of a method's scores for one loaded layer."""
 
     @abstractmethod
     def _choose(self, measured: Mapping[str, Tensor]) -> list[Merged]:
         """The experts that are left of a layer, by what was measured."""
 
     def _measured(self, cost: CalibrationCost, size: ModelSize) -> Work:
-        """What measuring takes beside running the model."""
+        """Work of a method's measurements, beside running the model."""
         return Work()
 
     def _measuring(self) -> Measuring:
-        """What measuring, and making, takes of memory."""
+        """Memory that measuring and choosing take."""
         return Measuring()
 
     @property
     def fewer(self) -> Fewer:
-        """How many experts a layer keeps."""
+        """Number of experts that every layer keeps."""
         return self._left[0]
 
     @cached_property
@@ -159,7 +159,7 @@ class Reduction(Stage[ReduceOptionsT]):
         return told
 
     def _measure(self, job: Job) -> tuple[dict[int, dict[str, Tensor]], CalibratedJob]:
-        """What was measured, by layer."""
+        """Scores by layer, measured on the calibration text."""
         calibrated = CalibratedJob(job, self.options, experts_at_once=self._experts_at_once)
         files = {layer: job.work / f"scores-{layer:05d}.safetensors" for layer in self.source.experts.moe_layers}
 

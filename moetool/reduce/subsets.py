@@ -27,7 +27,7 @@ Weigh = Callable[
 
 
 def subset_count(fewer: Fewer) -> int:
-    """How many ways there are to leave so many experts."""
+    """Number of subsets of experts that a layer could keep."""
     return math.prod(math.comb(len(group), fewer.each) for group in fewer.ranges)
 
 

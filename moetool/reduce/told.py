@@ -21,7 +21,7 @@ class ReducedLayer(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class ReducedTold(Told):
-    """What a method tells that leaves every layer fewer experts.
+    """Result of a method that leaves every layer fewer experts.
 
     Attributes:
         ratio: as it was asked for, unless a number of experts was.

@@ -33,7 +33,7 @@ class Bars:
 
     @property
     def words(self) -> str:
-        """What it shows."""
+        """Caption of the bars: axes and ranges."""
         return f"{self.axis} by {self.label_axis}. {_ranges(self.series)}"
 
 
@@ -50,7 +50,7 @@ class Lines:
 
     @property
     def words(self) -> str:
-        """What it shows."""
+        """Caption of the lines: axes and ranges."""
         return f"{self.axis} by {self.at_axis}. {_ranges(self.series)}"
 
 
@@ -79,7 +79,7 @@ class Heat:
 
     @property
     def words(self) -> str:
-        """What it shows."""
+        """Caption of the heat map: axes and range."""
         every = [value for row in self.values for value in row]
         return f"{self.axis} by {self.row_axis} and {self.column_axis}. {_ranges({'Values': every})}"
 

@@ -49,7 +49,7 @@ def _by_layer(title: str, roles: Sequence[StoredRole], values: Sequence[float | 
 
 
 def merged(told: Sequence[MergedExperts]) -> Section:
-    """Which experts were left."""
+    """Section that lists which experts each layer kept, of those it had."""
     rows = [(str(layer.layer), "; ".join("+".join(map(str, one)) for one in layer.made_of)) for layer in told]
     table = PageTable(title="Experts left", headers=("layer", "made of"), rows=rows, words=2)
     lead = "Fewer experts than there were. Those of the original that each is made of, joined with +."
@@ -57,7 +57,7 @@ def merged(told: Sequence[MergedExperts]) -> Section:
 
 
 def landed(masks: Masks) -> Section:
-    """Where SIMoE's experts landed, and what they have in common."""
+    """Section of a SIMoE model: density of each layer's masks, and their overlap."""
     places = [(_place(site.site), site) for site in masks.moe]
     layers = list(dict.fromkeys(layer for (layer, _), _ in places))
     kinds = list(dict.fromkeys(kind for (_, kind), _ in places))

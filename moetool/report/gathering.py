@@ -77,6 +77,7 @@ def gather(path: str, output: Path, options: ReportOptions, progress: Progress =
         numbers=sum(info.nbytes // info.dtype.itemsize for info in checkpoint.tensors.values()),
         weights=_weights(checkpoint, experts, against),
         against=options.against,
+        against_bytes=None if against is None else against.weight_bytes,
         made=None if manifest is None else _made(manifest),
         inspection=inspection,
         stored=None if experts is None or inspection is None else stored_experts(experts.experts, inspection.moe),
@@ -132,7 +133,7 @@ def _made(manifest: Manifest) -> HowMade:
 
 
 def _steps(origins: Sequence[Origin]) -> Iterator[MadeStep]:
-    """Of the first to the last."""
+    """Steps that made the model, first to last, each with the command that repeats it."""
     for step, made in zip(origins, [*(origin.source for origin in origins[1:]), None], strict=True):
         known = made is not None and step.chosen is not None
         again = remaking({"stage": step.stage, **(step.chosen or {})}, step.source, made or "") if known else None
@@ -152,7 +153,7 @@ def _analysed(layers: Sequence[int]) -> tuple[int, ...]:
 def _run(
     path: str, options: ReportOptions, progress: Progress, *, has_experts: bool
 ) -> tuple[Evaluation | None, RoutingTold | None]:
-    """Both on the same windows."""
+    """Evaluation and routing of the model, both on the same windows of `--data`."""
     if options.data is None:
         return None, None
     shared = ("sequence_length", "bos", "device", "compute_dtype")
@@ -219,7 +220,7 @@ def _coverage(text: str, layers: Sequence[int], shares: Sequence[Sequence[float]
 
 
 def _activations(manifest: Manifest) -> dict[int, Activations] | None:
-    """What moefying noted of neurons."""
+    """Activation statistics by layer that moefying wrote to the manifest."""
     told = {int(layer): said for layer, said in manifest.layers.items() if "soft_sparsity" in said}
     try:
         return {layer: Activations(**cast(dict[str, float], said)) for layer, said in told.items()} or None

@@ -11,7 +11,7 @@ _Each = tuple[LayerAnalysis, Role, RoleAnalysis]
 
 
 def analysed(told: Analysis) -> Iterator[Section]:
-    """What there is of the three."""
+    """Sections for similarity, energy and sensitivity, as far as the analysis has each."""
     every: list[_Each] = [(layer, role, entry) for layer in told.layers for role, entry in layer.roles.items()]
     roles = list(dict.fromkeys(role for _, role, _ in every))
     rows = [
@@ -48,7 +48,7 @@ def _energies(entry: RoleAnalysis) -> dict[str, Sequence[float]]:
 
 
 def _retained(told: Analysis, role: Role) -> Lines:
-    """Means over the layers."""
+    """Chart of the retained energy by share of the rank, averaged over the layers."""
     by_name: dict[str, list[Sequence[float]]] = {}
     for layer in told.layers:
         for name, values in _energies(layer.roles[role]).items():

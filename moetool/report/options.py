@@ -1,4 +1,4 @@
-"""What `report` can be told."""
+"""Options of `moetool report`."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from moetool.measure.analysis import AnalysisOptions
 
 
 class ReportOptions(AnalysisOptions):
-    """What to measure beyond what files already say."""
+    """Options of a report: what it measures beyond what the files already say."""
 
     analysis: bool = Field(
         False,

@@ -97,7 +97,7 @@ def _drawn(found: list[Section], progress: Progress) -> Mapping[str, list[Drawn]
 
 
 def _facts(report: Report) -> str:
-    """What it is, in a line."""
+    """One line of facts: family, router, layers, widths, dtype."""
     if (found := report.inspection) is None:
         return report.model_type
     layers = "" if found.layers is None else f", {found.layers} layers"

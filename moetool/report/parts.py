@@ -18,7 +18,7 @@ class PageTable:
 
 @dataclass(frozen=True, kw_only=True)
 class CodeBlock:
-    """Text to copy."""
+    """Block of code with a title, to be copied by the reader."""
 
     title: str
     text: str

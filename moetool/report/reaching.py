@@ -11,7 +11,7 @@ NAMED = 40  # rare experts that a table names
 
 
 def reached(coverage: Sequence[TextCoverage], routing: RoutingTold | None) -> Section:
-    """By text."""
+    """Section of expert shares and rarely reached experts, text by text."""
     charts: list[Chart] = [
         Heat(
             title=f"Share of each expert: {elided(text.text)}",

@@ -57,7 +57,7 @@ class RecordedRun(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedResults(Printed):
-    """What was in all files, in their order."""
+    """Contents of all files of `--results`, in their order."""
 
     runs: Sequence[RecordedRun] = field(default_factory=list)
     evaluations: Sequence[Evaluation] = field(default_factory=list)

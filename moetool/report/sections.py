@@ -112,10 +112,9 @@ def size(report: Report) -> Section:
     if report.inspection is not None and report.inspection.files.ratio:
         original = report.inspection.files
         lead += f", of {format_bytes(original.original_bytes)} before: {format_change(original.ratio)}"
-    notes = []
-    if has_before:
-        before = sum(each.before or 0 for each in report.weights)
-        notes.append(f"Before: {report.against}, {format_bytes(before)}.")
+    notes = ["The table counts tensors, the total whole files: the difference is the files' headers."]
+    if report.against is not None and report.against_bytes is not None:
+        notes.append(f"Before: {report.against}, {format_bytes(report.against_bytes)} of weight files.")
     return Section(
         name="size",
         title="Size",
@@ -127,7 +126,7 @@ def size(report: Report) -> Section:
 
 
 def quality(report: Report) -> Section | None:
-    """How well the model predicts, beside what it was made from."""
+    """Section of perplexity, excess loss and KL divergence, beside the original's."""
     recorded = () if report.recorded is None else report.recorded.evaluations
     every = [*([] if report.evaluation is None else [report.evaluation]), *recorded]
     tables = []
@@ -172,7 +171,7 @@ def _proofs(report: Report) -> Iterator[tuple[str, ...]]:
 
 
 def time_and_memory(report: Report) -> Section | None:
-    """What the jobs took that made it."""
+    """Section of time, peak memory and scratch of the jobs that made the model."""
     if not (runs := report.runs):
         return None
     tables = [PageTable(title="Jobs", headers=_JOBS, rows=[_job(run) for run in runs], words=2)]
@@ -247,7 +246,7 @@ def _bytes(count: int | None) -> str:
 
 
 def training(report: Report) -> Section | None:
-    """Curves of `tune`."""
+    """Section of the training curves that `tune` recorded."""
     runs = [run for run in report.runs if run.curve]
     if not runs:
         return None

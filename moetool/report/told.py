@@ -28,7 +28,7 @@ class MadeStep(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class HowMade(Printed):
-    """What the manifest says of how a model was made.
+    """How a model was made, as its manifest says.
 
     Attributes:
         steps: from the first to the last.
@@ -77,7 +77,7 @@ class StoredRole(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredExperts(Printed):
-    """How experts are stored.
+    """Form, bits per weight and error of all experts, by layer and role.
 
     Attributes:
         measure: by which name the manifest has their errors, if it has any: `lost_energy`, `relative_error`, `loss`.
@@ -99,7 +99,7 @@ class RareExpert(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class TextCoverage(Printed):
-    """How a text reached the experts.
+    """Shares of a text's tokens that each expert received.
 
     Attributes:
         text: as it was given.
@@ -136,7 +136,8 @@ class Report(Printed):
         files: with weights, how many.
         numbers: in the files.
         weights: bytes by kind of tensor, the largest first.
-        against: what `before` is of.
+        against: the source, which `before` in `weights` is of.
+        against_bytes: of the weight files of `against`, headers and all, as `bytes` is of the model's.
         made: how it was made, if moetool did.
         inspection: what it holds, if it has experts, and what they are like (`--analysis`).
         stored: how its experts are stored, if they are whole networks.
@@ -158,6 +159,7 @@ class Report(Printed):
     numbers: int
     weights: Sequence[WeightBytes]
     against: str | None = None
+    against_bytes: int | None = None
     made: HowMade | None = None
     inspection: Inspection | None = None
     stored: StoredExperts | None = None

@@ -1,4 +1,4 @@
-"""What each expert of an upcycled model starts as."""
+"""Initial weights of each expert of an upcycled model."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -15,7 +15,7 @@ class Experts(Protocol):
     """Gives the matrices of every expert, one at a time, in the dtype they are stored in."""
 
     def matrix(self, layer: int, expert: int, role: Role) -> Tensor:
-        """`[out, in]`."""
+        """Initial weight `[out, in]` of one expert's matrix."""
 
     def bias(self, layer: int, expert: int, role: Role) -> Tensor:
         """`[out]`, of a family that has biases."""

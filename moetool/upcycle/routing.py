@@ -37,7 +37,7 @@ class StartingRows:
 
 
 class RoutedOptions(ConversionOptions):
-    """How many experts, and where."""
+    """Options of upcycling with a router: number of experts, and in which layers."""
 
     experts: int | None = Field(8, ge=2, le=10_000, description="Routed experts per layer.")
     top_k: int = Field(2, ge=1, description="Experts per token.")
@@ -67,7 +67,7 @@ class RoutedConversion(Conversion[RoutedT]):
 
     @property
     def copies(self) -> int:
-        """Rows of a router."""
+        """Number of rows of a router: one per expert."""
         if self.options.experts is None:
             raise UsageError("--experts is required.")
         return int(self.options.experts)
@@ -78,7 +78,7 @@ class RoutedConversion(Conversion[RoutedT]):
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Those that get experts."""
+        """Numbers of the layers that get experts."""
         return parse_layers(self.options.layers, self.dense.layers)
 
     def fresh(self) -> Rows:

@@ -29,7 +29,7 @@ from moetool.upcycle.upcycling import Upcycled
 
 
 class UpcycleOptions(RoutedOptions):
-    """How many experts, where, and in which family."""
+    """Options of upcycling: number of experts, layers, and the family that is written."""
 
     shared: Shared = Field(
         "none", description="The original FFN as a shared expert: half of the output, or as XFT or Med-MoE weigh it."

@@ -90,7 +90,7 @@ class Upcycled(Converted):
 
     @property
     def shape(self) -> MoEShape:
-        """Of every MoE layer."""
+        """Shape of every MoE layer: experts, widths, roles."""
         return self.spec.shape
 
     @property

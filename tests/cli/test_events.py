@@ -2,11 +2,14 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import threading
+import webbrowser
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,14 @@ import pytest
 from moetool.cli.display import Display
 from moetool.cli.events import EventLog
 from moetool.cli.heartbeat import Heartbeat, Pulse
-from moetool.cli.next_step import after_stage
+from moetool.cli.next_step import PROMPT, after_page, after_stage
 from moetool.errors import UsageError
 from moetool.job.forecast import PhaseTime
-from moetool.job.result import Result, Told
+from moetool.job.options import CalibrationOptions, RunOptions
+from moetool.job.result import Result, Sizes, Told
 
 RunCli = Callable[..., Any]
+_SEEN = "what it was calibrated on: it loses more on other text"
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -43,7 +48,7 @@ def test_a_job_from_its_beginning_to_its_end(tiny_mixtral: Path, run_cli: RunCli
     ended = [event for event in found if event["event"] == "phase_ended"]
     assert [event["done"] for event in ended] == [event["total"] for event in ended]
     assert last["exit_code"] == 0
-    assert result.stderr.splitlines()[-1] == f"next: moetool svd-compress {out} OUT --ratio 0.5 --calibration TEXT"
+    assert result.stderr.splitlines()[-1] == f"next: moetool quantize-delta {out} {out}-4bit --bits 4"
 
 
 @pytest.mark.parametrize(
@@ -163,19 +168,65 @@ def test_a_heart_beats_while_one_unit_takes_long() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "stage", "said"),
+    ("command", "stage", "said", "with_nothing_installed"),
     [
-        ("upcycle", "vanilla", "moetool tune 'a model' OUT --data TEXT"),
-        ("moefy", "g-moefication", "moetool eval 'a model' --data TEXT --against in"),
-        ("compress", "hybrid", "moetool eval 'a model' --data TEXT --against in"),
-        ("fisher-merge", "fisher-merge", "moetool decompose in OUT --base 'a model'"),
-        ("export", "compressed-tensors", "vllm serve 'a model'"),
-        ("export", "gguf", "llama-cli -m 'a model/model.gguf'"),
+        ("upcycle", "vanilla", "tune 'a model' 'a model-tuned-2' --data 'a text'", None),
+        ("moefy", "g-moefication", f"generate 'a model' '{PROMPT}'", None),
+        ("compress", "hybrid", f"eval 'a model' --data 'a text' --against in    # {_SEEN}", None),
+        ("fisher-merge", "fisher-merge", "decompose in 'a model-decomposed' --base 'a model'", None),
+        ("export", "compressed-tensors", "vllm serve 'a model'", "verify 'a model'"),
+        (
+            "export",
+            "gguf",
+            f"llama-cli -m 'a model/model.gguf' -p '{PROMPT}'",
+            f"generate 'a model/model.gguf' '{PROMPT}'",
+        ),
     ],
 )
-def test_what_comes_next(command: str, stage: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+def test_what_comes_next(
+    command: str,
+    stage: str,
+    said: str,
+    with_nothing_installed: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A whole command that this machine can run, with the names of files that are there or that are free."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a model-tuned").mkdir()
+    options = RunOptions.model_validate({}) if stage == "gguf" else CalibrationOptions(calibration="a text")
     result = Result(stage=stage, input="in", output="a model", seconds=1.0, peak_memory_bytes=1, told=Told())
-    assert after_stage(command, result) == said
-    if command == "upcycle":
-        assert after_stage(command, result, trains=False) == "moetool eval 'a model' --data TEXT"
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    assert after_stage(command, result, options).removeprefix("moetool ") == said
+    monkeypatch.setattr("shutil.which", lambda name: "/bin/moetool" if name == "moetool" else None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert after_stage(command, result, options) == f"moetool {with_nothing_installed or said}"
+    if command in ("upcycle", "compress"):
+        assert after_stage(command, result, options, trains=False) == "moetool report 'a model'"
+        monkeypatch.setattr("moetool.runtime.memory.free_bytes", lambda: 100)
+        large = replace(result, sizes=Sizes(bytes_before=30, bytes_after=20))
+        assert after_stage(command, large, options) == "moetool report 'a model'"
+
+
+def test_after_a_dry_run_comes_the_run(run_cli: RunCli, tiny_mixtral: Path, tmp_path: Path) -> None:
+    words = ("compress", tiny_mixtral, tmp_path / "an output", "--method", "quantize", "--bits", 4)
+    planned = run_cli(*words, "--dry-run")
+    assert planned.code == 0, planned.stderr
+    said = planned.stderr.splitlines()[-1]
+    assert shlex.split(said) == ["next:", "moetool", *map(str, words)]
+    assert run_cli(*shlex.split(said)[2:]).code == 0
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_a_page_is_opened_or_fetched(found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def browser() -> None:
+        if not found:
+            raise webbrowser.Error
+
+    monkeypatch.setattr("webbrowser.get", browser)
+    monkeypatch.setattr("socket.gethostname", lambda: "far")
+    said = after_page(tmp_path / "a page.html")
+    if found:
+        assert shlex.split(said) == [sys.executable, "-m", "webbrowser", (tmp_path / "a page.html").as_uri()]
+    else:
+        assert shlex.split(said, comments=True) == ["scp", f"far:{tmp_path}/a page.html", "."]

@@ -1,6 +1,7 @@
 """`moetool report`: for every kind of model the sections that apply, with the numbers of other commands."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 from checkpoints import copy_of
 from html_pages import Page, check_page
+
+from moetool.checkpoint.sizes import format_bytes
 
 MADE = ["How it was made", "Size"]
 LAST = ("Time, memory and scratch", "Options and versions")
@@ -104,6 +107,9 @@ def test_measured_numbers_are_those_of_other_commands(run_cli, models, tiny_mixt
     before = {each["kind"]: each["before"] for each in told["weights"]}
     assert before["experts"] == 3 * 4 * 3 * 32 * 48 * 4
     assert before["deltas, low-rank"] == 0
+    said = set(re.findall(r"([\d.]+ [kM]B) before|Before: [^<]*, ([\d.]+ [kM]B)", (tmp_path / "a.html").read_text()))
+    original = format_bytes(sum(file.stat().st_size for file in tiny_mixtral.glob("*.safetensors")))
+    assert said == {(original, ""), ("", original)}
 
 
 def test_what_simoe_and_neurons_say(run_cli, models, tmp_path):

@@ -183,7 +183,7 @@ def test_inspect_for_people(run_cli, small, tiny_mixtral):
         r"^│ 2 +│.* 48 │",
     ):
         assert re.search(line, result.stdout, re.M), line
-    assert result.stderr.splitlines() == [f"next: moetool routing {small} --data TEXT"]
+    assert result.stderr.splitlines() == [f"next: moetool report {small}"]
     assert "base channels" not in run_cli("inspect", tiny_mixtral).stdout
 
 

@@ -77,7 +77,7 @@ def build(
         print_json(result.to_json())
         return
     _print(result)
-    next_step.tell(next_step.line("eval", model, "--data", "TEXT"))
+    next_step.tell(next_step.line("report", model))
 
 
 def _print(result: BenchResult) -> None:
@@ -109,7 +109,7 @@ def _described(own: Benched) -> str:
 
 
 def _sizes(own: Benched) -> dict[str, str]:
-    """By label."""
+    """Rows of the table of sizes: label → formatted size."""
     held: dict[str, int] = vars(own.memory)
     sizes = {label: format_bytes(held[name]) for label, name in _SIZES.items() if held[name] or name not in _CARD}
     return {_PARAMETERS: _count(own.parameters), **sizes, _LOAD: f"{own.load_seconds:.2f} s"}

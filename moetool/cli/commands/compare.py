@@ -11,7 +11,7 @@ from moetool.cli import next_step
 from moetool.cli.display import AsJson, print_json, print_table
 from moetool.cli.generate import build_options, builder
 from moetool.cli.watched import LogJson, watched
-from moetool.compare.candidates import candidates
+from moetool.compare.candidates import Candidate, candidates
 from moetool.compare.options import CompareOptions
 from moetool.compare.picture import plot_compared
 from moetool.compare.running import compare
@@ -60,7 +60,31 @@ def build(
             print(line(row))
     for shared in result.statistics:
         print(shared_line(shared))
-    next_step.tell(next_step.line("compress", model, "OUT", "--method", "METHOD", "--ratio", "RATIO"))
+    next_step.tell(next_step.line(*best(result, wanted)))
+
+
+def best(result: Compared, wanted: Sequence[Candidate]) -> list[str]:
+    """The arguments that make the row of least KL divergence at the largest ratio; without such a row, those
+    that report the last model of the table."""
+    made = {(row.name, row.asked): row.kl for row in result.rows if row.kl is not None and row.method is not None}
+    found = [each for each in wanted if (each.name, each.asked) in made]
+    if not found:
+        return ["report", (result.rows[-1].path if result.rows else None) or result.model]
+    chosen = min(found, key=lambda each: (-(each.asked or 0), made[each.name, each.asked] or 0))
+    ratio = "" if chosen.asked is None else f"-{100 * chosen.asked:g}"
+    words = ["compress", result.model, next_step.here(result.model, f"{chosen.name}{ratio}")]
+    words += ["--method", chosen.kind.name]
+    fields = type(chosen.options).model_fields
+    for name, value in chosen.options:
+        if value is not None and (fields[name].is_required() or value != fields[name].default):
+            words += _option(f"--{name.replace('_', '-')}", value)
+    return words
+
+
+def _option(flag: str, value: object) -> list[str]:
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    return [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
 
 
 def output_file(path: Path) -> Path:
@@ -74,7 +98,7 @@ def output_file(path: Path) -> Path:
 
 
 def headline(result: Compared) -> str:
-    """What all rows are measured against."""
+    """Line above the table: the original's size and perplexity on the text."""
     return (
         f"{result.model}: {format_bytes(result.bytes)}, perplexity {result.perplexity:.4f} on {result.data} "
         f"({result.windows:,} windows of {result.sequence_length} tokens)"
@@ -82,7 +106,7 @@ def headline(result: Compared) -> str:
 
 
 def cells(row: ComparedModel) -> tuple[str, ...]:
-    """A row's columns."""
+    """Cells of one row of the table, formatted."""
     error = "" if row.excess_error is None else f" ± {1000 * row.excess_error:.2f}"
     return (
         row.name,
@@ -106,7 +130,7 @@ def line(row: ComparedModel) -> str:
 
 
 def shared_line(shared: SharedStatistics) -> str:
-    """What was measured once, and for which rows."""
+    """Line that says which rows shared one statistics pass, and its time."""
     took = "" if shared.seconds is None else f" {format_seconds(shared.seconds)}, in none of their times"
     return f"One statistics pass shared by {', '.join(shared.rows)}:{took}".removesuffix(":")
 

@@ -48,6 +48,7 @@ def build(
         [(row.model, format_bytes(row.bytes), f"{row.perplexity:.2f}", row.description) for row in rows],
         numbers=False,
     )
+    print("The held-out text is of the kind that was trained and calibrated on; other text loses more to compression.")
     print(f"All of it in {time.monotonic() - began:.0f} s. The models are in {output}; try:")
     for line in try_next(f"inspect {output}/hybrid-75"):
         print(f"  {line}")

@@ -71,9 +71,9 @@ def build(
     else:
         print_evaluation(result)
     if isinstance(result, Evaluation) and result.protocol == "perplexity":
-        next_step.tell(next_step.line("generate", model[0], "PROMPT"))
+        next_step.tell(next_step.line("generate", model[0], next_step.PROMPT))
     else:
-        next_step.tell(next_step.line("verify", model[0]))
+        next_step.tell(next_step.line("report", model[-1]))
 
 
 def asked_for(typed: Mapping[str, object]) -> tuple[EvaluationOptions | None, TaskOptions | None]:

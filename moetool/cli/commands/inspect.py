@@ -53,10 +53,11 @@ def build(
     _print(result)
     if result.analysis is not None:
         _print_analysis(result.analysis)
-    if result.files.files:
-        next_step.tell(next_step.line("routing", model, "--data", "TEXT"))
+    if result.files.recipe is not None or result.files.ratio:
+        next_step.tell(next_step.line("report", model))
     else:
-        next_step.tell(next_step.line("compress", model, "OUT", "--calibration", "TEXT", "--dry-run"))
+        smaller = next_step.here(model, "4bit")
+        next_step.tell(next_step.line("compress", model, smaller, "--method", "quantize", "--bits", "4", "--dry-run"))
 
 
 def _print(result: Inspection) -> None:
@@ -89,7 +90,7 @@ def _print(result: Inspection) -> None:
 
 
 def _print_layers(layers: StoredLayers) -> None:
-    """What is stored of compressed experts."""
+    """Print a table of how compressed experts are stored, by layer."""
     roles = [role for role in ROLES if any(layer.base and role in layer.base.weights for layer in layers.moe)]
     rows = [
         (str(layer.layer), *(_weights(layer.base, role) for role in roles), _channels(layer.base))

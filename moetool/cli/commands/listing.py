@@ -14,10 +14,10 @@ from moetool.cli.generate import builder
 What = Literal["methods", "architectures", "dense-architectures", "targets", "presets", "recipes", "representations"]
 
 _NEXT = {
-    "methods": "moetool COMMAND --method METHOD --help",
-    "presets": "moetool COMMAND MODEL OUT --preset PRESET --dry-run",
-    "recipes": "moetool COMMAND MODEL OUT --preset PRESET --dry-run",
-    "targets": "moetool upcycle MODEL OUT --target TARGET --dry-run",
+    "methods": ("compress", "--method", "hybrid", "--help"),
+    "presets": ("compress", "--preset", "d2moe-40", "--help"),
+    "recipes": ("compress", "--preset", "d2moe-40", "--help"),
+    "targets": ("upcycle", "--help"),
 }
 
 
@@ -40,7 +40,7 @@ def build(
         print_json({what: [dict(row) for row in rows]})
     elif rows:
         print_table(tuple(rows[0]), [tuple(row.values()) for row in rows], numbers=False)
-        next_step.tell(_NEXT.get(what, next_step.line("list", "methods")))
+        next_step.tell(next_step.line(*_NEXT.get(what, ("list", "methods"))))
 
 
 def _methods() -> list[dict[str, str]]:

@@ -35,4 +35,9 @@ def build(
             *(("note", note) for note in result.notes),
         ]
     )
-    next_step.tell("the same without --dry-run" if dry_run else next_step.line("eval", repo, "--data", "TEXT"))
+    if dry_run:
+        settings = {"--revision": revision, "--message": message}
+        more = [word for option, value in settings.items() if value is not None for word in (option, value)]
+        next_step.tell(next_step.line("push", model, repo, *(["--public"] if public else []), *more))
+    else:
+        next_step.tell(next_step.line("inspect", repo))

@@ -1,7 +1,5 @@
 """`moetool report`."""
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -46,4 +44,4 @@ def build(
         [("report", f"{file} ({format_bytes(file.stat().st_size)})"), ("sections", titles)]
         + [("note", note) for note in result.notes]
     )
-    next_step.tell(f"{shlex.quote(sys.executable)} -m webbrowser {shlex.quote(file.absolute().as_uri())}")
+    next_step.tell(next_step.after_page(file))

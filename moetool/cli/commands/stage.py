@@ -49,6 +49,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
     """The command for one stage; `compress --method X` takes the options of X."""
     from moetool.stages import stages
 
+    words = tuple(arguments)  # the parser empties the list
     more: list[inspect.Parameter] = []
     chosen, typed_method = name, None
     methods = [stage for stage, kind in stages().items() if kind.method_of == name]
@@ -105,7 +106,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
                 other = options.model_copy(update={"compute_dtype": "bfloat16"})
                 quicker = estimate(plan_stage(stage, input, other), other, output)
             _print_plan(plan.to_json(), told, quicker)
-            next_step.tell("the same without --dry-run")
+            next_step.tell(next_step.without_dry_run(name, words))
             return
         if not is_first_process():
             run_stage(stage, input, output, options, resume=resume, overwrite=overwrite, same_input=same_input)
@@ -132,7 +133,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             print_json(result.to_json())
             return
         _print_result(result)
-        next_step.tell(next_step.after_stage(name, result, trains=not _is_encoder(result.output)))
+        next_step.tell(next_step.after_stage(name, result, options, trains=not _is_encoder(result.output)))
 
     elsewhere: dict[str, list[str]] = {}
     for method in methods:

@@ -57,7 +57,7 @@ def build(
         rows = [(str(layer), f"{error:.3g}") for layer, error in likeness.layer_error.items()]
         print_table(("layer", "error"), rows, title="output error")
     print("ok")
-    next_step.tell(next_step.line("eval", model, "--data", "TEXT", *(("--against", against) if against else ())))
+    next_step.tell(next_step.line("report", model, *(("--against", against) if against else ())))
 
 
 def _likeness(found: Likeness) -> list[tuple[str, str]]:

@@ -114,7 +114,7 @@ class Ladder:
 
     @cached_property
     def dense_bytes(self) -> int:
-        """Bytes of the matrix itself."""
+        """Size of the whole matrix in bytes, stored without a delta's form."""
         return whole_of(self.shape, self.bits).nbytes(self.shape, self.dtype)
 
     @cached_property

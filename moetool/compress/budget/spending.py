@@ -83,7 +83,7 @@ def _forms(groups: Sequence[Group], rows: Sequence[_Row | None]) -> Forms:
 
 
 def _water_filling(groups: Sequence[Group], budget: int) -> Forms:
-    """Forms that lose least."""
+    """Forms of least estimated loss within the budget, by water-filling."""
 
     def size(price: float) -> int:
         sizes = ((group, group.at(price)) for group in groups)

@@ -191,7 +191,7 @@ class LayerFactors:
                             yield role, expert
 
     def _encoded(self, role: Role, expert: int, form: Representation, dtype: torch.dtype) -> dict[str, Tensor]:
-        """One delta."""
+        """Tensors of one delta in the form chosen for it."""
         if form.is_whole:
             return form.encode(self._deltas.weight(role, expert), dtype)
         if not form.directions:

@@ -32,7 +32,7 @@ EncodedDeltas = Mapping[str, Tensor]  # of the deltas of a layer, relative to it
 
 @dataclass(frozen=True, eq=False)
 class JointRefining:
-    """How one layer is refined.
+    """Options and inputs of refining a layer's base and factors together.
 
     Attributes:
         work: directory.
@@ -141,6 +141,6 @@ class JointRefining:
 
 
 def told(work: Path, layer: int) -> JointlyRefined:
-    """What was done to a layer that has been written."""
+    """Loss of a written layer before and after refinement."""
     before, after = load_file(refined_path(work, layer))["costs"].tolist()
     return JointlyRefined(float(f"{before:.4g}"), float(f"{after:.4g}"))

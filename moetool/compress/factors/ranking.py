@@ -25,7 +25,7 @@ FACTORS: Mapping[SharedFactor, Factors] = {"none": LowRank, "v": SharedV, "u": S
 
 @dataclass(frozen=True)
 class LayerSpectra:
-    """What allocation needs to know of one layer."""
+    """Spectra, weights and sizes of one layer, from which ranks are allocated."""
 
     layer: int
     factors: SpectrumFile

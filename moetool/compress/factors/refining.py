@@ -99,7 +99,7 @@ def _size(tensor: Tensor) -> float:
 
 @dataclass(frozen=True)
 class JointResult:
-    """What came of a layer.
+    """Refined experts of a layer, and their loss before and after.
 
     Attributes:
         experts: as they are to be stored.
@@ -113,7 +113,7 @@ class JointResult:
 
 @dataclass(frozen=True, eq=False)
 class JointTask:
-    """What the experts of a layer are to give, and how they are come nearer to it.
+    """Target output of a layer's experts, and the optimizer that fits base and deltas to it.
 
     Attributes:
         run: an expert.
@@ -145,7 +145,7 @@ class JointTask:
         return JointResult(found, before, after) if after < before else JointResult(experts, before, before)
 
     def _move(self, experts: MovableExperts, learnt: int, steps: int, stream: torch.Generator) -> None:
-        """On the first `learnt` tokens."""
+        """Move all factors by Adam, on the first `learnt` tokens."""
         paces = list(experts.paces(_PACE))
         adam = torch.optim.Adam([{"params": [tensor], "lr": pace} for tensor, pace in paces], betas=_BETAS)
         for step, rows in enumerate(batches(learnt, TOKENS_PER_STEP, steps, stream)):
@@ -167,7 +167,7 @@ class JointTask:
 
     @torch.no_grad()
     def cost(self, experts: MovableExperts, rows: slice) -> float:
-        """What errors cost on some tokens, in nats per token."""
+        """Mean loss that output errors cost on some tokens, in nats per token."""
         parts = range(rows.start, rows.stop, TOKENS_PER_STEP)
         errors = (self._error(experts, slice(start, min(start + TOKENS_PER_STEP, rows.stop))) for start in parts)
         return sum(0.5 * float(error.square().sum(dtype=torch.float64)) for error in errors) / (rows.stop - rows.start)

@@ -28,7 +28,7 @@ class RoutedText:
         return len(self.inputs)
 
     def __getitem__(self, rows: Tensor | slice) -> "RoutedText":
-        """Some of the tokens."""
+        """Inputs and weights of some of the tokens."""
         return RoutedText(self.inputs[rows], self.weights[rows])
 
     def of(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,7 +62,7 @@ class TextCollector(Collector):
         self._weights.append(weights[self._first :: self._stride])
 
     def text(self) -> RoutedText:
-        """Of all processes, on the device of each."""
+        """Routed text of all processes, on the device of this one."""
         own = torch.cat(self._inputs), torch.cat(self._weights)
         all_ = self._peers.gather([tensor.cpu() for tensor in own]) if self._peers.size > 1 else [list(own)]
         inputs, weights = (torch.cat(parts).to(own[0].device) for parts in zip(*all_, strict=True))

@@ -35,7 +35,7 @@ _FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class MatrixSensitivity:
-    """How errors of one matrix count.
+    """Weights that turn errors of one matrix into loss.
 
     Attributes:
         row_scale: `[out]` fp32 square roots of the channels' sensitivities, `None` for a plain norm.

@@ -51,17 +51,21 @@ from moetool.representations.low_rank import LowRank
 
 
 class FactorOptions(RunOptions, TextOptions):
-    """How deltas become factors."""
+    """Options by which deltas become low-rank factors."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("ratio", "rank")
 
     ratio: float | None = Field(
-        None, description="Share of the weight files' bytes that disappears: 0.4 makes the model 40 % smaller."
+        None, description="Share of the weight files' bytes to save: 0.4 makes the model 40 % smaller."
     )
-    rank: int | None = Field(None, ge=0, description="Instead of a ratio: this rank for every matrix.")
-    svd: Svd = Field("truncation-aware", description="Norm in which factors are best.")
+    rank: int | None = Field(None, ge=0, description="Instead of --ratio: one rank for every matrix.")
+    svd: Svd = Field(
+        "truncation-aware",
+        description="Factors of least error: of outputs on the text (truncation-aware), of weights scaled by their "
+        "inputs (activation-aware), or of weights (vanilla).",
+    )
     allocation: Allocation = Field(
-        "water-filling", description="Ranks where a byte removes most loss, or the same share for every matrix."
+        "water-filling", description="How ranks are shared out: where a byte removes most loss, by layer, or equally."
     )
     sensitivity: Sensitivity = Field(
         "channel", description="Weigh errors by what they cost in loss: by output channel, by matrix, or not at all."
@@ -70,12 +74,12 @@ class FactorOptions(RunOptions, TextOptions):
         "none", description="Let all experts of a layer share the factor V, or U, of their deltas (Appendix A.6)."
     )
     trim: int = Field(
-        0, ge=0, description="Drop the deltas of this many experts per layer, those that were given fewest tokens."
+        0, ge=0, description="Drop the deltas of so many experts per layer, those with the fewest tokens."
     )
     rank_multiple: int = Field(1, ge=1, description="Ranks are multiples of this; 8 suits tensor cores.")
     factor_bits: Literal[8, 16] = Field(
-        16, description="Bits per number of the factors, 16 standing for the model's own. 8, as codes, are nearly as "
-        "good and buy twice the rank."
+        16, description="Bits per number of the factors: 16 stores the model's own dtype, 8 stores codes and allows "
+        "twice the rank at the same size."
     )  # fmt: skip
 
     @model_validator(mode="after")

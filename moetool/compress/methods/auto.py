@@ -54,28 +54,25 @@ class AutoOptions(MixingOptions):
     alternatives: ClassVar[tuple[str, ...]] = ("ratio", "bytes", "max_increase", "plan")
 
     ratio: float | None = Field(
-        None, gt=0, lt=1, description="Share of the weight files' bytes that disappears: 0.8 makes them 80 % smaller."
+        None, gt=0, lt=1, description="Share of the weight files' bytes to save: 0.8 makes them 80 % smaller."
     )
-    bytes: ByteSize | None = Field(None, description="Instead of a ratio: how large weight files may be, e.g. 20GB.")
+    bytes: ByteSize | None = Field(None, description="Instead of --ratio: largest size of the weight files, e.g. 20GB.")
     max_increase: Increase | None = Field(
         None,
-        description="Instead of either: how much perplexity (exp of the mean loss) may grow on windows of the "
-        "calibration text that nothing else sees: 2% lets 10.0 become 10.2. Up to six sizes are made and measured, and "
-        "the smallest that holds is kept.",
+        description="Instead of --ratio or --bytes: limit on the growth of perplexity on held-out windows of the "
+        "calibration text (2% lets 10.0 become 10.2). Up to six sizes are made and measured; the smallest within the "
+        "limit is kept.",
     )
     held_out: int = Field(
         32, ge=2, description="With --max-increase: how many windows to measure it on, besides --samples."
     )
-    plan: str | None = Field(
-        None, description="Instead of any: a file that --save-plan wrote, edited or not, to be followed."
-    )
+    plan: str | None = Field(None, description="Instead of these: follow a file that --save-plan wrote, edited or not.")
     save_plan: str | None = Field(None, description="Write what was chosen to this YAML file, which --plan reads.")
     merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
-    base_bits: BaseBits = Field("2", description="Bits of the base that is offered: 1, 2, 3, 4, 8, nf4 or int8.")
+    base_bits: BaseBits = Field("2", description="Bits of the base, where one is used: 1, 2, 3, 4, 8, nf4 or int8.")
     rotate: bool = Field(
         False,
-        description="Offer everything for rotated inputs, too, which takes about twice the time to measure; inputs are "
-        "rotated by blocks of a Hadamard matrix with random signs.",
+        description="Try each form with randomly rotated inputs, too (Hadamard matrix), in about twice the time.",
     )
 
     @model_validator(mode="after")

@@ -51,20 +51,20 @@ class D2MoEOptions(FactorOptions, IncludeOptions, CalibrationOptions):
     )
     pruning: BaseCompression = Field(
         "static",
-        description="All of it from the file; or, as in the paper, half of it and half per batch, which makes results "
-        "depend on the batch; or no channels but as large a share of the base's parameters by truncation-aware SVD.",
+        description="static: remove channels from the file. semi-dynamic: remove half of them, and skip as many per "
+        "batch (the output then depends on the batch). svd: keep all channels, cut the same share by SVD.",
     )
     paper_counting: bool = Field(
         False,
-        description="Take --ratio as the paper counts it: parameters, one rank for all, and channels that are skipped "
-        "at run time as gone although the file holds them.",
+        description="Count --ratio as the paper does: in parameters, with one rank for all, and with channels that are "
+        "only skipped at run time as removed.",
     )
 
     refine: int = Field(
         0,
         ge=0,
-        description="Move each layer's base and factors together in so many steps, by gradients of what errors cost "
-        "in the layer's output, unless that makes it worse on text held out: 64, say.",
+        description="Fine-tune each layer's base and factors together for so many steps; kept only where the held-out "
+        "error improves (0: off; 64 is usual).",
     )
 
     @model_validator(mode="after")

@@ -40,11 +40,11 @@ BASE_GROUP = 128  # inputs that share a scale in a quantized base, where deltas 
 
 
 class DersQuantizeOptions(RunOptions, ExtendedOptions, CodeOptions, TextOptions):
-    """Which base, and the bits of a delta."""
+    """Options of `ders-quantize`: the base, and the bits of a delta."""
 
 
 class DersSparsifyOptions(RunOptions, ExtendedOptions, SparsityOptions):
-    """Which base, and which share of a delta is dropped."""
+    """Options of `ders-sparsify`: the base, and the share of a delta that is dropped."""
 
 
 DersT = TypeVar("DersT", DersQuantizeOptions, DersSparsifyOptions)
@@ -58,7 +58,7 @@ class _Ders(Stage[DersT]):
 
     @abstractmethod
     def _form(self) -> Form:
-        """How deltas are stored."""
+        """Form in which deltas are stored."""
 
     def _base_group(self) -> int:
         """Inputs that share a scale in a quantized base."""

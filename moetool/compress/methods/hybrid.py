@@ -24,16 +24,16 @@ class HybridOptions(MixingOptions):
     """A budget of bytes, and what may be bought with it."""
 
     ratio: float = Field(
-        gt=0, lt=1, description="Share of the weight files' bytes that disappears: 0.8 makes the model 80 % smaller."
+        gt=0, lt=1, description="Share of the weight files' bytes to save: 0.8 makes the model 80 % smaller."
     )
     merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
     base_bits: BaseBits = Field(
-        "2", description="Bits of the base: 1, 2, 3, 4, 8, nf4 or int8. Deltas make up for its errors."
+        "2", description="Bits of the base: 1, 2, 3, 4, 8, nf4 or int8. Deltas correct its errors."
     )
     rotate: bool = Field(
         False,
-        description="Rotate inputs by blocks of a Hadamard matrix with random signs, and store matrices accordingly: "
-        "loses less in few bits, for a small product per token.",
+        description="Rotate inputs by a random Hadamard matrix before quantizing: less error in few bits, for a "
+        "small product per token.",
     )
 
 

@@ -35,9 +35,9 @@ class PlainSvdOptions(RunOptions):
     alternatives: ClassVar[tuple[str, ...]] = ("ratio", "rank")
 
     ratio: float | None = Field(
-        None, description="Share of the weight files' bytes that disappears: 0.4 makes the model 40 % smaller."
+        None, description="Share of the weight files' bytes to save: 0.4 makes the model 40 % smaller."
     )
-    rank: int | None = Field(None, ge=0, description="Instead of a ratio: this rank for every matrix.")
+    rank: int | None = Field(None, ge=0, description="Instead of --ratio: one rank for every matrix.")
 
     @property
     def factors(self) -> FactorOptions:
@@ -56,7 +56,7 @@ class UnmeasuredSvd(Stage[PlainSvdOptions]):
     @property
     @abstractmethod
     def _bases(self) -> Mapping[Role, Representation] | None:
-        """How bases are stored; `None` for dense ones."""
+        """Form in which bases are stored; `None` for dense ones."""
 
     @abstractmethod
     def _base(self, weights: Weights) -> LayerBase:

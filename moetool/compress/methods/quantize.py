@@ -59,13 +59,13 @@ class QuantizeOptions(MixingOptions):
         None,
         gt=0,
         lt=1,
-        description="Instead of bits: share of the weight files' bytes that disappears. Every matrix gets the bits "
-        "that lose least in all.",
+        description="Instead of --bits: share of the weight files' bytes to save. Each matrix gets its own bits, so "
+        "that the model loses least.",
     )
     rounding: Rounding | None = Field(
         None,
-        description="The nearest codes, or codes that make good for each other's errors on the calibration text "
-        "(by default if there is one).",
+        description="nearest: round each number by itself. error-feedback: choose codes that cancel each other's "
+        "errors on the calibration text (the default where one is given).",
     )
     scheme: Scheme = Field(
         "matrix",
@@ -74,8 +74,8 @@ class QuantizeOptions(MixingOptions):
     )
     rotate: bool = Field(
         False,
-        description="Rotate inputs by blocks of a Hadamard matrix with random signs, and store matrices accordingly: "
-        "loses less in few bits, for a small product per token.",
+        description="Rotate inputs by a random Hadamard matrix before quantizing: less error in few bits, for a "
+        "small product per token.",
     )
 
     @model_validator(mode="after")
@@ -123,7 +123,7 @@ class Quantize(MixingStage[QuantizeOptions]):
 
     @property
     def _is_mixed(self) -> bool:
-        """Whether gradients are needed, too."""
+        """Whether bits differ by matrix, which needs gradients."""
         return self.options.ratio is not None or self.options.refine > 0
 
     def shared_recipe(self) -> Mapping[str, object] | None:

@@ -17,12 +17,12 @@ class MixingOptions(RunOptions, IncludeOptions, CalibrationOptions):
     )
     trellis: bool = Field(
         False,
-        description="Codes of 1 to 4 bits in a trellis, where several together say what a number is: a third to a half "
-        "less is lost in the same bytes, for more time when they are chosen and when they run.",
+        description="Trellis-coded quantization (1 to 4 bits): less error at the same size; slower to compress and "
+        "to run.",
     )
     refine: int = Field(
         0,
         ge=0,
-        description="Steps in which each expert's codes and scales are then moved by gradients of its own output's "
-        "error; windows held out tell whether it got better.",
+        description="Fine-tune each expert's codes and scales for so many steps; kept only where the held-out error "
+        "improves (0: off).",
     )

@@ -69,7 +69,7 @@ class StoredMatrix:
 
 @dataclass(frozen=True)
 class Refined:
-    """What came of an expert.
+    """Refined matrices of one expert, and their loss before and after.
 
     Attributes:
         tensors: by role, those that are to be stored.
@@ -85,7 +85,7 @@ class Refined:
 
 @dataclass(frozen=True, eq=False)
 class Refinement:
-    """What an expert is to give, and how that is come nearer to.
+    """Target output of one expert, and the optimizer that fits its stored form to it.
 
     Attributes:
         run: an expert.

@@ -29,7 +29,7 @@ MOST_TOKENS = _MOST + _MOST_HELD_OUT
 
 @dataclass(frozen=True, eq=False)
 class Refining:
-    """How all layers of a job are refined.
+    """Refinement of the experts of every layer of a job.
 
     Attributes:
         reader: of the experts.
@@ -46,7 +46,7 @@ class Refining:
     seed: int
 
     def told(self, layer: int) -> RefinedLayer:
-        """What was done to a layer that has been written."""
+        """Count of refined experts of a written layer, and their loss before and after."""
         costs = load_file(refined_path(self.work, layer))["costs"]
         before, after, changed = costs.sum(0).tolist()
         return RefinedLayer(int(changed), len(costs) - int(changed), float(f"{before:.4g}"), float(f"{after:.4g}"))

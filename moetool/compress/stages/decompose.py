@@ -25,7 +25,7 @@ from moetool.representations.dense import Dense
 
 
 class DecomposeOptions(RunOptions, ExtendedOptions):
-    """Against which base."""
+    """Options of decomposing: the base to which experts become deltas."""
 
     group_size: int = Field(
         128,

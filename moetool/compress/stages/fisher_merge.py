@@ -24,7 +24,7 @@ from moetool.job.writing import record_origin
 
 
 class FisherMergeOptions(RunOptions, CalibrationOptions):
-    """How the base is made."""
+    """Options of merging: how the base is made of the experts."""
 
     merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
 

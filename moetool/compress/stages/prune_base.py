@@ -33,13 +33,13 @@ from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 
 class PruneBaseOptions(RunOptions, TextOptions):
-    """How much of the base to prune, and when."""
+    """Options of pruning: how much of the base, and when."""
 
     ratio: float = Field(0.1, gt=0, lt=1, description="Share of the base's intermediate channels to prune.")
     pruning: Pruning = Field(
         "static",
-        description="All of it from the file; or, as in the paper, half of it and half per batch, which makes results "
-        "depend on the batch.",
+        description="static: remove channels from the file. semi-dynamic: remove half of them, and skip as many per "
+        "batch (the output then depends on the batch).",
     )
 
 

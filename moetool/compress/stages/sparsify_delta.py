@@ -15,7 +15,7 @@ from moetool.job.stage import Stage
 
 
 class SparsifyDeltaOptions(RunOptions, SparsityOptions):
-    """How few."""
+    """Options of sparse deltas: how much of each delta is dropped, and which elements."""
 
 
 class SparsifyDelta(Stage[SparsifyDeltaOptions]):

@@ -91,7 +91,7 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
 
     @cached_property
     def _shards(self) -> ShardPlan:
-        """What is written, of an input that can be."""
+        """Plan of the shards to write. Raises `InvalidInputError` where the format cannot hold the input."""
         source, reader = self.source, self.source.experts
         self._check_family()
         self._check_groups()

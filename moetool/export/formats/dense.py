@@ -26,7 +26,7 @@ from moetool.runtime.dense import DenseModel
 
 
 class ExportDenseOptions(RunOptions):
-    """Which expert."""
+    """Options of `export --format dense`: which expert becomes the FFN."""
 
     expert: int = Field(0, ge=0, description="The expert that takes the place of all of its layer.")
 

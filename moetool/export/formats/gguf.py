@@ -135,7 +135,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
 
     @property
     def _cost(self) -> CalibrationCost:
-        """Of the text, if there is one."""
+        """Cost of running the calibration text; nothing runs without one."""
         dtype, device = self.source.dtype, pick_device(self.options.device)
         if self._text is None:
             return CalibrationCost(0, 1, 4)
@@ -166,7 +166,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         return Told(calibration=facts)
 
     def _write_advice(self, job: Job[GgufSource], measured: TensorStatistics) -> list[Path]:
-        """What llama-quantize is to be told."""
+        """Write files with the importance matrix and types for llama-quantize."""
         files, target = [job.output / IMATRIX], self.options.target_bpw
         windows, text = measured.facts.windows, str(self.options.calibration)
         write_imatrix(files[0], measured.importance, text, windows, self.options.sequence_length)
@@ -204,7 +204,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
                 job.finish("write", made=[file], digests={file: digest})
 
     def _remarks(self) -> list[str]:
-        """What a user has to know of the result."""
+        """Notes for the user: where llama.cpp differs from transformers on this model."""
         config, found = self.source.config, []
         window = getattr(config, "sliding_window", None)
         if window and getattr(config, "use_sliding_window", True):

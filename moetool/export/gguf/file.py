@@ -46,12 +46,12 @@ class GgufTensor:
 
     @property
     def numbers(self) -> int:
-        """How many there are."""
+        """Number of elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data."""
+        """Size of the tensor's data in bytes."""
         numbers, size = _BLOCKS[self.type]
         return self.numbers // numbers * size
 

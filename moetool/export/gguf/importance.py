@@ -34,7 +34,7 @@ class Moments:
 
     @classmethod
     def none(cls, matrices: int, shape: Sequence[int], device: torch.device) -> "Moments":
-        """Of no tokens."""
+        """Moments of no tokens: all zero."""
         rows, columns = shape
         sizes = (matrices, columns), (matrices,), (matrices, rows)
         return cls(*(torch.zeros(size, dtype=torch.float64, device=device) for size in sizes))

@@ -24,7 +24,7 @@ _LOSSES = ".losses"
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """What was measured.
+    """Importance matrix and rounding losses, as measured on the text.
 
     Attributes:
         importance: tensors of an importance matrix.
@@ -80,7 +80,7 @@ def measure_tensors(
 
 
 def _inner(job: Job[GgufSource]) -> Job[Source] | Job[DenseSource]:
-    """The same job on the model as calibration knows it."""
+    """A view of the job that calibration can run: on the MoE or dense source within."""
     source = job.source
     shared = job.workspace, job.options, job.recipe, job.progress, job.interrupt, job.ranks
     if source.experts is not None:

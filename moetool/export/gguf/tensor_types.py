@@ -40,7 +40,7 @@ class FewBits:
     has_minimum: bool = False
 
     def size(self, numbers: int) -> int:
-        """Bytes of so many numbers."""
+        """Bytes of so many numbers of this type."""
         return numbers // self.numbers * self.nbytes
 
     def rounded(self, rows: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def offered_types(tensor: GgufTensor, *, is_tied: bool) -> tuple[FewBits, ...]:
 def rounding_losses(
     parts: Iterable[Tensor], types: Sequence[FewBits], given: Tensor, sensitivity: Tensor
 ) -> list[float]:
-    """What a tensor loses in each type.
+    """Estimated loss of rounding a tensor to each type on offer.
 
     Args:
         parts: its rows in order, those of one matrix each.
@@ -123,7 +123,7 @@ class Menu:
 
     @classmethod
     def of(cls, tensors: Sequence[GgufTensor]) -> "Menu":
-        """Of a file with these."""
+        """Menu of types for a file with these tensors."""
         is_tied = all(tensor.name != HEAD for tensor in tensors)
         offers = {tensor.name: offered_types(tensor, is_tied=is_tied) for tensor in tensors}
         return cls(tensors, {name: types for name, types in offers.items() if types})
@@ -141,7 +141,7 @@ class Menu:
 
     @property
     def smallest(self) -> dict[str, FewBits]:
-        """The fewest bytes there are."""
+        """The smallest type on offer for each tensor."""
         return {name: types[0] for name, types in self.types.items()}
 
     def check(self, target: float) -> None:

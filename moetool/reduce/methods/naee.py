@@ -26,7 +26,7 @@ _MOST = 20_000  # subsets that are tried unless more are asked for
 
 
 class NaeeOptions(ReduceOptions):
-    """The same, and how many subsets are tried."""
+    """Options of NAEE: those of all reductions, and how many subsets are tried."""
 
     subsets: int | None = Field(
         None, ge=1, description="Try so many random subsets of every layer's experts (by default all)."

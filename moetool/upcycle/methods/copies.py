@@ -16,7 +16,7 @@ def vanilla(dense: DenseModel, options: UpcycleOptions, dtype: torch.dtype) -> S
 
 
 class DropOptions(UpcycleOptions):
-    """How much of each copy is drawn anew."""
+    """Options of Drop-Upcycling: the share of each copy's channels that is drawn anew."""
 
     drop: float = Field(0.5, ge=0, le=1, description="Share of the intermediate channels that is drawn anew.")
 

@@ -12,13 +12,13 @@ from moetool.upcycle.stage import Start, UpcycleOptions, method
 
 
 class DeltaOptions(UpcycleOptions):
-    """What is a delta."""
+    """Options of DeRS upcycling: whether the shared expert is a delta, too."""
 
     shared_expert: bool = Field(False, description="Make the shared expert of --shared a delta to the same FFN, too.")
 
 
 class LowRankOptions(DeltaOptions):
-    """How many numbers a delta has."""
+    """Options of low-rank deltas: their rank."""
 
     rank: int = Field(1, ge=1, description="Rank of every delta.")
 
@@ -36,7 +36,7 @@ def ders_lowrank(dense: DenseModel, options: LowRankOptions, dtype: torch.dtype)
 
 
 class SparseOptions(DeltaOptions):
-    """How many numbers a delta has."""
+    """Options of sparse deltas: the share of their elements that stays zero."""
 
     drop: float = Field(0.9999, ge=0, lt=1, description="Share of every delta's elements that stay zero.")
 

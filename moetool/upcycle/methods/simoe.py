@@ -26,7 +26,7 @@ CLOSED, NOISE = 0.05, 0.05
 
 
 class SimoeOptions(ConversionOptions):
-    """How many experts."""
+    """Options of SIMoE: number of experts, router width and target sparsity."""
 
     experts: int = Field(8, ge=2, description="Masks per linear layer.")
     router_width: int = Field(64, ge=1, description="Width of the router's hidden layer.")

@@ -22,7 +22,7 @@ def sliding(dense: DenseModel) -> dict[str, object]:
 
 
 def fine_grained(dense: DenseModel, spec: MoESpec) -> dict[str, object]:
-    """What the two Qwen families share."""
+    """Keys of `config.json` for fine-grained experts that the two Qwen families share."""
     return {
         **common(dense),
         "intermediate_size": dense.intermediate,
