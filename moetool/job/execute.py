@@ -191,7 +191,7 @@ def _lead(
             elif measured is not None:
                 workspace.begin_with(measured)
             told = stage.run(job)
-            result = _result(kind, source, directory, began, told)
+            result = replace(_result(kind, source, directory, began, told), loaded=job.loaded)
             if is_first_process():
                 result = replace(result, sizes=_verified(stage, directory))
                 write_costs(directory, opened.checkpoint.path, meter, plan, result)

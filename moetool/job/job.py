@@ -23,6 +23,7 @@ from moetool.job.interrupt import Interrupt
 from moetool.job.options import RunOptions
 from moetool.job.progress import SILENT, Progress
 from moetool.job.ranks import Ranks
+from moetool.job.result import LoadedLayer
 from moetool.job.workspace import Outcome, Workspace
 from moetool.representations.quantized import QuantizedMatrix
 from moetool.runtime.dense import DenseModel
@@ -120,6 +121,7 @@ class Job(Generic[SourceT]):
     progress: Progress = SILENT
     interrupt: Interrupt = field(default_factory=Interrupt)
     ranks: Ranks = field(default_factory=Ranks)
+    loaded: LoadedLayer | None = None  # of the result, by transformers, when it has been written
     _is_sharing: bool = False
     _together: set[str] = field(default_factory=set)  # units that all processes are at
 

@@ -109,6 +109,9 @@ class RunOptions(Options):
     )
     disk: ByteSize | None = Field(None, description="Refuse to start if the job needs more disk, e.g. 200GB.")
     shard_size: ByteSize = Field(5_000_000_000, description="Largest weight file to write.")
+    proof: bool = Field(
+        True, description="Load a layer of the result by transformers before it is done; refuse one that differs."
+    )
 
     _experts_at_once: int | None = PrivateAttr(None)
 

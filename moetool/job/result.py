@@ -91,6 +91,21 @@ class PhaseCost(PhaseTime):
 
 
 @dataclass(frozen=True)
+class LoadedLayer(Printed):
+    """A layer of the result that was loaded by transformers before the job was done.
+
+    Attributes:
+        layer: its index.
+        relative_error: ‖Δ output‖ / ‖output‖ of its experts, and of matrices stored as codes beside them, in fp32 on
+            random inputs, against the matrices that the files stand for: the largest. `None` where names and shapes
+            alone were compared: of dense models, of moetool's own modules, and where the layer did not fit in memory.
+    """
+
+    layer: int
+    relative_error: float | None = None
+
+
+@dataclass(frozen=True)
 class Sizes(Inlined):
     """Weight files in bytes.
 
@@ -127,6 +142,7 @@ class Result(Printed):
         input, output: as they were given.
         status: `finished` if nothing was left to do.
         sizes: of a stage that writes a model.
+        loaded: what was compared of it when it was loaded, unless that was not wanted.
         seconds: of the whole run.
         peak_memory_bytes: of anonymous memory.
         scratch_bytes: the most that unfinished work took on the disk.
@@ -139,6 +155,7 @@ class Result(Printed):
     output: str
     status: Literal["finished"] | None = None
     sizes: Sizes | None = None
+    loaded: LoadedLayer | None = None
     seconds: float
     peak_memory_bytes: int
     scratch_bytes: int | None = None

@@ -19,7 +19,7 @@ from moetool.job.writing import original_bytes
 StageOptionsT = TypeVar("StageOptionsT", bound=RunOptions)
 
 # Options that say where and how a job runs; the result does not depend on them.
-_INCIDENTAL = {"device", "memory", "disk"}
+_INCIDENTAL = {"device", "memory", "disk", "proof"}
 
 
 class Stage(ABC, Generic[StageOptionsT, SourceT]):

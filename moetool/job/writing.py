@@ -33,6 +33,7 @@ from moetool.job.including import included_tensors
 from moetool.job.job import Job, Source, SourceT
 from moetool.job.phases import ENCODE, WRITE
 from moetool.job.progress import phase
+from moetool.job.proof import prove
 from moetool.job.records import write_statistics
 from moetool.job.result import CalibrationFacts, Printed
 from moetool.job.shards import OutputPlan, ShardPlan
@@ -173,7 +174,8 @@ def write_checkpoint(
         )
 
     passed = {shard: len(plan.layers(shard)) for shard in sizes}
-    steps = sum(len(shard) for shard in plan.shards) + (0 if making is None else making.steps)
+    proofs = int(job.options.proof and job.ranks.is_first)
+    steps = sum(len(shard) for shard in plan.shards) + (0 if making is None else making.steps) + proofs
     with phase(job.progress, WRITE if making is None else ENCODE, steps):
         for shard in job.share("write", sizes, passed, together=together):
             if making is not None:
@@ -191,13 +193,18 @@ def write_checkpoint(
             file = writer.write_shard(shard, tensors())
             spent = [path for layer in plan.layers(shard) for path in making.spent(layer)] if making is not None else []
             job.finish(f"write/{shard}", made=[file], spent=spent, told={SHA256: file_sha256(file)})
-    if not job.ranks.is_first:
-        return
-    files = [writer.file(shard) for shard in sizes]
-    known = {writer.file(shard): str(job.workspace.told(f"write/{shard}")[SHA256]) for shard in sizes}
+        if not job.ranks.is_first:
+            return
+        files = [writer.file(shard) for shard in sizes]
+        made = Checkpoint.unfinished(job.output, dict(config), files)
+        if proofs:
+            job.interrupt.check()
+            job.loaded = prove(made, job.options.memory, job.progress)
+            job.progress.advance()
     if check is not None:
         job.interrupt.check()
-        check(Checkpoint.unfinished(job.output, dict(config), files))
+        check(made)
+    known = {writer.file(shard): str(job.workspace.told(f"write/{shard}")[SHA256]) for shard in sizes}
     files += [*copy_sidecars(checkpoint, job.output), *write_statistics(job.output, statistics)]
     coming = {CONFIG: config, INDEX: writer.index()}
     record_origin(

@@ -19,6 +19,8 @@ from moetool.runtime.quiet import quiet
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from moetool.runtime.plugin import MoetoolQuantizer
+
 
 @contextmanager
 def described_in(path: Path) -> Iterator[None]:
@@ -57,6 +59,27 @@ def empty_model(config: Mapping[str, object], path: Path, dtype: torch.dtype) ->
     Raises:
         InvalidInputError: it is no language model, or transformers cannot build it.
     """
+    with building(config, path, dtype) as model:
+        if (quantizer := quantizer_of(config)) is not None:
+            quantizer._process_model_before_weight_loading(model)
+    return model
+
+
+def quantizer_of(config: Mapping[str, object]) -> "MoetoolQuantizer | None":
+    """The plug-in by which the loader puts moetool's modules into a model, if its config lists some."""
+    from moetool.runtime.plugin import MoetoolConfig, MoetoolQuantizer
+
+    entry = moetool_entry(config)
+    return None if entry is None else MoetoolQuantizer(MoetoolConfig(**copy.deepcopy(dict(entry))))
+
+
+@contextmanager
+def building(config: Mapping[str, object], path: Path, dtype: torch.dtype) -> "Iterator[PreTrainedModel]":
+    """A model on the meta device as its class builds it, and a `with` block in which it may be changed there.
+
+    Raises:
+        InvalidInputError: it is no language model, or transformers cannot build it.
+    """
     from moetool.runtime.loading import model_class
 
     described, loader = model_config(config, path), model_class(config)
@@ -66,12 +89,7 @@ def empty_model(config: Mapping[str, object], path: Path, dtype: torch.dtype) ->
             "or has others around it. moetool takes language models alone."
         )
     with described_in(path), torch.device("meta"):
-        model = loader.from_config(described, dtype=dtype)
-        if (entry := moetool_entry(config)) is not None:
-            from moetool.runtime.plugin import MoetoolConfig, MoetoolQuantizer
-
-            MoetoolQuantizer(MoetoolConfig(**copy.deepcopy(dict(entry))))._process_model_before_weight_loading(model)
-    return model
+        yield loader.from_config(described, dtype=dtype)
 
 
 def names_on_disk(model: "PreTrainedModel") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

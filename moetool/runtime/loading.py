@@ -123,7 +123,7 @@ def load_model(
         _refuse_experts(checkpoint)
         reason = " ".join(str(error).split())[:300]
         raise InvalidInputError(f"transformers cannot load {checkpoint.path}: {reason}") from error
-    _refuse_loaded(checkpoint, told)
+    refuse_loaded(checkpoint, told)
     _forget_aliases(model, renamed)
     run_experts_of_any_width(model)
     return model.eval()
@@ -153,7 +153,7 @@ def run_experts_of_any_width(model: "PreTrainedModel") -> None:
         model.set_experts_implementation(MOETOOL_EXPERTS)
 
 
-def _refuse_loaded(checkpoint: Checkpoint, told: Mapping[str, Any]) -> None:
+def refuse_loaded(checkpoint: Checkpoint, told: Mapping[str, Any]) -> None:
     """Raise for what transformers would only have warned of."""
     wrong = {
         "missing from the files": sorted(told["missing_keys"]),
