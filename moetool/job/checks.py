@@ -14,30 +14,30 @@ from moetool.job.workspace import check_place
 
 
 def check_job(stage: AnyStage, directory: Path) -> None:
-    """Check what a stage reads, and that it would not write over that.
+    """Check what a stage reads, that it would not write over that, and that it could write.
 
     Raises:
         UsageError: the directory is the input or the text, or inside or around one of them.
         InvalidInputError: a text is missing, of an unknown kind, or without its column.
+        ResourceError: the file system takes no file there.
     """
     _refuse_self(stage.source.checkpoint.path, directory, "the input")
     for path in stage.reads():
         _refuse_self(path, directory, f"{path}, which this job reads")
     for data in stage.texts():
         check_data(data)
+    there = next(place for place in (directory.absolute(), *directory.absolute().parents) if place.is_dir())
+    with storage_errors(directory), tempfile.TemporaryFile(dir=there):
+        pass
 
 
 def check_output(stage: AnyStage, directory: Path, *, resume: bool, overwrite: bool) -> None:
-    """Check that a stage may write to a directory, and could: what a job finds out as it takes its place there.
+    """Check what a job finds out as it takes its place in a directory.
 
     Raises:
         UsageError: something is there that stays, or a run that was begun otherwise.
-        ResourceError: the file system takes no file there.
     """
     check_place(directory, lambda: identity(stage), resume=resume, overwrite=overwrite)
-    there = next(place for place in (directory.absolute(), *directory.absolute().parents) if place.exists())
-    with storage_errors(directory), tempfile.TemporaryFile(dir=there):
-        pass
 
 
 def identity(stage: AnyStage) -> str:
