@@ -3,6 +3,7 @@
 import importlib
 import json
 import pkgutil
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from dense_families import build_dense
 from pydantic import ValidationError
 
 from moetool.cli.app import COMMANDS, commands
+from moetool.cli.commands.stage import CHOICES
 from moetool.job.execute import plan_stage, run_stage
+from moetool.job.machine import Machine
 from moetool.job.options import RunOptions
 from moetool.stages import _PLACES, stages
 
@@ -128,3 +131,54 @@ def test_a_plan_is_of_headers_and_options(name: str, options: RunOptions, inputs
     assert min(plan["output_bytes"], plan["disk_bytes"], plan["peak_memory_bytes"]) > 0
     again = stages()[name].options_type.model_validate_json(options.model_dump_json())
     assert plan_stage(stages()[name], source, again).to_json() == json.loads(json.dumps(plan)) == plan
+
+
+def machine(bf16: float, fp32: float, call: float = 1e-5) -> Machine:
+    """One that does so many multiply-adds per second."""
+    return Machine(
+        products={"bfloat16": bf16, "float32": fp32, "float64": fp32 / 2},
+        eigen={96: 0.003, 384: 0.06},
+        cholesky={96: 0.0002, 384: 0.003},
+        moved=1e10,
+        hashed=1e9,
+        call=call,
+        read=2e9,
+        written=1e9,
+    )
+
+
+MACHINES = {
+    "a processor without bf16": machine(2e9, 4e10),
+    "a processor with bf16 units": machine(1e15, 4e10, 1e-12),
+    "a card": machine(4e14, 4e13, 1e-7),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_dry_runs_on_every_machine(
+    name: str,
+    options: RunOptions,
+    inputs: Inputs,
+    run_cli: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is faster in bfloat16 is said with an option that the command takes."""
+    kind = stages()[name]
+    words: list[object] = [kind.method_of or name, inputs(INPUTS.get(name, "moe")), tmp_path / "out", "--dry-run"]
+    if kind.method_of is not None:
+        words += [f"--{CHOICES[kind.method_of][0]}", name]
+    for field in options.model_fields_set - {"bos"}:
+        value = getattr(options, field)
+        for each in value if isinstance(value, tuple) else (value,):
+            words += ["--" + field.replace("_", "-"), getattr(each, "model", each)]
+    for title, here in MACHINES.items():
+        monkeypatch.setattr("moetool.job.estimate.this_machine", lambda device, output, here=here: here)
+        result = run_cli(*words)
+        assert result.code == 0, (title, result.stderr)
+        quicker = re.search(r"^in bfloat16 +about .* with (.+)$", result.stdout, re.M)
+        assert quicker is None or title != "a processor without bf16"
+        assert quicker is not None or (name, title) != ("tune", "a processor with bf16 units")
+        if quicker is not None:
+            assert run_cli(*words, *quicker[1].split()).code == 0
+        assert not (tmp_path / "out").exists()

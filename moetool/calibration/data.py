@@ -15,13 +15,14 @@ from pathlib import Path
 
 from moetool.calibration.json_records import json_records
 from moetool.checkpoint.header import reading
-from moetool.checkpoint.source import first_line, is_here, local_path, looks_local
+from moetool.checkpoint.source import check_repository, first_line, is_here, local_path, looks_local
 from moetool.errors import InvalidInputError, UsageError, did_you_mean
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
 RECORD_SUFFIXES = (".jsonl", ".parquet")
 SEPARATOR = "\n\n"
 READ_CHARS = 1 << 20
+_LOOKED_AT, _LARGE = 20, 1 << 26  # files of a folder, and bytes of one, that are looked at beforehand
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,45 @@ def iter_text(spec: DataSpec) -> Iterator[str]:
         yield from _separated([text] for text in _documents(spec))
 
 
+def check_data(data: str) -> None:
+    """Look at the beginning of every source of a DATA argument: at names alone of what is on the hub.
+
+    Raises:
+        UsageError: it cannot be parsed.
+        InvalidInputError: a source is missing, unreadable or of an unknown kind, lacks the column, or has a name that
+            no data set of the hub can have.
+    """
+    for spec in parse_data(data):
+        path = local_path(spec.source)
+        if path.exists():
+            if not (files := data_files(path)):
+                raise InvalidInputError(f"The folder {path} has no {', '.join(TEXT_SUFFIXES)} files.")
+            for file in files[:_LOOKED_AT]:
+                _check_file(file, spec.column)
+        elif looks_local(spec.source) or path.suffix in TEXT_SUFFIXES:
+            raise InvalidInputError(f"No such file or folder: {spec.source}.")
+        else:
+            check_repository(spec.source)
+
+
+def _check_file(file: Path, column: str | None) -> None:
+    """Raise `InvalidInputError` for a file without the column, of which the first record is read, or for parquet the
+    schema; a `.jsonl` file that is one large array is left to the job."""
+    if file.suffix == ".parquet" and file.stat().st_size:
+        import pyarrow.parquet  # type: ignore[import-untyped]
+
+        try:
+            names = pyarrow.parquet.read_schema(file).names
+        except (OSError, pyarrow.ArrowException) as error:
+            raise InvalidInputError(f"Cannot read the data {str(file)!r}: {first_line(error)}. Is it whole?") from error
+        _columns(dict.fromkeys(names, ""), str(file), column)
+        return
+    with reading(file), file.open("rb") as opened:
+        if file.suffix == ".jsonl" and opened.read(1) == b"[" and file.stat().st_size > _LARGE:
+            return
+    next(iter(_file_text(file, column)), None)
+
+
 def data_files(path: Path) -> list[Path]:
     """A file, or those of a folder that hold text or records, in order, without hidden ones.
 
@@ -187,17 +227,24 @@ def _documents(spec: DataSpec) -> Iterator[str]:
     """The text of every record that has one; the first must have the column."""
     source, column = spec.source, spec.column
     for number, row in enumerate(records(spec), start=1):
-        columns = (column,) if column else _text_columns(row)
-        if not columns or any(name not in row for name in columns):
-            if number > 1:
-                continue
-            wanted = f"no column {column!r}" if column else "none of text, content, prompt and completion, messages"
-            there = ", ".join(map(repr, row)) or "no columns"
-            hint = did_you_mean(column, row) if column else ""
-            raise InvalidInputError(f"{source} has {wanted}; it has {there}. Name one: {source}:::COLUMN.{hint}")
+        if not (columns := _columns(row, source, column, must=number == 1)):
+            continue
         texts = [_as_text(row[name], f"{source}, record {number}, {name!r}") for name in columns]
         if any(text is not None for text in texts):
             yield "".join(text or "" for text in texts)
+
+
+def _columns(row: Mapping[str, object], source: str, column: str | None, *, must: bool = True) -> Sequence[str]:
+    """Columns of a record that hold its text; none where there are none, `InvalidInputError` if there `must` be."""
+    columns = (column,) if column else _text_columns(row)
+    if columns and all(name in row for name in columns):
+        return columns
+    if not must:
+        return ()
+    wanted = f"no column {column!r}" if column else "none of text, content, prompt and completion, messages"
+    there = ", ".join(map(repr, row)) or "no columns"
+    hint = did_you_mean(column, row) if column else ""
+    raise InvalidInputError(f"{source} has {wanted}; it has {there}. Name one: {source}:::COLUMN.{hint}")
 
 
 def _text_columns(row: Mapping[str, object]) -> Sequence[str]:

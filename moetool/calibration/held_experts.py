@@ -119,3 +119,14 @@ class RoutedBatch:
         found = copy.copy(self)
         found.weights, found._order = self.weights.detach().cpu(), self._order.cpu()
         return found
+
+    def said(self) -> tuple[Tensor, int, int, Tensor, list[int]]:
+        """All of it, for another process."""
+        return self.weights, self._top_k, self.tokens, self._order, self._ends
+
+    @classmethod
+    def heard(cls, weights: Tensor, top_k: int, tokens: int, order: Tensor, ends: list[int]) -> "RoutedBatch":
+        """Inverse of `said`."""
+        found = cls.__new__(cls)
+        found.weights, found._top_k, found.tokens, found._order, found._ends = weights, top_k, tokens, order, ends
+        return found

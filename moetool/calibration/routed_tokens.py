@@ -71,8 +71,8 @@ class RoutedTokens(Collector):
     def reduce(self, peers: Peers) -> None:
         tokens = [count for others in peers.gather(self._tokens) for count in others]
         starts = [sum(tokens[:rank]) for rank in range(peers.size)]
-        noted = [(start + starts[peers.rank], routing) for start, routing in self._routings]
-        self._routings = [pair for others in peers.gather(noted) for pair in others]
+        noted = [(start + starts[peers.rank], routing.said()) for start, routing in self._routings]
+        self._routings = [(start, RoutedBatch.heard(*said)) for others in peers.gather(noted) for start, said in others]
         if peers.size > 1:
             peers.barrier()
             self._parts = [self._mapped(rank, count) for rank, count in enumerate(tokens)]

@@ -83,6 +83,20 @@ def looks_local(source: str) -> bool:
     return source in ("", ".", "..") or source.startswith(("/", "./", "../", "~")) or source.count("/") > 1
 
 
+def check_repository(name: str) -> None:
+    """Raise `InvalidInputError` for a name that no repository of the hub can have. The hub is not asked."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise InvalidInputError(
+            f"{name!r} is neither a file or directory here nor a name that a repository of the hub can have: "
+            f"{first_line(error)}."
+        ) from error
+
+
 def _download(name: str, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError

@@ -117,8 +117,8 @@ class Display(progress.Progress):
             self._bar.advance(self._task, steps)
         self._note("units_skipped", phase=self._phase, steps=steps, total=self._total)
 
-    def finish(self) -> None:
-        """End the current phase."""
+    def finish(self, *, stopped: bool = False) -> None:
+        """End the current phase; one that was `stopped` on its way keeps its bar where it is, and a line says where."""
         if self._heart is not None:
             self._heart.stop()
             self._peak, self._heart = self._heart.peak, None
@@ -126,12 +126,17 @@ class Display(progress.Progress):
             self._forecast.finish()
         seconds = time.monotonic() - self._began
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=self._bar.tasks[0].total)
+            if not stopped:
+                self._bar.update(self._task, completed=self._bar.tasks[0].total)
             self._bar.stop()
             self._bar = self._task = None
-        else:
+        elif not stopped:
             self._console.print(f"{self._phase}: done in {seconds:.0f} s")
-        self._note("phase_ended", phase=self._phase, done=self._done, total=self._total, seconds=round(seconds, 3))
+        if stopped:
+            where = f"at {self._done} of {self._total} " if self._total else ""
+            self._console.print(f"{self._phase}: stopped {where}after {seconds:.0f} s")
+        fields: dict[str, Json] = {"done": self._done, "total": self._total, "seconds": round(seconds, 3)}
+        self._note("phase_ended", phase=self._phase, **fields, stopped=stopped)
 
     def log(self, message: str) -> None:
         """Print a line to stderr above the progress bar."""

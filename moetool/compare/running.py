@@ -15,7 +15,8 @@ from moetool.compare.options import CompareOptions, chosen
 from moetool.compare.sharing import PASS_PREFIX, Wanted, passes
 from moetool.compare.told import Compared, ComparedModel, SharedStatistics
 from moetool.errors import InterruptedRunError, MoetoolError, UsageError
-from moetool.job.execute import output_directory, run_stage
+from moetool.job.checks import output_directory
+from moetool.job.execute import run_stage
 from moetool.job.journal import Journal
 from moetool.job.lock import Lock
 from moetool.job.plan import fingerprint

@@ -19,7 +19,7 @@ from moetool.bases.given import base_form
 from moetool.bases.layer_base import LayerBase, agreed, base_path
 from moetool.calibration.collectors import LayerStatistics
 from moetool.calibration.input_grams import InputGramCollector
-from moetool.calibration.peers import Owned
+from moetool.calibration.peers import Owned, Peers
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.files import save_tensors
 from moetool.compress.encoded import Encoding, encoded_bytes
@@ -191,6 +191,15 @@ def sparse(options: SparsityOptions) -> Form:
         return LowRankSparse(options.rank, few) if options.rank else few
 
     return form
+
+
+def agreed_layouts(peers: Peers, layouts: Mapping[int, LayerLayout]) -> dict[int, LayerLayout]:
+    """The first process's, in all of them: what each would choose may differ in the last digit of a loss."""
+    if peers.size == 1:
+        return dict(layouts)
+    shapes = {layer: layout.shape for layer, layout in layouts.items()}
+    said = peers.broadcast({layer: layout.to_config() for layer, layout in layouts.items()})
+    return {layer: LayerLayout.from_config(shapes[layer], config) for layer, config in said.items()}
 
 
 def encoding_memory(source: Source, options: RunOptions, text: TextOptions | None) -> LayerMemory:

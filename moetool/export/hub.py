@@ -72,8 +72,11 @@ def push(
         VerificationError: a file is not what was written.
     """
     from huggingface_hub import HfApi
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     checkpoint = _finished(model)
+    with _said_of(repo):
+        validate_repo_id(repo)
     progress.log(f"Verifying {model}.")
     notes = verify_files(checkpoint)
     # Not resolved: a link in the directory is uploaded under its own name.

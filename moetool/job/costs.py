@@ -162,12 +162,12 @@ class Meter(Progress):
     def skip(self, steps: int) -> None:
         self._progress.skip(steps)
 
-    def finish(self) -> None:
+    def finish(self, *, stopped: bool = False) -> None:
         if self._phase is not None:
             self._look(self._phase)
         self._phase = None
         self._save_at_times()
-        self._progress.finish()
+        self._progress.finish(stopped=stopped)
 
     def log(self, message: str) -> None:
         self._progress.log(message)

@@ -1,20 +1,22 @@
 """From a kind of stage and its options to a finished, verified output."""
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from moetool.checkpoint.digests import check_files
 from moetool.checkpoint.files import storage_problem
 from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import Checkpoint
-from moetool.checkpoint.source import local_path
-from moetool.errors import InvalidInputError, MoetoolError, UsageError, VerificationError
+from moetool.errors import MoetoolError, UsageError, VerificationError
 from moetool.job.blueprint import open_for_planning
 from moetool.job.calibrated import calibration_windows
+from moetool.job.checks import check_job, check_output, identity, output_directory
+from moetool.job.conditions import Conditions, with_threads
 from moetool.job.costs import Meter, inputs_read, write_costs
 from moetool.job.estimate import estimate
 from moetool.job.inputs import Inputs
@@ -22,14 +24,21 @@ from moetool.job.interrupt import listening
 from moetool.job.job import Job
 from moetool.job.memory import anonymous_bytes
 from moetool.job.options import RunOptions, TextOptions
-from moetool.job.plan import Plan, fingerprint
+from moetool.job.plan import Plan
 from moetool.job.processes import is_first_process, processes
 from moetool.job.progress import SILENT, Progress
 from moetool.job.ranks import JoinedRanks, Ranks
 from moetool.job.records import check_records
 from moetool.job.result import Result, Sizes, Told
 from moetool.job.stage import AnyStage
-from moetool.job.workspace import FollowingWorkspace, RankWorkspace, Workspace, check_finished, is_finished
+from moetool.job.workspace import (
+    FollowingWorkspace,
+    RankWorkspace,
+    Workspace,
+    check_finished,
+    is_finished,
+    noted_conditions,
+)
 from moetool.runtime.memory import keep_few_programs, return_freed_memory
 
 _MEASURED = "measured"  # the last unit of what stages share
@@ -38,11 +47,51 @@ _MEASURED = "measured"  # the last unit of what stages share
 def plan_stage(kind: type[AnyStage], source: str | Path, options: RunOptions) -> Plan:
     """What a stage would cost, from headers alone, or from `config.json` alone if that is all there is. Writes nothing
     and downloads no weights."""
-    checkpoint = open_for_planning(source)
-    opened = kind.source_type.of(checkpoint)
+    return _told(_for_planning(kind, source, options))
+
+
+def dry_run(
+    kind: type[AnyStage],
+    source: str | Path,
+    output: str | Path,
+    options: RunOptions,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> tuple[Plan, Plan | None]:
+    """What a stage would cost, and the same in bfloat16 where that is a choice; as `run_stage`, it refuses what cannot
+    end well, as far as that is found out in less than a second.
+
+    Raises:
+        MoetoolError: as `run_stage`, but for what is found in weights and on the way, and for memory and disk.
+    """
+    directory = output_directory(output)
+    options = options.keeping(_kept(directory) if resume and not overwrite else None)
+    stage = _for_planning(kind, source, options)
+    plan = _told(stage)
+    check_job(stage, directory)
+    check_output(stage, directory, resume=resume, overwrite=overwrite)
+    quicker = stage.in_bfloat16()
+    return plan, None if quicker is None else kind(stage.source, quicker).plan()
+
+
+def _for_planning(kind: type[AnyStage], source: str | Path, options: RunOptions) -> AnyStage:
+    opened = kind.source_type.of(open_for_planning(source))
     check_records(opened)
-    plan = kind(opened, options).plan()
-    return replace(plan, details={**plan.details, "headers": "config.json alone"}) if checkpoint.is_imagined else plan
+    return kind(opened, options)
+
+
+def _told(stage: AnyStage) -> Plan:
+    plan = stage.plan()
+    if not stage.source.checkpoint.is_imagined:
+        return plan
+    return replace(plan, details={**plan.details, "headers": "config.json alone"})
+
+
+def _kept(directory: Path) -> int | None:
+    """How many experts are in memory together in the run that is unfinished in a directory, if there is one."""
+    noted = Conditions.noted(noted_conditions(directory))
+    return None if noted is None else noted.experts_at_once
 
 
 def run_stage(
@@ -99,39 +148,49 @@ def _lead(
     began = time.monotonic()
     opened = kind.source_type.of(Checkpoint.open(source))
     check_records(opened)
+    directory = output_directory(output)
+    kept = _kept(directory) if resume and not overwrite else None
+    if kept is None and measured is not None:
+        kept = _kept(measured)
+    options = options.keeping(kept)
     stage = kind(opened, options)
     plan = stage.plan()
-    directory = output_directory(output)
     meter = Meter(progress, directory)
-    recipe = stage.recipe()
-    identity = fingerprint(kind.name, stage.sources(), recipe)
+    check_job(stage, directory)
+    made_by = identity(stage)
     inputs = Inputs(stage.inputs(), said_same=same_input)
-    _refuse_self(opened.checkpoint.path, directory, "the input")
-    for path in stage.reads():
-        _refuse_self(path, directory, f"{path}, which this job reads")
     if resume and not overwrite and is_finished(directory):
         if is_first_process():
-            check_finished(directory, identity, opened.checkpoint)
+            check_finished(directory, made_by, opened.checkpoint)
             inputs.check(inputs_read(directory))
-        ranks.broadcast(False)
+        ranks.broadcast(None)
         sizes = _verified(stage, directory, edited=True)
         return replace(_result(kind, source, directory, began), status="finished", sizes=sizes)
     needs = replace(plan, memory_bytes=ranks.here * plan.memory_bytes)
-    needs.check(directory, memory=options.memory, disk=options.disk)
+    needs.check(directory, memory=options.memory, disk=options.disk, kept=kept)
     if overwrite and isinstance(stage.options, TextOptions) and stage.options.calibration:
         # No earlier result is thrown away for a text that cannot be used.
         calibration_windows(opened, stage.options)
     workspace = (
-        Workspace(directory, identity, resume=resume, overwrite=overwrite, progress=meter, inputs=inputs)
+        Workspace(
+            directory,
+            made_by,
+            resume=resume,
+            overwrite=overwrite,
+            progress=meter,
+            inputs=inputs,
+            conditions=Conditions.now(plan).to_json(),
+        )
         if is_first_process()
         else FollowingWorkspace(directory)
     )
     try:
-        ranks.broadcast(True)
+        threads = _threads(workspace)
+        ranks.broadcast(threads)
         if is_first_process():
             meter.keep(resumed=workspace.is_resumed)
-        with _storage_explained(directory, plan.disk_bytes), meter, listening() as interrupt:
-            job = Job(stage.source, workspace, options, recipe, meter, interrupt, ranks)
+        with _storage_explained(directory, plan.disk_bytes), meter, listening() as interrupt, with_threads(threads):
+            job = Job(stage.source, workspace, options, stage.recipe(), meter, interrupt, ranks)
             if not isinstance(progress, Meter):  # a job within another, which has told how long all of it takes
                 meter.expect(() if progress is SILENT else estimate(plan, options, directory).phases)
             if workspace.is_resumed:
@@ -156,6 +215,12 @@ def _lead(
         scratch_bytes=spent.scratch_bytes,
         phases=spent.phases,
     )
+
+
+def _threads(workspace: Workspace) -> int:
+    """With how many threads of torch to work: those with which the run was begun."""
+    begun = Conditions.noted(workspace.conditions)
+    return torch.get_num_threads() if begun is None else begun.threads_here
 
 
 def _verified(stage: AnyStage, directory: Path, *, edited: bool = False) -> Sizes | None:
@@ -189,15 +254,20 @@ def measure_stages(stages: Sequence[AnyStage], directory: Path, identity: str, p
     Raises:
         MoetoolError: as `run_stage`.
     """
-    began, first = time.monotonic(), stages[0]
+    began = time.monotonic()
     return_freed_memory()
+    kept = _kept(directory)
+    settled = kept or min((count for stage in stages if (count := stage.plan().experts_at_once)), default=None)
+    first = type(stages[0])(stages[0].source, stages[0].options.keeping(settled))
     plan = first.plan()
-    plan.check(directory, memory=first.options.memory, disk=first.options.disk)
-    workspace = Workspace(directory, identity, resume=True, progress=progress)
+    plan.check(directory, memory=first.options.memory, disk=first.options.disk, kept=kept)
+    conditions = Conditions.now(plan).to_json()
+    workspace = Workspace(directory, identity, resume=True, progress=progress, conditions=conditions)
     try:
         is_resumed = workspace.is_resumed
         if not workspace.is_done(_MEASURED):
-            with _storage_explained(directory, plan.disk_bytes), listening() as interrupt:
+            threads = with_threads(_threads(workspace))
+            with _storage_explained(directory, plan.disk_bytes), listening() as interrupt, threads:
                 progress.expect(())
                 job = Job(first.source, workspace, first.options, first.recipe(), progress, interrupt)
                 first.measure(job, stages[1:])
@@ -209,12 +279,12 @@ def measure_stages(stages: Sequence[AnyStage], directory: Path, identity: str, p
 
 def _follow(kind: type[AnyStage], source: str | Path, output: str | Path, options: RunOptions, ranks: Ranks) -> Result:
     """What a process beside the first does, once that has found that the job can begin."""
-    began, is_to_do = time.monotonic(), ranks.broadcast(True)
+    began, threads = time.monotonic(), ranks.broadcast(0)
     directory, told = output_directory(output), Told()
-    if is_to_do:
+    if threads is not None:
         stage = kind(kind.source_type.of(Checkpoint.open(source)), options)
         workspace = RankWorkspace(directory, ranks)
-        with _storage_explained(directory), listening() as interrupt:
+        with _storage_explained(directory), listening() as interrupt, with_threads(threads):
             job = Job(stage.source, workspace, options, stage.recipe(), interrupt=interrupt, ranks=ranks)
             told = stage.run(job)
     return _result(kind, source, directory, began, told)
@@ -245,27 +315,3 @@ def _result(
         peak_memory_bytes=anonymous_bytes(),
         told=told or Told(),
     )
-
-
-def output_directory(name: str | Path) -> Path:
-    """The directory to write to. Raises `UsageError` where none can be made."""
-    try:
-        path = local_path(name)
-    except InvalidInputError as error:
-        raise UsageError(str(error)) from error
-    above = [path, *path.absolute().parents]
-    if (link := next((parent for parent in above if parent.is_symlink() and not parent.exists()), None)) is not None:
-        raise UsageError(f"{link} is a link that leads nowhere. Remove it, or choose another place.")
-    there = next(parent for parent in above if parent.exists())
-    if not there.is_dir() and there != path:
-        raise UsageError(f"{path} lies in {there}, which is not a directory.")
-    longest = os.pathconf(there, "PC_NAME_MAX")
-    if any(len(os.fsencode(part)) > longest for part in path.parts):
-        raise UsageError(f"A name in {path} is longer than the {longest} bytes that the file system takes.")
-    return path
-
-
-def _refuse_self(source: Path, output: Path, what: str) -> None:
-    there, here = output.resolve(), source.resolve()
-    if there == here or here in there.parents or there in here.parents:
-        raise UsageError(f"{output} is {what}, inside it or around it. Write somewhere else.")

@@ -24,6 +24,7 @@ class _Line(TypedDict, total=False):
     made: dict[str, str]
     spent: list[str]
     told: dict[str, object]
+    conditions: dict[str, object]
 
 
 @dataclass
@@ -52,6 +53,7 @@ class Journal:
         run: the fingerprint that its lines carry; `None` if there is none.
         noted: the inputs, as the last line that tells them has them; `None` if none does, as with an earlier moetool.
         gaps: orders of units whose lines are damaged or lost.
+        conditions: under which the run was begun, which every line of a unit says: those of the file, if it has any.
     """
 
     def __init__(self, path: Path, fingerprint: str, inputs: Mapping[str, object] = {}) -> None:
@@ -62,6 +64,7 @@ class Journal:
         self.again: set[str] = set()
         self.run: str | None = None
         self.gaps: list[int] = []
+        self.conditions: Mapping[str, object] = {}
         self._next = 0
         content = path.read_bytes() if path.exists() else b""
         self._is_torn = bool(content) and not content.endswith(b"\n")
@@ -85,6 +88,7 @@ class Journal:
                 self.again.add(name)
                 self.units[name].files = {}
             return
+        self.conditions = entry.get("conditions", self.conditions)
         name = entry["unit"]
         unit = self.units.setdefault(name, Unit(len(self.units)))
         self.again.discard(name)
@@ -107,7 +111,8 @@ class Journal:
     ) -> None:
         """Note that a unit is done: the files that it `made` with their digests, those that it `spent`, which are not
         needed any more, and what it has to tell. Raises `ResourceError` if it cannot be written."""
-        self._append({"unit": unit, "made": dict(made), "spent": list(spent), "told": dict(told)})
+        line: _Line = {"unit": unit, "made": dict(made), "spent": list(spent), "told": dict(told)}
+        self._append({**line, "conditions": dict(self.conditions)} if self.conditions else line)
 
     def undo(self, units: Iterable[str]) -> None:
         """Note that units are to be made again, and that gaps have been seen to."""

@@ -7,9 +7,12 @@ from moetool.architectures.base import Settings, whole_number
 from moetool.calibration.held_experts import working_sets
 from moetool.calibration.input_grams import GRAM_DTYPE, keeps_each_down
 from moetool.checkpoint.experts import ExpertReader
+from moetool.errors import UsageError
+from moetool.job.options import RunOptions
 from moetool.job.processes import processes
-from moetool.runtime.memory import free_bytes
+from moetool.runtime.memory import total_bytes
 
+USABLE = 0.8  # share of the machine's memory that a job takes unless it is told otherwise
 _FP64 = 8
 
 
@@ -99,13 +102,28 @@ class LayerMemory:
         common = max(one.common for one in self.measuring)
         return self.rest + max(self.passing + max(self.dense, common), at_once * self.expert + most)
 
-    def at_once(self, allowed: int | None) -> int:
-        """How many experts may be in memory together where `allowed` bytes may be used, by default what is free; one if
-        not even that is enough. All where several processes share the work: what each has gathered is summed at once.
+    def at_once(self, options: RunOptions) -> int:
+        """How many experts are in memory together: as many as fit into the memory that options allow, or `USABLE` of
+        all that the machine has; one if not even that is enough. All where several processes share the work: what each
+        has gathered is summed at once.
+
+        What is free at the moment has no say: sums are formed in the order of these sets, so two runs of one command
+        have to choose the same. For that reason, too, a run that is gone on with keeps to what it began with.
+
+        Raises:
+            UsageError: it began with fewer than all, and several processes are to go on.
         """
+        kept = options.experts_at_once
         if processes() > 1:
+            if kept is not None and kept < self.experts:
+                raise UsageError(
+                    f"This run was begun by one process, with {kept} of {self.experts} experts of a layer in memory at "
+                    f"a time, and several need all at once. Go on with one process, or start again with --overwrite."
+                )
             return self.experts
-        room = free_bytes() if allowed is None else allowed
+        if kept is not None:
+            return min(kept, self.experts)
+        room = int(USABLE * total_bytes()) if options.memory is None else options.memory
         if self.nbytes() <= room:
             return self.experts
         fits = [count for count in range(1, self.experts) if self.nbytes(count) <= room]

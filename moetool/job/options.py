@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from moetool.architectures.base import Settings
 from moetool.calibration.opening import BOS_HELP, Bos
@@ -104,14 +104,29 @@ class RunOptions(Options):
     )
     memory: ByteSize | None = Field(
         None,
-        description="Memory that the job may use, e.g. 8GiB, by default what is free: it works on fewer experts at a "
-        "time if need be, and refuses to start if that is not enough.",
+        description="Memory that the job may use, e.g. 8GiB, by default 80 % of the machine's: it works on fewer "
+        "experts at a time if need be, and refuses to start if that is not enough.",
     )
     disk: ByteSize | None = Field(None, description="Refuse to start if the job needs more disk, e.g. 200GB.")
     shard_size: ByteSize = Field(5_000_000_000, description="Largest weight file to write.")
     proof: bool = Field(
         True, description="Load a layer of the result by transformers before it is done; refuse one that differs."
     )
+
+    _experts_at_once: int | None = PrivateAttr(None)
+
+    @property
+    def experts_at_once(self) -> int | None:
+        """How many experts of a layer are in memory together, where the run that is gone on with has settled it."""
+        return self._experts_at_once
+
+    def keeping(self, experts_at_once: int | None) -> Self:
+        """The same with so many experts of a layer in memory together, whatever `memory` says."""
+        if experts_at_once is None:
+            return self
+        kept = self.model_copy()
+        kept._experts_at_once = experts_at_once
+        return kept
 
 
 OptionsT = TypeVar("OptionsT", bound=Options)

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +61,12 @@ class Plan:
         """Peak disk use: output and scratch."""
         return self.output_bytes + self.scratch_bytes
 
+    @property
+    def experts_at_once(self) -> int | None:
+        """How many experts of a layer are in memory together; `None` for a job that does not go through such layers."""
+        found = self.details.get("experts_at_once")
+        return found if isinstance(found, int) else None
+
     def to_json(self) -> dict[str, Json]:
         """For `--dry-run --json`."""
         return {
@@ -72,8 +79,14 @@ class Plan:
             **self.details,
         }
 
-    def check(self, output: Path, *, memory: int | None, disk: int | None) -> None:
+    def check(self, output: Path, *, memory: int | None, disk: int | None, kept: int | None = None) -> None:
         """Refuse a job that cannot end well, with the numbers.
+
+        Args:
+            output: where it would write.
+            memory: bytes that it may use; `None` for what is free.
+            disk: as `memory`, of the output's disk.
+            kept: the number of experts in memory together that a run began with, and is gone on with.
 
         Raises:
             ResourceError: more memory or disk is needed than allowed or there.
@@ -82,7 +95,7 @@ class Plan:
         if self.memory_bytes > available:
             raise ResourceError(
                 f"This job needs about {format_bytes(self.memory_bytes)} of memory and has {format_bytes(available)}. "
-                "Fewer or shorter calibration windows (--samples, --sequence-length) need less."
+                + self._advice(memory, kept)
             )
         there = next(place for place in (output, *output.parents) if place.exists())
         free = shutil.disk_usage(there).free if disk is None else disk
@@ -92,6 +105,30 @@ class Plan:
                 f"This job needs {format_bytes(self.disk_bytes)} of disk in {there} ({format_bytes(self.output_bytes)} "
                 f"for the result, {format_bytes(self.scratch_bytes)} while it works) and has {format_bytes(free)}."
             )
+
+    def shortage(self, output: Path, *, memory: int | None, disk: int | None) -> str | None:
+        """Why a job would be refused for what is free at the moment, where no limit was given; `None` if it would not.
+
+        Raises:
+            ResourceError: it needs more than a limit that was given.
+        """
+        self.check(output, memory=sys.maxsize if memory is None else memory, disk=sys.maxsize if disk is None else disk)
+        try:
+            self.check(output, memory=memory, disk=disk)
+        except ResourceError as error:
+            return str(error)
+        return None
+
+    def _advice(self, memory: int | None, kept: int | None) -> str:
+        """What to do where there is too little memory."""
+        if kept is not None:
+            return (
+                f"It began with {kept} experts of a layer in memory together, and keeps to that for the same bytes. "
+                "Give it more (--memory), or start again with --overwrite."
+            )
+        if memory is None and (self.experts_at_once or 1) > 1:
+            return "With --memory, say of what is free, it works on fewer experts at a time."
+        return "Fewer or shorter calibration windows (--samples, --sequence-length) need less."
 
 
 def bytes_below(directory: Path) -> int:

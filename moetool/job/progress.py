@@ -21,8 +21,8 @@ class Progress:
     def skip(self, steps: int) -> None:
         """So many steps had been done by an earlier run."""
 
-    def finish(self) -> None:
-        """The phase is over."""
+    def finish(self, *, stopped: bool = False) -> None:
+        """The phase is over; `stopped` where it is not done, since something was raised in it."""
 
     def log(self, message: str) -> None:
         """Something worth a line of its own."""
@@ -33,9 +33,11 @@ SILENT = Progress()
 
 @contextmanager
 def phase(progress: Progress, name: str, total: int) -> Iterator[None]:
-    """A phase as a `with` block."""
+    """A phase as a `with` block, which is stopped by whatever is raised in it."""
     progress.start(name, total)
     try:
         yield
-    finally:
-        progress.finish()
+    except BaseException:
+        progress.finish(stopped=True)
+        raise
+    progress.finish()

@@ -33,6 +33,7 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         is_parallel: whether several processes, as `torchrun` or `accelerate launch` start them, share the work.
         has_trainer: whether they do so by transformers' Trainer, which brings them together itself.
         method_of: the command that offers it as one of its methods, if it is not a command of its own.
+        bfloat16_option: what a user types to have it compute in bfloat16.
     """
 
     name: ClassVar[str]
@@ -43,6 +44,7 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
     method_of: ClassVar[str | None] = None
     is_parallel: ClassVar[bool] = False
     has_trainer: ClassVar[bool] = False
+    bfloat16_option: ClassVar[str] = "--compute-dtype bfloat16"
 
     def __init__(self, source: SourceT, options: StageOptionsT) -> None:
         self.source, self.options = including(source, options), fit_context(options, source.checkpoint.settings)
@@ -89,10 +91,20 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         """Fingerprints of everything that is read."""
         return {name: checkpoint.fingerprint() for name, checkpoint in self.inputs().items()}
 
+    def texts(self) -> list[str]:
+        """DATA that the job reads."""
+        text = getattr(self.options, "calibration", None)
+        return [text] if text else []
+
     def reads(self) -> list[Path]:
         """What else on this disk the job needs, besides its input, and an output must not take the place of."""
-        text = getattr(self.options, "calibration", None)
-        return found_here(spec.source for spec in parse_data(text)) if text else []
+        return found_here(spec.source for text in self.texts() for spec in parse_data(text))
+
+    def in_bfloat16(self) -> RunOptions | None:
+        """Options of the same job with bfloat16 where these leave the choice; `None` where they leave none."""
+        if self.options.compute_dtype != "auto":
+            return None
+        return self.options.model_copy(update={"compute_dtype": "bfloat16"})
 
     def recipe(self) -> dict[str, object]:
         """The options that decide the result, for the manifest."""

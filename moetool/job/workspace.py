@@ -7,18 +7,17 @@ of the plan must match to go on. One process works in it at a time.
 """
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from moetool.checkpoint.files import TEMPORARY, fast_digest, is_intact, place, storage_errors
-from moetool.checkpoint.identity import is_known_by_earlier
-from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import MANIFEST, Checkpoint
-from moetool.errors import UsageError
 from moetool.job.inputs import Inputs
 from moetool.job.journal import Journal, hand_on
 from moetool.job.lock import Lock
+from moetool.job.place import check_directory, check_made_by, check_occupied, check_settings
 from moetool.job.progress import SILENT, Progress, phase
 from moetool.job.ranks import Ranks
 
@@ -57,6 +56,7 @@ class Workspace:
         overwrite: throw away what an earlier run has left.
         progress: told what is checked, and what has to be made again.
         inputs: what the job reads, which has to be what it was.
+        conditions: under which a run that begins here is begun.
 
     Raises:
         UsageError: the directory is not empty and neither resuming nor overwriting was asked for; there is nothing to
@@ -74,21 +74,20 @@ class Workspace:
         overwrite: bool = False,
         progress: Progress = SILENT,
         inputs: Inputs | None = None,
+        conditions: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         self.output, self.work, self.fingerprint = output, output / WORK_DIRECTORY, fingerprint
-        self._progress, self._inputs = progress, inputs or Inputs()
-        if resume and overwrite:
-            raise UsageError("--resume goes on with what is there, --overwrite throws it away: give one of them.")
-        if output.exists() and not output.is_dir():
-            raise UsageError(f"{output} exists and is not a directory.")
+        self._progress, self._inputs, self._conditions = progress, inputs or Inputs(), conditions
+        check_directory(output, resume=resume, overwrite=overwrite)
         self._is_new = not output.exists()
         was_there = self.work.exists()
         if not was_there:  # else somebody may be at work in it
-            self._check_occupied(resume, overwrite, is_begun=False)
+            check_occupied(output, self.work, resume=resume, overwrite=overwrite, is_begun=False)
         self._lock = Lock(self.work / _LOCK, output)
         try:
             is_begun = was_there or not _holds_only(self.work, self._lock.path)
-            self._check_occupied(resume, overwrite, is_begun=is_begun and not is_finished(output))
+            is_begun = is_begun and not is_finished(output)
+            check_occupied(output, self.work, resume=resume, overwrite=overwrite, is_begun=is_begun)
             if not self._lock.is_real:
                 self._progress.log(f"{output} is on a file system without locks: nothing stops two runs at once.")
             self._begin(overwrite)
@@ -96,29 +95,6 @@ class Workspace:
             self._lock.release(remove=_holds_only(self.work, self._lock.path))
             self._leave_nothing()
             raise
-
-    def _check_occupied(self, resume: bool, overwrite: bool, *, is_begun: bool) -> None:
-        """Raise `UsageError` unless something may be written here, where there may be a run that is not finished."""
-        output = self.output
-        occupied = _entries(output) - {self.work}
-        if is_begun and not resume and not overwrite:
-            raise UsageError(
-                f"{output} is not empty. It holds an unfinished run: --resume goes on with it. "
-                "--overwrite deletes what is there."
-            )
-        if is_begun or not occupied:
-            return
-        if resume:
-            raise UsageError(
-                f"{output} is not empty and holds no unfinished run of moetool: there is nothing to resume."
-            )
-        if not overwrite:
-            raise UsageError(f"{output} is not empty. --overwrite deletes what is there.")
-        if not (output / MANIFEST).exists():
-            raise UsageError(
-                f"{output} is not empty and was not written by moetool (no {MANIFEST}): not deleting it. "
-                "Remove it yourself or choose another place."
-            )
 
     def _begin(self, overwrite: bool) -> None:
         path = self.work / _JOURNAL
@@ -131,17 +107,9 @@ class Workspace:
         with storage_errors(path):
             path.touch()
         self._journal = Journal(path, self.fingerprint, self._inputs.states)
-        if self._journal.run not in (None, self.fingerprint):
-            if self._journal.noted is None:
-                raise UsageError(
-                    f"The run in {self.output} was started by an earlier moetool, which noted less of its input than "
-                    "this one compares: whether input and settings are still the same cannot be told. Finish it with "
-                    "that moetool, or start again with --overwrite."
-                )
-            raise UsageError(
-                f"The run in {self.output} was started with other settings or another input. "
-                "Repeat the first command with --resume, or start again with --overwrite."
-            )
+        if not self._journal.units:
+            self._journal.conditions = self._conditions
+        check_settings(self.output, self._journal, self.fingerprint)
         self._inputs.check(self._journal.noted)
         if is_lost or (path.stat().st_size and not self._journal.units):
             self._progress.log(f"The journal of the run in {self.output} is lost: starting again.")
@@ -205,6 +173,11 @@ class Workspace:
         """Whether anything had been finished before this process began."""
         return bool(self._journal.units)
 
+    @property
+    def conditions(self) -> Mapping[str, object]:
+        """Under which this run was begun."""
+        return self._journal.conditions
+
     def told(self, unit: str) -> Mapping[str, object]:
         """What a unit noted when it was done, though it may have to be made again; empty if it never was."""
         found = self._journal.units.get(unit)
@@ -250,7 +223,7 @@ class Workspace:
         """Wait for all processes of the job; what the first has noted by then, all know."""
         units = self._journal.units
         told = {name: unit.told for name, unit in units.items()}
-        ranks.broadcast(Notes({name for name in units if self.is_done(name)}, told))
+        ranks.broadcast(({name for name in units if self.is_done(name)}, told))
 
     def abandon(self) -> None:
         """The job failed. If nothing is there to go on with, leave nothing at all: a mended command can start."""
@@ -286,6 +259,10 @@ class FollowingWorkspace(Workspace):
     def is_resumed(self) -> bool:
         return False
 
+    @property
+    def conditions(self) -> Mapping[str, object]:
+        return {}
+
     def told(self, unit: str) -> Mapping[str, object]:
         return {}
 
@@ -319,7 +296,32 @@ class RankWorkspace(FollowingWorkspace):
         self._ranks.post(made)
 
     def catch_up(self, ranks: Ranks) -> None:
-        self._notes = ranks.broadcast(self._notes)
+        done, told = ranks.broadcast((self._notes.done, self._notes.told))
+        self._notes = Notes(done, told)
+
+
+def check_place(
+    output: Path, fingerprint: Callable[[], str], source: Checkpoint, *, resume: bool, overwrite: bool
+) -> None:
+    """Refuse whatever `Workspace` would refuse of a directory, without a trace; the `fingerprint` is asked for only
+    where there is a run to go on with.
+
+    Raises:
+        UsageError: as `Workspace`; or the run that is finished there was made with other settings.
+    """
+    check_directory(output, resume=resume, overwrite=overwrite)
+    if resume and is_finished(output):
+        return check_made_by(output, fingerprint(), source)
+    work = output / WORK_DIRECTORY
+    is_begun = work.exists() and not is_finished(output)
+    check_occupied(output, work, resume=resume, overwrite=overwrite, is_begun=is_begun)
+    if resume:
+        check_settings(output, Journal(work / _JOURNAL, ""), fingerprint())
+
+
+def noted_conditions(output: Path) -> Mapping[str, object]:
+    """Under which an unfinished run was begun; empty if there is none that has done anything."""
+    return Journal(output / WORK_DIRECTORY / _JOURNAL, "").conditions
 
 
 def is_finished(output: Path) -> bool:
@@ -331,26 +333,8 @@ def is_finished(output: Path) -> bool:
 
 
 def check_finished(output: Path, fingerprint: str, source: Checkpoint | None = None) -> None:
-    """Remove what a finished run may have left when it died; a `source` tells whether an earlier moetool knew it.
-
-    Raises:
-        UsageError: it was made with other settings, or an older moetool, which did not note them.
-        InvalidInputError: its manifest is damaged.
-    """
-    manifest = read_manifest(output)
-    made_by = manifest.run
-    if made_by is None:
-        raise UsageError(f"{output} is finished, and does not say with which settings: there is nothing to resume.")
-    if made_by != fingerprint and source is not None and is_known_by_earlier(source, manifest.source_fingerprint):
-        raise UsageError(
-            f"{output} is finished, and was made by an earlier moetool, which noted less of its input than this one "
-            "compares: whether that is still the same cannot be told. --overwrite makes it again."
-        )
-    if made_by != fingerprint:
-        raise UsageError(
-            f"{output} is finished, and was made with other settings or from another input. "
-            "--overwrite makes it again with these."
-        )
+    """Remove what a finished run may have left when it died. Raises as `check_made_by`."""
+    check_made_by(output, fingerprint, source)
     work = output / WORK_DIRECTORY
     if work.exists():
         lock = Lock(work / _LOCK, output)

@@ -95,7 +95,7 @@ class Reduction(Stage[ReduceOptionsT]):
 
     @cached_property
     def _experts_at_once(self) -> int:
-        return self._memory.experts if self.holds_all else self._memory.at_once(self.options.memory)
+        return self._memory.experts if self.holds_all else self._memory.at_once(self.options)
 
     def plan(self) -> Plan:
         source, cost, at_once = self.source, self._cost, self._experts_at_once
@@ -130,7 +130,9 @@ class Reduction(Stage[ReduceOptionsT]):
         for note in self._notes:
             job.progress.log(note)
         measured = self._measure(job)
-        chosen = job.ranks.broadcast({layer: self._choose(tensors) for layer, tensors in measured[0].items()})
+        own = {layer: self._choose(tensors) for layer, tensors in measured[0].items()}
+        said = {layer: [(one.members, one.shares) for one in left] for layer, left in own.items()}
+        chosen = {layer: [Merged(*one) for one in left] for layer, left in job.ranks.broadcast(said).items()}
         _log_unreached(job, {layer: tensors[TOKENS] for layer, tensors in measured[0].items()})
         told = ReducedTold(
             calibration=measured[1].facts,

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from moetool.checkpoint.files import storage_errors
 from moetool.errors import UsageError
-from moetool.job.execute import output_directory
+from moetool.job.checks import output_directory
 from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.inspected import Masks
 from moetool.report import pictures

@@ -43,14 +43,28 @@ def spread_bytes() -> int:
     return free_bytes() + sum(free_bytes(f"cuda:{card}") for card in range(torch.cuda.device_count()))
 
 
+def total_bytes() -> int:
+    """Bytes of memory that this process could have if nothing else ran: of the machine, as far as its control groups
+    allow. Unlike `free_bytes` the same whenever it is asked for."""
+    limits = [
+        allowed for group, version in _control_groups(_GROUPS, _MEMBERSHIP) if (allowed := _limit(group, version))
+    ]
+    return min([int(psutil.virtual_memory().total), *limits])
+
+
 def group_free_bytes(groups: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> int | None:
     """What is left of the limits that control groups (of a container, a batch job) set this process, page cache that
     can be dropped not counted; `None` without a limit. Both versions of control groups are known."""
+    left = [_left(group, version) for group, version in _control_groups(groups, membership)]
+    return min((free for free in left if free is not None), default=None)
+
+
+def _control_groups(groups: Path, membership: Path) -> Iterator[tuple[Path, int]]:
+    """Directories of the groups that this process is in, and of those above, with the version of each."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
-        return None
-    left = []
+        return
     for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
         if controllers == "":
             version, roots = 2, [groups, groups / "unified"]
@@ -61,19 +75,25 @@ def group_free_bytes(groups: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> 
         for root in roots:
             own = root / path.strip("/")  # absent in a container, which sees its own group as the root
             above = [own, *own.parents]
-            left += [_left(group, version) for group in above[: above.index(root) + 1]]
-    return min((free for free in left if free is not None), default=None)
+            yield from ((group, version) for group in above[: above.index(root) + 1])
+
+
+def _limit(group: Path, version: int) -> int | None:
+    try:
+        allowed = (group / _GROUP_FILES[version][0]).read_text().strip()
+        return None if allowed == "max" else int(allowed)
+    except (OSError, ValueError):
+        return None
 
 
 def _left(group: Path, version: int) -> int | None:
-    limit, use, droppable = _GROUP_FILES[version]
+    _, use, droppable = _GROUP_FILES[version]
+    if (allowed := _limit(group, version)) is None:
+        return None
     try:
-        allowed = (group / limit).read_text().strip()
-        if allowed == "max":
-            return None
         counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         kept = int((group / use).read_text()) - sum(int(counts.get(name, 0)) for name in droppable)
-        return max(0, int(allowed) - max(0, kept))
+        return max(0, allowed - max(0, kept))
     except (OSError, ValueError):
         return None
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moetool.architectures.base import whole_number
 from moetool.architectures.dense import check_predicts, is_encoder
-from moetool.calibration.data import data_files, parse_data
+from moetool.calibration.data import data_files
 from moetool.calibration.opening import opening_text
 from moetool.calibration.windows import check_vocabulary, load_tokenizer
 from moetool.checkpoint.files import patch_config
@@ -34,7 +34,7 @@ from moetool.job.plan import Plan
 from moetool.job.processes import is_first_process, sharding
 from moetool.job.result import Sizes, Told
 from moetool.job.shards import ShardPlan
-from moetool.job.stage import Stage, found_here
+from moetool.job.stage import Stage
 from moetool.job.writing import passed_on, write_checkpoint
 from moetool.runtime.building import check_sizes
 from moetool.tune.options import TuneOptions
@@ -88,6 +88,7 @@ class Tune(Stage[TuneOptions, AnySource]):
     source_type: ClassVar[type[Input]] = AnySource
     is_parallel: ClassVar[bool] = True
     has_trainer: ClassVar[bool] = True
+    bfloat16_option: ClassVar[str] = "--bf16"
 
     def plan(self) -> Plan:
         _check_trackers(self.options.report_to)
@@ -161,9 +162,13 @@ class Tune(Stage[TuneOptions, AnySource]):
         shapes = [info.shape for name, info in self.source.checkpoint.tensors.items() if layer_of(name)]
         return (self.options.lora_rank or 0) * sum(sum(shape) for shape in shapes if len(shape) == 2)
 
-    def reads(self) -> list[Path]:
-        texts = [text for text in (self.options.data, self.options.eval_data) if text is not None]
-        return found_here(spec.source for text in texts for spec in parse_data(text))
+    def texts(self) -> list[str]:
+        return [text for text in (self.options.data, self.options.eval_data) if text is not None]
+
+    def in_bfloat16(self) -> RunOptions | None:
+        if self.options.bf16 or self.options.compute_dtype != "auto" or sharding() is not None:
+            return None
+        return self.options.model_copy(update={"bf16": True})
 
     @cached_property
     def _tokenizer(self) -> "PreTrainedTokenizerBase":

@@ -3,6 +3,7 @@
 import pytest
 
 from moetool.cli.display import Display
+from moetool.job.progress import phase
 from moetool.job.result import PhaseTime
 
 
@@ -25,3 +26,25 @@ def test_a_log_has_a_line_where_a_phase_begins(capsys: pytest.CaptureFixture[str
 
 def test_short_jobs_are_not_worth_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, 5) == told(capsys, None) == "Forward: done in 0 s\n"
+
+
+def test_a_phase_that_is_stopped_says_where(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bar on a terminal stays where it was; neither says that it is done."""
+    for is_terminal in (False, True):
+        if is_terminal:
+            monkeypatch.setenv("FORCE_COLOR", "1")
+            monkeypatch.setenv("TTY_COMPATIBLE", "1")
+            monkeypatch.setenv("COLUMNS", "100")
+        display = Display()
+        assert display._console.is_terminal == is_terminal
+        with pytest.raises(KeyboardInterrupt), phase(display, "Backward", 320):  # noqa: PT012
+            for _ in range(203):
+                display.advance()
+            raise KeyboardInterrupt
+        said = capsys.readouterr().err
+        assert said.splitlines()[-1].endswith("Backward: stopped at 203 of 320 after 0 s")
+        assert "done" not in said
+        assert ("203/320" in said) == is_terminal
+        assert "320/320" not in said

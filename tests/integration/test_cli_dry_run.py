@@ -5,8 +5,12 @@ import math
 import re
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from checkpoints import weight_bytes
+
+from moetool.job.journal import Journal
 
 
 def whole_mixtral(directory: Path) -> int:
@@ -55,7 +59,9 @@ def test_dry_run_of_the_real_size_reads_headers_only(run_cli, tmp_path):
     size = whole_mixtral(tmp_path / "mixtral")
     assert 93e9 < size < 94e9
     assert (tmp_path / "mixtral" / "model.safetensors").stat().st_blocks * 512 < 1e6
-    arguments = ("compress", tmp_path / "mixtral", tmp_path / "out", "--ratio", 0.4, "--calibration", "wiki.txt")
+    text = tmp_path / "wiki.txt"
+    text.write_text("Words. " * 100)
+    arguments = ("compress", tmp_path / "mixtral", tmp_path / "out", "--ratio", 0.4, "--calibration", text)
     arguments += ("--memory", "64GB")
     result = run_cli(*arguments, "--dry-run", "--json")
     assert result.code == 0, result.stderr
@@ -67,14 +73,14 @@ def test_dry_run_of_the_real_size_reads_headers_only(run_cli, tmp_path):
     activations = told["calibration_tokens"] * 4096 * 4
     assert layer < told["peak_memory_bytes"] < 4 * layer + activations
     assert (told["layers"], told["moe_layers"], told["experts"]) == (32, 32, 8)
-    assert [path.name for path in tmp_path.iterdir()] == ["mixtral"], "nothing was written"
+    assert {path.name for path in tmp_path.iterdir()} == {"mixtral", "wiki.txt"}, "nothing was written"
 
     for_people = run_cli(*arguments, "--dry-run")
     for line in (r"^input +93\.4 GB", r"^output +56\.0 GB", r"^disk +[\d.]+ [GT]B", r"^peak memory +[\d.]+ GB"):
         assert re.search(line, for_people.stdout, re.M), for_people.stdout
     assert "Nothing was written" in for_people.stdout
 
-    impossible = run_cli(*arguments[:4], 0.9, "--calibration", "wiki.txt", "--dry-run")
+    impossible = run_cli(*arguments[:4], 0.9, "--calibration", text, "--dry-run")
     assert impossible.code == 2
     assert re.search(r"at most 0\.8\d", impossible.stderr)
 
@@ -121,3 +127,107 @@ def test_dry_run_says_what_the_run_then_takes(
         assert weight_bytes(tmp_path / "out") <= dry.json["output_bytes"]
     if command in ("decompose", "prune-base", "export"):
         assert wet.json["bytes_after"] == dry.json["output_bytes"]
+
+
+def begun(output: Path, fingerprint: str) -> Path:
+    journal = Journal(output / ".moetool" / "journal.jsonl", fingerprint)
+    journal.path.parent.mkdir(parents=True)
+    journal.done("text")
+    return output
+
+
+def of_moetool(output: Path) -> Path:
+    output.mkdir()
+    (output / "moetool.json").write_text("{}")
+    return output
+
+
+def of_others(output: Path) -> Path:
+    output.mkdir()
+    (output / "thesis.tex").write_text("Years of work.")
+    return output
+
+
+def records(file: Path) -> Path:
+    file.write_text('{"words": "a b c"}\n' * 9)
+    return file
+
+
+def folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def files(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file() and path.name != "lock"}
+
+
+def parquet(file: Path) -> Path:
+    table = pyarrow.table({"words": ["a b c"] * 9})
+    pyarrow.parquet.write_table(table, file)
+    return file
+
+
+# What is wrong: how it is made in a directory, with what is added to a command; exit code, what is said.
+REFUSED = {
+    "both": (lambda here: (here / "out", "--resume", "--overwrite"), 2, "give one of them"),
+    "of others": (lambda here: (of_others(here / "out"),), 2, "was not written by moetool (no moetool.json)"),
+    "not to be overwritten": (lambda here: (of_others(here / "out"), "--overwrite"), 2, "not deleting it"),
+    "of moetool": (lambda here: (of_moetool(here / "out"),), 2, "--overwrite deletes what is there"),
+    "begun": (lambda here: (begun(here / "out", "?"),), 2, "unfinished run: --resume goes on with it"),
+    "other settings": (lambda here: (begun(here / "out", "?"), "--resume"), 2, "started with other settings"),
+    "nothing to resume": (lambda here: (of_others(here / "out"), "--resume"), 2, "there is nothing to resume"),
+    "a file": (lambda here: (records(here / "out"),), 2, "exists and is not a directory"),
+    "unwritable": (lambda here: ("/proc/1/nothing/out",), 4, "Cannot write /proc/1/nothing/out"),
+    "column": (
+        lambda here: (here / "out", "--calibration", f"{records(here / 'a.jsonl')}:::text"),
+        3,
+        "it has 'words'",
+    ),
+    "no column": (lambda here: (here / "out", "--calibration", parquet(here / "a.parquet")), 3, "it has 'words'"),
+    "no text": (lambda here: (here / "out", "--calibration", here / "no.txt"), 3, "No such file or folder"),
+    "no folder of texts": (
+        lambda here: (here / "out", "--calibration", folder(here / "a")),
+        3,
+        "has no .txt, .jsonl, .parquet files",
+    ),
+    "no name of the hub": (lambda here: (here / "out", "--calibration", "wiki text:raw"), 3, "'wiki text' is neither"),
+    "the text's place": (lambda here: (here / "t", "--calibration", records(here / "t")), 2, "which this job reads"),
+    "memory": (lambda here: (here / "out", "--memory", "1MB"), 4, "of memory and has 1.0 MB"),
+    "disk": (lambda here: (here / "out", "--disk", "1kB"), 4, "and has 1.0 kB"),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_a_dry_run_refuses_what_the_job_does(run_cli, tiny_mixtral_bf16, calibration, tmp_path, wrong):
+    """In the same words, and neither leaves a trace."""
+    make, code, says = REFUSED[wrong]
+    output, *more = make(tmp_path)
+    there = files(tmp_path)
+    said = []
+    for dry in (("--dry-run",), ()):
+        options = ("--ratio", 0.3, *calibration, *more, *dry)
+        result = run_cli("compress", tiny_mixtral_bf16, output, *options)
+        assert result.code == code, (dry, result.stderr)
+        assert says in result.stderr, (dry, result.stderr)
+        said.append(result.stderr)
+        assert files(tmp_path) == there
+    assert said[0] == said[1]
+
+
+def test_more_than_is_free_is_said_beside_the_plan(run_cli, tiny_mixtral_bf16, calibration, tmp_path, monkeypatch):
+    """The plan may be for another machine, or another hour."""
+    monkeypatch.setattr("moetool.job.plan.free_bytes", lambda: 10**8)
+    arguments = ("compress", tiny_mixtral_bf16, tmp_path / "out", "--ratio", 0.3, *calibration)
+    dry = run_cli(*arguments, "--dry-run")
+    assert (dry.code, "Nothing was written" in dry.stdout) == (0, True)
+    assert "note: it would be refused here and now. This job needs about" in dry.stderr
+    assert "has 100.0 MB. With --memory, say of what is free, it works on fewer experts at a time." in dry.stderr
+    assert run_cli(*arguments).code == 4
+
+
+def test_a_name_that_the_hub_cannot_have_is_not_uploaded_to(run_cli, tiny_mixtral):
+    for dry in (("--dry-run",), ()):
+        result = run_cli("push", tiny_mixtral, "me/a b", *dry)
+        assert result.code == 2
+        assert "'me/a b' cannot be a repository" in result.stderr

@@ -16,7 +16,7 @@ from moetool.compare.options import CompareOptions
 from moetool.compare.picture import plot_compared
 from moetool.compare.running import compare
 from moetool.compare.told import Compared, ComparedModel, SharedStatistics
-from moetool.job.execute import output_directory
+from moetool.job.checks import output_directory
 from moetool.job.forecast import format_seconds
 from moetool.measure.plots import pictured
 

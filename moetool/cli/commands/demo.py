@@ -16,7 +16,8 @@ from moetool.cli.generate import builder
 from moetool.cli.next_step import try_next
 from moetool.convert.told import ConversionTold
 from moetool.errors import InterruptedRunError, UsageError
-from moetool.job.execute import output_directory, run_stage
+from moetool.job.checks import output_directory
+from moetool.job.execute import run_stage
 from moetool.job.lock import Lock
 from moetool.job.result import Result
 from moetool.measure.perplexity import EvaluationOptions, perplexity

@@ -14,7 +14,7 @@ from moetool.cli.evaluations import print_evaluation, print_evaluations
 from moetool.cli.generate import build_options, builder, parameters_of
 from moetool.cli.watched import LogJson, watched
 from moetool.errors import UsageError
-from moetool.job.execute import output_directory
+from moetool.job.checks import output_directory
 from moetool.job.result import Json, Printed
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.measure.tasks.evaluating import evaluate

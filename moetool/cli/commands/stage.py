@@ -89,6 +89,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         **typed: object,
     ) -> None:
         from moetool.job.estimate import estimate
+        from moetool.job.execute import dry_run as planned
         from moetool.job.execute import plan_stage, run_stage
 
         if methods:
@@ -96,17 +97,17 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         given = preset_options(preset, name, chosen if methods else None)
         options = build_options(stage.options_type, typed, given)
         if dry_run:
-            plan = plan_stage(stage, input, options)
+            plan, in_bf16 = planned(stage, input, output, options, resume=resume, overwrite=overwrite)
             told = estimate(plan, options, output)
             if json:
                 print_json({**plan.to_json(), **told.to_json()})
-                return
-            quicker = None
-            if options.compute_dtype == "auto":
-                other = options.model_copy(update={"compute_dtype": "bfloat16"})
-                quicker = estimate(plan_stage(stage, input, other), other, output)
-            _print_plan(plan.to_json(), told, quicker)
-            next_step.tell(next_step.without_dry_run(name, words))
+            else:
+                quicker = None if in_bf16 is None else (estimate(in_bf16, options, output), stage.bfloat16_option)
+                _print_plan(plan.to_json(), told, quicker)
+            if (problem := plan.shortage(output, memory=options.memory, disk=options.disk)) is not None:
+                print(f"note: it would be refused here and now. {problem}", file=sys.stderr)
+            elif not json:
+                next_step.tell(next_step.without_dry_run(name, words))
             return
         if not is_first_process():
             run_stage(stage, input, output, options, resume=resume, overwrite=overwrite, same_input=same_input)
@@ -171,7 +172,9 @@ def _value(arguments: list[str], *names: str) -> str | None:
     return said
 
 
-def _print_plan(plan: Mapping[str, Json], told: "Estimate", in_bf16: "Estimate | None") -> None:
+def _print_plan(plan: Mapping[str, Json], told: "Estimate", in_bf16: "tuple[Estimate, str] | None") -> None:
+    """What a job will cost; beside that its time `in_bf16`, with the option for it, where that is worth it."""
+
     def show(name: str, value: Json) -> str:
         if not isinstance(value, int):
             return str(value)
@@ -183,8 +186,8 @@ def _print_plan(plan: Mapping[str, Json], told: "Estimate", in_bf16: "Estimate |
     else:
         parts = ", ".join(f"{phase.name} {format_seconds(phase.seconds)}" for phase in told.phases)
         fields.append(("time", f"about {format_seconds(told.seconds)} ({parts})"))
-        if in_bf16 is not None and in_bf16.seconds is not None and in_bf16.seconds < _WORTH * told.seconds:
-            fields.append(("in bfloat16", f"about {format_seconds(in_bf16.seconds)} with --compute-dtype bfloat16"))
+        if in_bf16 is not None and (quicker := in_bf16[0].seconds) is not None and quicker < _WORTH * told.seconds:
+            fields.append(("in bfloat16", f"about {format_seconds(quicker)} with {in_bf16[1]}"))
     print_fields(fields)
     print("Nothing was written (--dry-run).")
 

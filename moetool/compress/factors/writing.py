@@ -18,6 +18,7 @@ from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.budget.items import factors_of
 from moetool.compress.choices import Allocation, Sensitivity, SharedFactor, Svd
 from moetool.compress.encoded import Encoding, encoded_bytes
+from moetool.compress.encoding import agreed_layouts
 from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams
 from moetool.compress.factors.layer_refining import JointRefining
 from moetool.compress.factors.layer_refining import told as refining_told
@@ -204,7 +205,7 @@ def finish(
             f"No calibration token reached {len(missed)} experts ({', '.join(missed[:4])}"
             f"{', …' if len(missed) > 4 else ''}): they count as one average token. More --samples may reach them."
         )
-    layouts = job.ranks.broadcast(factored.layouts(options))
+    layouts = agreed_layouts(job.ranks, factored.layouts(options))
     reader = job.source.experts
 
     def encode(layer: int, module: nn.Module, layout: LayerLayout, owned: Owned) -> Iterator[tuple[str, Tensor]]:
@@ -283,7 +284,7 @@ def factor_memory(source: Source, options: FactorOptions, merge: Merge | None, *
 
 def factors_at_once(memory: LayerMemory, options: FactorOptions) -> int:
     """How many experts of a layer are in memory together: all, if they are to share a factor."""
-    return memory.experts if options.share != "none" else memory.at_once(options.memory)
+    return memory.experts if options.share != "none" else memory.at_once(options)
 
 
 def factor_plan(

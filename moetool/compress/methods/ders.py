@@ -70,7 +70,7 @@ class _Ders(Stage[DersT]):
 
     @cached_property
     def _experts_at_once(self) -> int:
-        return encoding_memory(self.source, self.options, self._text()).at_once(self.options.memory)
+        return encoding_memory(self.source, self.options, self._text()).at_once(self.options)
 
     def _base(self) -> GivenBase:
         return open_base(self.options.base, self.source.experts, shared_expert=self.options.shared_expert)

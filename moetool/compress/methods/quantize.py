@@ -158,7 +158,7 @@ class Quantize(MixingStage[QuantizeOptions]):
 
     @cached_property
     def _experts_at_once(self) -> int:
-        return encoding_memory(self.source, self.options, self._text).at_once(self.options.memory)
+        return encoding_memory(self.source, self.options, self._text).at_once(self.options)
 
     # A budget, or codes that are refined: everything is measured.
 

@@ -18,7 +18,7 @@ from moetool.calibration.peers import Owned
 from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.calibration.sweep import Sweep
 from moetool.compress.encoded import Encoding, encoded_bytes
-from moetool.compress.encoding import refuse_compressed
+from moetool.compress.encoding import agreed_layouts, refuse_compressed
 from moetool.compress.mixing.choosing import Choosing, FormLosses, Mix, notes_on, notes_on_size
 from moetool.compress.mixing.footings import Footing
 from moetool.compress.mixing.measuring import encoded, loss_name, losses_path, measure
@@ -131,7 +131,7 @@ class Mixing:
     @cached_property
     def experts_at_once(self) -> int:
         """How many of a layer's experts are in memory together."""
-        return self._memory.at_once(self.options.memory)
+        return self._memory.at_once(self.options)
 
     def shared_recipe(self) -> Mapping[str, object] | None:
         """The options that decide what a form loses, whatever else is offered; `None` if there is nothing to choose."""
@@ -157,7 +157,9 @@ class Mixing:
         reader, options, running = self.source.experts, self.options, self.measure(job)
         calibrated = running.calibrated
         if self.given is None:
-            mix = job.ranks.broadcast(choose(running.losses()))
+            mix = choose(running.losses())
+            footings, losses = job.ranks.broadcast((dict(mix.footings), dict(mix.losses)))
+            mix = Mix(agreed_layouts(job.ranks, mix.layouts), footings, losses)
             if job.ranks.is_first:
                 running.keep_bases(mix)
             job.ranks.barrier()

@@ -85,7 +85,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
     @cached_property
     def _experts_at_once(self) -> int:
         measured = self.options.calibration is not None
-        return self._memory.at_once(self.options.memory) if measured else self._memory.experts
+        return self._memory.at_once(self.options) if measured else self._memory.experts
 
     def run(self, job: Job) -> LayersTold:
         reader, options = self.source.experts, self.options

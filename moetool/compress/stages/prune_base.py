@@ -118,7 +118,7 @@ class PruneBase(Stage[PruneBaseOptions]):
 
     @cached_property
     def _experts_at_once(self) -> int:
-        return self._memory.at_once(self.options.memory)
+        return self._memory.at_once(self.options)
 
     def run(self, job: Job) -> PrunedTold:
         reader, pruning = self.source.experts, self._pruning()

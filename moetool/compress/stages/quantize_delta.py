@@ -46,7 +46,7 @@ class QuantizeDelta(Stage[QuantizeDeltaOptions]):
 
     @cached_property
     def _experts_at_once(self) -> int:
-        return encoding_memory(self.source, self.options, with_text(self.options)).at_once(self.options.memory)
+        return encoding_memory(self.source, self.options, with_text(self.options)).at_once(self.options)
 
     def run(self, job: Job) -> LayersTold:
         reader, options = self.source.experts, self.options

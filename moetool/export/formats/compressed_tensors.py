@@ -170,7 +170,7 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
 
     @cached_property
     def _experts_at_once(self) -> int:
-        return encoding_memory(self.source, self.options, self._text).at_once(self.options.memory)
+        return encoding_memory(self.source, self.options, self._text).at_once(self.options)
 
     def plan(self) -> Plan:
         source, text, output = self.source, self._text, self._shards.nbytes

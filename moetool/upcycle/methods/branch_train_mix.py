@@ -11,7 +11,6 @@ from pydantic import AliasChoices, BeforeValidator, Field, field_validator
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moetool.calibration.data import parse_data
 from moetool.calibration.windows import check_vocabulary, load_tokenizer, sample_windows
 from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.reader import Checkpoint
@@ -183,10 +182,11 @@ class BranchTrainMix(Upcycle[BranchTrainMixOptions]):
         adapters = {f"source/{index}": adapter_fingerprint(path) for index, path in self._adapters.items()}
         return {**super().sources(), **adapters}
 
+    def texts(self) -> list[str]:
+        return [*super().texts(), *(spec.data for spec in self.specs if spec.data)]
+
     def reads(self) -> list[Path]:
-        texts = [parsed.source for spec in self.specs if spec.data for parsed in parse_data(spec.data)]
-        named = [*(spec.model for spec in self.specs), *texts, self.options.rest]
-        return [*super().reads(), *found_here(named)]
+        return [*super().reads(), *found_here([*(spec.model for spec in self.specs), self.options.rest])]
 
     def plan(self) -> Plan:
         if len(self.specs) > self.copies:

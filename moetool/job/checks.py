@@ -1,0 +1,69 @@
+"""Every check that a job makes before it begins and that takes less than a second: for the job, and for `--dry-run`."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from moetool.calibration.data import check_data
+from moetool.checkpoint.files import storage_errors
+from moetool.checkpoint.source import local_path
+from moetool.errors import InvalidInputError, UsageError
+from moetool.job.plan import fingerprint
+from moetool.job.stage import AnyStage
+from moetool.job.workspace import check_place
+
+
+def check_job(stage: AnyStage, directory: Path) -> None:
+    """Check what a stage reads, that it would not write over that, and that it could write.
+
+    Raises:
+        UsageError: the directory is the input or the text, or inside or around one of them.
+        InvalidInputError: a text is missing, of an unknown kind, or without its column.
+        ResourceError: the file system takes no file there.
+    """
+    _refuse_self(stage.source.checkpoint.path, directory, "the input")
+    for path in stage.reads():
+        _refuse_self(path, directory, f"{path}, which this job reads")
+    for data in stage.texts():
+        check_data(data)
+    there = next(place for place in (directory.absolute(), *directory.absolute().parents) if place.is_dir())
+    with storage_errors(directory), tempfile.TemporaryFile(dir=there):
+        pass
+
+
+def check_output(stage: AnyStage, directory: Path, *, resume: bool, overwrite: bool) -> None:
+    """Check what a job finds out as it takes its place in a directory.
+
+    Raises:
+        UsageError: something is there that stays, or a run that was begun otherwise.
+    """
+    check_place(directory, lambda: identity(stage), stage.source.checkpoint, resume=resume, overwrite=overwrite)
+
+
+def identity(stage: AnyStage) -> str:
+    """A fingerprint of all that decides what a stage makes."""
+    return fingerprint(stage.name, stage.sources(), stage.recipe())
+
+
+def output_directory(name: str | Path) -> Path:
+    """The directory to write to. Raises `UsageError` where none can be made."""
+    try:
+        path = local_path(name)
+    except InvalidInputError as error:
+        raise UsageError(str(error)) from error
+    above = [path, *path.absolute().parents]
+    if (link := next((parent for parent in above if parent.is_symlink() and not parent.exists()), None)) is not None:
+        raise UsageError(f"{link} is a link that leads nowhere. Remove it, or choose another place.")
+    there = next(parent for parent in above if parent.exists())
+    if not there.is_dir() and there != path:
+        raise UsageError(f"{path} lies in {there}, which is not a directory.")
+    longest = os.pathconf(there, "PC_NAME_MAX")
+    if any(len(os.fsencode(part)) > longest for part in path.parts):
+        raise UsageError(f"A name in {path} is longer than the {longest} bytes that the file system takes.")
+    return path
+
+
+def _refuse_self(source: Path, output: Path, what: str) -> None:
+    there, here = output.resolve(), source.resolve()
+    if there == here or here in there.parents or there in here.parents:
+        raise UsageError(f"{output} is {what}, inside it or around it. Write somewhere else.")

@@ -1,0 +1,67 @@
+"""What orders the sums of a job besides its options: noted when it begins, and kept to when it is gone on with.
+
+A sum in another order differs in its last digit, which can turn a code that lies between two. So a run that is resumed
+while other memory is free, with another `--memory` or with other threads, would not give the bytes of one that nobody
+disturbed.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Self
+
+import torch
+
+from moetool.job.plan import Plan
+from moetool.job.processes import processes
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Under which a run was begun.
+
+    Attributes:
+        experts_at_once: of a layer, in memory together; `None` for a job that does not go through layers of experts.
+        threads: of torch, in each process.
+        processes: that shared the job.
+    """
+
+    experts_at_once: int | None
+    threads: int
+    processes: int
+
+    @classmethod
+    def now(cls, plan: Plan) -> Self:
+        """Those of a run that begins in this process."""
+        return cls(plan.experts_at_once, torch.get_num_threads(), processes())
+
+    @classmethod
+    def noted(cls, said: Mapping[str, object]) -> Self | None:
+        """As a journal has them; `None` if it has none."""
+        at_once, threads, count = (said.get(name) for name in ("experts_at_once", "threads", "processes"))
+        if not isinstance(threads, int) or not isinstance(count, int):
+            return None
+        return cls(at_once if isinstance(at_once, int) else None, threads, count)
+
+    def to_json(self) -> dict[str, object]:
+        """For the journal."""
+        return asdict(self)
+
+    @property
+    def threads_here(self) -> int:
+        """With how many threads to go on; another number of processes orders sums anew, whatever their threads."""
+        return self.threads if self.processes == processes() else torch.get_num_threads()
+
+
+@contextmanager
+def with_threads(count: int) -> Iterator[None]:
+    """Torch has so many threads for the time of a `with` block."""
+    before = torch.get_num_threads()
+    if count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
