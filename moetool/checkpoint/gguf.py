@@ -44,7 +44,6 @@ from moetool.format.gguf import (
     SHARED_WIDTH,
     WIDTH,
     GgufFamily,
-    attention_heads,
     family_in_file,
     gguf_library,
     halved,
@@ -262,7 +261,7 @@ class GgufModel:
         layers, total, written = int(self._number("block_count")), 0, self.file.stat().st_mtime_ns
         located: dict[str, str] = {}
         for unit in range(-1, layers):
-            tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in self._unit(unit, layers)}
+            tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in self.unit(unit)}
             shard = f"model-{unit + 2:05d}-of-{layers + 1:05d}.safetensors"
             save_file(tensors, directory / shard, metadata={"format": "pt"})
             open_to_readers(directory / shard)
@@ -272,13 +271,26 @@ class GgufModel:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(located.items()))}
         (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
-    def _unit(self, layer: int, layers: int) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a layer, or (-1) of what is outside, under a checkpoint's names. Of experts whole matrices."""
+    @cached_property
+    def layers(self) -> int:
+        """Decoder layers."""
+        return int(self._number("block_count"))
+
+    @cached_property
+    def heads(self) -> tuple[int, int]:
+        """Heads of queries, and of keys and values, as the metadata has them."""
+        heads = int(self._number("attention.head_count"))
+        return heads, int(self._field(f"{self._start}.attention.head_count_kv") or heads)
+
+    def unit(self, layer: int, *, known_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a layer, or (-1) of what is outside, under a checkpoint's names. Of experts whole matrices.
+        Raises `InvalidInputError` for missing tensors, and unless `known_alone` for those that moetool has no name of.
+        """
         prefix = layer_in_file(layer, "")
         mine = {name for name in self._tensors if (name.startswith(prefix) if layer >= 0 else "blk." not in name)}
-        names = {own: name for name, own in self._family.names(layers, self._moe).items()}
+        names = {own: name for name, own in self._family.names(self.layers, self._moe).items()}
         for own in sorted(mine & names.keys()):
-            heads = self._family.turned_heads(own, *attention_heads(self.config))
+            heads = self._family.turned_heads(own, *self.heads)
             whole = self._read(own)
             yield names[own], whole if heads is None else halved(whole, heads)
         experts: set[str] = set()
@@ -288,7 +300,8 @@ class GgufModel:
             if self._family.shared_width is not None:
                 experts |= {layer_in_file(layer, name) for name in SHARED_EXPERT.values()}
                 yield from self._shared(self._moe, layer)
-        if unknown := sorted(mine - names.keys() - experts):
+        unknown = sorted(mine - names.keys() - experts)
+        if unknown and not known_alone:
             raise InvalidInputError(
                 f"{self.file} has a tensor {unknown[0]} ({len(unknown)} in all) that moetool does not know in a "
                 f"{self._family.model_type}."

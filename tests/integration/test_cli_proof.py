@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoints import contents
 
+from moetool.checkpoint.gguf import GgufModel
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.quantized import QuantizedLinear
 
@@ -107,3 +108,19 @@ def test_a_layer_that_does_not_fit_is_checked_by_its_shapes(
     assert result.code == 0, result.stderr
     assert "only names and shapes" in result.stderr
     assert result.json["loaded"].keys() == {"layer"}
+
+
+def test_a_gguf_file_is_read_back(run_cli: Any, dense: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if keys were turned for as many heads as queries have, which was so once where config.json left them out."""
+    source = dense("llama")
+    export = ("--format", "gguf", "--type", "q8_0", "--json")
+    found = run_cli("export", source, tmp_path / "out", *export).json["loaded"]
+    assert found["layer"] == 0
+    assert 1e-4 < found["relative_error"] < 2e-2
+    heads = GgufModel.heads.func(GgufModel(tmp_path / "out" / "model.gguf"))
+    assert heads == (4, 2)
+    monkeypatch.setattr("moetool.export.gguf.model.attention_heads", lambda settings: (4, 4))
+    result = run_cli("export", source, tmp_path / "wrong", *export)
+    assert result.code == 5, result.stderr
+    assert "self_attn.k_proj" in result.stderr
+    assert not (tmp_path / "wrong" / "model.gguf").exists()

@@ -17,6 +17,7 @@ from moetool.export.gguf.file import GgufTensor, NumberType, data_bytes, write_g
 from moetool.export.gguf.imatrix import write_imatrix
 from moetool.export.gguf.measuring import TensorStatistics, measure_tensors
 from moetool.export.gguf.model import GgufSource, layer_of
+from moetool.export.gguf.proof import prove_file
 from moetool.export.gguf.tensor_types import Menu, counted_types, type_lines
 from moetool.export.gguf.tokenizer import GgufTokenizer, has_tokenizer, read_tokenizer
 from moetool.format.gguf import IMATRIX, MODEL, TENSOR_TYPES, gguf_library
@@ -162,6 +163,8 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             facts = measured.facts
             files += self._write_advice(job, measured)
         self._write(job, files[0])
+        if self.options.proof:
+            job.loaded = prove_file(files[0], source, self._types)
         record_origin(job, seed=self.options.seed, files=files, calibration=facts)
         return Told(calibration=facts)
 

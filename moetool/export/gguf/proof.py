@@ -1,0 +1,67 @@
+"""The last check of a GGUF file: a layer of it, read back by its own metadata, against the model it was made from."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from moetool.checkpoint.gguf import GgufModel
+from moetool.errors import InvalidInputError, VerificationError
+from moetool.export.gguf.file import NumberType
+from moetool.export.gguf.model import GgufSource
+from moetool.job.result import LoadedLayer
+
+# The most that rounding to a type takes of a matrix, ‖Δ‖ / ‖matrix‖, with room for unusual distributions.
+_ROUNDING: dict[NumberType, float] = {
+    "f32": 1e-6, "f16": 2e-3, "bf16": 1e-2, "q8_0": 2e-2, "q5_1": 0.15, "q5_0": 0.15, "q4_1": 0.3, "q4_0": 0.3,
+}  # fmt: skip
+
+
+def prove_file(file: Path, source: GgufSource, types: set[NumberType]) -> LoadedLayer:
+    """Compare heads, and every matrix of one layer, with those of the source; a file that differs is deleted.
+
+    Args:
+        file: that was written.
+        source: of its tensors.
+        types: in which they are stored.
+
+    Raises:
+        VerificationError: the file says something else than the model, or a matrix differs by more than rounding.
+    """
+    config = source.config
+    layer = 0 if source.experts is None else source.experts.moe_layers[0]
+    largest = max(_ROUNDING[own] for own in types)
+    try:
+        found = GgufModel(file)
+        heads = int(config.num_attention_heads), int(config.num_key_value_heads)
+        if found.heads != heads:
+            raise InvalidInputError(f"it has {found.heads} heads of queries and keys, the model {heads}")
+        expected, worst = dict(_of_source(source, layer)), 0.0
+        for name, tensor in found.unit(layer, known_alone=True):
+            if (before := expected.get(name)) is None:
+                continue  # a shared expert that is stored on the base
+            error = ((tensor - before.float()).norm() / before.float().norm().clamp_min(1e-30)).item()
+            if not error <= largest:
+                raise InvalidInputError(f"{name} differs by {error:.2g} of its size, more than rounding ({largest:g})")
+            worst = max(worst, error)
+    except InvalidInputError as error:
+        file.unlink()  # llama.cpp would load it
+        raise VerificationError(
+            f"Read back, {file} is not what was to be written: {str(error).rstrip('.')}. It was deleted. This is a "
+            "defect of moetool: please report it."
+        ) from error
+    return LoadedLayer(layer, float(f"{worst:.2g}"))
+
+
+def _of_source(source: GgufSource, layer: int) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a layer by name, experts in the family's own layout."""
+    reader, prefix = source.experts, f"model.layers.{layer}."
+    names = set() if reader is None else reader.names
+    for name in source.checkpoint.tensors:
+        if name.startswith(prefix) and name not in names:
+            yield name, source.checkpoint.read(name)
+    if reader is not None:
+        for roles in reader.shape.groups:
+            yield from reader.native_tensors(
+                layer, roles, reader.shape.experts, lambda role, expert: reader.dense(layer, expert, role)
+            )
