@@ -27,12 +27,12 @@ def described_in(path: Path) -> Iterator[None]:
     try:
         with quiet():
             yield
-    except MoetoolError:
+    except (MoetoolError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = (" ".join(str(error).split())[:300] or type(error).__name__).rstrip(".")
         raise InvalidInputError(
-            f"transformers cannot build the model that {path / CONFIG} describes: {reason.rstrip('.')}."
+            f"transformers cannot build the model that {path / CONFIG} describes, or cannot run it: {reason}."
         ) from error
 
 
