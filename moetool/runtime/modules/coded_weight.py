@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moetool.runtime.modules.quantized import QuantizedModule
 
 _SEEN = ("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "stride", "get_device",
-         "is_contiguous", "__hash__", "__len__")  # fmt: skip
+         "data_ptr", "is_contiguous", "__hash__", "__len__")  # fmt: skip
 _COMPUTED = tuple(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real"))
 _ALIASES = (Tensor.data.__get__, Tensor.detach)  # type: ignore[attr-defined]
 _ASSIGN = Tensor.data.__set__  # type: ignore[attr-defined]

@@ -289,8 +289,10 @@ def still_quantized(model: "PreTrainedModel") -> set[str]:
     """
     found = {name.removesuffix(".base_layer"): module for name, module in quantized_modules(model)}
     heads = {head for module in found.values() for head in module.tied}
+    free = {name for name, module in found.items() if module.is_tied}
     for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         pair = {name.removesuffix(".weight") for name in (target, source)}
+        free -= pair
         if len(coded := pair & found.keys()) == 1:
             raise InvalidInputError(
                 f"{min(pair - coded)} was replaced, and the config ties it to {min(coded)}, which is stored as codes. "
@@ -300,5 +302,10 @@ def still_quantized(model: "PreTrainedModel") -> set[str]:
         raise InvalidInputError(
             f"{lost[0]} has no codes of its own, and what it is tied to was replaced. Call model.tie_weights() to tie "
             "it to that."
+        )
+    if free:
+        raise InvalidInputError(
+            f"{min(free)} has no codes of its own, and the config no longer ties it to the embedding, whose codes it "
+            "uses. Set model.config.tie_word_embeddings = True."
         )
     return {name for name, module in found.items() if not module.is_tied}
