@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import moetool
 from moetool.errors import InvalidInputError, UsageError
-from moetool.runtime.modules import quantized
+from moetool.runtime.modules import quantized, routed
 from moetool.runtime.quiet import quiet
 
 TOKENS = torch.arange(3, 35).view(2, 16)
@@ -52,7 +52,8 @@ def included(compress: Any, make_mixtral: Any, save_model: Any, tmp_path_factory
 @pytest.fixture(params=["kernels", "plain"], autouse=True)
 def _where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "plain":
-        monkeypatch.setattr(quantized, "problem", lambda _: "there are none")
+        for module in (quantized, routed):
+            monkeypatch.setattr(module, "problem", lambda _: "there are none")
 
 
 def adapted(model: Any, **options: Any) -> Any:

@@ -5,15 +5,12 @@ writing makes the module an ordinary one. Only writing to a part that was read b
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from moetool.errors import UsageError
-
-if TYPE_CHECKING:
-    from moetool.runtime.modules.quantized import QuantizedModule
 
 _SEEN = ("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "stride", "get_device",
          "data_ptr", "is_contiguous", "__hash__", "__len__")  # fmt: skip
@@ -23,17 +20,34 @@ _ASSIGN = Tensor.data.__set__  # type: ignore[attr-defined]
 _FREEZE = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
+class HoldsCodes(Protocol):
+    """A module whose matrix is stored as codes."""
+
+    @property
+    def weight(self) -> Any:
+        """The matrix, as others see it."""
+
+    def matrix_shape(self) -> tuple[int, int]:
+        """`[out, in]`"""
+
+    def decoded(self) -> Tensor:
+        """The matrix."""
+
+    def become_dense(self, matrix: nn.Parameter) -> None:
+        """Be an ordinary module of this matrix from now on."""
+
+
 class CodedWeight(nn.Parameter):
     """The matrix `[out, in]` of a module of codes, decoded when it is computed with. Made at every access."""
 
-    module: "QuantizedModule"
+    module: HoldsCodes
     placeholder: nn.Parameter
 
     @classmethod
-    def of(cls, module: "QuantizedModule", placeholder: nn.Parameter) -> "CodedWeight":
+    def of(cls, module: HoldsCodes, placeholder: nn.Parameter) -> "CodedWeight":
         """That of a module, in the dtype and on the device of its placeholder."""
         with torch.no_grad():
-            made = placeholder.detach().expand(module.stored.shape).as_subclass(cls)
+            made = placeholder.detach().expand(module.matrix_shape()).as_subclass(cls)
         made.module, made.placeholder = module, placeholder
         return made
 

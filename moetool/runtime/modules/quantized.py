@@ -78,6 +78,10 @@ class QuantizedModule(nn.Module, ABC):
         """Whether the matrix is another module's."""
         return bool(self._owner)
 
+    def matrix_shape(self) -> tuple[int, int]:
+        """`[out, in]`"""
+        return self.stored.shape
+
     def decoded(self) -> Tensor:
         """The matrix in numbers, through which gradients reach the scales."""
         with loaded(self.stored):
