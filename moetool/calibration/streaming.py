@@ -9,7 +9,7 @@ Layers of a moetool checkpoint are filled with the dense experts they stand for.
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -96,6 +96,7 @@ class StreamedModel:
         )
         self.layers: Any = getattr(holder, held)
         self._calls: dict[tuple[int, ...], list[LayerCall]] = {}  # how each layer is called, by batch size and length
+        self._tried: set[int] = set()  # layers that have run, −1 for what is before them
         self._dtypes: dict[str, torch.dtype] = {}  # of each tensor in memory
         self._blocks = self._assign_blocks()
         self._load_block(_REST)
@@ -293,7 +294,7 @@ class StreamedModel:
             first.append(hidden)
             return hidden
 
-        with self._layers_replaced(record):
+        with self._layers_replaced(record), self._trying(-1):
             self.model.base_model(input_ids=tokens.to(self.device), **self._uncached)
         self._calls[tuple(tokens.shape)] = calls
         return first[0]
@@ -307,8 +308,16 @@ class StreamedModel:
         if shape not in self._calls:
             self.embed(torch.zeros(shape, dtype=torch.long))
         args, kwargs = self._calls[shape][index]
-        output = layer(hidden, *args, **kwargs)
+        with self._trying(index):
+            output = layer(hidden, *args, **kwargs)
         return output[0] if isinstance(output, tuple) else output
+
+    @contextmanager
+    def _trying(self, index: int) -> Iterator[None]:
+        """What a layer raises when it runs first is the config's: it can promise what transformers cannot compute."""
+        with nullcontext() if index in self._tried else described_in(self.checkpoint.path):
+            yield
+        self._tried.add(index)
 
     def head(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Everything after the last layer: logits `[batch, length, vocabulary]`."""

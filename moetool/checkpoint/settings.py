@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from moetool.architectures.base import Settings
 from moetool.checkpoint.quiet import quiet
 from moetool.errors import InvalidInputError, MoetoolError
@@ -27,12 +29,12 @@ def described_in(path: Path) -> Iterator[None]:
     try:
         with quiet():
             yield
-    except MoetoolError:
+    except (MoetoolError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = (" ".join(str(error).split())[:300] or type(error).__name__).rstrip(".")
         raise InvalidInputError(
-            f"transformers cannot build the model that {path / _CONFIG} describes: {reason.rstrip('.')}."
+            f"transformers cannot build the model that {path / _CONFIG} describes, or cannot run it: {reason}."
         ) from error
 
 

@@ -7,9 +7,11 @@ that generates, trains, moves between devices and saves.
 """
 
 import weakref
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
@@ -20,13 +22,13 @@ from moetool.checkpoint.settings import filled_in
 from moetool.errors import InvalidInputError
 from moetool.format.entry import check_format_version, layer_layouts
 from moetool.format.families import architecture_of
-from moetool.format.marker import METHOD
+from moetool.format.marker import BESIDE, METHOD
 from moetool.numerics.index_sets import are_indices
 from moetool.runtime.memory import sparing_memory
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import CustomLayer, insert_modules, path_in
-from moetool.runtime.modules.quantized import QuantizedModule, insert_quantized
+from moetool.runtime.modules.quantized import QuantizedModule, insert_quantized, quantized_modules, still_quantized
 from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 
 if TYPE_CHECKING:
@@ -36,8 +38,26 @@ if TYPE_CHECKING:
 _LOGGER = logging.get_logger(f"transformers.{__name__}")
 
 
+class _Described:
+    """The model that an entry of a config describes. Copies of a model have entries that describe the copy."""
+
+    def __init__(self, model: "PreTrainedModel | None" = None) -> None:
+        self._model = None if model is None else weakref.ref(model)
+
+    def __call__(self) -> "PreTrainedModel | None":
+        return None if self._model is None else self._model()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Described":
+        return _Described(memo.get(id(model), model) if (model := self()) is not None else None)
+
+    def __reduce__(self) -> Any:
+        return _Described, ()
+
+
 class MoetoolConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """The `quantization_config` of a moetool checkpoint, kept as it was read."""
+    """The `quantization_config` of a moetool checkpoint, as it was read, but for modules that are dense now."""
+
+    _described = _Described()
 
     def __init__(self, **entries: object) -> None:
         entries.pop("quant_method", None)
@@ -45,6 +65,20 @@ class MoetoolConfig(QuantizationConfigMixin):  # type: ignore[misc]
         check_format_version(entries)
         for name, value in entries.items():
             setattr(self, name, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entry for `config.json`, of what the model holds now.
+
+        Raises:
+            InvalidInputError: the model could not be read again.
+        """
+        entry: dict[str, Any] = super().to_dict()
+        entry.pop("_described", None)
+        beside = entry.get(BESIDE)
+        if (model := self._described()) is not None and isinstance(beside, dict):
+            coded = still_quantized(model)
+            entry[BESIDE] = {name: form for name, form in beside.items() if path_in(model, name) in coded}
+        return entry
 
 
 class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
@@ -72,7 +106,7 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
         if self.quantization_config.to_dict().get("layers"):
             self._replace_experts(model, config)
         insert_quantized(model, config)
-        self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        self._dtypes = {name: tensor.dtype for name, tensor in _tensors(model)}
 
     def _replace_experts(self, model: "PreTrainedModel", config: Settings) -> None:
         architecture = architecture_of(config)
@@ -103,11 +137,14 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
             )
         _check_indices(model)
         # Older transformers leave tensors that they rename in the dtype of the file, whatever was asked for.
-        for name, parameter in model.named_parameters():
-            if parameter.device.type != "meta" and parameter.dtype != self._dtypes.get(name, parameter.dtype):
-                parameter.data = parameter.data.to(self._dtypes[name])
+        for name, tensor in _tensors(model):
+            if tensor.device.type != "meta" and tensor.dtype != self._dtypes.get(name, tensor.dtype):
+                tensor.data = tensor.data.to(self._dtypes[name])
         # As long as the model counts as quantized, .half(), Trainer fine-tuning and save_pretrained(state_dict=...)
         # are blocked or ignored. Only `config.quantization_config` stays, so that saving writes it back.
+        for _name, quantized in quantized_modules(model):
+            quantized.is_filled = True
+        self.quantization_config._described = _Described(model)
         model.is_quantized = False
         del model.hf_quantizer, model.quantization_method
         return model
@@ -126,6 +163,16 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Those that are to be in the model's dtype: parameters, and the placeholders of bases."""
+    yield from model.named_parameters()
+    for path, module in model.named_modules():
+        if isinstance(module, SharedBaseExperts):
+            for name, buffer in module.named_buffers(path, recurse=False):
+                if buffer.is_floating_point():
+                    yield name, buffer
 
 
 def _check_indices(model: Any) -> None:

@@ -99,8 +99,8 @@ class FilledExperts:
     @property
     def fused(self) -> dict[Role, nn.Parameter]:
         """The tensor in which the matrices of a role lie that have native names: a base, a placeholder, or all."""
-        gate_up: nn.Parameter = self.module.gate_up_proj  # type: ignore[assignment]
-        return {"gate": gate_up, "up": gate_up, "down": self.module.down_proj}
+        gate_up, down = map(self.module.get_parameter, ("gate_up_proj", "down_proj"))
+        return {"gate": gate_up, "up": gate_up, "down": down}
 
     @property
     def own(self) -> Mapping[str, nn.Parameter]:

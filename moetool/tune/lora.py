@@ -11,6 +11,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
 from moetool.numerics.seeding import generator, linear_std, uniform
 from moetool.runtime.modules.networks import SplitFFN
+from moetool.runtime.modules.quantized import is_quantized
 
 Quantization = Literal["none", "nf4", "int8"]
 
@@ -21,7 +22,7 @@ def frozen_linears(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not module.weight.requires_grad
+        if isinstance(module, nn.Linear) and not is_quantized(module) and not module.weight.requires_grad
         if any(part.isdigit() for part in name.split("."))
         if not name.startswith(split)  # whose neurons are computed a part at a time
     ]

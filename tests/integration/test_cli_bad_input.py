@@ -426,3 +426,30 @@ def test_a_demo_where_a_file_is(run_cli: Any, tmp_path: Path) -> None:
     result = run_cli("demo", tmp_path / "notes")
     assert result.code == 2
     assert "not a directory" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["compress", "eval", "bench"])
+def test_attention_that_transformers_cannot_run_is_refused(
+    run_cli: Any, tiny_mixtral: Path, tiny_text: Path, command: str, tmp_path: Path
+) -> None:
+    """It is built without a word, and fails when it runs."""
+    source = copy_of(tiny_mixtral, tmp_path / "source")
+    change_config(source, _attn_implementation="paged|eager")
+    arguments = {
+        "compress": (
+            tmp_path / "out",
+            "--ratio",
+            0.4,
+            "--calibration",
+            tiny_text,
+            "--samples",
+            2,
+            "--sequence-length",
+            32,
+        ),
+        "eval": ("--data", tiny_text, "--sequence-length", 32),
+        "bench": ("--lengths", 4, "--new-tokens", 1, "--rounds", 1),
+    }
+    result = run_cli(command, source, *arguments[command])
+    assert result.code == 3, result.stderr
+    assert "source/config.json describes, or cannot run it: `paged|eager`" in result.stderr

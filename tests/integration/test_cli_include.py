@@ -96,6 +96,25 @@ def test_what_is_tied_stays_tied(compress: Any, tied: Path, tokens: Tensor, tmp_
     assert whole.lm_head.weight is whole.model.embed_tokens.weight
 
 
+@pytest.mark.parametrize("held", ["both", "both, different", "head", "untied"])
+def test_whichever_of_two_matrices_is_in_the_file(
+    compress: Any, tied: Path, tokens: Tensor, held: str, tmp_path: Path
+) -> None:
+    """The result is what transformers makes of the source: two that differ are not tied, whatever its config says."""
+    source, embedding = copy_of(tied, tmp_path / "source"), tensors_of(tied)["model.embed_tokens.weight"]
+    factor = 1.5 if held == "both, different" else 1
+    change_tensors(source, lambda tensors: tensors.update({"lm_head.weight": factor * embedding}))
+    if held == "head":
+        change_tensors(source, lambda tensors: tensors.pop("model.embed_tokens.weight"))
+    if held == "untied":
+        change_config(source, tie_word_embeddings=False)
+    made = compress(source, *QUANTIZE, *BOTH)
+    found = logits(made.path, tokens)
+    assert relative_error(found, logits(source, tokens)) < 0.1
+    load_whole(made.path).save_pretrained(tmp_path / "again")
+    assert logits(tmp_path / "again", tokens).equal(found)
+
+
 @pytest.mark.parametrize(
     "method",
     [

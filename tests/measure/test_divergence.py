@@ -112,3 +112,18 @@ def test_another_vocabulary_cannot_be_compared(run_cli, make_mixtral, save_model
     assert result.code == 3
     assert "predicts 300 tokens" in result.stderr
     assert "288" in result.stderr
+
+
+def test_a_table_has_models_of_one_vocabulary(run_cli, tiny_mixtral, tiny_text, tmp_path):
+    """A text in fewer tokens has another perplexity, which says nothing of the model."""
+    changed = shutil.copytree(tiny_mixtral, tmp_path / "changed")
+    content = json.loads((changed / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    one, two = list(vocabulary)[5:7]
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    (changed / "tokenizer.json").write_text(json.dumps(content))
+    result = run_cli("eval", tiny_mixtral, tiny_mixtral, changed, "--data", tiny_text, *FEW)
+    assert result.code == 3
+    assert "differ in 4 entries" in result.stderr
+    assert "Evaluate each by itself" in result.stderr
+    assert run_cli("eval", tiny_mixtral, tiny_mixtral, "--data", tiny_text, *FEW, "--json").code == 0

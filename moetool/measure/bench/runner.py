@@ -101,7 +101,7 @@ class HereRunner:
 
     def warm_up(self, batch: int, length: int) -> Memory:
         """The same pass, not timed: the memory of the process with the peak so far."""
-        with PeakMemory(_INTERVAL) as peak:
+        with PeakMemory(_INTERVAL) as peak, described_in(self._checkpoint.path):
             self.time(batch, length)
         return_heap()
         self._look(peak.bytes - self._anonymous)

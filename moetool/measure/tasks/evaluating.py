@@ -10,6 +10,7 @@ from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
 from moetool.job.progress import Progress, phase
+from moetool.measure.divergence import check_tokens
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.measure.tasks.harness import OpenTasks, asked, open_tasks
 from moetool.measure.tasks.options import TaskOptions
@@ -36,10 +37,15 @@ def evaluate(
         seen: is given each model as soon as it is done, and returns what to keep of it.
 
     Raises:
-        UsageError: an encoder has no tasks; or as `open_tasks`.
+        UsageError: an encoder has no tasks, or is asked for a text's perplexity beside a model that generates; or as
+            `open_tasks`.
+        InvalidInputError: a text is other tokens to one model than to another.
         MoetoolError: as `perplexity` and `open_tasks`.
     """
     checkpoints = [Checkpoint.open(model) for model in models]
+    if text is not None:
+        for checkpoint in checkpoints[1:]:
+            check_tokens(checkpoints[0], checkpoint, load_tokenizer(checkpoint.path))
     if tasks is not None:
         for checkpoint in checkpoints:
             if is_encoder(checkpoint.config):

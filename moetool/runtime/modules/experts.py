@@ -31,7 +31,7 @@ from moetool.runtime.modules.routed import RoutedExperts
 class SharedBaseExperts(RoutedExperts):
     """Experts of one layer as a shared base and one small delta per expert and matrix, or without a base.
 
-    Parameters keep their native names: `gate_up_proj` (`up_proj` without gates) and `down_proj` hold the base (leading
+    Tensors keep their native names: `gate_up_proj` (`up_proj` without gates) and `down_proj` hold the base (leading
     dimension 1), a placeholder if the base is stored in another form, or all experts where that group was left alone;
     biases are every expert's own. `moetool.{expert}.{role}` holds the deltas, `moetool.base.{role}` a base that is not
     dense.
@@ -59,7 +59,11 @@ class SharedBaseExperts(RoutedExperts):
             is_native = layout.weights[roles[0]] is None
             rows, columns = shape.matrix(roles[0]) if is_native else layout.native_shape(roles[0])
             count = shape.experts if is_native else 1
-            setattr(self, fused_name(roles), empty_parameter((count, len(roles) * rows, columns), dtype, device))
+            fused = empty_parameter((count, len(roles) * rows, columns), dtype, device)
+            if is_native or layout.has_dense_base(roles[0]):
+                self.register_parameter(fused_name(roles), fused)
+            else:  # no parameter: nothing is to train a placeholder, or adapt it
+                self.register_buffer(fused_name(roles), fused.detach())
             if roles[0] in shape.biases:
                 bias = empty_parameter((shape.experts, len(roles) * shape.matrix(roles[0])[0]), dtype, device)
                 setattr(self, f"{fused_name(roles)}_bias", bias)
@@ -103,10 +107,9 @@ class SharedBaseExperts(RoutedExperts):
         return [compact, *below(compact)]
 
     def base_parameters(self) -> Iterator[nn.Parameter]:
-        """What the base is stored in, and placeholders where it is not under its native name."""
-        for roles in self.layout.shape.groups:
-            if self.layout.weights[roles[0]] is not None:
-                yield self.get_parameter(fused_name(roles))
+        """What the base is stored in."""
+        for roles in self._based():
+            yield self.get_parameter(fused_name(roles))
         for role, _ in self.layout.compact_bases():
             yield from self._compact(role).parameters()
 
@@ -312,10 +315,15 @@ class SharedBaseExperts(RoutedExperts):
 
     def flatten_bases(self) -> None:
         """Let bases be matrices, without the leading dimension of 1: sharding cuts tensors by their first."""
+        for roles in self._based():
+            base = getattr(self, name := fused_name(roles))
+            setattr(self, name, nn.Parameter(base.detach()[0], requires_grad=base.requires_grad))
+
+    def _based(self) -> Iterator[tuple[Role, ...]]:
+        """Roles that share a fused tensor, those whose base is there as a matrix."""
         for roles in self.layout.shape.groups:
-            if self.layout.weights[roles[0]] is not None:
-                base = getattr(self, name := fused_name(roles))
-                setattr(self, name, nn.Parameter(base.detach()[0], requires_grad=base.requires_grad))
+            if self.layout.weights[roles[0]] is not None and self.layout.has_dense_base(roles[0]):
+                yield roles
 
     def shared_expert(self, hidden_states: Tensor, biases: Mapping[Role, Tensor]) -> Tensor:
         """The shared expert where it is stored on the base: `[…, hidden]` → the same. It is the last of the experts,

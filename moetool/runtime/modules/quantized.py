@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from moetool.kernels.operands import UnsupportedMatrixError
 from moetool.kernels.products import linear, problem, routed
 from moetool.kernels.table import Table
 from moetool.representations.quantized import QuantizedMatrix, QuantizedWeight
+from moetool.runtime.modules.coded_weight import CodedWeight, placeholder_of
 from moetool.runtime.modules.inference import few_tokens, numbered, run_rows_by_number
 from moetool.runtime.modules.insertion import path_in
 from moetool.runtime.modules.offloading import is_fetched, loaded
@@ -27,22 +28,80 @@ _MOST = 1 << 27  # numbers in a table: kernels of cards know matrices up to twic
 
 
 class QuantizedModule(nn.Module, ABC):
-    """A module whose one matrix is stored as codes.
+    """A module whose one matrix is stored as codes. To others it is the ordinary module that it stands for.
 
     Attributes:
-        weight: a placeholder, for those who look for its dtype and device.
+        is_filled: its tensors are loaded, so that `weight` can be read.
+        tied: modules that use its matrix, too.
     """
 
-    def __init__(self, stored: QuantizedWeight) -> None:
-        """`stored` is the matrix; a subclass decides whether it is its own or another module's."""
-        super().__init__()
-        like = stored.scales
-        self.weight = nn.Parameter(torch.zeros(PLACEHOLDER, dtype=like.dtype, device=like.device), requires_grad=False)
+    is_filled = False
+    _owner: "tuple[QuantizedModule, ...]" = ()
+    ordinary: ClassVar[type[nn.Module]]
+
+    def _begin(self, stored: QuantizedWeight, owner: "QuantizedModule | None") -> None:
+        """Around an empty matrix, its own or that of an `owner` it is tied to."""
+        nn.Module.__init__(self)
+        self._is_hf_initialized = True  # transformers' initialization would take the placeholder for the matrix
+        self.tied: list[QuantizedModule] = []
+        if owner is None:
+            self.moetool, like = stored, stored.scales
+            placeholder = torch.zeros(PLACEHOLDER, dtype=like.dtype, device=like.device)
+            self.register_parameter("weight", nn.Parameter(placeholder, requires_grad=False))
+        else:
+            # Not as a module of its own, so that what is tied is saved, moved and counted once.
+            self._owner = (owner,)
+            self.register_parameter("weight", owner._parameters["weight"])
+            owner.tied.append(self)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The matrix `[out, in]`, see `CodedWeight`; the placeholder that is on disk until it is there."""
+        if (placeholder := self._parameters.get("weight")) is None:
+            raise AttributeError("weight")
+        return CodedWeight.of(self, placeholder) if self.is_filled else placeholder
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """See `nn.Module`; a matrix in the place of the placeholder, as by `tie_weights`, makes it an ordinary one."""
+        param = placeholder_of(param)
+        if name == "weight" and self.is_filled and param is not None and (*param.shape,) != PLACEHOLDER:
+            self._turn_dense(param)
+        else:
+            super().register_parameter(name, param)
 
     @property
     def stored(self) -> QuantizedWeight:
         """The matrix."""
-        return cast(QuantizedWeight, self.moetool)
+        return self._owner[0].stored if self._owner else self.moetool
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the matrix is another module's."""
+        return bool(self._owner)
+
+    def matrix_shape(self) -> tuple[int, int]:
+        """`[out, in]`"""
+        return self.stored.shape
+
+    def decoded(self) -> Tensor:
+        """The matrix in numbers, through which gradients reach the scales."""
+        with loaded(self.stored):
+            return self.stored.dequantize(self.stored.scales.dtype)
+
+    def become_dense(self, matrix: nn.Parameter) -> None:
+        """Be an ordinary module of this matrix from now on, together with what is tied."""
+        if self.is_tied:
+            self._owner[0].become_dense(matrix)
+        else:
+            for module in (*self.tied, self):
+                module._turn_dense(matrix)
+
+    def _turn_dense(self, matrix: nn.Parameter) -> None:
+        for name in ("moetool", "tied", "_tables", "_number", "_owner", "is_filled"):
+            if name in self._modules or name in self.__dict__:
+                delattr(self, name)
+        self.__class__ = self.ordinary  # type: ignore[assignment]
+        self._parameters["weight"] = matrix
 
     @abstractmethod
     def dense(self, matrix: nn.Parameter) -> nn.Module:
@@ -54,13 +113,15 @@ class QuantizedModule(nn.Module, ABC):
         return nn.Parameter(self.stored.dequantize(self.stored.scales.dtype))
 
 
-class QuantizedEmbedding(QuantizedModule):
+class QuantizedEmbedding(QuantizedModule, nn.Embedding):  # type: ignore[misc]
     """An embedding whose rows are decoded as they are looked up."""
 
-    def __init__(self, stored: QuantizedWeight, padding_idx: int | None) -> None:
-        """Around an empty matrix `[vocabulary, hidden]`."""
-        super().__init__(stored)
-        self.moetool = stored
+    ordinary = nn.Embedding
+
+    def __init__(self, stored: QuantizedWeight, padding_idx: int | None, owner: QuantizedModule | None = None) -> None:
+        """Around an empty matrix `[vocabulary, hidden]`, its own or that of an `owner` it is tied to."""
+        self._begin(stored, owner)
+        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
         self.num_embeddings, self.embedding_dim = stored.shape
         self.padding_idx = padding_idx
 
@@ -75,28 +136,20 @@ class QuantizedEmbedding(QuantizedModule):
         return embedding.train(self.training)
 
 
-class QuantizedLinear(QuantizedModule):
+class QuantizedLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
     """A linear layer on a matrix of codes: on kernels where no gradients are wanted, else in plain torch."""
+
+    ordinary = nn.Linear
 
     def __init__(
         self, stored: QuantizedWeight, bias: nn.Parameter | None, owner: QuantizedModule | None = None
     ) -> None:
         """Around an empty matrix `[out, in]`, its own or that of an `owner` it is tied to."""
-        super().__init__(stored)
+        self._begin(stored, owner)
         self.out_features, self.in_features = stored.shape
-        self.bias = bias
+        self.register_parameter("bias", bias)
         self._tables: list[Table] = []
         self._number = numbered(self)
-        if owner is None:
-            self.moetool = stored
-        else:
-            self.weight = owner.weight
-        # Not as a module of its own, so that what is tied is saved, moved and counted once.
-        self._owner = () if owner is None else (owner,)
-
-    @property
-    def stored(self) -> QuantizedWeight:
-        return self._owner[0].stored if self._owner else super().stored
 
     def forward(self, inputs: Tensor) -> Tensor:
         """`[…, in]` → `[…, out]`"""
@@ -170,8 +223,8 @@ def insert_quantized(model: "PreTrainedModel", config: Settings) -> None:
     Raises:
         InvalidInputError: the model has no such linear layer or embedding.
     """
-    for name, form in quantized_beside(config).items():
-        path = path_in(model, name)
+    listed = {path_in(model, name): (name, form) for name, form in quantized_beside(config).items()}
+    for path, (name, form) in listed.items():
         if path == "lm_head" and not hasattr(model, path):
             continue  # the bare decoder, AutoModel
         try:
@@ -180,9 +233,19 @@ def insert_quantized(model: "PreTrainedModel", config: Settings) -> None:
             raise InvalidInputError(f"quantization_config: the model of config.json has no module {name}.") from error
         model.set_submodule(path, module := _quantized(name, native, form))
         for tied in _tied_to(model, path):
-            head = model.get_submodule(tied)
-            if isinstance(head, nn.Linear):
-                model.set_submodule(tied, QuantizedLinear(module.stored, head.bias, module))
+            if tied in listed:
+                continue  # it is stored, too
+            other = model.get_submodule(tied)
+            if isinstance(other, nn.Linear | nn.Embedding):
+                model.set_submodule(tied, _around(module.stored, other, module))
+
+
+def _around(
+    stored: QuantizedWeight, native: nn.Linear | nn.Embedding, owner: QuantizedModule | None = None
+) -> QuantizedModule:
+    if isinstance(native, nn.Embedding):
+        return QuantizedEmbedding(stored, native.padding_idx, owner)
+    return QuantizedLinear(stored, native.bias, owner)
 
 
 def _quantized(name: str, native: nn.Module, form: QuantizedMatrix) -> QuantizedModule:
@@ -194,15 +257,14 @@ def _quantized(name: str, native: nn.Module, form: QuantizedMatrix) -> Quantized
     except ValueError as error:
         raise InvalidInputError(f"quantization_config: {name} cannot be stored as '{form.spec}': {error}.") from error
     assert isinstance(stored, QuantizedWeight)
-    if isinstance(native, nn.Embedding):
-        return QuantizedEmbedding(stored, native.padding_idx)
-    return QuantizedLinear(stored, native.bias)
+    return _around(stored, native)
 
 
 def _tied_to(model: "PreTrainedModel", path: str) -> Iterator[str]:
-    """Modules whose weight is that of another."""
+    """Modules whose weight is that of another; which of the two a file has does not matter."""
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    return (target.removesuffix(".weight") for target, source in tied.items() if source == f"{path}.weight")
+    pairs = [[name.removesuffix(".weight") for name in pair] for pair in tied.items()]
+    return (other for pair in pairs if path in pair for other in pair if other != path)
 
 
 def dense_modules(model: "PreTrainedModel") -> None:
@@ -214,6 +276,41 @@ def dense_modules(model: "PreTrainedModel") -> None:
         model.set_submodule(name, module.dense(made[module.stored]))
 
 
+def is_quantized(module: nn.Module) -> bool:
+    """Whether a module is one of codes."""
+    return isinstance(module, QuantizedModule)
+
+
 def quantized_modules(model: nn.Module) -> Iterator[tuple[str, QuantizedModule]]:
     """Those of a model, by name."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedModule))
+
+
+def still_quantized(model: "PreTrainedModel") -> set[str]:
+    """Names of the modules whose codes a model holds, without those of adapters around them.
+
+    Raises:
+        InvalidInputError: a head and an embedding that the config ties are not tied, or the head's codes are gone.
+    """
+    found = {name.removesuffix(".base_layer"): module for name, module in quantized_modules(model)}
+    heads = {head for module in found.values() for head in module.tied}
+    free = {name for name, module in found.items() if module.is_tied}
+    for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        pair = {name.removesuffix(".weight") for name in (target, source)}
+        free -= pair
+        if len(coded := pair & found.keys()) == 1:
+            raise InvalidInputError(
+                f"{min(pair - coded)} was replaced, and the config ties it to {min(coded)}, which is stored as codes. "
+                "Call model.tie_weights() for one matrix, or set model.config.tie_word_embeddings = False for two."
+            )
+    if lost := [name for name, module in found.items() if module.is_tied and module not in heads]:
+        raise InvalidInputError(
+            f"{lost[0]} has no codes of its own, and what it is tied to was replaced. Call model.tie_weights() to tie "
+            "it to that."
+        )
+    if free:
+        raise InvalidInputError(
+            f"{min(free)} has no codes of its own, and the config no longer ties it to the embedding, whose codes it "
+            "uses. Set model.config.tie_word_embeddings = True."
+        )
+    return {name for name, module in found.items() if not module.is_tied}

@@ -69,7 +69,7 @@ class RoutedExperts(nn.Module, ABC):
     `forward` and all that takes its place: `[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`.
     """
 
-    down_proj: nn.Parameter
+    down_proj: Tensor
 
     def __init__(self) -> None:
         super().__init__()
