@@ -71,8 +71,9 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         InvalidInputError: codes or scales are missing, or do not fit each other.
     """
-    entry, modules = moetool_entry(checkpoint.config), quantized_beside(checkpoint.settings)
-    if entry is None or not modules or checkpoint.is_imagined:
+    if (entry := moetool_entry(checkpoint.config)) is None or checkpoint.is_imagined:
+        return checkpoint
+    if not (modules := quantized_beside(checkpoint.settings)):
         return checkpoint
     forms = {weight_of(module): form for module, form in modules.items()}
     tensors = dict(checkpoint.tensors)

@@ -45,9 +45,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: build("mixtral", **SMALL, num_local_experts=8, sliding_window=8),
     "qwen2_moe": lambda: build("qwen2_moe", num_hidden_layers=2, num_experts_per_tok=4),
     "qwen3_moe": lambda: build("qwen3_moe", num_hidden_layers=2, decoder_sparse_step=1, num_key_value_heads=4),
-    "deepseek_v3": lambda: build(
-        "deepseek_v3", num_hidden_layers=2, n_routed_experts=32, n_group=4, num_experts_per_tok=8
-    ),
+    "deepseek_v3": lambda: build("deepseek_v3", num_hidden_layers=2, n_routed_experts=32, topk_group=1),
     "granitemoe": lambda: build("granitemoe", num_local_experts=8, num_key_value_heads=4),
     "llama": lambda: build_dense("llama", num_key_value_heads=4),
     "mistral": lambda: build_dense("mistral", **SMALL, head_dim=8),
@@ -108,7 +106,7 @@ def commands(kind: str, source: Path, output: Path, text: Path) -> dict[str, Com
         "hybrid": (*compress, "hybrid", "--ratio", 0.3, "--group-size", 8, *calibrated),
         "quantize": (*compress, "quantize", "--bits", 8, "--group-size", 8),
         "reap": (*compress, "reap", "--ratio", 0.2, *calibrated),
-        "frequency": (*compress, "frequency", "--experts", 16 if kind == "deepseek_v3" else 5, *calibrated),
+        "frequency": (*compress, "frequency", "--experts", 8 if kind == "deepseek_v3" else 5, *calibrated),
     }
 
 
