@@ -92,6 +92,12 @@ def converted(file: Path, *, weights: bool = True) -> Path:
             f"Cannot write {file} as a checkpoint into {_cache()}: {reason}. It needs about "
             f"{found.nbytes} bytes, {free} are free. HF_HOME moves it."
         ) from error
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        # Names, sizes and types in it can be anything, and two libraries work on them.
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InvalidInputError(
+            f"{file} is damaged: its metadata or tensors contradict each other ({reason}). Download it again."
+        ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return directory
