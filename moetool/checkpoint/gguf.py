@@ -261,11 +261,17 @@ class GgufModel:
 
     def write(self, directory: Path, *, weights: bool) -> None:
         """Write config, tokenizer and, one file for a layer, weights; the index last."""
+        layers = int(self._number("block_count"))
+        found = {int(name.split(".")[1]) for name in self._tensors if name.startswith("blk.")}
+        if len(found) != layers or found != set(range(len(found))):
+            raise InvalidInputError(
+                f"{self.file} says that it has {layers} layers, and has tensors of {len(found)}. Download it again."
+            )
         (directory / _CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
         self._write_tokenizer(directory)
         if not weights:
             return
-        layers, total, written = int(self._number("block_count")), 0, self.file.stat().st_mtime_ns
+        total, written = 0, self.file.stat().st_mtime_ns
         located: dict[str, str] = {}
         for unit in range(-1, layers):
             tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in self._unit(unit, layers)}
