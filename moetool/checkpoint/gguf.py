@@ -91,6 +91,12 @@ def converted(file: Path, *, weights: bool = True) -> Path:
             f"Cannot write {file} as a checkpoint into {_cache()}: {reason}. It needs about "
             f"{found.nbytes} bytes, {free} are free. HF_HOME moves it."
         ) from error
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        # Names, sizes and types in it can be anything, and two libraries work on them.
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InvalidInputError(
+            f"{file} is damaged: its metadata or tensors contradict each other ({reason}). Download it again."
+        ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return directory
@@ -254,11 +260,17 @@ class GgufModel:
 
     def write(self, directory: Path, *, weights: bool) -> None:
         """Write config, tokenizer and, one file for a layer, weights; the index last."""
+        layers = int(self._number("block_count"))
+        found = {int(name.split(".")[1]) for name in self._tensors if name.startswith("blk.")}
+        if len(found) != layers or found != set(range(len(found))):
+            raise InvalidInputError(
+                f"{self.file} says that it has {layers} layers, and has tensors of {len(found)}. Download it again."
+            )
         (directory / _CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
         self._write_tokenizer(directory)
         if not weights:
             return
-        layers, total, written = int(self._number("block_count")), 0, self.file.stat().st_mtime_ns
+        total, written = 0, self.file.stat().st_mtime_ns
         located: dict[str, str] = {}
         for unit in range(-1, layers):
             tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in self.unit(unit)}

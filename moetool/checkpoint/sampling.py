@@ -1,8 +1,8 @@
 """Which bytes of its weight files a checkpoint's fingerprint is made of: small tensors whole, of large matrices blocks.
 
 The smallest tensors are read whole, as many as fit into 256 MiB or 1/256 of the weights, whichever is more. Any other
-matrix (the last two dimensions of a tensor, so that each expert of a fused one counts) is cut into at least two equal
-parts of 8 MiB at most, and of each part one block of 16 KiB is read, at a place that follows from its number alone.
+matrix (the last two dimensions of a tensor, so that each expert of a fused one counts) is cut into equal parts of
+8 MiB at most, and of each part one block of 16 KiB is read, at a place that follows from its number alone.
 
 So a change to all of a tensor, a matrix or a part is always seen. One to `r` consecutive bytes of a part of 8 MiB is
 seen with a chance of `(r + 16 KiB) / 8 MiB`: one in 340 for a row of 8 KiB, one in 512 for a single number.
@@ -19,7 +19,7 @@ from moetool.checkpoint.header import TensorInfo, reading
 from moetool.errors import InvalidInputError
 
 _WHOLE_BYTES, _WHOLE_SHARE = 256 << 20, 256
-_PART_BYTES, _LEAST_PARTS, _BLOCK_BYTES = 8 << 20, 2, 16 << 10
+_PART_BYTES, _BLOCK_BYTES = 8 << 20, 16 << 10
 _OWN_MATRIX = 1 << 20  # smaller ones of a fused tensor are sampled together
 _GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it, modulo 1, are spread evenly however many there are
 _PIECE = 1 << 20
@@ -54,7 +54,7 @@ def spans(info: TensorInfo, limit: int) -> Iterator[FileSpan]:
     if info.nbytes // matrices < _OWN_MATRIX:
         matrices = 1
     size = info.nbytes // matrices
-    parts = max(_LEAST_PARTS, -(-size // _PART_BYTES))
+    parts = -(-size // _PART_BYTES)
     for number in range(matrices * parts):
         begin, end = (info.nbytes * edge // (matrices * parts) for edge in (number, number + 1))
         length = min(_BLOCK_BYTES, end - begin)

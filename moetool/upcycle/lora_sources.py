@@ -1,7 +1,6 @@
 """LoRA adapters as models: merged into the model they were trained on, by peft."""
 
 import hashlib
-import json
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
@@ -10,10 +9,13 @@ from pathlib import Path
 import torch
 
 from moetool.checkpoint.files import storage_problem
+from moetool.checkpoint.header import read_header
 from moetool.checkpoint.permissions import open_to_readers
-from moetool.checkpoint.reader import ADAPTER, CONFIG, Checkpoint
+from moetool.checkpoint.reader import ADAPTER, CONFIG, Checkpoint, read_object
 from moetool.checkpoint.source import resolve_source
 from moetool.errors import InvalidInputError
+
+_WEIGHTS = "adapter_model.safetensors"
 
 
 def adapter_fingerprint(path: Path) -> str:
@@ -52,7 +54,8 @@ def merge_adapter(adapter: Path, base: Checkpoint, target: Path) -> None:
     except Exception as error:  # of four libraries
         if (explained := storage_problem(error, target)) is not None:
             raise explained from error
-        raise InvalidInputError(f"Adapter {adapter} cannot be merged into {base.path}: {error}") from error
+        reason = " ".join(str(error).split())[:400] or type(error).__name__
+        raise InvalidInputError(f"Adapter {adapter} cannot be merged into {base.path}: {reason}") from error
     del model, adapted, merged
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -71,14 +74,10 @@ def open_adapter(source: str) -> Path | None:
         path = resolve_source(source)  # on the hub, where an adapter has no config.json to begin with
     if (path / CONFIG).exists() or not (path / ADAPTER).exists():
         return None
-    try:
-        kind = json.loads((path / ADAPTER).read_bytes()).get("peft_type")
-    except (ValueError, AttributeError) as error:
-        raise InvalidInputError(f"{path / ADAPTER} is not valid JSON: {error}.") from error
-    if not (path / "adapter_model.safetensors").exists():
-        raise InvalidInputError(
-            f"{path} has no adapter_model.safetensors: the adapter has no weights that moetool reads."
-        )
+    kind = read_object(path / ADAPTER, lambda: f"{path} has no {ADAPTER}.")[1].get("peft_type")
+    if not (path / _WEIGHTS).exists():
+        raise InvalidInputError(f"{path} has no {_WEIGHTS}: the adapter has no weights that moetool reads.")
+    read_header(path / _WEIGHTS)
     if kind != "LORA":
         raise InvalidInputError(f"{path} is an adapter of type {kind}; only LoRA can be merged into a model.")
     return path

@@ -2,14 +2,20 @@
 
 import itertools
 import math
+import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from checkpoints import load, tensors_of
 from damage import damages, linked
 from families import build
+
+from moetool.runtime.quiet import quiet
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +50,7 @@ KINDS = (
     "llama", "mixtral", "qwen2_moe", "deepseek_v3", "d2moe", "hybrid", "mixture", "pesc", "simoe", "moefied"
 )  # fmt: skip
 MOE_KINDS = ("mixtral", "qwen2_moe", "deepseek_v3", "d2moe", "hybrid", "mixture")
-DAMAGES = 100  # of each kind
+DAMAGES = int(os.environ.get("MOETOOL_TEST_DAMAGES", "100"))  # of each kind
 ENDS = {0, 2, 3, 4, 5}
 
 
@@ -91,3 +97,78 @@ def test_every_damage_is_said_in_a_sentence(
             assert math.isfinite(result.json["nll"]), told
         shutil.rmtree(source)
         shutil.rmtree(output, ignore_errors=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_every_damage_to_a_gguf_file_is_said_in_a_sentence(
+    run_cli: Any,
+    sources: dict[str, Path],
+    tiny_text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+) -> None:
+    """No traceback, no half of a conversion left in the cache, and numbers where there is no error."""
+    pytest.importorskip("gguf", reason="wants the library gguf: pip install moetool[gguf]")
+    from damage_gguf import MODEL, gguf_damages
+
+    cache = tmp_path / "cache"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(cache))
+    whole, source = tmp_path / "whole", tmp_path / "source"
+    result = run_cli("export", sources[family], whole, "--format", "gguf")
+    assert result.code == 0, result.stderr
+    few = ("--data", tiny_text, "--windows", 1, "--sequence-length", 16)
+    for number, damage in enumerate(itertools.islice(gguf_damages(whole, seed=1), DAMAGES // 2)):
+        linked(whole, source)
+        damage.apply(source)
+        command = (
+            ("eval", source / MODEL, *few) if number % 8 == 7 else (["inspect", "verify"][number % 2], source / MODEL)
+        )
+        result = run_cli(*command, "--json")
+        told = f"{command[0]} of {family}, {damage.what}: {result.code}, {result.stderr[-2000:]}"
+        assert result.code in ENDS, told
+        assert not [*cache.rglob("*.tmp")], told
+        if result.code:
+            assert result.stderr.splitlines()[-1].startswith("error: "), told
+        else:
+            assert "NaN" not in damage.what or command[0] != "verify", told
+            assert command[0] != "eval" or math.isfinite(result.json["nll"]), told
+        shutil.rmtree(source)
+        shutil.rmtree(cache, ignore_errors=True)
+
+
+# What an adapter's config may say otherwise, so that other weights come of it.
+MEANT = ("lora_alpha", "use_rslora", "alpha_pattern", "fan_in_fan_out")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_every_damage_to_an_adapter_is_said_in_a_sentence(run_cli: Any, dense: Any, tmp_path: Path) -> None:
+    """No traceback, nothing written, and what is made in spite of it is what is made without."""
+    from damage_gguf import adapter_damages
+    from peft import LoraConfig, get_peft_model
+
+    llama, whole, source, output = dense("llama"), tmp_path / "whole", tmp_path / "source", tmp_path / "output"
+    with quiet(), warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        settings = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "gate_proj"], init_lora_weights=False)
+        get_peft_model(load(llama), settings).save_pretrained(whole)
+    command = ("upcycle", llama, output, "--method", "branch-train-mix", "--source", llama, "--source", source)
+    linked(whole, source)
+    assert run_cli(*command).code == 0
+    expected = tensors_of(output)
+    for number, damage in enumerate(itertools.islice(adapter_damages(whole, seed=1), DAMAGES // 2)):
+        shutil.rmtree(source)
+        shutil.rmtree(output, ignore_errors=True)
+        linked(whole, source)
+        damage.apply(source)
+        result = run_cli(*(("inspect", source) if number % 10 == 9 else command), "--json")
+        told = f"{damage.what}: {result.code}, {result.stderr[-2000:]}"
+        assert result.code in ENDS, told
+        if result.code:
+            assert result.stderr.splitlines()[-1].startswith("error: "), told
+            assert not (output / "config.json").exists(), told
+        elif not any(key in damage.what for key in MEANT):
+            found = tensors_of(output)
+            assert found.keys() == expected.keys(), told
+            assert all(torch.equal(found[name], expected[name]) for name in found), told

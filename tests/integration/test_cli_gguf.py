@@ -220,6 +220,13 @@ def test_files_that_cannot_be_read(run_cli: Any, models: dict[str, Path], tmp_pa
         result = run_cli("inspect", file)
         assert result.code == 3, result.stderr
         assert file.name in result.stderr
+    key = b"llama.block_count" + (4).to_bytes(4, "little")  # and then the number, in 32 bits
+    at = whole.index(key) + len(key)
+    for layers in (1, 2**31 - 1):
+        (tmp_path / "layers.gguf").write_bytes(whole[:at] + layers.to_bytes(4, "little") + whole[at + 4 :])
+        result = run_cli("inspect", tmp_path / "layers.gguf")
+        assert result.code == 3
+        assert f"says that it has {layers} layers" in result.stderr
     (tmp_path / "odd.gguf").write_bytes(whole.replace(b"llama", b"mamba"))
     result = run_cli("inspect", tmp_path / "odd.gguf")
     assert result.code == 3
