@@ -24,7 +24,7 @@ METHODS: dict[str, tuple[object, ...]] = {
     "quantize --ratio, trellis": ("quantize", "--ratio", 0.5, *GROUP, "--trellis"),
     "quantize --bits": ("quantize", "--bits", 3, *GROUP, "--include", "embeddings"),
     "d2moe": ("d2moe", "--ratio", 0.4),
-    "d2moe, factors in codes": ("d2moe", "--ratio", 0.4, "--factor-bits", 4, "--factor-group-size", 4),
+    "d2moe, factors in codes": ("d2moe", "--ratio", 0.4, "--factor-bits", 8),
     "d2moe, refined": ("d2moe", "--ratio", 0.4, "--refine", 2),
     "ders-quantize": ("ders-quantize", "--bits", 3, *GROUP),
     "reap": ("reap", "--experts", 2),
