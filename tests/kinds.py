@@ -11,6 +11,7 @@ from families import build
 from torch import Tensor, nn
 
 from moetool.architectures import ROLES, MoEShape, Role
+from moetool.checkpoint.quiet import quiet
 from moetool.format.entry import custom_entry, format_entry
 from moetool.format.kinds import CustomModule
 from moetool.format.kinds.moe import MoESpec, Shared
@@ -24,7 +25,6 @@ from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import is_placeholder
 from moetool.runtime.modules.quantized import QuantizedModule
 from moetool.runtime.plugin import MoetoolConfig, MoetoolQuantizer
-from moetool.runtime.quiet import quiet
 
 MIXTRAL = MoEShape(experts=4, top_k=2, hidden=32, intermediate=48)
 QWEN = MoEShape(experts=6, top_k=2, hidden=32, intermediate=24)

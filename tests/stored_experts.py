@@ -8,8 +8,8 @@ import torch
 from kinds import KINDS, _fill_stored
 from torch import Tensor
 
+from moetool.checkpoint.quiet import quiet
 from moetool.runtime.modules.experts import SharedBaseExperts
-from moetool.runtime.quiet import quiet
 
 STORED = (
     "low-rank",

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from moetool.architectures.base import fused_name
 from moetool.architectures.dense import DenseArchitecture
+from moetool.checkpoint.quiet import quiet
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import CheckpointWriter
 from moetool.convert.parts import Converted, Made
@@ -20,7 +21,6 @@ from moetool.format.kinds.pesc import PescSpec
 from moetool.format.kinds.simoe import SimoeSpec
 from moetool.numerics.seeding import linear_std
 from moetool.runtime.dense import DenseModel
-from moetool.runtime.quiet import quiet
 from moetool.upcycle.experts import Copies, Experts
 from moetool.upcycle.methods.pesc import WithAdapterExperts
 from moetool.upcycle.methods.simoe import Interpolated

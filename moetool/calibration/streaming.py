@@ -31,6 +31,7 @@ from moetool.calibration.disk_experts import DiskExperts
 from moetool.calibration.held_experts import HeldExperts, working_sets
 from moetool.checkpoint.decoded import decoded
 from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.quiet import quiet
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import described_in, model_config
 from moetool.errors import InvalidInputError
@@ -39,7 +40,6 @@ from moetool.runtime.memory import return_heap
 from moetool.runtime.modules.fused import fused_tensors
 from moetool.runtime.modules.insertion import insert_modules
 from moetool.runtime.modules.simoe_mixing import weigh_equally
-from moetool.runtime.quiet import quiet
 
 _REST = -1  # the block of everything that is not a decoder layer
 

@@ -13,6 +13,7 @@ from moetool.architectures import aliases
 from moetool.architectures.base import Settings
 from moetool.architectures.dense import dense_architectures, head_of_a_task, is_encoder
 from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.quiet import quiet
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import InvalidInputError, ResourceError
@@ -20,7 +21,6 @@ from moetool.format.entry import is_quantized_elsewhere
 from moetool.format.families import architecture_of
 from moetool.runtime.memory import free_bytes, sparing_memory, spread_bytes
 from moetool.runtime.modules.dense_experts import MOETOOL_EXPERTS, fits_grouped_products
-from moetool.runtime.quiet import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments, get_scheduler
 from transformers.trainer_callback import PrinterCallback
 
+from moetool.checkpoint.quiet import quiet
 from moetool.job.job import Job
 from moetool.job.processes import check_processes, processes, sharding
 from moetool.job.progress import phase
@@ -22,7 +23,6 @@ from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import experts_per_token
 from moetool.runtime.modules.routers import Routers
 from moetool.runtime.modules.simoe_mixing import interpolation_of
-from moetool.runtime.quiet import quiet
 from moetool.tune.examples import Example, collate, pack
 from moetool.tune.masks import WAY, MaskConstraint, parameter_groups
 from moetool.tune.options import TuneOptions

@@ -37,8 +37,8 @@ def merge_adapter(adapter: Path, base: Checkpoint, target: Path) -> None:
     """
     from peft import PeftConfig, get_peft_model
 
+    from moetool.checkpoint.quiet import quiet
     from moetool.runtime.loading import load_model
-    from moetool.runtime.quiet import quiet
 
     model = load_model(base, "auto")
     try:

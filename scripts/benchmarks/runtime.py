@@ -42,6 +42,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moetool.architectures import MoEShape
+from moetool.checkpoint.quiet import quiet
 from moetool.format.entry import format_entry
 from moetool.format.layout import LayerLayout
 from moetool.job.memory import anonymous_bytes
@@ -50,7 +51,6 @@ from moetool.representations import Representation, parse_representation
 from moetool.runtime.memory import return_freed_memory, return_heap
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.plugin import MoetoolConfig, MoetoolQuantizer
-from moetool.runtime.quiet import quiet
 
 WAYS = ("eager", "batched_mm", "grouped_mm")
 GROUP = 128  # inputs that share a scale

@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import moetool  # noqa: F401  (lets transformers load custom MoE models)
 from moetool.calibration.windows import evaluation_windows, load_tokenizer
+from moetool.checkpoint.quiet import quiet
 from moetool.errors import InvalidInputError
 from moetool.job.execute import run_stage
 from moetool.job.result import Result
-from moetool.runtime.quiet import quiet
 from moetool.stages import stages
 from moetool.upcycle.targets import targets
 

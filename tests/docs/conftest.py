@@ -14,7 +14,7 @@ import yaml
 from pages import EARLIER, FILES, MODELS, NOT_RUN, ROOT, SHELL, Block, blocks, commands, smaller
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from moetool.runtime.quiet import quiet
+from moetool.checkpoint.quiet import quiet
 
 SIZES: dict[str, Any] = {
     "vocab_size": 288,

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import moetool
+from moetool.checkpoint.quiet import quiet
 from moetool.runtime.loading import model_class
-from moetool.runtime.quiet import quiet
 
 WEIGHTS = "model.safetensors"
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "MOETOOL_MEASURE": "off"}

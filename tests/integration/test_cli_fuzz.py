@@ -15,7 +15,7 @@ from checkpoints import load, tensors_of
 from damage import damages, linked
 from families import build
 
-from moetool.runtime.quiet import quiet
+from moetool.checkpoint.quiet import quiet
 
 
 @pytest.fixture(scope="module")

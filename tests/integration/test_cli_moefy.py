@@ -30,9 +30,9 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 from moetool.architectures.dense import find_dense_architecture
 from moetool.calibration.activations import ActivationFile
 from moetool.calibration.windows import load_tokenizer, sample_windows
+from moetool.checkpoint.quiet import quiet
 from moetool.moefy.clusters import Moefied
 from moetool.runtime.modules.moefied import NeuronExperts, set_keep
-from moetool.runtime.quiet import quiet
 
 FOUR = ("--experts", 4, "--keep", 0.5)
 LAYERS = 3

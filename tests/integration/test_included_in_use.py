@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import moetool
+from moetool.checkpoint.quiet import quiet
 from moetool.errors import InvalidInputError, UsageError
 from moetool.runtime.modules import quantized, routed
-from moetool.runtime.quiet import quiet
 
 TOKENS = torch.arange(3, 35).view(2, 16)
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpoint:FutureWarning")

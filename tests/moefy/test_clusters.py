@@ -13,6 +13,7 @@ from torch import Tensor
 from upcycled import open_dense, save_dense, write_made
 
 import moetool  # noqa: F401  (makes transformers load its checkpoints)
+from moetool.checkpoint.quiet import quiet
 from moetool.errors import UsageError
 from moetool.format.kinds.moefied import MoefiedSpec, SelectorKind
 from moetool.moefy.clusters import (
@@ -27,7 +28,6 @@ from moetool.runtime.dense import DenseModel
 from moetool.runtime.loading import model_class
 from moetool.runtime.modules.insertion import is_placeholder
 from moetool.runtime.modules.moefied import NeuronExperts
-from moetool.runtime.quiet import quiet
 
 EXPERTS, CONFIGS = 4, Path(__file__).parent.parent / "configs"
 

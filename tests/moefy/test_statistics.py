@@ -13,11 +13,11 @@ from upcycled import open_dense, save_dense
 from moetool.calibration.masking import SHARE, masked_windows
 from moetool.calibration.streaming import StreamedModel
 from moetool.calibration.sweep import Sweep
+from moetool.checkpoint.quiet import quiet
 from moetool.errors import InvalidInputError
 from moetool.moefy.statistics import CHUNK, NeuronStatistics, SampledNetwork
 from moetool.runtime.dense import DenseModel
 from moetool.runtime.loading import model_class
-from moetool.runtime.quiet import quiet
 
 FAMILIES = ["llama", "llama-mlp-bias", "phi3", "gpt_neox", "falcon", "gpt_bigcode", "opt", "bert"]
 WINDOWS, LENGTH, MOST = 7, 20, 45

@@ -10,12 +10,12 @@ from kinds import KINDS, save_kind
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from moetool.checkpoint.quiet import quiet
 from moetool.checkpoint.reader import Checkpoint
 from moetool.kernels.products import problem
 from moetool.representations import parse_representation
 from moetool.runtime.loading import model_class
 from moetool.runtime.modules.experts import SharedBaseExperts
-from moetool.runtime.quiet import quiet
 
 # torch says there how it could be faster.
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]

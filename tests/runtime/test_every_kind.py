@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import moetool
+from moetool.checkpoint.quiet import quiet
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
 from moetool.format.kinds import kinds
 from moetool.representations import representations
 from moetool.runtime.loading import model_class
 from moetool.runtime.modules.batch_dependence import depends_on_batch
-from moetool.runtime.quiet import quiet
 from moetool.runtime.synthesis import apply_synthesis
 
 TOKENS = torch.arange(3, 35).view(2, 16)

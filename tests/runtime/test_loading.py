@@ -11,10 +11,10 @@ from families import FAMILIES, add_prediction_layer, build
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moetool.checkpoint.quiet import quiet
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
 from moetool.runtime.loading import load_model
-from moetool.runtime.quiet import quiet
 
 TOKENS = torch.arange(3, 35).view(2, 16)
 ALIASES = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}

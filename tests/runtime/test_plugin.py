@@ -17,13 +17,13 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
 from moetool.architectures import MoEShape
+from moetool.checkpoint.quiet import quiet
 from moetool.errors import InvalidInputError
 from moetool.format.layout import LayerLayout
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
 from moetool.runtime import autoload
 from moetool.runtime.modules.experts import SharedBaseExperts
-from moetool.runtime.quiet import quiet
 
 ROOT = Path(__file__).parents[2]
 SHAPE = MoEShape(experts=4, top_k=2, hidden=32, intermediate=48)

@@ -12,11 +12,11 @@ from kinds import KINDS, MIXTRAL, layout
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from moetool.checkpoint.quiet import quiet
 from moetool.format.layout import LayerLayout
 from moetool.measure.bench.costs import Attention, Cost, Costs, model_costs, of_module
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.shared_expert import SharedExpertOnBase
-from moetool.runtime.quiet import quiet
 
 # Of the tiny Mixtral: 3 layers of hidden size 32, 4 heads of 8 with 2 of keys, 288 tokens; experts 32 → 48, 2 of 4.
 ATTENTION, ROUTER, HEAD = 32 * 32 + 2 * 16 * 32 + 32 * 32, 4 * 32, 288 * 32

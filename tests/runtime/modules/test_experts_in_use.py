@@ -11,9 +11,9 @@ from stored_experts import STORED, batch, distance, experts_in, experts_of, is_o
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from moetool.checkpoint.quiet import quiet
 from moetool.compiled.compiler import problem
 from moetool.runtime.loading import run_experts_of_any_width
-from moetool.runtime.quiet import quiet
 
 TOKENS = torch.arange(3, 35).view(2, 16)
 pytestmark = [
