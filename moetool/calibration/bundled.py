@@ -1,4 +1,4 @@
-"""The text that comes with moetool for calibration: prose, code, mathematics, dialogue and more, of about three megabytes.
+"""The text that comes with moetool for calibration: prose, code, mathematics, dialogue and more, about three megabytes.
 
 `scripts/text` has its readable sources with their licenses (public domain, CC0 and what waives as much, or written for
 moetool); `scripts/text/pack.py` packs them into `text.xz`, which is one JSON array of `[kind, name, text]`.
@@ -47,5 +47,5 @@ def texts(kind: str) -> list[str]:
         UsageError: there is no such kind.
     """
     if kind not in kinds():
-        raise UsageError(f"there is no bundled text of kind {kind!r}{did_you_mean(kind, kinds())}")
+        raise UsageError(f"there is no bundled text of kind {kind!r}.{did_you_mean(kind, kinds())}")
     return [piece.text for piece in pieces() if piece.kind == kind]
