@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "scripts" / "text"
 LICENSES = {"public domain", "CC0", "Unlicense", "0BSD", "WTFPL", "MIT-0", "written for moetool"}
 SMALL = {"mathematics", "structured"}  # kinds of 80 kB and more; the others are of 150 kB and more
-LANGUAGES = ["arabic", "chinese", "french", "german", "hindi", "italian", "japanese", "portuguese", "russian", "spanish"]
+LANGUAGES = ["arabic", "chinese", "french", "german", "hindi", "italian", "japanese"]
+LANGUAGES += ["portuguese", "russian", "spanish"]
 
 
 def script(name: str) -> ModuleType:
