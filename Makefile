@@ -6,7 +6,7 @@ BIN := .venv/bin
 BENCH ?= factorize folding gram kmeans moefied packing
 ARGS ?= --quick
 
-.PHONY: demo test check bench docs clean
+.PHONY: demo test check bench docs text clean
 
 demo: .venv/ready
 	$(BIN)/moetool demo
@@ -26,6 +26,10 @@ bench: .venv/ready
 docs: .venv/ready
 	$(BIN)/python scripts/docs/options.py
 	$(BIN)/python scripts/docs/chart.py
+
+# The calibration text that comes with the package, packed from scripts/text.
+text: .venv/ready
+	$(BIN)/python scripts/text/pack.py
 
 # torch comes first and alone, pinned to the tested build, so that nothing else decides which one is taken.
 .venv/ready: pyproject.toml constraints.txt

@@ -35,6 +35,7 @@ def test_a_wheel_has_the_presets_and_the_license(tmp_path):
         f"moetool/presets/{file.name}" for file in files()
     }
     assert "moetool/report/page.html" in names
+    assert "moetool/calibration/text.xz" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"moetool"}
     # The installed package reads its own.
