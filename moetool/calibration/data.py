@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moetool.calibration.bundled import kinds, texts
 from moetool.calibration.json_records import json_records
 from moetool.checkpoint.header import reading
 from moetool.checkpoint.source import check_repository, first_line, is_here, local_path, looks_local
@@ -20,6 +21,7 @@ from moetool.errors import InvalidInputError, UsageError, did_you_mean
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
 RECORD_SUFFIXES = (".jsonl", ".parquet")
+BUNDLED = "bundled"  # the text that comes with moetool, where nothing of that name is on the disk
 SEPARATOR = "\n\n"
 READ_CHARS = 1 << 20
 _LOOKED_AT, _LARGE = 20, 1 << 26  # files of a folder, and bytes of one, that are looked at beforehand
@@ -31,7 +33,8 @@ class DataSpec:
 
     Attributes:
         source: a `.txt`, `.jsonl` or `.parquet` file, a folder of those, or the id of a hub data set.
-        config: configuration of a hub data set, `None` for its only or default one.
+        config: configuration of a hub data set, `None` for its only or default one; a kind of the bundled text, `None`
+            for all.
         split: split of a hub data set, `None` for `train`.
         column: field that holds the text, `None` to take `text`, `content`, `prompt` + `completion` or `messages`.
         weight: share of the samples, relative to the other sources.
@@ -75,7 +78,14 @@ class DataSpec:
         config, split, column = (*parts, None, None, None)[:3]
         if (config or split) and is_here(source):
             raise UsageError(f"{source} is local, so it has no config or split; for a column write {source}:::COLUMN.")
+        if source == BUNDLED and (split or column) and not is_here(source):
+            raise UsageError(f"The bundled text has kinds, and neither splits nor columns: {BUNDLED}[:KIND].")
         return cls(source, config, split, column, weight)
+
+    @property
+    def is_bundled(self) -> bool:
+        """Whether it is the text that comes with moetool."""
+        return self.source == BUNDLED and not is_here(BUNDLED)
 
 
 def parse_data(data: str) -> tuple[DataSpec, ...]:
@@ -96,7 +106,9 @@ def iter_text(spec: DataSpec) -> Iterator[str]:
         InvalidInputError: the source is missing, unreadable or of an unknown kind, or lacks the column.
     """
     path = local_path(spec.source)
-    if path.is_dir():
+    if spec.is_bundled:
+        yield from _separated([text] for kind in bundled_kinds(spec) for text in texts(kind))
+    elif path.is_dir():
         files = data_files(path)
         if not files:
             raise InvalidInputError(f"The folder {path} has no {', '.join(TEXT_SUFFIXES)} files.")
@@ -105,6 +117,16 @@ def iter_text(spec: DataSpec) -> Iterator[str]:
         yield from _file_text(path, spec.column)
     else:
         yield from _separated([text] for text in _documents(spec))
+
+
+def bundled_kinds(spec: DataSpec) -> tuple[str, ...]:
+    """The kinds of the bundled text that a source names, by default all. Raises `UsageError` for one that it lacks."""
+    if spec.config is None:
+        return kinds()
+    if spec.config not in kinds():
+        there = ", ".join(kinds())
+        raise UsageError(f"The bundled text has no kind {spec.config!r}: {there}.{did_you_mean(spec.config, kinds())}")
+    return (spec.config,)
 
 
 def check_data(data: str) -> None:
@@ -117,7 +139,9 @@ def check_data(data: str) -> None:
     """
     for spec in parse_data(data):
         path = local_path(spec.source)
-        if path.exists():
+        if spec.is_bundled:
+            bundled_kinds(spec)
+        elif path.exists():
             if not (files := data_files(path)):
                 raise InvalidInputError(f"The folder {path} has no {', '.join(TEXT_SUFFIXES)} files.")
             for file in files[:_LOOKED_AT]:

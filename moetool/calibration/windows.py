@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moetool.calibration.data import DataSpec, iter_text, parse_data
+from moetool.calibration.mixing import bundled_tokens, filled_shares, interleaved_windows
 from moetool.calibration.opening import Bos, Tokenizer, opening_of
 from moetool.checkpoint.source import first_line, local_path, looks_local
 from moetool.errors import InvalidInputError, UsageError
@@ -46,7 +47,8 @@ def sample_windows(
     Every source's stream is trimmed by a random phase and cut into consecutive windows, from which as many as are due
     to its weight are drawn without replacement: they never overlap. Of a long stream only the beginning is read:
     16 times as many windows as are due, and at least a million tokens. A source with too few windows gives all of
-    them, so that fewer than `samples` may come back; the caller sees it from the shape.
+    them, so that fewer than `samples` may come back; the caller sees it from the shape. Of the bundled text each kind
+    gives as many, without the pieces that the tokenizer cannot read. Windows of several texts take turns.
 
     Args:
         data: one source, or several with their weights.
@@ -77,22 +79,42 @@ def drawn_windows(
     sequence_length -= len(opening)
     specs = parse_data(data)
     generator = torch.Generator().manual_seed(seed)
-    drawn, left = [], []
+    drawn, left = list[Tensor](), list[Tensor]()
     weights = [spec.weight for spec in specs]
     for spec, due, besides in zip(specs, _shares(samples, weights), _shares(more, weights), strict=True):
         if due == 0:
             continue
-        limit = max(RESERVOIR_FACTOR * due * sequence_length, RESERVOIR_TOKENS)
-        tokens = _read_tokens(spec, tokenizer, sequence_length, limit, SAMPLING_CHARS, len(opening))
-        count = len(tokens) // sequence_length
-        # With windows to spare the phase may cost one; without, it only moves what the last one leaves over.
-        room = sequence_length if count > due else len(tokens) - count * sequence_length + 1
-        phase = int(torch.randint(room, (), generator=generator))
-        windows = _cut(tokens[phase:], sequence_length)
-        order = torch.randperm(len(windows), generator=generator)
-        drawn.append(windows[order[:due]])
-        left.append(windows[order[due : due + besides]])
-    return _opened(torch.cat(drawn), opening), _opened(torch.cat(left), opening)
+        if spec.is_bundled:
+            found = bundled_tokens(spec, tokenizer).tokens
+            if not found:
+                raise InvalidInputError("This tokenizer cuts all of the bundled text into bytes: give another text.")
+            streams, dues = [*found.values()], _shares(due, [1.0] * len(found))
+        else:
+            limit = max(RESERVOIR_FACTOR * due * sequence_length, RESERVOIR_TOKENS)
+            streams = [_read_tokens(spec, tokenizer, sequence_length, limit, SAMPLING_CHARS, len(opening))]
+            dues = [due]
+        pools = [_shuffled(*given, sequence_length, generator) for given in zip(streams, dues, strict=True)]
+        takes = filled_shares(dues, [*map(len, pools)])
+        rests = [pool[take:] for pool, take in zip(pools, takes, strict=True)]
+        keeps = filled_shares(_shares(besides, [1.0] * len(rests)), [*map(len, rests)])
+        drawn += [pool[:take] for pool, take in zip(pools, takes, strict=True)]
+        left += [rest[:keep] for rest, keep in zip(rests, keeps, strict=True)]
+    if not sum(map(len, drawn)):
+        raise InvalidInputError(
+            f"No text is as long as one window of {sequence_length + len(opening)} tokens: give a smaller "
+            "--sequence-length."
+        )
+    return _opened(interleaved_windows(drawn), opening), _opened(interleaved_windows(left), opening)
+
+
+def _shuffled(tokens: Tensor, due: int, sequence_length: int, generator: torch.Generator) -> Tensor:
+    """A stream cut into consecutive windows from a random phase on, in random order; `due` of them are wanted."""
+    count = len(tokens) // sequence_length
+    # With windows to spare the phase may cost one; without, it only moves what the last one leaves over.
+    room = sequence_length if count > due else len(tokens) - count * sequence_length + 1
+    phase = int(torch.randint(room, (), generator=generator))
+    windows = _cut(tokens[phase:], sequence_length)
+    return windows[torch.randperm(len(windows), generator=generator)]
 
 
 def evaluation_windows(
