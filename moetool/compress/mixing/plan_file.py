@@ -52,9 +52,8 @@ def read_plan(file: Path, shape: MoEShape, layers: tuple[int, ...]) -> dict[int,
     if wrong := [layer for layer in found if type(layer) is not int]:
         raise InvalidInputError(f"{file}: a layer is a number without quotes, not {repr(wrong[0])}.")
     if set(found) != set(layers):
-        raise InvalidInputError(
-            f"{file} is for layers {', '.join(map(str, found))}; the model has experts in {', '.join(map(str, layers))}."
-        )
+        said, there = (", ".join(map(str, own)) for own in (found, layers))
+        raise InvalidInputError(f"{file} is for layers {said}; the model has experts in {there}.")
     return {layer: _layout(f"{file}, layer {layer}", found[layer], shape) for layer in layers}
 
 

@@ -1,5 +1,6 @@
 """Plans as files: what is written is read again, and what cannot be is refused."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -78,9 +79,7 @@ def test_what_cannot_be(tmp_path: Path, change: dict[str, object], says: str) ->
         read_plan(file, SHAPE, (0,))
 
 
-BOMB = "a: &a [x, x]\n" + "".join(
-    f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefghijklmnopqrstuvwxy", "bcdefghijklmnopqrstuvwxyz")
-)
+BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise("abcdefghijklmnopqrstuvwxyz"))
 
 
 @pytest.mark.parametrize(
