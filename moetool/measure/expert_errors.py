@@ -27,6 +27,7 @@ _PEERS = 4  # experts of which there is a median
 _NEARER = 0.8  # of its error, that is left once a base is added that was missing
 _WORTHLESS = 2.0  # of a matrix, in an ordinary checkpoint of which nobody knows how it was stored
 _LOSSLESS = {"decompose", "dense-experts"}
+_KEEPING = {"prune-base"}  # deltas in the forms they had, to a base that has changed
 _RESCALING = {"ders-sparsify", "sparsify-delta"}  # drop at random and scale up the rest: errors have no limit
 
 
@@ -134,7 +135,7 @@ class ExpertErrors:
     ) -> str | None:
         if own.with_base is not None and own.with_base < _NEARER * own.error:
             return f"by {own.with_base / own.whole:.3g} with the base, which nobody adds to it: it was made as a delta"
-        if len(self._stages - _LOSSLESS) != 1:
+        if len(self._stages - _LOSSLESS) != 1 or self._stages & _KEEPING:
             return self._wrong_as_it_is(own)
         is_far = len(peers) >= _PEERS and own.of_stored > _FAR * median(peers)
         if own.of_stored <= form.doubtful_error and not is_far:

@@ -55,6 +55,7 @@ def test_a_wrong_matrix_is_named(quantized: Path, tiny_mixtral: Path, tmp_path: 
     assert problem.startswith("layer 1, down of expert 1, stored as 'quantised:4:16', differs from its source by ")
     assert problem.endswith("if it is encoded afresh")
     assert problems(made, tiny_mixtral, "ders-quantize", "d2moe") == [], "who knows what the first of two steps lost"
+    assert problems(made, tiny_mixtral, "prune-base") == [], "deltas keep the form that they had to another base"
 
 
 def test_a_matrix_of_its_own_that_was_made_as_a_delta(
