@@ -6,6 +6,7 @@ from torch import Tensor
 from moetool.architectures import Role
 from moetool.bases.layer_base import LayerBase
 from moetool.checkpoint.experts import Weights
+from moetool.representations import Representation
 
 
 def delta(weight: Tensor, base: Tensor) -> Tensor:
@@ -32,6 +33,14 @@ class Deltas:
                 self._full.clear()
             self._full[role] = self.base.full(role).to(self.device)
         return delta(self.weight(role, expert), self._full[role])
+
+    def target(self, role: Role, expert: int, form: Representation) -> Tensor:
+        """The matrix `[out, in]` that a form stores: the delta where it stands for one (`uses_base`), which readers add
+        to the base, and otherwise the expert's own, in fp32 unless it is stored as it is."""
+        if form.uses_base:
+            return self.of(role, expert)
+        own = self.weight(role, expert)
+        return own if form.is_whole else own.float()
 
     def weight(self, role: Role, expert: int) -> Tensor:
         """The expert's own matrix `[out, in]` on the device, as it is stored or wider."""

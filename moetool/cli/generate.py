@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from reprlib import repr  # an alias of an alias of … is short in a preset, and not as a message
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -201,10 +202,18 @@ def build_options(
     alternatives = getattr(model, "alternatives", ())
     replaced = set(alternatives) if any(name in said for name in alternatives) else set()
     given = {name: value for name, value in (preset or {}).items() if name not in replaced} | said
+    for name, value in given.items():
+        if isinstance(value, bool) and name in model.model_fields and not _takes_bool(model.model_fields[name]):
+            # pydantic would take it for 1 or 0
+            raise UsageError(f"--{name.replace('_', '-')} {str(value).lower()}: it takes a value, not true or false")
     try:
         return model.model_validate(given)
     except ValidationError as error:
         raise UsageError("; ".join(_explain(model, problem) for problem in error.errors())) from error
+
+
+def _takes_bool(field: FieldInfo) -> bool:
+    return _plain_type(field.annotation) is bool
 
 
 def _explain(model: type[BaseModel], problem: ErrorDetails) -> str:
@@ -223,4 +232,5 @@ def _explain(model: type[BaseModel], problem: ErrorDetails) -> str:
     flag = "--" + name.replace("_", "-")
     if problem["type"] == "missing":
         return f"{flag} is required"
-    return f"{flag} {problem['input']}: {message}"
+    said = problem["input"]
+    return f"{flag} {said if isinstance(said, str) else repr(said)}: {message}"

@@ -2,10 +2,10 @@
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from reprlib import repr  # an alias of an alias of … is short as a file, and not as a message
+from typing import Any, TypeGuard
 
-import yaml
-
+from moetool.checkpoint.yaml_files import read_yaml
 from moetool.errors import InvalidInputError, UsageError, did_you_mean
 
 
@@ -19,7 +19,7 @@ def directory() -> Path:
 @cache
 def files() -> dict[Path, dict[str, Any]]:
     """The content of every file, in the order of their names."""
-    return {file: yaml.safe_load(file.read_text(encoding="utf-8")) for file in sorted(directory().glob("*.yaml"))}
+    return {file: read_yaml(file, "the preset") for file in sorted(directory().glob("*.yaml"))}
 
 
 def presets() -> dict[str, str]:
@@ -47,16 +47,20 @@ def preset_options(preset: str | None, command: str, method: str | None = None) 
     if preset is None:
         return {}
     file, variant, content = _load(preset)
-    if not isinstance(content, dict) or not isinstance(content.get("options"), dict):
-        raise InvalidInputError(f"{file} is not a preset: it needs a mapping `options`.")
+    if not isinstance(content, dict) or not _is_options(content.get("options")):
+        raise InvalidInputError(f"{file} is not a preset: it needs a mapping `options`, from names to values.")
     if unknown := set(content) - {"command", "method", "description", "options", "variants"}:
-        raise InvalidInputError(f"{file} has entries that a preset does not have: {', '.join(sorted(unknown))}.")
+        listed = ", ".join(sorted(map(str, unknown)))
+        raise InvalidInputError(f"{file} has entries that a preset does not have: {listed}.")
+    for name in ("command", "method"):
+        if not isinstance(content.get(name, ""), str):
+            raise InvalidInputError(f"{file}: `{name}` is a name, not {repr(content[name])}.")
     if content.get("command") != command:
         raise InvalidInputError(f"{file} is a preset for `moetool {content.get('command')}`, not for `{command}`.")
     if content.get("method", method) != method:
         raise InvalidInputError(f"{file} is a preset for --method {content['method']}, not for {method or command}.")
     variants = content.get("variants") or {}
-    if not isinstance(variants, dict) or not all(isinstance(options, dict) for options in variants.values()):
+    if not _is_options(variants) or not all(map(_is_options, variants.values())):
         raise InvalidInputError(f"The variants of {file} are not a mapping from names to options.")
     if variant and variant not in variants:
         there = f"there are {', '.join(variants) or 'none'}.{did_you_mean(variant, variants)}"
@@ -64,10 +68,15 @@ def preset_options(preset: str | None, command: str, method: str | None = None) 
     return {**content["options"], **(variants[variant] if variant else {})}
 
 
+def _is_options(value: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
+
+
 def preset_method(preset: str | None) -> str | None:
     """The method that a preset is for, if it says so. Raises as `preset_options` does for what cannot be read."""
     content = None if preset is None else _load(preset)[2]
-    return content.get("method") if isinstance(content, dict) else None
+    method = content.get("method") if isinstance(content, dict) else None
+    return method if isinstance(method, str) else None
 
 
 def _load(preset: str) -> tuple[str, str, Any]:
@@ -78,10 +87,4 @@ def _load(preset: str) -> tuple[str, str, Any]:
     if path.suffix not in (".yaml", ".yml") and not path.exists():
         hint = did_you_mean(preset, presets()) or f" There are {', '.join(presets())}."
         raise UsageError(f"No preset '{preset}' (`moetool list presets` shows all), and no file FILE.yaml.{hint}")
-    try:
-        content = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise InvalidInputError(f"--preset {file}: {error.strerror or error}.") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InvalidInputError(f"--preset {file} is not valid YAML: {' '.join(str(error).split())}.") from error
-    return file, variant, content
+    return file, variant, read_yaml(path, "the preset")

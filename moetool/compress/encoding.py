@@ -307,16 +307,17 @@ def _encoded(
     for role, expert in ((role, expert) for experts in sets for role in roles for expert in experts):
         if not owned.has(role, expert):
             continue
-        delta, representation = deltas.of(role, expert), (layout.weights[role] or ())[expert]
+        representation = (layout.weights[role] or ())[expert]
+        target = deltas.target(role, expert, representation)
         gram = grams.gram(expert, role) if grams is not None and expert < routed else None
         if (turn := layout.turning(role)) is not None:
-            delta, gram = turn(delta), None if gram is None else turn.gram(gram)
+            target, gram = turn(target), None if gram is None else turn.gram(gram)
         factors = reader.factors(layer, expert, role)
         basis = None if factors is None else factors[0].float().to(job.device)
-        encoded = representation.encode(delta, reader.dtype, Measured(gram, basis=basis))
+        encoded = representation.encode(target, reader.dtype, Measured(gram, basis=basis))
         decoded = representation.decode(encoded, reader.shape.matrix(role), reader.dtype).to(job.device)
         found[role][expert] = torch.stack(
-            [(delta - decoded).double().square().sum(), delta.double().square().sum()]
+            [(target - decoded).double().square().sum(), target.double().square().sum()]
         ).cpu()
         for name, tensor in encoded.items():
             yield delta_name(expert, role, name), to_cpu(tensor)

@@ -280,7 +280,7 @@ class LayerLayout:
 
 def _whole(config: Mapping[str, object], name: str, default: int) -> int:
     value = config.get(name, default)
-    if not isinstance(value, int):
+    if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidInputError(f"{name} must be a whole number, not {value!r}.")
     return value
 
@@ -297,8 +297,8 @@ def _check_rotation(layout: LayerLayout, role: Role) -> None:
         raise ValueError("only routed experts on a quantized base, or on none, can be rotated")
     if layout.is_extended:
         raise ValueError("a shared expert cannot be rotated")
-    if layout.rotation[role] < 0:
-        raise ValueError(f"a rotation's seed cannot be {layout.rotation[role]}")
+    if not 0 <= layout.rotation[role] < 2**63:
+        raise ValueError(f"a rotation's seed lies from 0 to 2^63 - 1, not at {layout.rotation[role]}")
     if len({layout.rotation.get(other) for other in layout.shape.group(role)}) > 1:
         raise ValueError("gate and up are given the same inputs, rotated in the same way or not at all")
     if any(weight.is_whole for weight in layout.weights[role] or ()):

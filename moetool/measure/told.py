@@ -174,6 +174,7 @@ class Comparison(Inlined):
         same_tensors: how many were compared bit for bit.
         rounded_tensors: how many beside the experts were not, being or having been stored in few bits (`--include`).
         relative_error: by layer and role `‖W' − W‖ / ‖W‖` over all experts, where family and shape are the same.
+        expert_error: the same of each expert.
     """
 
     against: str
@@ -181,6 +182,7 @@ class Comparison(Inlined):
     same_tensors: int
     rounded_tensors: int = 0
     relative_error: Mapping[int, Mapping[Role, float]] | None = None
+    expert_error: Mapping[int, Mapping[Role, Sequence[float]]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

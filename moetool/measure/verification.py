@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from moetool.architectures import Architecture, Role
+from moetool.architectures import Architecture
 from moetool.checkpoint.decoded import decoded, quantized_tensors
 from moetool.checkpoint.digests import check_files
 from moetool.checkpoint.identity import is_known_as
@@ -19,6 +19,7 @@ from moetool.format.entry import is_quantized_elsewhere
 from moetool.format.families import is_opaque
 from moetool.job.job import DenseSource, Source, joined_names
 from moetool.job.progress import SILENT, Progress, phase
+from moetool.measure.expert_errors import ExpertErrors
 from moetool.measure.told import Comparison, Verification
 from moetool.runtime.building import check_sizes
 
@@ -44,8 +45,8 @@ def verify_checkpoint(
 
     Against a source: that the manifest names it, as what the checkpoint or one of its sources was made from. If it is
     of the same family and shape: every tensor outside the experts bit for bit, unless it was trained in between or
-    stored in few bits (`--include`), and how far each layer's experts are from the originals (relative Frobenius norm;
-    reported, not judged).
+    stored in few bits (`--include`), and how far each expert's matrices are from the originals (relative Frobenius
+    norm), which the form that they are stored in must account for, unless they were trained (see `expert_errors`).
 
     Raises:
         InvalidInputError: a file or the config cannot be used.
@@ -107,7 +108,10 @@ def verify_checkpoint(
         problems += [problem for layer in made.experts.layouts for problem in made.experts.damage(layer)]
     _raise_for(path, problems)
     if comparison is not None and pair is not None:
-        comparison = replace(comparison, relative_error=_expert_errors(*pair, progress))
+        errors = ExpertErrors(*pair, comparison.stages, judged=_TRAINING not in comparison.stages)
+        errors.compare(progress)
+        _raise_for(path, errors.problems)
+        comparison = replace(comparison, relative_error=errors.relative, expert_error=errors.by_expert)
     return Verification(
         path=str(path),
         tensors=len(checkpoint.tensors),
@@ -196,21 +200,3 @@ def _steps(manifest: Manifest | None, original: Checkpoint, notes: list[str]) ->
         notes.append(f"its manifest goes back to {origins[-1].source}, and does not say what that was made from")
         return []
     return None
-
-
-def _expert_errors(made: Source, original: Source, progress: Progress) -> dict[int, dict[Role, float]]:
-    """Per layer and role: `‖W' − W‖ / ‖W‖` over all experts."""
-    errors: dict[int, dict[Role, float]] = {}
-    with phase(progress, "Compare experts", len(made.experts.moe_layers)):
-        for layer in made.experts.moe_layers:
-            errors[layer] = {}
-            for role in made.experts.shape.roles:
-                lost = total = 0.0
-                for expert in range(made.experts.count(layer)):
-                    before = original.experts.dense(layer, expert, role).double()
-                    after = made.experts.dense(layer, expert, role).double()
-                    lost += (after - before).square().sum().item()
-                    total += before.square().sum().item()
-                errors[layer][role] = float(f"{(lost / total) ** 0.5 if total else 0.0:.4g}")
-            progress.advance()
-    return errors

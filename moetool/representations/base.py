@@ -117,6 +117,12 @@ class Representation(ABC):
         return counted(form.label for form in forms)
 
     @property
+    def doubtful_error(self) -> float:
+        """The error `‖M' − M‖ / ‖M‖` of a stored matrix M beyond which something may be wrong with it: somewhat more
+        than that of a matrix that is dropped, unless a form is always better than that."""
+        return 1.5
+
+    @property
     def directions(self) -> int:
         """The rank of its low-rank part, 0 without one."""
         return 0

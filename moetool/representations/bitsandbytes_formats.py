@@ -37,6 +37,10 @@ class NF4(Representation):
     is_cheap: ClassVar[bool] = False
     examples: ClassVar[tuple[str, ...]] = ("nf4",)
 
+    @property
+    def doubtful_error(self) -> float:
+        return 0.25
+
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         numbers = shape[0] * shape[1]
         return {
@@ -69,6 +73,10 @@ class Int8(Representation):
     uses_base: ClassVar[bool] = False
     is_cheap: ClassVar[bool] = False
     examples: ClassVar[tuple[str, ...]] = ("int8",)
+
+    @property
+    def doubtful_error(self) -> float:
+        return 0.05
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         return {"codes": Stored(shape, torch.int8), "absmax": Stored((shape[0],), torch.float32)}

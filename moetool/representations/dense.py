@@ -28,6 +28,10 @@ class Dense(Representation):
     is_plain: ClassVar[bool] = True
     examples: ClassVar[tuple[str, ...]] = ("dense",)
 
+    @property
+    def doubtful_error(self) -> float:
+        return 0.0
+
     def quantized(self, bits: int, group: int) -> Representation:
         return Quantized(bits, group)
 

@@ -53,6 +53,10 @@ class Quantized(Representation):
         codes = Counter(form.bits for form in forms)
         return [f"{count} × {bits} bits" for bits, count in sorted(codes.items(), reverse=True)]
 
+    @property
+    def doubtful_error(self) -> float:
+        return min(8 * 0.5**self.bits, super().doubtful_error)
+
     def fitted(self, shape: tuple[int, int]) -> Self:
         return replace(self, group=fitting_group(self.group, shape[1]))
 

@@ -23,7 +23,7 @@ from checkpoints import (
 from torch import Tensor
 
 import moetool
-from moetool.compress.methods.auto import AutoOptions
+from moetool.compress.methods.auto import Auto, AutoOptions
 from moetool.compress.mixing import trials
 from moetool.job.calibrated import held_out
 from moetool.job.job import Source
@@ -143,6 +143,27 @@ def test_a_plan_is_followed(run_cli: Any, calibration: Any, alike: Path, tmp_pat
     assert not layout.has_base("down")
     assert layout.has_base("up")
     assert [form.spec for form in layout.weights["down"] or ()] == [f"quantised:{bits}:16" for bits in (8, 4, 8, 4)]
+
+
+def test_a_matrix_of_its_own_on_a_base(run_cli: Any, calibration: Any, alike: Path, tmp_path: Path) -> None:
+    """What does not use the base is the expert's own matrix: a reader adds no base to it."""
+    file, command = tmp_path / "plan.yaml", ("compress", alike)
+    saved = run_cli(*command, tmp_path / "one", *METHOD, "--ratio", 0.6, "--save-plan", file, *calibration)
+    assert saved.code == 0, saved.stderr
+    plan = yaml.safe_load(file.read_text())
+    forms = {"int8": [0], "nf4": [1], "quantised-weight:8:16": [2], "trellis-weight:4:16": [3]}
+    plan["layers"][1]["down"] = {"base": "quantised-weight:2:16", "forms": forms}
+    file.write_text(yaml.safe_dump(plan))
+    assert run_cli(*command, tmp_path / "two", *METHOD, "--plan", file, *calibration).code == 0
+    told = run_cli("verify", tmp_path / "two", "--against", alike, "--json")
+    assert told.code == 0, told.stderr
+    assert told.json["relative_error"]["1"]["down"] < 0.15
+
+
+def test_plan_and_run_mix_the_same(alike: Path, tiny_text: Path) -> None:
+    """What depends on the memory that is free is asked for once."""
+    stage = Auto(Source.open(alike), AutoOptions(ratio=0.5, calibration=str(tiny_text), group_size=16))
+    assert stage.mixing is stage.mixing
 
 
 def test_killed_runs_resume_to_the_same_bytes(

@@ -192,10 +192,8 @@ class LayerFactors:
 
     def _encoded(self, role: Role, expert: int, form: Representation, dtype: torch.dtype) -> dict[str, Tensor]:
         """Tensors of one delta in the form chosen for it."""
-        if form.is_whole:
-            return form.encode(self._deltas.weight(role, expert), dtype)
         if not form.directions:
-            return form.encode(self._deltas.of(role, expert), dtype)
+            return form.encode(self._deltas.target(role, expert, form), dtype)
         whitened, sensitivity, [own] = self._whitened(role, expert)
         found = whitened.factorize(form.directions, coarse=dtype == torch.bfloat16)
         return form.encode(own, dtype, Measured(row_scale=sensitivity.row_scale, factorization=found))

@@ -211,7 +211,7 @@ class Auto(MixingStage[AutoOptions]):
     def _choosing(self, footings: Sequence[Footing]) -> Choosing:
         return Choosing(self.source, footings, "matrix", self.options.shard_size)
 
-    @property
+    @cached_property
     def _offered(self) -> list[Footing]:
         """What suits the budget; everything where that is to be found."""
         if self.options.max_increase is not None:
@@ -245,6 +245,6 @@ class Auto(MixingStage[AutoOptions]):
     def _bits_on(self, place: int) -> float:
         return average_bits(self.source.experts, self._target - self._least[place])
 
-    @property
+    @cached_property
     def mixing(self) -> Mixing:
         return Mixing(self.name, self.source, self.options, self._offered, self.options.merge, self.given)

@@ -69,7 +69,7 @@ class Hybrid(MixingStage[HybridOptions]):
         """Bits that the budget leaves for every number of a delta."""
         return average_bits(self.source.experts, self._target - self._smallest)
 
-    @property
+    @cached_property
     def mixing(self) -> Mixing:
         return Mixing(self.name, self.source, self.options, [self._footing(self._bits)], self.options.merge)
 

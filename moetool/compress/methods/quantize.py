@@ -187,7 +187,7 @@ class Quantize(MixingStage[QuantizeOptions]):
         """Bits that the budget leaves for every number beside its share of a scale."""
         return 1 + average_bits(self.source.experts, self._target - self._smallest)
 
-    @property
+    @cached_property
     def mixing(self) -> Mixing:
         return Mixing(self.name, self.source, self.options, [self._footing(self._bits)], "fisher")
 

@@ -104,16 +104,16 @@ def encoded(
             if not owned.has(role, expert):
                 continue
             form, matrix, turn = (layout.weights[role] or ())[expert], reader.shape.matrix(role), layout.turning(role)
+            target = _turned(deltas.target(role, expert, form), turn)
             if form.is_whole:
-                found[role] = form.encode(_turned(deltas.weight(role, expert), turn), reader.dtype)
+                found[role] = form.encode(target, reader.dtype)
                 continue
             counts = sensitivity.of(role, expert, matrix[1], whitened=True)
             if (role == "down") not in inputs:  # gate and up of an expert are given the same
                 gram = grams.gram(expert, role)
                 inputs = {role == "down": _inputs(gram, turn, refined=refining is not None)}
-            delta, known = _turned(deltas.of(role, expert), turn), inputs[role == "down"]
-            measured = prepared(delta, [form], replace(known, row_scale=counts.row_scale))
-            found[role] = form.encode(delta, reader.dtype, measured)
+            measured = prepared(target, [form], replace(inputs[role == "down"], row_scale=counts.row_scale))
+            found[role] = form.encode(target, reader.dtype, measured)
         return found
 
     for expert in (expert for experts in grams.sets() for expert in experts):

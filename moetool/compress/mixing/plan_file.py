@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from reprlib import repr  # an alias of an alias of … is short as a file, and not as a message
 
 import yaml
 
 from moetool.architectures import MoEShape, Role
+from moetool.checkpoint.yaml_files import read_yaml
 from moetool.errors import InvalidInputError
 from moetool.format.layout import NO_BASE, LayerLayout
 from moetool.representations import Representation, parse_representation
@@ -41,22 +43,18 @@ def read_plan(file: Path, shape: MoEShape, layers: tuple[int, ...]) -> dict[int,
     Raises:
         InvalidInputError: the file cannot be read, is not of that model, or says something that cannot be.
     """
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InvalidInputError(f"Cannot read the plan {file}: {error}") from error
-    if (
-        not isinstance(content, dict)
-        or content.get("format") != _VERSION
-        or not isinstance(content.get("layers"), dict)
-    ):
-        raise InvalidInputError(f"{file} is not a plan: it needs `format: {_VERSION}` and `layers`.")
-    if set(content["layers"]) != set(layers):
-        raise InvalidInputError(
-            f"{file} is for layers {', '.join(map(str, content['layers']))}; the model has experts in "
-            f"{', '.join(map(str, layers))}."
-        )
-    return {layer: _layout(f"{file}, layer {layer}", content["layers"][layer], shape) for layer in layers}
+    content = read_yaml(file, "the plan")
+    if not isinstance(content, dict) or set(content) != {"format", "layers"} or not isinstance(content["layers"], dict):
+        raise InvalidInputError(f"{file} is not a plan: it needs `format: {_VERSION}` and `layers`, and nothing else.")
+    if type(content["format"]) is not int or content["format"] != _VERSION:
+        raise InvalidInputError(f"{file} has format {repr(content['format'])}; this moetool reads format {_VERSION}.")
+    found = content["layers"]
+    if wrong := [layer for layer in found if type(layer) is not int]:
+        raise InvalidInputError(f"{file}: a layer is a number without quotes, not {repr(wrong[0])}.")
+    if set(found) != set(layers):
+        said, there = (", ".join(map(str, own)) for own in (found, layers))
+        raise InvalidInputError(f"{file} is for layers {said}; the model has experts in {there}.")
+    return {layer: _layout(f"{file}, layer {layer}", found[layer], shape) for layer in layers}
 
 
 def _layout(where: str, entries: object, shape: MoEShape) -> LayerLayout:
@@ -69,13 +67,13 @@ def _layout(where: str, entries: object, shape: MoEShape) -> LayerLayout:
         entry, here = entries[role], f"{where}, {role}"
         if not isinstance(entry, dict) or set(entry) - {"rotation"} != {"base", "forms"}:
             raise InvalidInputError(f"{here}: needs `base` and `forms`, and may have `rotation`.")
-        base[role] = NO_BASE[role] if entry["base"] == "none" else parse_representation(str(entry["base"]))
+        base[role] = NO_BASE[role] if entry["base"] == "none" else _form(here, entry["base"])
         weights[role] = _forms(here, entry["forms"], shape.experts)
         for form in {base[role], *weights[role]}:
             _check(here, form, shape.matrix(role))
         if "rotation" in entry:
-            if not isinstance(entry["rotation"], int):
-                raise InvalidInputError(f"{here}: a rotation is a seed, not {entry['rotation']!r}.")
+            if type(entry["rotation"]) is not int:
+                raise InvalidInputError(f"{here}: a rotation is a seed, not {repr(entry['rotation'])}.")
             rotation[role] = entry["rotation"]
     try:
         return LayerLayout(shape, weights, shape.intermediate, base=base, rotation=rotation)
@@ -96,11 +94,25 @@ def _check(where: str, form: Representation, matrix: tuple[int, int]) -> None:
         )
 
 
+def _form(where: str, spec: object) -> Representation:
+    if not isinstance(spec, str):
+        raise InvalidInputError(f"{where}: a form is a name such as 'quantised:4:128', not {repr(spec)}.")
+    try:
+        return parse_representation(spec)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{where}: {error}") from error
+
+
 def _forms(where: str, entry: object, experts: int) -> tuple[Representation, ...]:
+    if not isinstance(entry, dict):
+        raise InvalidInputError(f"{where}: `forms` gives for each form the experts that have it, not {repr(entry)}.")
     found: dict[int, Representation] = {}
-    for spec, own in entry.items() if isinstance(entry, dict) else ():
-        form = parse_representation(str(spec))
-        for expert in own if isinstance(own, list) else ():
+    for spec, own in entry.items():
+        form = _form(where, spec)
+        if not isinstance(own, list) or (wrong := [one for one in own if type(one) is not int]):
+            given = wrong[0] if isinstance(own, list) else own
+            raise InvalidInputError(f"{where}: '{form.spec}' takes a list of numbers of experts, not {repr(given)}.")
+        for expert in own:
             if expert in found:
                 raise InvalidInputError(f"{where}: expert {expert} has more than one form.")
             found[expert] = form

@@ -1,5 +1,6 @@
 """Plans as files: what is written is read again, and what cannot be is refused."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,18 @@ def test_there_and_back(tmp_path: Path) -> None:
         ),
         ({"base": "none"}, "gate and up have either both a base or both none"),
         ({"rotation": "often"}, "a rotation is a seed, not 'often'"),
+        ({"rotation": 2**70}, r"a rotation's seed lies from 0 to 2\^63 - 1, not at 1180591620717411303424"),
+        ({"rotation": -1}, "not at -1"),
+        ({"rotation": True}, "a rotation is a seed, not True"),
+        ({"rotation": float("nan")}, "a rotation is a seed, not nan"),
+        ({"forms": {"quantised:2:16": [[0, 1], 2]}}, r"takes a list of numbers of experts, not \[0, 1\]"),
+        ({"forms": {"quantised:2:16": [0, True, 2]}}, "takes a list of numbers of experts, not True"),
+        ({"forms": {"quantised:2:16": 7}}, "takes a list of numbers of experts, not 7"),
+        ({"forms": {"quantised:2:16": [0, 1, 2, 2**70]}}, "each of the experts 0 to 2 once"),
+        ({"forms": {4: [0, 1, 2]}}, "a form is a name such as 'quantised:4:128', not 4"),
+        ({"forms": [0, 1, 2]}, "`forms` gives for each form the experts"),
+        ({"base": ["none"]}, r"a form is a name such as 'quantised:4:128', not \['none'\]"),
+        ({"base": float("nan")}, "a form is a name such as 'quantised:4:128', not nan"),
         ({"more": 1}, "needs `base` and `forms`"),
     ],
 )
@@ -66,8 +79,30 @@ def test_what_cannot_be(tmp_path: Path, change: dict[str, object], says: str) ->
         read_plan(file, SHAPE, (0,))
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "format: 2\nlayers: {}\n", "format: 1\nlayers: [1]\n"])
-def test_other_files(tmp_path: Path, text: str) -> None:
+BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise("abcdefghijklmnopqrstuvwxyz"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "is not valid YAML"),
+        ("[]", "is not a plan"),
+        ("format: 2\nlayers: {}\n", "has format 2"),
+        ("format: true\nlayers: {}\n", "has format True"),
+        ("format: 1\nlayers: [1]\n", "is not a plan"),
+        ("format: 1\nlayers: {'0': {}}\n", "a layer is a number without quotes, not '0'"),
+        ("format: 1\nlayers: {false: {}}\n", "a layer is a number without quotes, not False"),
+        ("format: 1\nlayers: {.nan: {}}\n", "a layer is a number without quotes, not nan"),
+        ("format: 1\nlayers: {0: {}, 0: {}}\n", "'0' is there twice"),
+        ("format: 1\nlayers: {3: {}}\n", "is for layers 3; the model has experts in 0"),
+        ("format: 1\nlayers: " + 5000 * "[", "is nested too deep"),
+        ("format: 1\nlayers: 2026-13-45\n", "is not valid YAML"),
+        (BOMB + "format: *z\nlayers: {}\n", "is not a plan"),
+    ],
+)
+def test_other_files(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "plan.yaml").write_text(text)
-    with pytest.raises(InvalidInputError, match=r"plan\.yaml"):
+    with pytest.raises(InvalidInputError, match=says) as error:
         read_plan(tmp_path / "plan.yaml", SHAPE, (0,))
+    assert "plan.yaml" in str(error.value)
+    assert len(str(error.value)) < 1000

@@ -1,0 +1,164 @@
+"""How far each expert's matrix is from the one it was made from, and whether its form accounts for that.
+
+What a form stores is the expert's matrix, or where it stands for a delta the matrix less the base. Relative to that, an
+error depends on the form: about 2^-bits for codes, up to all of it for a delta that was dropped. A matrix is doubted if
+its error is beyond `Representation.doubtful_error`, or far beyond the median of the experts of its layer that have the
+same form. As there are matrices that lose as much with good reason (a few large numbers in a row, a delta that is not
+of low rank), a doubted one is encoded afresh, and only what is far from that, too, is wrong.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from moetool.architectures import Role
+from moetool.format.layout import LayerLayout
+from moetool.job.job import Source
+from moetool.job.progress import Progress, phase
+from moetool.representations import Representation
+
+ROUNDING = 2.0**-7  # of a matrix: as much as numbers in bf16 may differ twice over
+WORSE_THAN_FRESH = 4.0  # codes that make good for each other's errors were up to 2.7 times as far as the nearest
+_FAR = 3.0  # from the median of the same form
+_PEERS = 4  # experts of which there is a median
+_NEARER = 0.8  # of its error, that is left once a base is added that was missing
+_WORTHLESS = 2.0  # of a matrix, in an ordinary checkpoint of which nobody knows how it was stored
+_LOSSLESS = {"decompose", "dense-experts"}
+_KEEPING = {"prune-base"}  # deltas in the forms they had, to a base that has changed
+_RESCALING = {"ders-sparsify", "sparsify-delta"}  # drop at random and scale up the rest: errors have no limit
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Of one matrix W: norms of it, of its error, and of what its form stores; the error that would be left if the
+    base were added to a matrix that is stored without."""
+
+    whole: float
+    error: float
+    stored: float
+    with_base: float | None
+
+    @property
+    def relative(self) -> float:
+        """Error relative to the matrix; zero for a matrix of zeros."""
+        return self.error / self.whole if self.whole else 0.0
+
+    @property
+    def of_stored(self) -> float:
+        """Error relative to what the form stores."""
+        return self.error / self.stored if self.stored else 0.0 if self.error == 0 else float("inf")
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether it is no more than rounding."""
+        return self.error <= ROUNDING * max(self.whole, self.stored)
+
+
+class ExpertErrors:
+    """Errors of all experts' matrices of `made`, which came of `original`, of the same shape, by `stages` (empty if
+    nobody knows); only told and not `judged` where it was trained.
+
+    Attributes:
+        relative: by layer and role `‖W' − W‖ / ‖W‖` over all experts.
+        by_expert: the same of each expert.
+        problems: matrices whose form does not account for their error.
+    """
+
+    def __init__(self, made: Source, original: Source, stages: Sequence[str], *, judged: bool) -> None:
+        self._made, self._original = made.experts, original.experts
+        self._stages, self._judged = set(stages), judged
+        self.relative: dict[int, dict[Role, float]] = {}
+        self.by_expert: dict[int, dict[Role, list[float]]] = {}
+        self.problems: list[str] = []
+
+    def compare(self, progress: Progress) -> None:
+        """Read every matrix of both."""
+        with phase(progress, "Compare experts", len(self._made.moe_layers)):
+            for layer in self._made.moe_layers:
+                self.relative[layer], self.by_expert[layer] = {}, {}
+                for role in self._made.shape.roles:
+                    found = [self._find(layer, role, expert) for expert in range(self._made.count(layer))]
+                    lost, total = (sum(own.error**2 for own in found), sum(own.whole**2 for own in found))
+                    self.relative[layer][role] = float(f"{(lost / total) ** 0.5 if total else 0.0:.4g}")
+                    self.by_expert[layer][role] = [float(f"{own.relative:.4g}") for own in found]
+                    if self._judged:
+                        self.problems += self._wrong(layer, role, found)
+                progress.advance()
+
+    def _base(self, layer: int, role: Role) -> Tensor | None:
+        has_base = self._made.layout(layer).has_base(role)
+        return self._made.full_base(layer, role) if has_base else None
+
+    def _find(self, layer: int, role: Role, expert: int) -> _Found:
+        before = self._original.dense(layer, expert, role).double()
+        lost = before - self._made.dense(layer, expert, role).double()
+        base, forms = self._base(layer, role), self._made.layout(layer).weights[role]
+        if base is None or forms is None:
+            whole = before.norm().item()
+            return _Found(whole, lost.norm().item(), whole, None)
+        if forms[expert].uses_base:
+            return _Found(before.norm().item(), lost.norm().item(), (before - base).norm().item(), None)
+        whole = before.norm().item()
+        return _Found(whole, lost.norm().item(), whole, (lost - base).norm().item())
+
+    def _wrong(self, layer: int, role: Role, found: Sequence[_Found]) -> Iterator[str]:
+        layout = self._made.layout(layer)
+        forms = layout.weights[role]
+        for expert, own in enumerate(found):
+            if own.is_rounding:
+                continue
+            if forms is None:
+                why = self._wrong_as_it_is(own)
+            else:
+                peers = [other.of_stored for other, form in zip(found, forms, strict=True) if form == forms[expert]]
+                why = self._wrong_in(layer, role, expert, own, forms[expert], peers)
+            if why is not None:
+                stored = "" if forms is None else f", stored as '{forms[expert].spec}',"
+                yield (
+                    f"layer {layer}, {role} of expert {expert}{stored} differs from its source by {own.relative:.3g} "
+                    f"of its size, and {why}"
+                )
+
+    def _wrong_as_it_is(self, own: _Found) -> str | None:
+        """Of a matrix that no form accounts for: an ordinary checkpoint's, or of what several steps have changed."""
+        if self._stages and self._stages <= _LOSSLESS:
+            return "should be the same"
+        if self._stages & _RESCALING or own.relative <= _WORTHLESS:
+            return None
+        return "zeros would be nearer"
+
+    def _wrong_in(
+        self, layer: int, role: Role, expert: int, own: _Found, form: Representation, peers: Sequence[float]
+    ) -> str | None:
+        if own.with_base is not None and own.with_base < _NEARER * own.error:
+            return f"by {own.with_base / own.whole:.3g} with the base, which nobody adds to it: it was made as a delta"
+        if len(self._stages - _LOSSLESS) != 1 or self._stages & _KEEPING:
+            return self._wrong_as_it_is(own)
+        is_far = len(peers) >= _PEERS and own.of_stored > _FAR * median(peers)
+        if own.of_stored <= form.doubtful_error and not is_far:
+            return None
+        fresh = self._afresh(layer, role, expert, form)
+        if own.error <= WORSE_THAN_FRESH * fresh + ROUNDING * own.whole:
+            return None
+        return f"by {fresh / own.whole if own.whole else 0.0:.3g} if it is encoded afresh"
+
+    def _afresh(self, layer: int, role: Role, expert: int, form: Representation) -> float:
+        """Norm of the error of the same form, encoded from the source without a text."""
+        layout, dtype = self._made.layout(layer), self._made.dtype
+        target = self._original.dense(layer, expert, role).float()
+        base = self._base(layer, role)
+        if form.uses_base and base is not None:
+            target = target - base
+        turned = _turned(layout, role, target)
+        rows, columns = turned.shape
+        encoded = form.encode(turned, dtype)
+        return (turned - form.decode(encoded, (rows, columns), dtype).to(turned)).double().norm().item()
+
+
+def _turned(layout: LayerLayout, role: Role, matrix: Tensor) -> Tensor:
+    turn = layout.turning(role)
+    with torch.no_grad():
+        return matrix if turn is None else turn(matrix)
