@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,20 @@ def token_stream(tokenizer: Tokenizer, text: Iterable[str], chunk_chars: int = W
         yield list(ids)
 
 
+class DrawnWindows(NamedTuple):
+    """Windows of a text.
+
+    Attributes:
+        windows: int64 `[samples, length]`, or fewer where there are no more.
+        others: of what is left, without overlap.
+        left_out: `kind/name` of the pieces of the bundled text that the tokenizer cannot read.
+    """
+
+    windows: Tensor
+    others: Tensor
+    left_out: tuple[str, ...]
+
+
 def sample_windows(
     data: str, tokenizer: Tokenizer, *, samples: int, sequence_length: int, seed: int, bos: Bos = "auto"
 ) -> Tensor:
@@ -62,14 +77,13 @@ def sample_windows(
         UsageError: numbers out of range, or DATA that cannot be parsed.
         InvalidInputError: a source cannot be read, or is shorter than one window.
     """
-    return drawn_windows(data, tokenizer, samples=samples, more=0, sequence_length=sequence_length, seed=seed, bos=bos)[
-        0
-    ]
+    drawn = drawn_windows(data, tokenizer, samples=samples, more=0, sequence_length=sequence_length, seed=seed, bos=bos)
+    return drawn.windows
 
 
 def drawn_windows(
     data: str, tokenizer: Tokenizer, *, samples: int, more: int, sequence_length: int, seed: int, bos: Bos = "auto"
-) -> tuple[Tensor, Tensor]:
+) -> DrawnWindows:
     """What `sample_windows` gives, and of what it leaves over, without overlap, so many windows `more`, or fewer where
     there are no more. Errors as there."""
     if samples < 1:
@@ -79,13 +93,14 @@ def drawn_windows(
     sequence_length -= len(opening)
     specs = parse_data(data)
     generator = torch.Generator().manual_seed(seed)
-    drawn, left = list[Tensor](), list[Tensor]()
+    drawn, left, left_out = list[Tensor](), list[Tensor](), tuple[str, ...]()
     weights = [spec.weight for spec in specs]
     for spec, due, besides in zip(specs, _shares(samples, weights), _shares(more, weights), strict=True):
         if due == 0:
             continue
         if spec.is_bundled:
-            found = bundled_tokens(spec, tokenizer).tokens
+            readable = bundled_tokens(spec, tokenizer)
+            found, left_out = readable.tokens, left_out + readable.left_out
             if not found:
                 raise InvalidInputError("This tokenizer cuts all of the bundled text into bytes: give another text.")
             streams, dues = [*found.values()], _shares(due, [1.0] * len(found))
@@ -104,7 +119,8 @@ def drawn_windows(
             f"No text is as long as one window of {sequence_length + len(opening)} tokens: give a smaller "
             "--sequence-length."
         )
-    return _opened(interleaved_windows(drawn), opening), _opened(interleaved_windows(left), opening)
+    windows, others = (_opened(interleaved_windows(parts), opening) for parts in (drawn, left))
+    return DrawnWindows(windows, others, left_out)
 
 
 def _shuffled(tokens: Tensor, due: int, sequence_length: int, generator: torch.Generator) -> Tensor:

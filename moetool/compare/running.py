@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moetool.calibration.bundled import PACKED
 from moetool.calibration.data import data_files, parse_data
 from moetool.checkpoint.files import fast_digest
 from moetool.checkpoint.identity import file_states, hub_sha256
@@ -247,4 +248,6 @@ def _fields(told: Printed, *names: str) -> dict[str, object]:
 def text_digests(data: str) -> dict[str, str]:
     """Digests of the files of a text; what lies on no disk here is known by its name alone."""
     files = [file for path in found_here(spec.source for spec in parse_data(data)) for file in data_files(path)]
+    if any(spec.is_bundled for spec in parse_data(data)):
+        files.append(PACKED)
     return {str(file): fast_digest(file) for file in files}

@@ -16,7 +16,7 @@ from moetool.calibration.boundaries import kept_dtype, stretch
 from moetool.calibration.masking import masked_windows
 from moetool.calibration.opening import Bos, opening_text
 from moetool.calibration.sweep import Sweep
-from moetool.calibration.windows import check_vocabulary, drawn_windows, load_tokenizer
+from moetool.calibration.windows import DrawnWindows, check_vocabulary, drawn_windows, load_tokenizer
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
@@ -39,7 +39,7 @@ def calibration_windows(source: Input, options: TextOptions) -> Tensor:
         UsageError: no text given.
         InvalidInputError: text or tokenizer cannot be used.
     """
-    return _drawn(source, options, 0)[0]
+    return _drawn(source, options, 0).windows
 
 
 def held_out(source: Input, options: TextOptions, count: int) -> Tensor:
@@ -49,7 +49,7 @@ def held_out(source: Input, options: TextOptions, count: int) -> Tensor:
         UsageError: no text given, or too little of it.
         InvalidInputError: text or tokenizer cannot be used.
     """
-    _, windows = _drawn(source, options, count)
+    windows = _drawn(source, options, count).others
     if len(windows) < count:
         raise UsageError(
             f"The calibration text has {len(windows)} windows of {options.sequence_length} tokens besides the "
@@ -59,7 +59,7 @@ def held_out(source: Input, options: TextOptions, count: int) -> Tensor:
     return windows
 
 
-def _drawn(source: Input, options: TextOptions, more: int) -> tuple[Tensor, Tensor]:
+def _drawn(source: Input, options: TextOptions, more: int) -> DrawnWindows:
     """The calibration set, and so many windows `more`, or as many as there are."""
     if options.calibration is None:
         raise UsageError("Give a calibration text: --calibration FILE.")
@@ -72,7 +72,7 @@ def _drawn(source: Input, options: TextOptions, more: int) -> tuple[Tensor, Tens
         seed=options.seed,
         bos=_bos(source, options),
     )
-    for windows in drawn:
+    for windows in (drawn.windows, drawn.others):
         check_vocabulary(windows, whole_number(source.checkpoint.settings, "vocab_size"))
     return drawn
 
@@ -129,7 +129,12 @@ class CalibratedJob:
         from moetool.calibration.streaming import StreamedModel  # transformers: seconds, and not for --help
 
         self.job = job
-        windows = calibration_windows(job.source, options)
+        windows, _, left_out = _drawn(job.source, options, 0)
+        if left_out:
+            job.progress.log(
+                f"This tokenizer cuts {len(left_out)} pieces of the bundled text into bytes; they are left "
+                f"out: {', '.join(left_out)}."
+            )
         if len(windows) < options.samples:
             job.progress.log(
                 f"The calibration text has only {len(windows)} windows of {options.sequence_length} tokens, "

@@ -29,7 +29,7 @@ from moetool.job.processes import is_first_process, processes
 from moetool.job.progress import SILENT, Progress
 from moetool.job.ranks import JoinedRanks, Ranks
 from moetool.job.records import check_records
-from moetool.job.result import Result, Sizes, Told
+from moetool.job.result import Json, Result, Sizes, Told
 from moetool.job.stage import AnyStage
 from moetool.job.workspace import (
     FollowingWorkspace,
@@ -83,9 +83,11 @@ def _for_planning(kind: type[AnyStage], source: str | Path, options: RunOptions)
 
 def _told(stage: AnyStage) -> Plan:
     plan = stage.plan()
-    if not stage.source.checkpoint.is_imagined:
-        return plan
-    return replace(plan, details={**plan.details, "headers": "config.json alone"})
+    text = getattr(stage.options, "calibration", None)
+    more: dict[str, Json] = {} if text is None else {"calibration": text}
+    if stage.source.checkpoint.is_imagined:
+        more["headers"] = "config.json alone"
+    return replace(plan, details={**plan.details, **more})
 
 
 def _kept(directory: Path) -> int | None:

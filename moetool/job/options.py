@@ -5,14 +5,15 @@ from typing import Annotated, ClassVar, Literal, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from moetool.architectures.base import Settings
+from moetool.calibration.data import BUNDLED
 from moetool.calibration.opening import BOS_HELP, Bos
 from moetool.checkpoint.sizes import ByteSize
 from moetool.errors import UsageError
 
 INCLUDED = ("attention", "embeddings")
 TEXTS = (  # as the help says it
-    "a .txt, .jsonl or .parquet file, a folder of them, or a hub data set name[:config[:split[:column]]]; several with "
-    "commas."
+    "a .txt, .jsonl or .parquet file, a folder of them, a hub data set name[:config[:split[:column]]], or "
+    "bundled[:KIND], the text that comes with moetool; several with commas."
 )
 
 
@@ -53,7 +54,9 @@ class TextOptions(Options):
 
     group: ClassVar[str] = "Calibration"  # of the help
 
-    calibration: str | None = Field(None, description=f"Calibration text: {TEXTS}")
+    calibration: str | None = Field(
+        None, description=f"Calibration text, by default `bundled` where one is needed: {TEXTS}"
+    )
     samples: int = Field(128, ge=1, description="Windows of calibration text.")
     sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
     bos: Bos = Field("auto", description=BOS_HELP)
@@ -130,6 +133,12 @@ class RunOptions(Options):
 
 
 OptionsT = TypeVar("OptionsT", bound=Options)
+
+
+def with_some_text(options: OptionsT) -> OptionsT:
+    """The options with the bundled text to calibrate on, unless they name another."""
+    named = getattr(options, "calibration", None)
+    return options if named is not None else options.model_copy(update={"calibration": BUNDLED})
 
 
 def context_length(config: Settings) -> int | None:

@@ -11,7 +11,7 @@ from moetool.checkpoint.source import local_path
 from moetool.errors import VerificationError
 from moetool.job.including import including
 from moetool.job.job import Input, Job, Source, SourceT, joined_names
-from moetool.job.options import RunOptions, fit_context
+from moetool.job.options import RunOptions, fit_context, with_some_text
 from moetool.job.plan import Plan
 from moetool.job.result import Sizes, Told
 from moetool.job.writing import original_bytes
@@ -48,6 +48,13 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
 
     def __init__(self, source: SourceT, options: StageOptionsT) -> None:
         self.source, self.options = including(source, options), fit_context(options, source.checkpoint.settings)
+        if self.needs_text:
+            self.options = with_some_text(self.options)
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether the stage cannot do without a calibration text: then it takes the bundled one where none is given."""
+        return False
 
     @abstractmethod
     def plan(self) -> Plan:

@@ -49,6 +49,10 @@ class Moefy(Conversion[MoefyOptions]):
     is_parallel: ClassVar[bool] = True
 
     @property
+    def needs_text(self) -> bool:
+        return True
+
+    @property
     def _selector(self) -> SelectorKind:
         if self.options.baseline == "snip" or self.options.selector == "random":
             return "fixed"
@@ -94,8 +98,6 @@ class Moefy(Conversion[MoefyOptions]):
     def _check_text(self) -> None:
         options = self.options
         tokens, needed = options.samples * options.sequence_length, needed_tokens(options.experts)
-        if options.calibration is None and not self.source.checkpoint.is_imagined:
-            raise UsageError("moefy needs a calibration text: --calibration FILE.")
         if self._selector == "mlp" and min(tokens, options.selector_tokens) < needed:
             raise UsageError(
                 f"{min(tokens, options.selector_tokens):,} tokens are too few to train the selectors of "

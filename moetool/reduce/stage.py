@@ -68,6 +68,10 @@ class Reduction(Stage[ReduceOptionsT]):
         return Measuring()
 
     @property
+    def needs_text(self) -> bool:
+        return True
+
+    @property
     def fewer(self) -> Fewer:
         """Number of experts that every layer keeps."""
         return self._left[0]

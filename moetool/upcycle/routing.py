@@ -119,11 +119,13 @@ class RoutedConversion(Conversion[RoutedT]):
         job.meet()
         return StartingRows(rows, calibrated.facts)
 
+    @property
+    def needs_text(self) -> bool:
+        return self.options.center_router
+
     def planned(self) -> Converted:
         if self.options.top_k > self.copies:
             raise UsageError(f"--top-k {self.options.top_k}: there are only {self.copies} experts.")
-        if self.options.center_router and self.options.calibration is None:
-            raise UsageError("--center-router needs a calibration text: --calibration FILE.")
         return self.routed_by(self.fresh())
 
     def converted(self, job: Job[DenseSource]) -> MeasuredModel:

@@ -286,9 +286,3 @@ def test_inputs_that_cannot_be_rotated_are_told_before_the_text_is_read(
     result = run_cli("compress", source, tmp_path / "out", "--method", "auto", *options, "--dry-run")
     assert result.code == 2
     assert "of the 44 inputs of down, blocks of 4 are all that fit" in result.stderr
-
-
-def test_no_text(run_cli: Any, tiny_mixtral: Path, tmp_path: Path) -> None:
-    result = run_cli("compress", tiny_mixtral, tmp_path / "out", *METHOD, "--ratio", 0.5)
-    assert result.code == 2
-    assert "give --calibration" in result.stderr

@@ -308,11 +308,6 @@ def test_the_possible_range_is_possible(run_cli, refused, tiny_mixtral_bf16, cal
     assert result.json["achieved_ratio"] >= highest
 
 
-def test_no_calibration(refused, tiny_mixtral, tmp_path):
-    for command, options in (("compress", ("--ratio", 0.3)), ("fisher-merge", ())):
-        assert "--calibration" in refused(2, command, tiny_mixtral, tmp_path / "out", *options)
-
-
 def test_missing_arguments(refused, tiny_mixtral, tmp_path):
     assert "output" in refused(2, "compress", tiny_mixtral).lower()
     assert "extra" in refused(2, "inspect", tiny_mixtral, tiny_mixtral).lower()

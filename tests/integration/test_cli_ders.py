@@ -369,7 +369,6 @@ def test_a_damaged_packed_tensor_is_noticed(run_cli: Any, made: Any, tiny_mixtra
         (("--method", "ders-sparsify", "--drop", 1), 2, "--drop"),
         (("--method", "ders-sparsify", "--drop", 0.5, "--select", "best"), 2, "best"),
         (("--method", "ders-sparsify", "--base", "nowhere"), 3, "no such directory"),
-        (("--method", "hybrid", "--ratio", 0.5, "--group-size", 16), 2, "give --calibration"),
         (("--method", "hybrid", "--ratio", 0.99, *GROUP, "--calibration", "x.txt"), 2, "at most 0."),
         (("--method", "nothing"), 2, "ders-quantize"),
     ],

@@ -666,7 +666,6 @@ def test_a_bad_option(refused: Any, llama: Path, kind: str) -> None:
 
 
 def test_a_text_is_needed(refused: Any, llama: Path) -> None:
-    assert "--calibration" in refused(2, llama, *FOUR, text=False)
     assert "nope.txt" in refused(3, llama, *FOUR, "--calibration", "./nope.txt", text=False, dry=False)
 
 

@@ -167,8 +167,6 @@ def test_killed_runs_resume_to_the_same_bytes(
         ((), "give --bits or --ratio"),
         (("--bits", 4, "--ratio", 0.5), "give --bits or --ratio"),
         (("--bits", "nf4", "--rotate"), "knows no rotation"),
-        (("--ratio", 0.5), "give --calibration"),
-        (("--bits", 4, "--rounding", "error-feedback"), "give --calibration"),
         (("--bits", "nf4", "--rounding", "error-feedback"), "use --bits 4 or 8"),
         (("--ratio", 0.5, "--rounding", "nearest", "--calibration", "x.txt"), "take --rounding out"),
         (("--ratio", 0.99, "--calibration", "x.txt", *GROUP), "at most 0."),

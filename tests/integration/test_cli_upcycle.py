@@ -707,7 +707,6 @@ OPTIONS: dict[str, tuple[int, str, list[str]]] = {
     "no such family": (2, "--target mixtrall", ["--target mixtrall", "mixtral", "moetool"]),
     "no such sharing": (2, "--shared quarter", ["quarter", "half"]),
     "no such dtype": (2, "--dtype float16", ["float16", "float32"]),
-    "no text": (2, "--center-router", ["--center-router", "--calibration"]),
     "no such text": (3, "--center-router --calibration ./nope.txt", ["nope.txt"]),
     "no such text for the proof": (3, "--calibration ./nope.txt", ["nope.txt"]),
     "flat routers": (2, "--router-std 0", ["--router-std"]),
@@ -793,7 +792,8 @@ def test_an_output_that_is_there(run_cli: Any, llama: Path, upcycle: Any, tmp_pa
     assert "--overwrite" in result.stderr
     assert contents(output) == before
     assert run_cli("upcycle", llama, output, *FOUR, "--overwrite", "--resume").code == 2
-    assert run_cli("upcycle", llama, output, *FOUR, "--overwrite", "--center-router").code == 2
+    nowhere = ("--center-router", "--calibration", "./nowhere.txt")
+    assert run_cli("upcycle", llama, output, *FOUR, "--overwrite", *nowhere).code == 3
     assert contents(output) == before, "nothing is thrown away for a command that cannot begin"
     assert run_cli("upcycle", llama, output, *FOUR, "--seed", 1, "--overwrite").code == 0
     assert weights(output) != weights(upcycle(llama, *FOUR).path)

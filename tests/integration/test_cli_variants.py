@@ -35,9 +35,8 @@ def test_every_merge_gives_another_base(run_cli: Any, tiny_mixtral: Path, calibr
         assert run_cli("fisher-merge", tiny_mixtral, tmp_path / f"{merge}-2", "--merge", merge).code == 0
         again = load_file(tmp_path / f"{merge}-2" / "base-00001.safetensors")
         assert again["base.up"].equal(bases[merge]["base.up"])
-    refused = run_cli("fisher-merge", tiny_mixtral, tmp_path / "no", "--merge", "regmean")
-    assert refused.code == 2
-    assert "--merge regmean needs calibration text" in refused.stderr
+    planned = run_cli("fisher-merge", tiny_mixtral, tmp_path / "no", "--merge", "regmean", "--dry-run", "--json")
+    assert planned.json["calibration"] == "bundled"
 
 
 @pytest.mark.parametrize("merge", ["regmean", "fisher-frequency", "ties"])

@@ -92,6 +92,10 @@ class D2MoE(Stage[D2MoEOptions]):
     method_of: ClassVar[str | None] = "compress"
     is_parallel: ClassVar[bool] = True
 
+    @property
+    def needs_text(self) -> bool:
+        return True
+
     def plan(self) -> Plan:
         source, options = self.source, self.options
         reader = source.experts

@@ -102,11 +102,13 @@ class Quantize(MixingStage[QuantizeOptions]):
     method_of: ClassVar[str | None] = "compress"
     is_parallel: ClassVar[bool] = True
 
+    @property
+    def needs_text(self) -> bool:
+        return self._is_mixed or self.options.rounding == "error-feedback"
+
     def plan(self) -> Plan:
         source, options = self.source, self.options
         refuse_compressed(source)
-        if options.calibration is None and options.rounding == "error-feedback":
-            raise UsageError("--rounding error-feedback measures inputs: give --calibration.")
         if self._is_mixed:
             return self._mixing_plan()
         return encoding_plan(self.name, source, options, self._alike(), self._text, self._experts_at_once)
@@ -193,8 +195,6 @@ class Quantize(MixingStage[QuantizeOptions]):
 
     def _mixing_plan(self) -> Plan:
         options, original = self.options, original_bytes(self.source)
-        if options.calibration is None:
-            raise UsageError("--ratio and --refine go by what codes lose: give --calibration, or --bits alone.")
         if options.ratio is not None and options.ratio > (highest := 1 - self._smallest / original):
             raise UsageError(
                 f"--ratio {options.ratio:g} is not possible here: of {format_bytes(original)}, "

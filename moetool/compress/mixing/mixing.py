@@ -27,7 +27,6 @@ from moetool.compress.refining.expert import BATCH_TOKENS
 from moetool.compress.refining.layer import MOST_TOKENS, LayerRefining, Refining
 from moetool.compress.refining.metric import OutputGradients, metric_path
 from moetool.compress.told import MixedLayer, MixedTold
-from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout
 from moetool.job.building_blocks import moe_size
 from moetool.job.calibrated import CalibratedJob
@@ -109,11 +108,8 @@ class Mixing:
         )
 
     def check(self) -> None:
-        """Raise `UsageError` without a calibration text, for a model that is not an ordinary one, or for inputs that
-        cannot be rotated where they were to be."""
+        """Raise `UsageError` for a model that is no ordinary one, or for inputs that cannot be rotated as was asked."""
         refuse_compressed(self.source)
-        if self.options.calibration is None:
-            raise UsageError(f"--method {self.name} measures what every form loses: give --calibration.")
         for footing in self.footings:
             footing.rotation(self.source.experts.shape, 0)
 

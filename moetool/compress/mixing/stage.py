@@ -20,6 +20,10 @@ class MixingStage(Stage[MixingOptionsT]):
     def mixing(self) -> Mixing:
         """What is mixed."""
 
+    @property
+    def needs_text(self) -> bool:
+        return True
+
     def shared_recipe(self) -> Mapping[str, object] | None:
         return self.mixing.shared_recipe()
 

@@ -38,6 +38,10 @@ class FisherMerge(Stage[FisherMergeOptions]):
     writes_model: ClassVar[bool] = False
     is_parallel: ClassVar[bool] = True
 
+    @property
+    def needs_text(self) -> bool:
+        return self.options.merge not in UNMEASURED_MERGES
+
     def plan(self) -> Plan:
         reader, options = self.source.experts, self.options
         if reader.layouts:
@@ -45,8 +49,6 @@ class FisherMerge(Stage[FisherMergeOptions]):
                 f"{self.source.checkpoint.path} is compressed already, and decompose, which a base is for, starts from "
                 "an ordinary checkpoint: so does this."
             )
-        if options.calibration is None and options.merge not in UNMEASURED_MERGES:
-            raise UsageError(f"--merge {options.merge} needs calibration text: give --calibration.")
         cost, at_once = self._cost, self._experts_at_once
         layers = self.source.architecture.layers(self.source.checkpoint.settings)
         base = reader.shape.expert_parameters * reader.dtype.itemsize

@@ -84,12 +84,14 @@ class PruneBase(Stage[PruneBaseOptions]):
             raise InvalidInputError(f"{self.source.checkpoint.path} has no shared base: run decompose on it first.")
         return OutputPlan(self.source, layouts, self.options.shard_size)
 
+    @property
+    def needs_text(self) -> bool:
+        return not read_statistics(self.source)
+
     def plan(self) -> Plan:
-        reader, options = self.source.experts, self.options
+        reader = self.source.experts
         output = self._output_plan()
         measured = bool(read_statistics(self.source))
-        if not measured and options.calibration is None:
-            raise UsageError("The checkpoint carries no channel energies: give --calibration to measure them.")
         cost, memory, at_once = self._cost, self._memory, self._experts_at_once
         pruning = self._pruning()
         scratch = cost.forward_bytes(reader.shape.hidden)

@@ -37,6 +37,10 @@ class SvdCompress(Stage[FactorOptions]):
     options_type: ClassVar[type[RunOptions]] = FactorOptions
     is_parallel: ClassVar[bool] = True
 
+    @property
+    def needs_text(self) -> bool:
+        return self.options.svd != "vanilla"
+
     def plan(self) -> Plan:
         reader, options = self.source.experts, self.options
         layouts = [reader.layout(layer) for layer in reader.moe_layers]
@@ -48,8 +52,6 @@ class SvdCompress(Stage[FactorOptions]):
                 else f"{path} is compressed already, with some experts left without a base: start from its source."
             )
         refuse_shared_expert(self.source, self.name)
-        if options.calibration is None and options.svd != "vanilla":
-            raise UsageError(f"--svd {options.svd} needs calibration text: give --calibration.")
         if options.trim and not read_statistics(self.source):
             raise UsageError("--trim needs to know how often experts are used: decompose with a base of fisher-merge.")
         channels = max(layout.base_channels for layout in layouts)
