@@ -69,7 +69,8 @@ def dry_run(
     options = options.keeping(_kept(directory) if resume and not overwrite else None)
     stage = _for_planning(kind, source, options)
     plan = _told(stage)
-    check_job(stage, directory)
+    if not stage.source.checkpoint.is_imagined:  # else the job is for where the weights are, and maybe the text
+        check_job(stage, directory)
     check_output(stage, directory, resume=resume, overwrite=overwrite)
     quicker = stage.in_bfloat16()
     return plan, None if quicker is None else kind(stage.source, quicker).plan()

@@ -7,6 +7,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from moetool.architectures import find_architecture
 from moetool.checkpoint.experts import ExpertReader
@@ -114,7 +115,9 @@ def test_calibration_costs_grow_with_what_they_depend_on(tiny_mixtral: Path) -> 
         for layer in range(3)
     ]
     least = memory(CalibrationCost(samples=1, length=1, itemsize=4))
-    assert whole - sum(layers) + max(layers) <= least - 600_000_000 < whole
+    process = 600_000_000 if torch.cuda.is_available() else 470_000_000
+    assert whole - sum(layers) + max(layers) <= least - process < whole
+    assert cost.layer_memory(reader, gradients=True).nbytes() > memory(cost), "activations wait for the way back"
     assert memory(cost) > least
     assert memory(cost, Measuring.fisher(reader.shape)) > memory(cost)
     assert memory(cost, Measuring.factors(reader.shape)) > memory(cost)
