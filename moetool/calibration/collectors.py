@@ -293,7 +293,9 @@ class GramCollector(GramsInSets):
         if not self.wide_down:
             return self.down.add_to_all(activation)
         first = -self._next % self._stride
-        self._sample.append((self._next, activation[first :: self._stride].float()))
+        # A copy: a view of a few rows would keep all of them in memory until the layer is done.
+        rows = activation[first :: self._stride].to(torch.float32, copy=True)
+        self._sample.append((self._next, rows))
         self._next += len(activation)
 
     def hold(self, experts: range) -> None:

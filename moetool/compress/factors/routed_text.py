@@ -52,14 +52,15 @@ class TextCollector(Collector):
     def observe_inputs(self, inputs: Tensor) -> None:
         self._first = -self._seen % self._stride
         self._seen += len(inputs)
-        self._inputs.append(inputs.detach()[self._first :: self._stride].to(torch.bfloat16))
+        # Copies: a view of some rows would keep all of them in memory.
+        self._inputs.append(inputs.detach()[self._first :: self._stride].to(torch.bfloat16, copy=True))
 
     def observe_routing(self, routing: RoutedBatch) -> None:
         weights = torch.zeros(routing.tokens, self._experts, device=self._inputs[-1].device)
         for expert in range(self._experts):
             pairs, rows = routing.of(expert)
             weights[rows.to(weights.device), expert] = routing.weights[pairs, 0].detach().to(weights)
-        self._weights.append(weights[self._first :: self._stride])
+        self._weights.append(weights[self._first :: self._stride].clone())
 
     def text(self) -> RoutedText:
         """Routed text of all processes, on the device of this one."""
