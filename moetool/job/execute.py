@@ -39,6 +39,7 @@ from moetool.job.workspace import (
     is_finished,
     noted_conditions,
 )
+from moetool.runtime.building import check_sizes
 from moetool.runtime.memory import keep_few_programs, return_freed_memory
 
 _MEASURED = "measured"  # the last unit of what stages share
@@ -160,6 +161,8 @@ def _lead(
     plan = stage.plan()
     meter = Meter(progress, directory)
     check_job(stage, directory)
+    if stage.writes_model:
+        check_sizes(opened.checkpoint)  # what transformers would not load is no source of what it would
     made_by = identity(stage)
     inputs = Inputs(stage.inputs(), said_same=same_input)
     if resume and not overwrite and is_finished(directory):

@@ -29,13 +29,14 @@ _TOKENS = 16
 _COPIES = 3  # of a layer in fp32: as it is read, as it is loaded, and one expert's matrices and products beside it
 
 
-def prove(made: Checkpoint, memory: int | None, progress: Progress) -> LoadedLayer | None:
+def prove(made: Checkpoint, source: Checkpoint, memory: int | None, progress: Progress) -> LoadedLayer | None:
     """Load one layer of a result by transformers and compare what its experts, and matrices that are stored as codes
     beside them, give on random inputs with the matrices that the files stand for. Of all other layers names, shapes and
     ties are checked.
 
     Args:
         made: the result, without `config.json` and index so far.
+        source: what it was made from, whose tensors may be ones that transformers does not know.
         memory: bytes that the job may use; by default those that are free.
         progress: told where the layer does not fit.
 
@@ -48,12 +49,12 @@ def prove(made: Checkpoint, memory: int | None, progress: Progress) -> LoadedLay
     if is_quantized_elsewhere(made.config):
         return None
     try:
-        return _proved(made, memory, progress)
+        return _proved(made, source, memory, progress)
     except InvalidInputError as error:
         raise VerificationError(f"transformers would not load this result: {error} {_left(made)}") from error
 
 
-def _proved(made: Checkpoint, memory: int | None, progress: Progress) -> LoadedLayer:
+def _proved(made: Checkpoint, source: Checkpoint, memory: int | None, progress: Progress) -> LoadedLayer:
     from moetool.runtime.loading import run_experts_of_any_width
     from moetool.runtime.one_layer import load_layer
 
@@ -75,9 +76,9 @@ def _proved(made: Checkpoint, memory: int | None, progress: Progress) -> LoadedL
             f"Layer {layer} needs {format_bytes(needed)} to be loaded in float32, of {format_bytes(room)}: only names "
             "and shapes of the result are checked."
         )
-        load_layer(made, None, torch.float32)
+        load_layer(made, None, torch.float32, source.tensors)
         return LoadedLayer(layer)
-    model = load_layer(made, prefix, torch.float32)
+    model = load_layer(made, prefix, torch.float32, source.tensors)
     run_experts_of_any_width(model)
     errors = [*_errors_of_codes(made, model, prefix)]
     if reader is not None:

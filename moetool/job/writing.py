@@ -200,7 +200,7 @@ def write_checkpoint(
         made = Checkpoint.unfinished(job.output, dict(config), files)
         if proofs:
             job.interrupt.check()
-            job.loaded = prove(made, job.options.memory, job.progress)
+            job.loaded = prove(made, checkpoint, job.options.memory, job.progress)
             job.progress.advance()
     if check is not None:
         job.interrupt.check()

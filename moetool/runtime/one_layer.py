@@ -1,5 +1,7 @@
 """A model loaded as transformers loads it, of which one decoder layer alone is in memory."""
 
+from collections.abc import Collection
+
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -13,10 +15,13 @@ from moetool.runtime.loading import refuse_loaded
 from moetool.runtime.modules.insertion import path_in
 
 
-def load_layer(checkpoint: Checkpoint, prefix: str | None, dtype: torch.dtype) -> PreTrainedModel:
+def load_layer(
+    checkpoint: Checkpoint, prefix: str | None, dtype: torch.dtype, passed: Collection[str] = ()
+) -> PreTrainedModel:
     """The model of a checkpoint through the loader of `from_pretrained`, in evaluation mode on the CPU. Tensors whose
     name begins with `prefix` (`model.layers.3.`) are read; of all others, or of all, only names, shapes and ties are
-    checked, and they stay on the meta device.
+    checked, and they stay on the meta device. Tensors that were `passed` on from a source need not be known to
+    transformers.
 
     Raises:
         InvalidInputError: transformers cannot build the model, or it has other tensors than the files, in names or
@@ -48,5 +53,6 @@ def load_layer(checkpoint: Checkpoint, prefix: str | None, dtype: torch.dtype) -
         if quantizer is not None:
             model.hf_quantizer = quantizer
             quantizer.postprocess_model(model)
+    told.unexpected_keys -= set(passed)
     refuse_loaded(checkpoint, told.to_dict())
     return model.eval()

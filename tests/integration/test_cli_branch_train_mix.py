@@ -535,7 +535,6 @@ def refused(run_cli: Any, tmp_path: Path) -> Callable[..., str]:
         ("--gate-mode prompts", ["--gate-mode prompts", "llama-0 has no prompts", "--preset FILE"]),
         ("--gate-mode data", ["--gate-mode data", "llama-0 has no data"]),
         ("--gate-mode guess", ["guess", "prompts"]),
-        ("--center-router", ["--center-router", "--calibration"]),
         ("--layers 7", ["--layers 7", "layers 0 to 2"]),
     ],
 )

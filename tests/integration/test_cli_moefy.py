@@ -92,7 +92,9 @@ def masked_reference(model: Any) -> None:
 
 
 @pytest.mark.parametrize("family", [*DENSE_FAMILIES, *MOEFY_FAMILIES])
-def test_every_family(run_cli: Any, dense: Any, moefy: Any, tokens: Tensor, family: str) -> None:
+def test_every_family(
+    run_cli: Any, dense: Any, moefy: Any, calibration: Any, tokens: Tensor, tmp_path: Path, family: str
+) -> None:
     source = dense(family)
     made = moefy(source, *FOUR)
     assert made.told["proof"]["relative_logit_error"] < 1e-5
@@ -114,8 +116,7 @@ def test_every_family(run_cli: Any, dense: Any, moefy: Any, tokens: Tensor, fami
     assert counts == made.told["parameters"]
     assert (told["experts"], told["top_k"], told["moe_layers"], told["hidden_size"]) == (4, 2, LAYERS, 32)
     assert told["intermediate_size"] == 4 * networks(model)[0].size
-    plan = run_cli("moefy", source, "nowhere", *FOUR, "--dry-run", "--samples", 16, "--sequence-length", 32, "--json",
-                   "--calibration", "not-read.txt").json  # fmt: skip
+    plan = run_cli("moefy", source, tmp_path / "nowhere", *FOUR, *calibration, "--dry-run", "--json").json
     assert plan["output_bytes"] == weight_bytes(made.path) == made.told["bytes_after"]
     assert [plan[name] for name in ("parameters", "active_parameters", "added_parameters")] == list(counts.values())
     assert run_cli("verify", made.path).code == 0

@@ -175,7 +175,7 @@ def test_packing_changes_no_token(tuned: Any, moe: Path, data: Path) -> None:
     ("options", "code", "words"),
     [
         (("--data", "./nope.jsonl"), 3, ["nope.jsonl"]),
-        (("--data", "QUESTIONS"), 3, ["none of messages", "question"]),
+        (("--data", "QUESTIONS"), 3, ["none of text", "messages", "question"]),
         (("--data", "PAIRS", "--freeze-shared"), 2, ["no deltas to a base"]),
         (("--data", "PAIRS", "--freeze-shared", "--train", "all"), 2, ["--freeze-shared", "--train all"]),
         (("--data", "PAIRS", "--sequence-length", 4096), 2, ["4096", "128"]),

@@ -124,7 +124,9 @@ def test_what_people_add_and_write_is_noted(run_cli: Any, small: Path, tiny_mixt
     assert "tokenizer_config.json is missing" in result.stderr
 
 
-def test_an_older_manifest_keeps_what_it_says(run_cli: Any, small: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
+def test_an_older_manifest_keeps_what_it_says(
+    run_cli: Any, small: Path, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path
+) -> None:
     output = copy_of(small, tmp_path / "out")
     manifest = json.loads((output / MANIFEST).read_text())
     weights = {name: digest for name, digest in manifest["files"].items() if name == "model.safetensors"}
@@ -138,7 +140,7 @@ def test_an_older_manifest_keeps_what_it_says(run_cli: Any, small: Path, tiny_mi
     data = (output / "model.safetensors").read_bytes()
     (output / "model.safetensors").write_bytes(flipped(data, len(data) - 3))
     assert run_cli("verify", output).code == 5
-    again = run_cli("compress", tiny_mixtral, output, "--ratio", 0.35, "--calibration", "x.txt", "--resume")
+    again = run_cli("compress", tiny_mixtral, output, "--ratio", 0.35, "--calibration", tiny_text, "--resume")
     assert again.code == 2
     assert "does not say with which settings" in again.stderr
 

@@ -3,6 +3,7 @@
 On a text, beside it what its `llama-quantize` wants to know of a model: an importance matrix, and types for tensors.
 """
 
+import shlex
 from collections import Counter
 from functools import cached_property
 from itertools import groupby, takewhile
@@ -179,6 +180,9 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             write_bytes(files[1], type_lines(chosen).encode())
             bits = self._menu.bits_per_weight(chosen)
             job.progress.log(f"{TENSOR_TYPES} has {bits:.2f} bits per weight: {counted_types(chosen)}.")
+        options = zip(("--imatrix", "--tensor-type-file"), files, strict=False)
+        words = ["llama-quantize", *(word for option, file in options for word in (option, str(file)))]
+        job.progress.log(f"To use them: {shlex.join([*words, str(job.output / MODEL), 'SMALLER.gguf', 'Q4_K_M'])}")
         return files
 
     def _write(self, job: Job[GgufSource], file: Path) -> None:

@@ -183,7 +183,8 @@ class BranchTrainMix(Upcycle[BranchTrainMixOptions]):
         return {**super().sources(), **adapters}
 
     def texts(self) -> list[str]:
-        return [*super().texts(), *(spec.data for spec in self.specs if spec.data)]
+        own = [spec.data for spec in self.specs if spec.data] if self.options.gate_mode == "data" else []
+        return [*super().texts(), *own]
 
     def reads(self) -> list[Path]:
         return [*super().reads(), *found_here([*(spec.model for spec in self.specs), self.options.rest])]
