@@ -196,15 +196,17 @@ class LayerLayout:
                 yield delta_name(expert, role, tensor), stored
 
     def native_parameters(self) -> int:
-        """Numbers under native names: bases or their placeholders, and experts that were left as they were."""
+        """Numbers under native names: bases, and experts that were left as they were. Placeholders are none."""
         total = 0
         for role in self.shape.roles:
-            rows, columns = self.shape.matrix(role) if self.weights[role] is None else self.native_shape(role)
-            total += rows * columns * (self.shape.experts if self.weights[role] is None else 1)
+            if self.weights[role] is None:
+                total += math.prod(self.shape.matrix(role)) * self.shape.experts
+            elif self.has_dense_base(role):
+                total += math.prod(self.base_shape(role))
         return total
 
     def stored_parameters(self) -> int:
-        """Numbers in the file for this layer's experts (channel indices not counted)."""
+        """Numbers in the file for this layer's experts (channel indices and placeholders not counted)."""
         own = sum(torch.Size(stored.shape).numel() for name, stored in self.own_tensors() if name != BASE_CHANNELS)
         return self.native_parameters() + own
 
@@ -228,7 +230,8 @@ class LayerLayout:
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of this layer's experts on disk, in a model stored in `dtype`."""
         own = sum(stored.nbytes(dtype) for _, stored in self.own_tensors())
-        return self.native_parameters() * dtype.itemsize + own
+        placeholders = sum(math.prod(PLACEHOLDER) for _ in self.compact_bases())
+        return (self.native_parameters() + placeholders) * dtype.itemsize + own
 
     def to_config(self) -> dict[str, object]:
         """JSON form, for `quantization_config` in `config.json`."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from moetool.architectures import architectures
+from moetool.checkpoint.counting import numbers_in_files
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.manifest import Manifest, Origin, manifest_of
 from moetool.checkpoint.reader import MANIFEST, Checkpoint
@@ -74,7 +75,7 @@ def gather(path: str, output: Path, options: ReportOptions, progress: Progress =
         model_type=str(checkpoint.config.get("model_type")),
         bytes=checkpoint.weight_bytes,
         files=len(checkpoint.weight_files),
-        numbers=sum(info.nbytes // info.dtype.itemsize for info in checkpoint.tensors.values()),
+        numbers=numbers_in_files(checkpoint),
         weights=_weights(checkpoint, experts, against),
         against=options.against,
         against_bytes=None if against is None else against.weight_bytes,

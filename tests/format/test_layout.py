@@ -118,7 +118,7 @@ def test_no_base_takes_a_placeholder_per_role() -> None:
     ("rotation", "form", "says"),
     [
         ({"gate": 1, "up": 2}, LowRank(1), "gate and up are given the same inputs"),
-        ({"down": -1}, LowRank(1), "seed cannot be -1"),
+        ({"down": -1}, LowRank(1), r"a rotation's seed lies from 0 to 2\^63 - 1, not at -1"),
         ({"down": 1}, Dense(), "stored as it is cannot be rotated"),
     ],
 )

@@ -144,6 +144,8 @@ def test_what_it_saves_is_left_for_experts(
     assert experts[1] > experts[0]
     counts = run_cli("inspect", plain.path, "--json").json["parameters"]
     assert found["parameters"]["total"] == counts["total"]
+    stored = [tensor.numel() for tensor in tensors_of(more.path).values() if tensor.shape != (1, 1)]
+    assert found["parameters"]["stored"] == sum(stored)
     assert run_cli("verify", more.path, "--against", tiny_mixtral_bf16).code == 0
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moetool.architectures.dense import is_encoder
+from moetool.checkpoint.counting import numbers_in_files
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import ResourceError, UsageError
@@ -152,7 +153,7 @@ def _benched(
 ) -> Benched:
     return Benched(
         model=path,
-        parameters=sum(info.nbytes // info.dtype.itemsize for info in checkpoint.tensors.values()),
+        parameters=numbers_in_files(checkpoint),
         dtype=loaded.dtype,
         synthesized=loaded.synthesized,
         load_seconds=loaded.seconds,

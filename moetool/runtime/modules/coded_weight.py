@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moetool.errors import UsageError
+from moetool.format.kinds.base import PLACEHOLDER
 
 _SEEN = ("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "stride", "get_device",
          "data_ptr", "is_contiguous", "__hash__", "__len__")  # fmt: skip
@@ -35,6 +36,26 @@ class HoldsCodes(Protocol):
 
     def become_dense(self, matrix: nn.Parameter) -> None:
         """Be an ordinary module of this matrix from now on."""
+
+
+class Placeholder(nn.Parameter):
+    """The parameter `[1, 1]` that a module of codes registers as `weight`, as in its file.
+
+    accelerate moves what it reads as `weight`, which is the matrix, and registers it as an object of the class of what
+    was registered. Made of a matrix, this is a placeholder all the same.
+    """
+
+    def __new__(cls, data: Tensor, requires_grad: bool = False) -> "Placeholder":
+        """That of a placeholder, whose memory it shares, or of a matrix, of which it keeps nothing."""
+        own = data.detach()
+        own = own if (*own.shape,) == PLACEHOLDER else torch.zeros(PLACEHOLDER, dtype=own.dtype, device=own.device)
+        return super().__new__(cls, own, requires_grad)
+
+    @classmethod
+    def become(cls, parameter: nn.Parameter | None) -> None:
+        """Make one of an ordinary parameter of that shape, in place: other modules may have it, too."""
+        if type(parameter) is nn.Parameter and (*parameter.shape,) == PLACEHOLDER:
+            parameter.__class__ = cls
 
 
 class CodedWeight(nn.Parameter):
@@ -72,6 +93,12 @@ class CodedWeight(nn.Parameter):
                 return own
             if func in _FREEZE and False in (*args[1:], *kwargs.values()):
                 return own
+            if name == "to":
+                moved = own.placeholder.to(*_plain(args[1:]), **_plain(dict(kwargs)))
+                if moved is own.placeholder:
+                    return own
+                if moved.is_meta:
+                    return moved.detach().expand(own.shape)
             if func == _ASSIGN:
                 return own.assign(_plain(args[1]))
             if name in _SEEN or (name == "__get__" and func not in _COMPUTED):

@@ -16,7 +16,7 @@ from moetool.kernels.operands import UnsupportedMatrixError
 from moetool.kernels.products import linear, problem, routed
 from moetool.kernels.table import Table
 from moetool.representations.quantized import QuantizedMatrix, QuantizedWeight
-from moetool.runtime.modules.coded_weight import CodedWeight, placeholder_of
+from moetool.runtime.modules.coded_weight import CodedWeight, Placeholder, placeholder_of
 from moetool.runtime.modules.inference import few_tokens, numbered, run_rows_by_number
 from moetool.runtime.modules.insertion import path_in
 from moetool.runtime.modules.offloading import is_fetched, loaded
@@ -56,10 +56,11 @@ class QuantizedModule(nn.Module, ABC):
 
     @property
     def weight(self) -> nn.Parameter:
-        """The matrix `[out, in]`, see `CodedWeight`; the placeholder that is on disk until it is there."""
+        """The matrix `[out, in]`, see `CodedWeight`; the placeholder that is on disk while the codes are not in memory,
+        not loaded yet or offloaded."""
         if (placeholder := self._parameters.get("weight")) is None:
             raise AttributeError("weight")
-        return CodedWeight.of(self, placeholder) if self.is_filled else placeholder
+        return CodedWeight.of(self, placeholder) if self.is_filled and not placeholder.is_meta else placeholder
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """See `nn.Module`; a matrix in the place of the placeholder, as by `tie_weights`, makes it an ordinary one."""
@@ -68,6 +69,19 @@ class QuantizedModule(nn.Module, ABC):
             self._turn_dense(param)
         else:
             super().register_parameter(name, param)
+            self._keep_placeholder()
+
+    def _keep_placeholder(self) -> None:
+        Placeholder.become(self._parameters.get("weight"))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._keep_placeholder()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._keep_placeholder()
 
     @property
     def stored(self) -> QuantizedWeight:

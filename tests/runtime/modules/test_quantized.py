@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, nn
 
 from moetool.kernels.products import problem
@@ -118,3 +119,36 @@ def test_tables_are_made_anew(how: str) -> None:
     assert made["head"](inputs(2)).equal(expected)
     made["embedding"].stored.scales.zero_()
     assert made["head"](inputs(2)).equal(bias().expand_as(expected))
+
+
+@pytest.mark.parametrize("how", ["made", "copied", "unpickled", "moved by torch"])
+def test_what_moves_its_weight_leaves_a_placeholder(how: str) -> None:
+    """Read, it is the matrix; registered, on any device, it is what the file has."""
+    layer = QuantizedLinear(stored(), None)
+    matrix, layer.is_filled = layer.matrix(), True
+    if how == "copied":
+        layer = copy.deepcopy(layer)
+    elif how == "unpickled":
+        layer = pickle.loads(pickle.dumps(layer))
+    elif how == "moved by torch":
+        layer.to("meta")
+        layer = layer.to_empty(device="cpu")
+        layer.stored.load_state_dict(stored().state_dict())
+    assert layer.weight.shape == (24, 32)
+    set_module_tensor_to_device(layer, "weight", "meta")
+    assert layer.weight is layer._parameters["weight"]
+    assert layer.weight.shape == (1, 1)
+    set_module_tensor_to_device(layer, "weight", "cpu", torch.zeros(1, 1))
+    assert layer.state_dict()["weight"].equal(torch.zeros(1, 1))
+    assert (layer.weight + 0).equal(matrix)
+    assert type(layer._parameters["weight"])(layer.weight + 0).shape == (1, 1)
+
+
+def test_its_weight_moved_is_the_matrix() -> None:
+    layer = QuantizedLinear(stored(), None)
+    matrix, layer.is_filled = layer.matrix(), True
+    weight = layer.weight
+    assert weight.to("cpu", torch.float32) is weight
+    assert weight.to(torch.float64).equal(matrix.double())
+    assert type(weight.to("cpu", copy=True)) is Tensor
+    assert weight.to("meta").shape == (24, 32)
