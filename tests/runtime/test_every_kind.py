@@ -81,6 +81,16 @@ def test_offloaded_weights_compute_what_loaded_ones_do(
     assert any(parameter.is_meta for parameter in model.parameters())
 
 
+@every_kind
+def test_a_dispatched_model_is_what_it_was(kind: str, saved: Any) -> None:
+    model = load(saved(kind))
+    expected, tensors = logits(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with quiet():
+        accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    assert logits(model).equal(expected)
+    assert all(model.state_dict()[name].equal(tensor) for name, tensor in tensors.items())
+
+
 @pytest.mark.parametrize("kind", ["low-rank", "mixture-with-biases", "adapters", "neurons-mlp", "neurons-fixed-biases"])
 def test_kernels_let_go_of_offloaded_weights(kind: str, saved: Any) -> None:
     model = load(saved(kind))

@@ -129,5 +129,8 @@ def _plain(value: Any) -> Any:
 
 
 def placeholder_of(parameter: nn.Parameter | None) -> nn.Parameter | None:
-    """What a module may keep: the placeholder of a decoded view, any other parameter itself."""
+    """What a module may keep: the placeholder of a decoded view, any other parameter itself.
+
+    accelerate keeps a view, too, as what it read as `weight`, until it ties what was tied.
+    """
     return parameter.placeholder if isinstance(parameter, CodedWeight) else parameter

@@ -58,7 +58,7 @@ class QuantizedModule(nn.Module, ABC):
     def weight(self) -> nn.Parameter:
         """The matrix `[out, in]`, see `CodedWeight`; the placeholder that is on disk while the codes are not in memory,
         not loaded yet or offloaded."""
-        if (placeholder := self._parameters.get("weight")) is None:
+        if (placeholder := placeholder_of(self._parameters.get("weight"))) is None:
             raise AttributeError("weight")
         return CodedWeight.of(self, placeholder) if self.is_filled and not placeholder.is_meta else placeholder
 
