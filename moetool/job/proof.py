@@ -24,7 +24,7 @@ from moetool.numerics.seeding import generator
 from moetool.runtime.building import empty_model
 from moetool.runtime.memory import free_bytes
 
-ROUNDING = 1e-5  # ‖Δ‖ / ‖output‖ in fp32
+LARGEST_ERROR = 1e-5  # ‖Δ‖ / ‖output‖ in fp32
 _TOKENS = 16
 _COPIES = 3  # of a layer in fp32: as it is read, as it is loaded, and one expert's matrices and products beside it
 
@@ -146,10 +146,10 @@ def _errors_of_codes(made: Checkpoint, model: nn.Module, prefix: str) -> Iterato
 
 def _error(what: str, found: Tensor, promised: Tensor, made: Checkpoint) -> float:
     error = ((found - promised).double().norm() / promised.double().norm().clamp_min(1e-30)).item()
-    if not error <= ROUNDING:
+    if not error <= LARGEST_ERROR:
         raise VerificationError(
             f"Loaded by transformers, {what} give {error:.2g} of their output's size something else than the matrices "
-            f"in the files; at most {ROUNDING:g} is rounding. {_left(made)}"
+            f"in the files; at most {LARGEST_ERROR:g} is rounding. {_left(made)}"
         )
     return error
 

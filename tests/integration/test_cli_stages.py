@@ -179,10 +179,8 @@ def test_prune_base_after_factors(run_cli, compress, tiny_mixtral, tokens, tmp_p
 
 
 def test_prune_base_measures_for_itself(run_cli, mean_decomposed, calibration, tokens, tmp_path):
-    refused = run_cli("prune-base", mean_decomposed, tmp_path / "out")
-    assert refused.code == 2
-    assert "--calibration" in refused.stderr
-    assert not (tmp_path / "out").exists()
+    planned = run_cli("prune-base", mean_decomposed, tmp_path / "out", "--dry-run", "--json")
+    assert planned.json["calibration"] == "bundled"
     semi_dynamic = ("--pruning", "semi-dynamic", *calibration)
     output = chain(run_cli, tmp_path, ("prune-base", mean_decomposed, "out", "--ratio", 0.5, *semi_dynamic))
     assert logits(output, tokens).isfinite().all()

@@ -1,6 +1,7 @@
 """Random edits of plans and presets: each is refused in a sentence, or followed to the letter."""
 
 import copy
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -20,8 +21,8 @@ from moetool.compress.mixing.plan_file import read_plan
 from moetool.errors import MoetoolError
 from moetool.job.job import Source
 
-FEW = 8
-MANY = pytest.param(200, marks=pytest.mark.slow, id="many")
+PLANS = int(os.environ.get("MOETOOL_TEST_DAMAGES", "8"))  # edited ones
+PRESETS = int(os.environ.get("MOETOOL_TEST_DAMAGES", "60"))
 VALUES = tuple(value for value in WRONG if not isinstance(value, Nested))
 BASES = ("none", "quantised-weight:2:16", "nf4", "int8", "dense", "trellis-weight:2:16", "low-rank:4", "quantised:8:16")
 FORMS = (
@@ -99,7 +100,7 @@ def deserved(made: Path, source: Path) -> None:
             assert (stored.dense(layer, expert, role) - matrix).norm() <= limit, (layer, role, expert, form.spec)
 
 
-@pytest.mark.parametrize("count", [FEW, MANY])
+@pytest.mark.parametrize("count", [PLANS])
 def test_an_edited_plan_is_followed_or_refused(
     run_cli: Any, kin: Path, tiny_text: Path, tmp_path: Path, count: int
 ) -> None:
@@ -146,7 +147,7 @@ NAMES = (
 )
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow, id="many")])
+@pytest.mark.parametrize("count", [PRESETS])
 def test_an_edited_preset_is_what_it_says_or_refused(
     run_cli: Any, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path, count: int
 ) -> None:
