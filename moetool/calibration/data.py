@@ -84,7 +84,7 @@ class DataSpec:
 
     @property
     def is_bundled(self) -> bool:
-        """Whether it is the text that comes with moetool."""
+        """Whether the source is the text that comes with moetool, and not a file or folder of that name."""
         return self.source == BUNDLED and not is_here(BUNDLED)
 
 

@@ -121,12 +121,12 @@ class RoutedBatch:
         return found
 
     def said(self) -> tuple[Tensor, int, int, Tensor, list[int]]:
-        """All of it, for another process."""
+        """The fields from which another process makes the same batch with `heard`."""
         return self.weights, self._top_k, self.tokens, self._order, self._ends
 
     @classmethod
     def heard(cls, weights: Tensor, top_k: int, tokens: int, order: Tensor, ends: list[int]) -> "RoutedBatch":
-        """Inverse of `said`."""
+        """The batch of another process, from the fields that its `said` gives."""
         found = cls.__new__(cls)
         found.weights, found._top_k, found.tokens, found._order, found._ends = weights, top_k, tokens, order, ends
         return found

@@ -32,7 +32,8 @@ def bundled_tokens(spec: DataSpec, tokenizer: Tokenizer) -> BundledTokens:
     """The tokens of the bundled text, or of the kind that `spec` names, without the pieces that are torn into bytes:
     more than half a token per byte, and twice as many as the piece with the fewest. Raises `UsageError` for a kind that
     there is not."""
-    chosen = [piece for piece in pieces() if piece.kind in bundled_kinds(spec)]
+    kinds = bundled_kinds(spec)
+    chosen = [piece for piece in pieces() if piece.kind in kinds]
     rates = [_tokens_per_byte(piece, tokenizer) for piece in pieces()]
     limit = max(_TORN, 2 * min(filter(None, rates), default=0.0))
     torn = {piece for piece, rate in zip(pieces(), rates, strict=True) if rate > limit}

@@ -285,7 +285,7 @@ class GgufModel:
 
     @cached_property
     def layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers of the model."""
         return int(self._number("block_count"))
 
     @cached_property

@@ -96,7 +96,7 @@ class GgufSource:
 
     @property
     def layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers of the model."""
         return int(self.config.num_hidden_layers)
 
     @property
