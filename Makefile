@@ -22,9 +22,10 @@ check: .venv/ready
 bench: .venv/ready
 	@for name in $(BENCH); do echo "== $$name $(ARGS)"; $(BIN)/python scripts/benchmarks/$$name.py $(ARGS) || exit; done
 
-# What is generated in docs/: the tables of options, and the picture from committed results.
+# What is generated in docs/: the tables of options and of families, and the picture from committed results.
 docs: .venv/ready
 	$(BIN)/python scripts/docs/options.py
+	$(BIN)/python scripts/docs/families.py
 	$(BIN)/python scripts/docs/chart.py
 
 # The calibration text that comes with the package, packed from scripts/text.

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from moetool.checkpoint.permissions import open_to_readers
-from moetool.checkpoint.quiet import quiet
 from moetool.job.progress import Progress, phase
 from moetool.job.result import Printed
+from moetool.quiet import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -26,12 +26,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 from moetool.checkpoint.experts import ExpertReader
-from moetool.checkpoint.quiet import quiet
 from moetool.checkpoint.reader import Checkpoint
+from moetool.costs.machine import Machine
 from moetool.format.entry import format_entry
 from moetool.format.families import architecture_of
 from moetool.format.layout import BASE_CHANNELS, LayerLayout
-from moetool.job.machine import Machine
+from moetool.quiet import quiet
 from moetool.representations.dense import Dense
 
 VOCABULARY = 288

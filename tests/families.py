@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 import moetool  # noqa: F401  (makes transformers know DeepSeekMoE)
 from moetool.architectures import find_architecture
+from moetool.runtime.loading import model_class
 
 COMMON: dict[str, Any] = {
     "vocab_size": 288,
@@ -181,13 +182,14 @@ FAMILIES |= {
 
 def build(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """A model whose experts are one shared matrix plus differences, at the scales of a trained one."""
-    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **overrides})
+    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES.get(family, {}), **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config).eval()
+        model = model_class({"model_type": family}).from_config(config).eval()
         with torch.no_grad():
+            saved = model.state_dict()
             for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-                if "inv_freq" in name or "decay" in name or "slope_rate" in name:
+                if name not in saved or not parameter.is_floating_point() or "decay" in name or "slope_rate" in name:
                     continue
                 if parameter.ndim == 3:
                     shared = torch.randn(parameter.shape[1:])

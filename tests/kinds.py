@@ -11,7 +11,6 @@ from families import build
 from torch import Tensor, nn
 
 from moetool.architectures import ROLES, MoEShape, Role
-from moetool.checkpoint.quiet import quiet
 from moetool.format.entry import custom_entry, format_entry
 from moetool.format.kinds import CustomModule
 from moetool.format.kinds.moe import MoESpec, Shared
@@ -20,6 +19,7 @@ from moetool.format.kinds.pesc import PescSpec
 from moetool.format.kinds.simoe import SimoeSpec
 from moetool.format.layout import LayerLayout
 from moetool.format.marker import BESIDE
+from moetool.quiet import quiet
 from moetool.representations import Representation, parse_representation
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import is_placeholder

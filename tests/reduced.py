@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from moetool.checkpoint.quiet import quiet
 from moetool.job.job import Source
+from moetool.quiet import quiet
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 from kinds import KINDS, _fill_stored
 from torch import Tensor
 
-from moetool.checkpoint.quiet import quiet
+from moetool.quiet import quiet
 from moetool.runtime.modules.experts import SharedBaseExperts
 
 STORED = (

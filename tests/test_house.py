@@ -15,13 +15,14 @@ ROOT = ""  # files beside the rooms
 
 # From the ground up. A room imports from those below it, and from no other room of its own floor.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "version", "compiled"}),
+    frozenset({"errors", "version", "quiet", "compiled"}),
     frozenset({"numerics", "architectures"}),
     frozenset({"representations"}),
     frozenset({"format", "kernels"}),
     frozenset({"checkpoint"}),
     frozenset({"runtime"}),
     frozenset({"calibration", "serving"}),
+    frozenset({"costs"}),
     frozenset({"job"}),
     frozenset({"convert", "bases"}),
     frozenset({"compress", "reduce", "upcycle", "moefy", "tune", "measure"}),
@@ -33,7 +34,7 @@ FLOORS: tuple[frozenset[str], ...] = (
 )
 LARGEST = 0.15  # share of the package's lines that a room may hold
 # Names by which the files of a directory say the same thing each of itself.
-CONTRACTS = {"ARCHITECTURE", "DENSE", "UNSUPPORTED", "TARGET", "KIND"}
+CONTRACTS = {"ARCHITECTURE", "DENSE", "UNSUPPORTED", "TARGET", "KIND", "FORMAT"}
 
 
 def floor(room: str) -> int:

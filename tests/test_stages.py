@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from moetool.cli.app import COMMANDS, commands
 from moetool.cli.commands.stage import CHOICES
+from moetool.costs.machine import Machine
 from moetool.job.execute import plan_stage, run_stage
-from moetool.job.machine import Machine
 from moetool.job.options import RunOptions
 from moetool.stages import _PLACES, stages
 
@@ -86,7 +86,7 @@ def options(name: str, inputs: Inputs, tiny_text: Path) -> RunOptions:
     if "source" in given:
         given["source"] = [str(inputs("dense"))] * 2
     if "calibration" in kind.model_fields:
-        given |= {"calibration": str(tiny_text), "samples": 8, "sequence_length": 32}
+        given |= {"calibration": str(tiny_text), "mix": 0, "samples": 8, "sequence_length": 32}
     return kind(**given)
 
 

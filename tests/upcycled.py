@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from moetool.architectures.base import fused_name
 from moetool.architectures.dense import DenseArchitecture
-from moetool.checkpoint.quiet import quiet
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import CheckpointWriter
 from moetool.convert.parts import Converted, Made
@@ -20,6 +19,7 @@ from moetool.format.kinds.moe import MoESpec, Shared
 from moetool.format.kinds.pesc import PescSpec
 from moetool.format.kinds.simoe import SimoeSpec
 from moetool.numerics.seeding import linear_std
+from moetool.quiet import quiet
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.experts import Copies, Experts
 from moetool.upcycle.methods.pesc import WithAdapterExperts

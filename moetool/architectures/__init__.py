@@ -9,7 +9,8 @@ from functools import cache
 from typing import Any
 
 from moetool.architectures.base import EXPERT_KEYS, ROLES, Architecture, MoEShape, Role, Unsupported, experts_told
-from moetool.errors import InvalidInputError, did_you_mean
+from moetool.architectures.derived import derive
+from moetool.errors import InvalidInputError
 
 __all__ = [
     "ROLES",
@@ -67,5 +68,4 @@ def find_architecture(config: Mapping[str, object]) -> Architecture:
             f"model_type {model_type!r} is not an MoE model: its config.json names no experts "
             f"({', '.join(EXPERT_KEYS)}). `moetool upcycle` makes one of a dense model. Known MoE families: {known}."
         )
-    hint = did_you_mean(str(model_type), by_type)
-    raise InvalidInputError(f"Unknown model family {model_type!r} ({told}). Known MoE families: {known}.{hint}")
+    return derive(config)

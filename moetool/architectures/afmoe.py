@@ -11,7 +11,7 @@ ARCHITECTURE = Architecture(
     intermediate_key="moe_intermediate_size",
     router_rule="sigmoid, top-k by corrected scores, renormalized to sum 1, times route_scale",
     router_options={"score_func": ("sigmoid",), "route_norm": (True,), "n_group": (1,)},
-    router_others=("expert_bias",),
+    router_others=("mlp.expert_bias",),
     others=("shared_experts.",),
     moe_layers_rule=MoELayers(first_dense="num_dense_layers"),
     shared_expert_module="mlp.shared_experts",

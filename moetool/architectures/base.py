@@ -21,7 +21,13 @@ ROLES: tuple[Role, ...] = ("gate", "up", "down")
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 # Those with the number of experts per token.
-TOP_K_KEYS = ("num_experts_per_tok", "moe_k", "moe_topk")
+TOP_K_KEYS = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+
+# Those with the width of one expert.
+WIDTH_KEYS = ("moe_intermediate_size", "intermediate_size", "expert_ffn_hidden_size")
+
+# Those with the number of groups of experts, and from how many of these a token's are taken.
+GROUP_KEYS = (("n_group", "topk_group"), ("num_expert_group", "topk_group"))
 
 # The two ways in which most families name a gated network's matrices, relative to it.
 GATED: Mapping[Role, str] = {role: f"{role}_proj.weight" for role in ROLES}
@@ -107,6 +113,23 @@ class MoEShape:
         if role == "down":
             return self.hidden, self.intermediate
         return self.intermediate, self.hidden
+
+
+@dataclass(frozen=True)
+class ModelNumbers:
+    """Numbers of a model that are read from its modules or from moetool's entry, not from keys of `config.json`.
+
+    Attributes:
+        layers: decoder layers.
+        moe_layers: those of them that have experts.
+        shape: of every MoE layer.
+        groups: into how many groups the experts are divided, and from how many of these a token's are taken.
+    """
+
+    layers: int
+    moe_layers: tuple[int, ...]
+    shape: MoEShape
+    groups: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True)
@@ -215,16 +238,19 @@ class Architecture:
         groups_keys: config keys, into how many groups the experts are divided and from how many of these a token's are
             taken, of a family that has groups.
         router_options: config keys that change the router's rule, and the values that transformers computes.
-        router_others: other tensors with an entry per expert, `[experts]` or `[1, experts]`, relative to the block.
+        router_others: other tensors with an entry per expert, `[experts]` or `[1, experts]`, relative to the layer.
         others: beginnings of the names of other tensors in the block, relative to it (shared experts, biases).
         moe_layers_rule: which layers are MoE layers.
         returns_tuple: a decoder layer gives a tuple, of which the model takes the first entry.
+        handed_on: how many more entries that tuple has, which the model hands to the next layer.
         shared_expert_module: path of the shared expert, relative to the layer, of a family that has one.
         shared_expert: its matrices, relative to it; gate and up may share a tensor, one below the other.
         attention: projections of a layer's attention, relative to it, those that some of its models have.
         embeddings: those of tokens, and the head.
         aliases: parts of names that some tools write, and what stands there on the hub. Such a checkpoint is read as if
             it had the hub's names.
+        layer_module: module path of one decoder layer in memory, if that is not `layer`.
+        given: numbers of this one model, of a family whose keys are not written down.
     """
 
     name: str
@@ -245,11 +271,14 @@ class Architecture:
     others: tuple[str, ...] = ()
     moe_layers_rule: MoELayers = field(default_factory=MoELayers)
     returns_tuple: bool = False
+    handed_on: int = 0
     shared_expert_module: str = ""
     shared_expert: Mapping[Role, str] = field(default_factory=lambda: GATED)
     attention: tuple[str, ...] = ATTENTION
     embeddings: tuple[str, ...] = ("model.embed_tokens", "lm_head")
     aliases: Mapping[str, str] = field(default_factory=dict)
+    layer_module: str = ""
+    given: ModelNumbers | None = None
 
     def __post_init__(self) -> None:
         for name in ("weights", "shared_expert", "aliases"):
@@ -267,6 +296,8 @@ class Architecture:
 
     def layers(self, config: Settings) -> int:
         """Number of decoder layers."""
+        if self.given is not None:
+            return self.given.layers
         return self.number(config, "num_hidden_layers")
 
     def moe_layers(self, config: Settings) -> tuple[int, ...]:
@@ -275,6 +306,8 @@ class Architecture:
         Raises:
             InvalidInputError: none is, or an entry cannot be read.
         """
+        if self.given is not None:
+            return self.given.moe_layers
         found = self.moe_layers_rule.among(self.layers(config), config)
         if not found:
             raise InvalidInputError("By config.json no layer of this model has experts.")
@@ -301,6 +334,8 @@ class Architecture:
         Raises:
             InvalidInputError: a number is missing, or more experts are routed than exist.
         """
+        if self.given is not None:
+            return self.given.shape
         experts_key = next((key for key in self.experts_keys if key in config), self.experts_keys[0])
         shape = MoEShape(
             experts=self.number(config, experts_key),
@@ -318,6 +353,8 @@ class Architecture:
     def expert_groups(self, config: Settings) -> tuple[int, int]:
         """Into how many groups the experts of a layer are divided, those that follow each other, and from how many a
         token's are taken; one and one without groups."""
+        if self.given is not None:
+            return self.given.groups
         if self.groups_keys is None:
             return 1, 1
         groups, chosen = (whole_number(config, key) or 1 for key in self.groups_keys)
@@ -332,13 +369,17 @@ class Architecture:
             )
         return value
 
+    def layer_path(self, layer: int) -> str:
+        """`model.layers.3`, the path of a decoder layer's module in memory."""
+        return (self.layer_module or self.layer).format(layer=layer)
+
     def layer_prefix(self, layer: int) -> str:
         """`model.layers.3.`"""
         return self.layer.format(layer=layer) + "."
 
     def block_prefix(self, layer: int) -> str:
         """`model.layers.3.block_sparse_moe.`, the whole MoE block on disk: router, experts and what else there is."""
-        return f"{self.layer_prefix(layer)}{self.block}."
+        return self.layer_prefix(layer) + (f"{self.block}." if self.block else "")
 
     def experts_prefix(self, layer: int) -> str:
         """`model.layers.3.block_sparse_moe.experts.`, under which moetool's own tensors lie on disk."""
@@ -365,5 +406,5 @@ class Architecture:
 
     def is_router(self, layer: int, name: str) -> bool:
         """Whether a tensor belongs to the layer's router and so has an entry per expert."""
-        others = (self.block_prefix(layer) + other for other in self.router_others)
+        others = (self.layer_prefix(layer) + other for other in self.router_others)
         return name.startswith(self.router_name(layer).removesuffix("weight")) or name in others

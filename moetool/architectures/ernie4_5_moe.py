@@ -10,7 +10,7 @@ ARCHITECTURE = Architecture(
     intermediate_key="moe_intermediate_size",
     router_rule="softmax over all experts, top-k by corrected scores, renormalized",
     top_k_key="moe_k",
-    router_others=("moe_statics.e_score_correction_bias",),
+    router_others=("mlp.moe_statics.e_score_correction_bias",),
     others=("shared_experts.",),
     moe_layers_rule=MoELayers(
         first_dense="moe_layer_start_index", every=("moe_layer_interval", -1), last="moe_layer_end_index"

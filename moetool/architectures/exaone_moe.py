@@ -10,7 +10,7 @@ ARCHITECTURE = Architecture(
     intermediate_key="moe_intermediate_size",
     router_rule="sigmoid, top-k of the best groups by corrected scores, renormalized, times routed_scaling_factor",
     router_options={"scoring_func": ("sigmoid",)},
-    router_others=("e_score_correction_bias",),
+    router_others=("mlp.e_score_correction_bias",),
     others=("shared_experts.",),
     groups_keys=("n_group", "topk_group"),
     moe_layers_rule=MoELayers(first_dense="first_k_dense_replace", kinds="mlp_layer_types"),

@@ -12,7 +12,7 @@ ARCHITECTURE = Architecture(
     experts_key="num_experts",
     intermediate_key="moe_intermediate_size",
     router_rule="sigmoid, top-k by corrected scores, renormalized if norm_topk_prob, times routed_scaling_factor",
-    router_others=("expert_bias",),
+    router_others=("feed_forward.expert_bias",),
     moe_layers_rule=MoELayers(first_dense="num_dense_layers"),
     attention=(
         *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")),

@@ -12,5 +12,5 @@ ARCHITECTURE = Architecture(
     intermediate_key="intermediate_size",
     router_rule="sigmoid, top-k by corrected scores, renormalized to sum 1",
     router_options={"scoring_func": ("sigmoid",), "shared_intermediate_size": (0,)},
-    router_others=("e_score_correction_bias",),
+    router_others=("block_sparse_moe.e_score_correction_bias",),
 )

@@ -27,7 +27,7 @@ class Deltas:
         self._full: dict[Role, Tensor] = {}
 
     def of(self, role: Role, expert: int) -> Tensor:
-        """`[out, in]` fp32 on the device."""
+        """The delta `[out, in]` of one matrix, fp32 on the device."""
         if role not in self._full:
             if role == "down" or "down" in self._full:  # gate and up are kept beside each other
                 self._full.clear()

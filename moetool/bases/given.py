@@ -17,7 +17,8 @@ from moetool.checkpoint.experts import ExpertReader, Weights
 from moetool.checkpoint.files import file_sha256
 from moetool.checkpoint.identity import is_known_as
 from moetool.checkpoint.manifest import read_manifest
-from moetool.checkpoint.reader import CONFIG, Checkpoint, digest_of
+from moetool.checkpoint.names import CONFIG
+from moetool.checkpoint.reader import Checkpoint, digest_of
 from moetool.checkpoint.source import local_path
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.writing import down_scale
@@ -36,10 +37,10 @@ class GivenBase(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """What decides the result."""
+        """A string that identifies all that decides the base."""
 
     def inputs(self) -> Mapping[str, Checkpoint]:
-        """The checkpoints that it is read from."""
+        """The checkpoints that the base is read from."""
         return {}
 
     @abstractmethod

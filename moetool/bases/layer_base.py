@@ -71,7 +71,7 @@ class LayerBase:
         return replace(self, matrices=matrices, channels=self.channels[kept])
 
     def moved(self, matrices: Mapping[Role, Tensor]) -> "LayerBase":
-        """With other matrices for some roles, as they are stored."""
+        """The base with other stored matrices for some roles."""
         return replace(self, matrices={**self.matrices, **matrices})
 
     def encoded(
@@ -114,7 +114,7 @@ class LayerBase:
         return {role: self.compact[role][0] if role in self.compact else Dense() for role in self.matrices}
 
     def save(self, path: Path) -> None:
-        """Write atomically."""
+        """Write the base to a file, atomically."""
         tensors = {f"base.{role}": matrix for role, matrix in self.matrices.items() if role not in self.compact}
         tensors["channels"] = self.channels
         tensors["intermediate"] = torch.tensor(self.intermediate)

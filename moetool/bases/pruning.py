@@ -18,7 +18,7 @@ class PruningPlan:
 
 
 def plan_pruning(intermediate: int, ratio: float, mode: BaseCompression) -> PruningPlan:
-    """All of `floor(intermediate · ratio)` channels statically, or half of them and the rest dynamically; none where
+    """Prune `floor(intermediate · ratio)` channels statically, or half of them so and the rest dynamically; none where
     the base gets smaller in another way."""
     if mode == "svd":
         return PruningPlan(static=0, dynamic=0)

@@ -4,6 +4,7 @@ One file holds the inputs of one decoder layer (or the gradients with respect to
 memory needed independent of the model's depth, and let an interrupted run go on from the layer it had reached.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +20,12 @@ from moetool.errors import ResourceError
 
 
 class ActivationFile:
-    """A tensor `[windows, length, hidden]` in a file, read and written by slices of windows."""
+    """A tensor `[windows, length, hidden]` in a file, read and written by slices of windows. A model may have more than
+    one hidden state per token, `[windows, length, states, hidden]`."""
 
-    def __init__(self, path: Path, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    def __init__(self, path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.path, self.shape, self.dtype = path, shape, dtype
-        self._row_bytes = shape[1] * shape[2] * dtype.itemsize
+        self._row_bytes = math.prod(shape[1:]) * dtype.itemsize
 
     @property
     def nbytes(self) -> int:

@@ -35,17 +35,21 @@ def pieces() -> tuple[BundledPiece, ...]:
     return tuple(BundledPiece(*row) for row in json.loads(lzma.decompress(PACKED.read_bytes())))
 
 
-def kinds() -> tuple[str, ...]:
-    """The kinds of text that there are, in alphabetical order."""
-    return tuple(dict.fromkeys(piece.kind for piece in pieces()))
-
-
-def texts(kind: str) -> list[str]:
-    """The texts of one kind, ordered by name.
+def kinds(named: str | None = None) -> tuple[str, ...]:
+    """The kinds of text that there are, in alphabetical order, or the one that is `named` alone.
 
     Raises:
         UsageError: there is no such kind.
     """
-    if kind not in kinds():
-        raise UsageError(f"there is no bundled text of kind {kind!r}.{did_you_mean(kind, kinds())}")
-    return [piece.text for piece in pieces() if piece.kind == kind]
+    there = tuple(dict.fromkeys(piece.kind for piece in pieces()))
+    if named is None:
+        return there
+    if named not in there:
+        raise UsageError(f"The bundled text has no kind {named!r}: {', '.join(there)}.{did_you_mean(named, there)}")
+    return (named,)
+
+
+def texts(kind: str) -> list[str]:
+    """The texts of one kind, ordered by name. Raises `UsageError` if there is no such kind."""
+    [named] = kinds(kind)
+    return [piece.text for piece in pieces() if piece.kind == named]

@@ -86,10 +86,10 @@ class FisherCollector(Collector):
     """Fisher-weighted sums of the experts' weights (D²-MoE, Eq. 4 and 5).
 
     The diagonal Fisher information of an expert's matrix is the mean over windows of the squared gradient of the
-    window's mean next-token loss (empirical: the label is the true next token). The base `Σ_j F_j W_j / Σ_j F_j` is
-    linear in F above and below the line, so both sums are accumulated directly, in fp32: two matrices per role instead
-    of a Fisher matrix per expert. Gradients are formed one expert, role and window at a time, from the inputs and the
-    gradients of the outputs, and never for the whole layer at once.
+    window's mean next-token loss. The base `Σ_j F_j W_j / Σ_j F_j` is linear in F above and below the line, so both
+    sums are accumulated directly, in fp32: two matrices per role instead of a Fisher matrix per expert. Gradients are
+    formed one expert, role and window at a time, from the inputs and the gradients of the outputs, and never for the
+    whole layer at once.
     """
 
     def __init__(

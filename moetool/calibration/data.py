@@ -22,6 +22,10 @@ from moetool.errors import InvalidInputError, UsageError, did_you_mean
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
 RECORD_SUFFIXES = (".jsonl", ".parquet")
 BUNDLED = "bundled"  # the text that comes with moetool, where nothing of that name is on the disk
+SELF = "self"  # text that the model itself writes, likewise
+OWN_TEXT = "the model's own text"
+TEMPERATURES = (0.7, 1.0)  # of that text, where none is given: windows take turns
+_HOTTEST = 2.0
 SEPARATOR = "\n\n"
 READ_CHARS = 1 << 20
 _LOOKED_AT, _LARGE = 20, 1 << 26  # files of a folder, and bytes of one, that are looked at beforehand
@@ -34,7 +38,7 @@ class DataSpec:
     Attributes:
         source: a `.txt`, `.jsonl` or `.parquet` file, a folder of those, or the id of a hub data set.
         config: configuration of a hub data set, `None` for its only or default one; a kind of the bundled text, `None`
-            for all.
+            for all; the temperature of the model's own text, `None` for `TEMPERATURES`.
         split: split of a hub data set, `None` for `train`.
         column: field that holds the text, `None` to take `text`, `content`, `prompt` + `completion` or `messages`.
         weight: share of the samples, relative to the other sources.
@@ -53,8 +57,8 @@ class DataSpec:
         What exists on disk is taken as a path, with any `:` and `@` in it.
 
         Raises:
-            UsageError: it is empty, has too many parts, a weight that is not positive, or a `config` or `split` for
-                something local.
+            UsageError: it is empty, has too many parts, a weight that is not positive, a `config` or `split` for
+                something local, or what the bundled text or the model's own does not have.
             InvalidInputError: no file system takes such a name.
         """
         name, weight = text.strip(), 1.0
@@ -80,12 +84,48 @@ class DataSpec:
             raise UsageError(f"{source} is local, so it has no config or split; for a column write {source}:::COLUMN.")
         if source == BUNDLED and (split or column) and not is_here(source):
             raise UsageError(f"The bundled text has kinds, and neither splits nor columns: {BUNDLED}[:KIND].")
-        return cls(source, config, split, column, weight)
+        spec = cls(source, config, split, column, weight)
+        if spec.is_self:
+            spec._check_self()
+        return spec
 
     @property
     def is_bundled(self) -> bool:
         """Whether the source is the text that comes with moetool, and not a file or folder of that name."""
         return self.source == BUNDLED and not is_here(BUNDLED)
+
+    @property
+    def is_self(self) -> bool:
+        """Whether the source is what the model itself writes, and not a file or folder of that name."""
+        return self.source == SELF and not is_here(SELF)
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """At which the model's own text is drawn, the windows taking turns."""
+        return TEMPERATURES if self.config is None else (float(self.config),)
+
+    def _check_self(self) -> None:
+        """Raise `UsageError` for splits, columns, or a temperature that is none."""
+        temperature = math.nan
+        with contextlib.suppress(ValueError):
+            temperature = 1.0 if self.config is None else float(self.config)
+        if self.split or self.column or not 0 < temperature <= _HOTTEST:
+            raise UsageError(
+                f"The model's own text has a temperature above 0 and up to {_HOTTEST:g}, and nothing else: "
+                f"{SELF}[:TEMPERATURE], such as {SELF}:0.8."
+            )
+
+    @property
+    def name(self) -> str:
+        """What to call the source: the name of a file or folder, the id of a hub data set."""
+        if self.is_self:
+            return OWN_TEXT
+        return local_path(self.source).name if is_here(self.source) else self.source
+
+    @property
+    def written(self) -> str:
+        """The source as `parse` reads it, without a weight."""
+        return ":".join([self.source, *(part or "" for part in (self.config, self.split, self.column))]).rstrip(":")
 
 
 def parse_data(data: str) -> tuple[DataSpec, ...]:
@@ -103,11 +143,13 @@ def iter_text(spec: DataSpec) -> Iterator[str]:
     """The text of one source in pieces; joined with nothing between them they are the stream.
 
     Raises:
+        UsageError: it is the model's own text, which is not there yet.
         InvalidInputError: the source is missing, unreadable or of an unknown kind, or lacks the column.
     """
     path = local_path(spec.source)
+    _refuse_self(spec)
     if spec.is_bundled:
-        yield from _separated([text] for kind in bundled_kinds(spec) for text in texts(kind))
+        yield from _separated([text] for kind in kinds(spec.config) for text in texts(kind))
     elif path.is_dir():
         files = data_files(path)
         if not files:
@@ -119,28 +161,22 @@ def iter_text(spec: DataSpec) -> Iterator[str]:
         yield from _separated([text] for text in _documents(spec))
 
 
-def bundled_kinds(spec: DataSpec) -> tuple[str, ...]:
-    """The kinds of the bundled text that a source names, by default all. Raises `UsageError` for one that it lacks."""
-    if spec.config is None:
-        return kinds()
-    if spec.config not in kinds():
-        there = ", ".join(kinds())
-        raise UsageError(f"The bundled text has no kind {spec.config!r}: {there}.{did_you_mean(spec.config, kinds())}")
-    return (spec.config,)
-
-
-def check_data(data: str) -> None:
-    """Look at the beginning of every source of a DATA argument: at names alone of what is on the hub.
+def check_data(data: str, *, own: bool = False) -> None:
+    """Look at the beginning of every source of a DATA argument: at names alone of what is on the hub. The model's `own`
+    text is for jobs that calibrate.
 
     Raises:
-        UsageError: it cannot be parsed.
+        UsageError: it cannot be parsed, or is the model's own text where there is none.
         InvalidInputError: a source is missing, unreadable or of an unknown kind, lacks the column, or has a name that
             no data set of the hub can have.
     """
     for spec in parse_data(data):
         path = local_path(spec.source)
+        if spec.is_self and own:
+            continue
+        _refuse_self(spec)
         if spec.is_bundled:
-            bundled_kinds(spec)
+            kinds(spec.config)
         elif path.exists():
             if not (files := data_files(path)):
                 raise InvalidInputError(f"The folder {path} has no {', '.join(TEXT_SUFFIXES)} files.")
@@ -190,6 +226,11 @@ def data_files(path: Path) -> list[Path]:
     return sorted(found)
 
 
+def _refuse_self(spec: DataSpec) -> None:
+    if spec.is_self:
+        raise UsageError(f"Only --calibration takes {SELF!r}, the text that a model writes itself: give another text.")
+
+
 def _separated(texts: Iterable[Iterable[str]]) -> Iterator[str]:
     for i, text in enumerate(texts):
         if i:
@@ -212,8 +253,10 @@ def records(spec: DataSpec) -> Iterator[Mapping[str, object]]:
     """The records of one source: a `.jsonl` or `.parquet` file, a folder of them, or a hub data set.
 
     Raises:
+        UsageError: it is the model's own text.
         InvalidInputError: the source is missing, unreadable or of an unknown kind.
     """
+    _refuse_self(spec)
     path = local_path(spec.source)
     if path.exists():
         files = [file for file in data_files(path) if path.is_file() or file.suffix in RECORD_SUFFIXES]

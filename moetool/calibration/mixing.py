@@ -1,85 +1,121 @@
-"""Windows of several texts in one calibration set, and of the bundled text those that a tokenizer can read."""
+"""Several texts in one calibration set: how many windows each gives, in which order, and how that is said."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 
-import torch
-from torch import Tensor
+from moetool.calibration.bundled import kinds
+from moetool.calibration.data import OWN_TEXT, DataSpec
 
-from moetool.calibration.bundled import BundledPiece, pieces
-from moetool.calibration.data import DataSpec, bundled_kinds
-from moetool.calibration.opening import Tokenizer
-
-_LOOKED_AT = 8192  # characters of a piece by which it is judged, of which its words count: digits are often cut apart
-_FEWEST = 200  # characters in words, below which nothing is judged
-_TORN = 0.5  # tokens per byte above which a tokenizer that needs half of them elsewhere cannot read a text
+ONE_KIND = (
+    "All windows are of one kind of text: small models compressed on one kind alone lost 4 to 50 times as much on "
+    "others, and 1.2 to 1.9 times with half of the windows bundled (--mix 0.5)."
+)
 
 
 @dataclass(frozen=True)
-class BundledTokens:
-    """The bundled text as a tokenizer cuts it.
+class TextCounts:
+    """How many windows there are of which text.
 
     Attributes:
-        tokens: by kind, int64 `[tokens]`: the readable pieces of the kind, one after the other.
-        left_out: `kind/name` of the pieces that the tokenizer cannot read.
+        given: of each source, by name.
+        bundled: of each kind of the bundled text.
     """
 
-    tokens: dict[str, Tensor]
-    left_out: tuple[str, ...]
+    given: Mapping[str, int]
+    bundled: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Windows of each source and of each kind of the bundled text, without those that give none."""
+        return {kind: count for kind, count in {**self.given, **self.bundled}.items() if count}
+
+    @property
+    def is_of_one_kind(self) -> bool:
+        """Whether all windows are of one source, unless that is the model, or of one kind of the bundled text."""
+        return len(self.by_kind) == 1 and OWN_TEXT not in self.by_kind
+
+    def __str__(self) -> str:
+        """`64 windows: 32 of valid.txt, 32 of the bundled text in 8 kinds`."""
+        parts = {name: count for name, count in self.given.items() if count}
+        there = [kind for kind, count in self.bundled.items() if count]
+        if there:
+            which = f"in {len(there)} kinds" if len(there) > 1 else f"({there[0]})"
+            parts[f"the bundled text {which}"] = sum(self.bundled.values())
+        total = sum(parts.values())
+        windows = f"{total:,} window{'s' if total != 1 else ''}"
+        if len(parts) == 1:
+            return f"{windows} of {next(iter(parts))}"
+        return f"{windows}: {', '.join(f'{count:,} of {name}' for name, count in parts.items())}"
 
 
-def bundled_tokens(spec: DataSpec, tokenizer: Tokenizer) -> BundledTokens:
-    """The tokens of the bundled text, or of the kind that `spec` names, without the pieces that are torn into bytes:
-    more than half a token per byte, and twice as many as the piece with the fewest. Raises `UsageError` for a kind that
-    there is not."""
-    kinds = bundled_kinds(spec)
-    chosen = [piece for piece in pieces() if piece.kind in kinds]
-    rates = [_tokens_per_byte(piece, tokenizer) for piece in pieces()]
-    limit = max(_TORN, 2 * min(filter(None, rates), default=0.0))
-    torn = {piece for piece, rate in zip(pieces(), rates, strict=True) if rate > limit}
-    found: dict[str, list[int]] = {}
-    for piece in chosen:
-        if piece not in torn:
-            found.setdefault(piece.kind, []).extend(_ids(piece.text, tokenizer))
-    return BundledTokens(
-        {kind: torch.tensor(ids, dtype=torch.int64) for kind, ids in found.items()},
-        tuple(f"{piece.kind}/{piece.name}" for piece in chosen if piece in torn),
-    )
+@dataclass(frozen=True)
+class MixedSources:
+    """The sources of a calibration set, and how many of its windows are due from each.
+
+    Attributes:
+        given: sources but for the bundled text, each with its name and the windows that are due.
+        bundled: windows that are due of each kind of the bundled text.
+        is_mixed: whether the bundled text stands beside what was given without being named there.
+    """
+
+    given: tuple[tuple[DataSpec, str, int], ...]
+    bundled: Mapping[str, int]
+    is_mixed: bool
+
+    @classmethod
+    def of(cls, specs: Sequence[DataSpec], windows: int, mix: float) -> "MixedSources":
+        """Sources that were given, and beside them the share `mix` of the bundled text, unless they name it, or the
+        model's own text, which is of many kinds, too. Raises `UsageError` for a kind of it that there is not."""
+        is_mixed = mix > 0 and not any(spec.is_bundled or spec.is_self for spec in specs)
+        beside = shared_out(windows, [1 - mix, mix])[1] if is_mixed else 0
+        shares = shared_out(windows - beside, [spec.weight for spec in specs])
+        due: dict[str, int] = {}
+        asked = [(spec.config, count) for spec, count in zip(specs, shares, strict=True) if spec.is_bundled]
+        for named, count in [*asked, *([(None, beside)] if is_mixed else [])]:
+            of_kind = kinds(named)
+            for kind, part in zip(of_kind, shared_out(count, [1.0] * len(of_kind)), strict=True):
+                due[kind] = due.get(kind, 0) + part
+        names = _names([spec for spec in specs if not spec.is_bundled], taken=due)
+        own = [(spec, count) for spec, count in zip(specs, shares, strict=True) if not spec.is_bundled]
+        return cls(tuple((spec, name, n) for (spec, n), name in zip(own, names, strict=True)), due, is_mixed)
+
+    @property
+    def counts(self) -> TextCounts:
+        """What is due, for a plan."""
+        return TextCounts({name: due for _, name, due in self.given}, self.bundled)
 
 
-def _ids(text: str, tokenizer: Tokenizer) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False, verbose=False, return_attention_mask=False)["input_ids"])
+def _names(specs: Sequence[DataSpec], taken: Collection[str]) -> list[str]:
+    """What to call sources: by the names of their files, with numbers where one has another's or a kind's."""
+    found: list[str] = []
+    for spec in specs:
+        name, number = spec.name, 1
+        while name in found or name in taken:
+            number += 1
+            name = f"{spec.name} ({number})"
+        found.append(name)
+    return found
 
 
-def _tokens_per_byte(piece: BundledPiece, tokenizer: Tokenizer) -> float:
-    """Tokens per byte of UTF-8 in a piece's words; what the tokenizer does not know counts as a token per byte. 0 for a
-    piece of hardly any words."""
-    text = "".join(character for character in piece.text[:_LOOKED_AT] if character.isalpha() or character == " ")
-    if len(text) < _FEWEST:
-        return 0.0
-    ids, size = _ids(text, tokenizer), len(text.encode())
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    lost = ids.count(unknown) if unknown is not None else 0
-    return max(len(ids), size * lost / max(1, len(ids))) / size
+def shared_out(windows: int, weights: Sequence[float]) -> list[int]:
+    """`windows` divided in proportion to `weights`, by largest remainder; the first of equals wins."""
+    quotas = [windows * weight / (math.fsum(weights) or 1.0) for weight in weights]
+    shares = [math.floor(quota) for quota in quotas]
+    order = sorted(range(len(quotas)), key=lambda i: shares[i] - quotas[i])
+    for i in order[: windows - sum(shares)]:
+        shares[i] += 1
+    return shares
 
 
-def filled_shares(due: Sequence[int], there: Sequence[int]) -> list[int]:
-    """How many windows to take of each kind: as many as are due, and where a kind has fewer, the rest from those with
-    most to spare."""
-    taken = [min(own, most) for own, most in zip(due, there, strict=True)]
-    for _ in range(sum(due) - sum(taken)):
-        spare = [most - own for own, most in zip(taken, there, strict=True)]
-        if not any(spare):
-            break
-        taken[spare.index(max(spare))] += 1
-    return taken
-
-
-def interleaved_windows(parts: Sequence[Tensor]) -> Tensor:
-    """Windows `[windows, length]` of several texts in an order in which any beginning has them all in proportion."""
-    if len(parts) == 1:
-        return parts[0]
+def taking_turns(counts: Sequence[int]) -> list[int]:
+    """An order of so many windows of several texts, one text after the other, in which any beginning has them all in
+    proportion: positions in the texts' windows put together."""
+    starts = [0, *accumulate(counts)]
     places = [
-        ((place + 0.5) / len(part), which, place) for which, part in enumerate(parts) for place in range(len(part))
+        ((place + 0.5) / count, which, starts[which] + place)
+        for which, count in enumerate(counts)
+        for place in range(count)
     ]
-    return torch.stack([parts[which][place] for _, which, place in sorted(places)]) if places else torch.cat([*parts])
+    return [position for *_, position in sorted(places)]

@@ -8,10 +8,10 @@ Layers of a moetool checkpoint are filled with the dense experts they stand for.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,10 @@ from moetool.calibration.disk_experts import DiskExperts
 from moetool.calibration.held_experts import HeldExperts, working_sets
 from moetool.checkpoint.decoded import decoded
 from moetool.checkpoint.experts import ExpertReader
-from moetool.checkpoint.quiet import quiet
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import described_in, model_config
 from moetool.errors import InvalidInputError
+from moetool.quiet import quiet
 from moetool.runtime.loading import model_class, run_experts_of_any_width, surplus
 from moetool.runtime.memory import return_heap
 from moetool.runtime.modules.fused import fused_tensors
@@ -52,7 +52,7 @@ class StreamedModel:
     Attributes:
         config: transformers' config of the (dense-expert) model.
         layer_count: number of decoder layers.
-        hidden_size: width of the hidden states.
+        hidden_size: width of the hidden states that experts are given.
         experts: reads the experts; `None` for a dense model, and for one with custom MoE layers.
         working_sets: which experts of a layer are in memory together; one set if a loaded layer holds all of them.
     """
@@ -97,6 +97,8 @@ class StreamedModel:
         self.layers: Any = getattr(holder, held)
         self._calls: dict[tuple[int, ...], list[LayerCall]] = {}  # how each layer is called, by batch size and length
         self._tried: set[int] = set()  # layers that have run, −1 for what is before them
+        self._called_with: Tensor | None = None  # tokens of the last calls, of layers that are called with some
+        self._depends_on_tokens, self._is_tried = False, False  # whether they are, and whether that is known
         self._dtypes: dict[str, torch.dtype] = {}  # of each tensor in memory
         self._blocks = self._assign_blocks()
         self._load_block(_REST)
@@ -236,7 +238,14 @@ class StreamedModel:
             if experts is not None:
                 experts.__dict__.pop("forward", None)
             self._held = None
+            computed = [
+                (module, name, module._buffers[name])
+                for module in layer.modules()
+                for name in module._non_persistent_buffers_set
+            ]
             layer.to("meta")
+            for module, name, buffer in computed:  # no file has it
+                module._buffers[name] = buffer
 
     @contextmanager
     def holding(self, index: int, native: nn.Module, experts: range) -> Iterator[HeldExperts]:
@@ -267,11 +276,13 @@ class StreamedModel:
         self, forward: Callable[[int, Tensor, tuple[object, ...], dict[str, object]], Tensor]
     ) -> Iterator[None]:
         """Let `forward` stand in for every decoder layer. An instance attribute wins over the class's method."""
+        count = self.architecture.handed_on if isinstance(self.architecture, Architecture) else 0
+        more = [_HandedOn() for _ in range(count)]
 
         def bind(index: int) -> Callable[..., Any]:
             def replaced(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
                 output = forward(index, hidden_states, args, kwargs)
-                return (output,) if self.architecture.returns_tuple else output
+                return (output, *more) if self.architecture.returns_tuple else output
 
             return replaced
 
@@ -283,9 +294,24 @@ class StreamedModel:
             for layer in self.layers:
                 layer.__dict__.pop("forward", None)
 
+    @cached_property
+    def state_shape(self) -> tuple[int, ...]:
+        """Shape of what a layer is given of each token: `(hidden,)`, or several hidden states."""
+        return tuple(self.embed(torch.zeros(1, 2, dtype=torch.long)).shape[2:])
+
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
         """Everything before the first layer: `[batch, length]` token ids → `[batch, length, hidden]`."""
+        calls, first = self._record(tokens)
+        if not self._is_tried:
+            others, _ = self._record((tokens + 1) % self.config.get_text_config().vocab_size)
+            self._depends_on_tokens, self._is_tried = not _are_same(calls, others), True
+        self._calls[tuple(tokens.shape)] = calls
+        self._called_with = tokens if self._depends_on_tokens else None
+        return first
+
+    def _record(self, tokens: Tensor) -> tuple[list[LayerCall], Tensor]:
+        """How every layer is called, and with which hidden states the first."""
         calls: list[LayerCall] = []
         first: list[Tensor] = []
 
@@ -296,20 +322,42 @@ class StreamedModel:
 
         with self._layers_replaced(record), self._trying(-1):
             self.model.base_model(input_ids=tokens.to(self.device), **self._uncached)
-        self._calls[tuple(tokens.shape)] = calls
-        return first[0]
+        return calls, first[0]
 
-    def run_layer(self, index: int, layer: nn.Module, hidden: Tensor) -> Tensor:
+    def _refuse(self, how: str) -> NoReturn:
+        raise InvalidInputError(
+            f"The layers of {self.architecture.name} {how}: moetool, which runs one layer after the other on all of "
+            "the text, cannot calibrate it."
+        )
+
+    def run_layer(self, index: int, layer: nn.Module, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
         """One decoder layer on `[batch, length, hidden]`, called exactly as the whole model would call it.
 
-        Masks and positions depend on the batch's shape only: windows are not padded.
+        Masks and positions depend on the batch's shape only: windows are not padded. `tokens` `[batch, length]` are
+        those that the hidden states are of; some layers are called with them too, or with embeddings of theirs.
+
+        Raises:
+            InvalidInputError: the layer hands more than hidden states to the next, or needs the tokens.
         """
         shape = tuple(hidden.shape[:2])
         if shape not in self._calls:
-            self.embed(torch.zeros(shape, dtype=torch.long))
+            self.embed(torch.zeros(shape, dtype=torch.long) if tokens is None else tokens)
+        if self._depends_on_tokens:
+            if tokens is None:
+                self._refuse("are called with the tokens, not with hidden states alone")
+            if self._called_with is None or not torch.equal(self._called_with, tokens):
+                self.embed(tokens)
         args, kwargs = self._calls[shape][index]
-        with self._trying(index):
-            output = layer(hidden, *args, **kwargs)
+        before = _entries(kwargs)
+        try:
+            with self._trying(index):
+                output = layer(hidden, *args, **kwargs)
+        except InvalidInputError:
+            if any(isinstance(value, _HandedOn) for value in (*args, *kwargs.values())):
+                self._refuse("hand more than hidden states to each other")
+            raise
+        if _entries(kwargs) != before or (isinstance(output, tuple) and not self.architecture.returns_tuple):
+            self._refuse("hand more than hidden states to each other")
         return output[0] if isinstance(output, tuple) else output
 
     @contextmanager
@@ -324,3 +372,25 @@ class StreamedModel:
         last = self.layer_count - 1
         with self._layers_replaced(lambda index, x, args, kwargs: hidden if index == last else x):
             return self.model(input_ids=tokens.to(self.device), **self._uncached).logits
+
+
+class _HandedOn:
+    """Stands for what a layer gives the next beside hidden states. A layer that uses it fails: it is nothing."""
+
+
+def _are_same(calls: object, others: object) -> bool:
+    """Whether two nests of arguments hold the same tensors."""
+    if isinstance(calls, Tensor) and isinstance(others, Tensor):
+        return calls.shape == others.shape and torch.equal(calls, others)
+    if isinstance(calls, Mapping) and isinstance(others, Mapping):
+        return all(_are_same(value, others.get(key)) for key, value in calls.items())
+    if isinstance(calls, list | tuple) and isinstance(others, list | tuple):
+        return len(calls) == len(others) and all(map(_are_same, calls, others))
+    return True
+
+
+def _entries(arguments: Mapping[str, object]) -> dict[str, list[int]]:
+    """What the dictionaries among a layer's arguments hold."""
+    return {
+        name: [id(entry) for entry in value.values()] for name, value in arguments.items() if isinstance(value, Mapping)
+    }

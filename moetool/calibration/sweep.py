@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from moetool.calibration.activations import ActivationFile
 from moetool.calibration.boundaries import batch_size
+from moetool.calibration.labels import drawn_labels
 from moetool.calibration.observation import Collector, observed
 from moetool.calibration.peers import Peers
 from moetool.calibration.recorded import Recorded, Tick, spread
@@ -35,6 +36,8 @@ class Sweep:
 
     Attributes:
         own: the windows that this process runs, in whole batches, so that hidden states are the same whoever runs them.
+        kinds: kinds of text, by name.
+        of_kind: which of `kinds` each window is of, int64 `[windows]`.
     """
 
     def __init__(
@@ -47,16 +50,20 @@ class Sweep:
         masked: Tensor | None = None,
         kept: torch.dtype | None = None,
         peers: Peers | None = None,
+        kinds: Sequence[str] = ("text",),
+        of_kind: Tensor | None = None,
     ) -> None:
         """`windows` are token ids `[windows, length]`; `tick` is called once per batch; with a `label_seed` labels are
         drawn from the model's predictions. An encoder reads `masked` windows, and is to find what they hide. Files are
         in the dtype `kept`, by default the model's. Of several `peers`, who all go through the same, each runs windows
-        of its own."""
+        of its own. Windows are of the `kinds` of text that `of_kind` says, by default of one."""
         self.masked = masked
         self._kept = kept or model.dtype
         self.label_seed = label_seed
         self.model, self.windows, self.directory, self.tick = model, windows, directory, tick
         self.count, self.length = windows.shape
+        self.kinds = tuple(kinds)
+        self.of_kind = torch.zeros(self.count, dtype=torch.int64) if of_kind is None else of_kind
         self.digests: dict[Path, str] = {}  # of the files that it has written
         self.batch_size = batch_size(self.count, self.length)
         self.peers = peers or Peers()
@@ -80,7 +87,7 @@ class Sweep:
         return -(-len(self.own) // self.batch_size)
 
     def _file(self, name: str, boundary: int) -> ActivationFile:
-        shape = (self.count, self.length, self.model.hidden_size)
+        shape = (self.count, self.length, *self.model.state_shape)
         return ActivationFile(self.directory / f"{name}-{boundary:05d}.bin", shape, self._kept)
 
     def hidden(self, boundary: int) -> ActivationFile:
@@ -102,8 +109,13 @@ class Sweep:
 
     def embed(self) -> None:
         """Write the embeddings, the inputs of the first layer."""
-        windows = self.windows if self.masked is None else self.masked
-        self._write(self.hidden(0), (self.model.embed(windows[start:stop]) for start, stop in self._batches()))
+        inputs = (self._inputs[start:stop] for start, stop in self._batches())
+        self._write(self.hidden(0), map(self.model.embed, inputs))
+
+    @property
+    def _inputs(self) -> Tensor:
+        """The tokens that the model reads."""
+        return self.windows if self.masked is None else self.masked
 
     def _experts(self, index: int, layer: nn.Module) -> nn.Module | None:
         reader = self.model.experts
@@ -131,7 +143,8 @@ class Sweep:
 
     def _run(self, index: int, layer: nn.Module, start: int, stop: int) -> Tensor:
         """The outputs of one loaded layer for some windows."""
-        return self.model.run_layer(index, layer, self._read(self.hidden(index), start, stop))
+        hidden = self._read(self.hidden(index), start, stop)
+        return self.model.run_layer(index, layer, hidden, self._inputs[start:stop])
 
     @property
     def _bounds(self) -> list[tuple[int, int]]:
@@ -168,24 +181,25 @@ class Sweep:
         if outputs is not None:
             self._write(self.hidden(index + 1), _finite(played(outputs), index))
 
-    def _labels(self, window: int, true: Tensor, logits: Tensor) -> Tensor:
-        """The next tokens `[length - 1]`, or for the Fisher information proper some that the model might have said."""
+    def _labels(self, window: int, true: Tensor, chances: Tensor) -> Tensor:
+        """The next tokens `[tokens]`, or for the Fisher information proper some that the model might have said."""
         if self.label_seed is None:
             return true
         generator = torch.Generator().manual_seed((self.label_seed + 1) * 1_000_003 + window)
-        chances = logits.detach().softmax(-1).cpu()
-        return torch.multinomial(chances, 1, generator=generator)[:, 0].to(true.device)
+        return drawn_labels(chances.detach(), generator)
 
-    def _loss(self, window: int, hidden: Tensor) -> Tensor:
+    def _predicted(self, window: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The logarithms of all tokens' chances `[tokens, vocabulary]` fp32, where those of a window are predicted, and
+        which these are `[tokens]`."""
         tokens = self.windows[window : window + 1].to(self.model.device)
         logits = self.model.head(tokens, hidden)[0].float()
-        if self.masked is not None:
-            hidden_ones = tokens[0] != self.masked[window].to(tokens.device)
-            return F.cross_entropy(logits[hidden_ones], tokens[0, hidden_ones])
-        return F.cross_entropy(logits[:-1], self._labels(window, tokens[0, 1:], logits[:-1]))
+        if self.masked is None:
+            return logits[:-1].log_softmax(-1), tokens[0, 1:]
+        hidden_ones = tokens[0] != self.masked[window].to(tokens.device)
+        return logits[hidden_ones].log_softmax(-1), tokens[0, hidden_ones]
 
     def head(self) -> float:
-        """Losses from the last boundary, and there their gradients, scaled. Returns the loss per predicted token."""
+        """Losses from the last boundary, and there their gradients, scaled. Returns the loss per true token."""
         losses: list[float] = []
         last = self.model.layer_count
 
@@ -196,9 +210,10 @@ class Sweep:
                 for window in range(start, stop):  # logits of one window at a time: vocabularies are large
                     hidden = self._read(source, window, window + 1).requires_grad_(True)
                     with torch.enable_grad():
-                        loss = self._loss(window, hidden)
+                        chances, true = self._predicted(window, hidden)
+                        loss = F.nll_loss(chances, self._labels(window, true, chances))
+                    losses.append(F.nll_loss(chances.detach(), true).item())
                     (loss * self.loss_scale).backward()
-                    losses.append(loss.item())
                     assert hidden.grad is not None
                     rows.append(hidden.grad)
                 yield torch.cat(rows)
@@ -211,7 +226,10 @@ class Sweep:
         """Mean loss of each window that this process runs, from the last boundary: `[windows]` fp64."""
         source, found = self.hidden(self.model.layer_count), []
         for start, stop in self._batches():
-            found += [self._loss(one, self._read(source, one, one + 1)).double().cpu() for one in range(start, stop)]
+            found += [
+                F.nll_loss(*self._predicted(one, self._read(source, one, one + 1))).double().cpu()
+                for one in range(start, stop)
+            ]
         return torch.stack(found)
 
     def backward(self, index: int, layer: nn.Module, collectors: Sequence[Collector] = ()) -> None:
@@ -229,7 +247,7 @@ class Sweep:
         """The gradients at one loaded layer's input for some windows."""
         hidden = self._read(self.hidden(index), start, stop).requires_grad_(True)
         with torch.enable_grad():
-            output = self.model.run_layer(index, layer, hidden)
+            output = self.model.run_layer(index, layer, hidden, self._inputs[start:stop])
         torch.autograd.backward(output, self._read(self.gradient(index + 1), start, stop))
         assert hidden.grad is not None
         return hidden.grad

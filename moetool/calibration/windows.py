@@ -1,16 +1,22 @@
 """Text to windows of tokens, for calibration and for evaluation."""
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from moetool.calibration.data import DataSpec, iter_text, parse_data
-from moetool.calibration.mixing import bundled_tokens, filled_shares, interleaved_windows
+from moetool.calibration.bundled import kinds
+from moetool.calibration.cutting import consecutive_windows, shuffled_windows
+from moetool.calibration.data import BUNDLED, DataSpec, iter_text, parse_data
+from moetool.calibration.mixing import MixedSources, TextCounts, shared_out, taking_turns
 from moetool.calibration.opening import Bos, Tokenizer, opening_of
+from moetool.calibration.readable import BundledWindows, readable_text
+from moetool.checkpoint.names import CONFIG
+from moetool.checkpoint.reader import read_config
+from moetool.checkpoint.settings import settings_of
 from moetool.checkpoint.source import first_line, local_path, looks_local
 from moetool.errors import InvalidInputError, UsageError
 
@@ -20,6 +26,9 @@ SAMPLING_CHARS = 1 << 20
 # Windows are drawn from at least this many tokens, and from this many times what is asked for.
 RESERVOIR_TOKENS = 1 << 20
 RESERVOIR_FACTOR = 16
+
+# Source, windows, tokens in each without those that it begins with → int64 `[windows, tokens]` of the model's own text.
+OwnText: TypeAlias = Callable[[DataSpec, int, int], Tensor]
 
 
 def token_stream(tokenizer: Tokenizer, text: Iterable[str], chunk_chars: int = WHOLE_TEXT_CHARS) -> Iterator[list[int]]:
@@ -46,12 +55,21 @@ class DrawnWindows(NamedTuple):
     Attributes:
         windows: int64 `[samples, length]`, or fewer where there are no more.
         others: of what is left, without overlap.
-        left_out: `kind/name` of the pieces of the bundled text that the tokenizer cannot read.
+        remarks: what became otherwise than was asked for, in sentences.
+        counts: windows by text.
+        kinds: of the text in these windows, by name: those of the bundled text, and of another source the name of its
+            file, folder or data set.
+        of_kind: which of `kinds` each window is of, int64 `[samples]`.
+        others_of_kind: as `of_kind`, of `others`.
     """
 
     windows: Tensor
     others: Tensor
-    left_out: tuple[str, ...]
+    remarks: tuple[str, ...]
+    counts: TextCounts
+    kinds: tuple[str, ...]
+    of_kind: Tensor
+    others_of_kind: Tensor
 
 
 def sample_windows(
@@ -63,7 +81,8 @@ def sample_windows(
     to its weight are drawn without replacement: they never overlap. Of a long stream only the beginning is read:
     16 times as many windows as are due, and at least a million tokens. A source with too few windows gives all of
     them, so that fewer than `samples` may come back; the caller sees it from the shape. Of the bundled text each kind
-    gives as many, without the pieces that the tokenizer cannot read. Windows of several texts take turns.
+    gives as many, without the pieces that the tokenizer cannot read; where one has too few, others stand in. Windows
+    of several texts take turns.
 
     Args:
         data: one source, or several with their weights.
@@ -82,76 +101,127 @@ def sample_windows(
 
 
 def drawn_windows(
-    data: str, tokenizer: Tokenizer, *, samples: int, more: int, sequence_length: int, seed: int, bos: Bos = "auto"
+    data: str,
+    tokenizer: Tokenizer,
+    *,
+    samples: int,
+    more: int,
+    sequence_length: int,
+    seed: int,
+    bos: Bos = "auto",
+    mix: float = 0.0,
+    insist: bool = False,
+    own: OwnText | None = None,
 ) -> DrawnWindows:
     """What `sample_windows` gives, and of what it leaves over, without overlap, so many windows `more`, or fewer where
-    there are no more. Errors as there."""
+    there are no more.
+
+    Of both a share `mix` is of the bundled text, unless DATA names that itself; what it lacks is taken from DATA.
+    Windows of the model's `own` text are all among the first.
+
+    Raises:
+        UsageError: as `sample_windows`.
+        InvalidInputError: as there; or the bundled text has no window for this tokenizer, and DATA is nothing else, or
+            the caller does `insist` on its share.
+    """
     if samples < 1:
         raise UsageError(f"{samples} samples: give at least 1.")
     opening = opening_of(tokenizer, bos)
     _check_length(sequence_length, opening)
-    sequence_length -= len(opening)
+    length = sequence_length - len(opening)
     specs = parse_data(data)
-    generator = torch.Generator().manual_seed(seed)
-    drawn, left, left_out = list[Tensor](), list[Tensor](), tuple[str, ...]()
-    weights = [spec.weight for spec in specs]
-    for spec, due, besides in zip(specs, _shares(samples, weights), _shares(more, weights), strict=True):
-        if due == 0:
-            continue
-        if spec.is_bundled:
-            readable = bundled_tokens(spec, tokenizer)
-            found, left_out = readable.tokens, left_out + readable.left_out
-            if not found:
-                raise InvalidInputError("This tokenizer cuts all of the bundled text into bytes: give another text.")
-            streams, dues = [*found.values()], _shares(due, [1.0] * len(found))
-        else:
-            limit = max(RESERVOIR_FACTOR * due * sequence_length, RESERVOIR_TOKENS)
-            streams = [_read_tokens(spec, tokenizer, sequence_length, limit, SAMPLING_CHARS, len(opening))]
-            dues = [due]
-        pools = [_shuffled(*given, sequence_length, generator) for given in zip(streams, dues, strict=True)]
-        takes = filled_shares(dues, [*map(len, pools)])
-        rests = [pool[take:] for pool, take in zip(pools, takes, strict=True)]
-        keeps = filled_shares(_shares(besides, [1.0] * len(rests)), [*map(len, rests)])
-        drawn += [pool[:take] for pool, take in zip(pools, takes, strict=True)]
-        left += [rest[:keep] for rest, keep in zip(rests, keeps, strict=True)]
-    if not sum(map(len, drawn)):
-        raise InvalidInputError(
-            f"No text is as long as one window of {sequence_length + len(opening)} tokens: give a smaller "
-            "--sequence-length."
+    due = MixedSources.of(specs, samples, mix)
+    besides = MixedSources.of(
+        [replace(spec, weight=0.0) if spec.is_self else spec for spec in specs],
+        0 if all(spec.is_self for spec in specs) else more,
+        mix,
+    )
+    bundled = BundledWindows(due.bundled, tokenizer, length=length, seed=seed)
+    drawn, left = bundled.drawn, bundled.take(besides.bundled)
+    if insist or not due.is_mixed:
+        bundled.check("--mix 0" if due.is_mixed else "another text")
+    dues, furthers = ([count for *_, count in each.given] for each in (due, besides))
+    if due.is_mixed:  # the sources that were given have the rest, whatever it is
+        weights = [spec.weight for spec in specs]
+        dues, furthers = (
+            shared_out(count - sum(map(len, taken.values())), weights)
+            for count, taken in ((samples, drawn), (more, left))
         )
-    windows, others = (_opened(interleaved_windows(parts), opening) for parts in (drawn, left))
-    return DrawnWindows(windows, others, left_out)
+    generator = torch.Generator().manual_seed(seed)
+    parts, rests = dict[str, Tensor](), dict[str, Tensor]()
+    for (spec, name, _), count, further in zip(due.given, dues, furthers, strict=True):
+        if count and own is not None and spec.is_self:
+            parts[name], rests[name] = own(spec, count, length), torch.empty(0, length, dtype=torch.int64)
+        elif count:
+            limit = max(RESERVOIR_FACTOR * count * length, RESERVOIR_TOKENS)
+            tokens = _read_tokens(spec.source, iter_text(spec), tokenizer, length, limit, SAMPLING_CHARS, len(opening))
+            pool = shuffled_windows(tokens, count, length, generator)
+            parts[name], rests[name] = pool[:count], pool[count : count + further]
+    counts = TextCounts(
+        {name: len(own) for name, own in parts.items()}, {kind: len(own) for kind, own in drawn.items()}
+    )
+    parts |= {kind: torch.stack(own) for kind, own in drawn.items() if own}
+    rests |= {kind: torch.stack(own) for kind, own in left.items() if own}
+    kinds = tuple(dict.fromkeys([*parts, *(name for name, rest in rests.items() if len(rest))]))
+    windows, of_kind = _together(parts, kinds, length)
+    others, others_of_kind = _together(rests, kinds, length)
+    opened, others = _opened(windows, opening), _opened(others, opening)
+    return DrawnWindows(opened, others, tuple(bundled.remarks()), counts, kinds, of_kind, others_of_kind)
 
 
-def _shuffled(tokens: Tensor, due: int, sequence_length: int, generator: torch.Generator) -> Tensor:
-    """A stream cut into consecutive windows from a random phase on, in random order; `due` of them are wanted."""
-    count = len(tokens) // sequence_length
-    # With windows to spare the phase may cost one; without, it only moves what the last one leaves over.
-    room = sequence_length if count > due else len(tokens) - count * sequence_length + 1
-    phase = int(torch.randint(room, (), generator=generator))
-    windows = _cut(tokens[phase:], sequence_length)
-    return windows[torch.randperm(len(windows), generator=generator)]
+def _together(parts: Mapping[str, Tensor], kinds: Sequence[str], length: int) -> tuple[Tensor, Tensor]:
+    """Windows `[windows, length]` of several texts, which take turns, and of which of `kinds` each is, `[windows]`."""
+    there = {kinds.index(name): part for name, part in parts.items() if len(part)}
+    counts = [len(part) for part in there.values()]
+    order = taking_turns(counts)
+    numbers = torch.tensor([*there], dtype=torch.int64).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+    return torch.cat([torch.empty(0, length, dtype=torch.int64), *there.values()])[order], numbers[order]
 
 
-def evaluation_windows(
-    data: str | DataSpec,
+class TextWindows(NamedTuple):
+    """Windows of one text.
+
+    Attributes:
+        name: as the text was given, without a weight; of a kind of the bundled text `bundled:KIND`.
+        windows: int64 `[windows, length]`.
+    """
+
+    name: str
+    windows: Tensor
+
+
+class EvaluationTexts(NamedTuple):
+    """Several texts to evaluate on.
+
+    Attributes:
+        texts: in the order given; of `bundled`, one for each of its kinds.
+        left_out: `kind/name` of the pieces of the bundled text that the tokenizer cannot read.
+    """
+
+    texts: tuple[TextWindows, ...]
+    left_out: tuple[str, ...]
+
+
+def evaluation_texts(
+    data: str,
     tokenizer: Tokenizer,
     *,
     sequence_length: int,
     limit: int | None = None,
     bos: Bos = "auto",
-) -> Tensor:
-    """Consecutive windows over all of the text, the rest dropped: int64 `[windows, sequence_length]`.
+) -> EvaluationTexts:
+    """Consecutive windows over all of each text, the rest of each dropped.
 
     Args:
-        data: one source, or several: then the windows of one follow those of another, and none spans two.
+        data: one source, or several; every kind of the bundled text is a text of its own.
         tokenizer: a transformers tokenizer.
         sequence_length: tokens in a window, those that it begins with among them.
-        limit: the most windows to return; no more is read than they take.
+        limit: the most windows of each text; of a file no more is read than they take.
         bos: what a window begins with, see `opening_of`.
 
     Raises:
-        UsageError: numbers out of range, DATA that cannot be parsed, or weights, which mean nothing here.
+        UsageError: numbers out of range, DATA that cannot be parsed, a text that is named twice, or weights, which
+            mean nothing here.
         InvalidInputError: a source cannot be read, or is shorter than one window.
     """
     opening = opening_of(tokenizer, bos)
@@ -159,18 +229,40 @@ def evaluation_windows(
     sequence_length -= len(opening)
     if limit is not None and limit < 1:
         raise UsageError(f"A limit of {limit} windows: give at least 1.")
-    specs = (data,) if isinstance(data, DataSpec) else parse_data(data)
+    specs = parse_data(data)
     if any(spec.weight != 1 for spec in specs):
         raise UsageError("Evaluation takes every window of the data: leave out the @weights.")
-    found: list[Tensor] = []
+    most = None if limit is None else limit * sequence_length
+    found, left_out = list[TextWindows](), tuple[str, ...]()
     for spec in specs:
-        left = None if limit is None else limit - sum(map(len, found))
-        if left == 0:
-            break
-        most = None if left is None else left * sequence_length
-        tokens = _read_tokens(spec, tokenizer, sequence_length, most, WHOLE_TEXT_CHARS, len(opening))
-        found.append(_cut(tokens, sequence_length))
-    return _opened(torch.cat(found), opening)
+        if spec.is_bundled:
+            readable = readable_text(kinds(spec.config), tokenizer)
+            left_out += readable.left_out
+            if not readable.texts:
+                raise InvalidInputError(f"This tokenizer cuts all of {spec.written} into bytes: give another text.")
+            named: dict[str, Iterable[str]] = {f"{BUNDLED}:{kind}": [text] for kind, text in readable.texts.items()}
+        else:
+            named = {spec.written: iter_text(spec)}
+        for name, text in named.items():
+            if name in (other.name for other in found):
+                raise UsageError(f"{name} is named twice: leave one out.")
+            tokens = _read_tokens(name, text, tokenizer, sequence_length, most, WHOLE_TEXT_CHARS, len(opening))
+            found.append(TextWindows(name, _opened(consecutive_windows(tokens, sequence_length), opening)))
+    return EvaluationTexts(tuple(found), left_out)
+
+
+def evaluation_windows(
+    data: str,
+    tokenizer: Tokenizer,
+    *,
+    sequence_length: int,
+    limit: int | None = None,
+    bos: Bos = "auto",
+) -> Tensor:
+    """The windows of all texts of `evaluation_texts`, one text after the other: int64 `[windows, sequence_length]`.
+    Arguments and errors as there."""
+    found = evaluation_texts(data, tokenizer, sequence_length=sequence_length, limit=limit, bos=bos)
+    return torch.cat([text.windows for text in found.texts])
 
 
 def check_vocabulary(windows: Tensor, vocab_size: int | None) -> None:
@@ -187,7 +279,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a checkpoint; a local directory is all that is looked at, if there is one.
 
     Raises:
-        InvalidInputError: there is none, or it cannot be loaded without running code of the checkpoint.
+        InvalidInputError: there is none, it cannot be loaded without running code of the checkpoint, or transformers
+            refuses the `config.json` beside it.
     """
     from transformers import AutoTokenizer
 
@@ -203,6 +296,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         tokenizer("some text", add_special_tokens=False, verbose=False)  # some nonsense in files only shows here
         return tokenizer
     except Exception as error:  # each tokenizer class fails in its own way on files that it cannot use
+        if (directory / CONFIG).is_file():  # which some read, too
+            settings_of(read_config(directory)[1], directory)
         raise InvalidInputError(f"Cannot load the tokenizer of {path}: {first_line(error)}.") from error
 
 
@@ -241,35 +336,31 @@ def _cut_point(text: str, most: int) -> int:
 
 
 def _read_tokens(
-    spec: DataSpec,
+    name: str,
+    text: Iterable[str],
     tokenizer: Tokenizer,
     sequence_length: int,
     most: int | None,
     chunk_chars: int,
     opening: int,
 ) -> Tensor:
-    """The first `most` tokens of a source, int64 `[tokens]`, at least `sequence_length`, which with as many as a window
+    """The first `most` tokens of a text, int64 `[tokens]`, at least `sequence_length`, which with as many as a window
     begins with make one."""
     parts: list[Tensor] = []
     count = 0
-    for ids in token_stream(tokenizer, iter_text(spec), chunk_chars):
+    for ids in token_stream(tokenizer, text, chunk_chars):
         parts.append(torch.tensor(ids, dtype=torch.int64))
         count += len(ids)
         if most is not None and count >= most:
             break
     if count == 0:
-        raise InvalidInputError(f"{spec.source} has no text.")
+        raise InvalidInputError(f"{name} has no text.")
     if count < sequence_length:
         shorter = f", or --sequence-length {count + opening} or less" if count + opening > 1 else ""
         raise InvalidInputError(
-            f"{spec.source} has {count} tokens; one window needs {sequence_length}. Give more text{shorter}."
+            f"{name} has {count} tokens; one window needs {sequence_length}. Give more text{shorter}."
         )
     return torch.cat(parts)[:most]
-
-
-def _cut(tokens: Tensor, sequence_length: int) -> Tensor:
-    count = len(tokens) // sequence_length
-    return tokens[: count * sequence_length].view(count, sequence_length)
 
 
 def _opened(windows: Tensor, opening: Sequence[int]) -> Tensor:
@@ -283,13 +374,3 @@ def _check_length(sequence_length: int, opening: Sequence[int]) -> None:
         raise UsageError(
             f"A sequence length of {sequence_length}: give at least {least}, one token to predict another."
         )
-
-
-def _shares(samples: int, weights: Sequence[float]) -> list[int]:
-    """`samples` divided in proportion to `weights`, by largest remainder; the first of equals wins."""
-    quotas = [samples * weight / math.fsum(weights) for weight in weights]
-    shares = [math.floor(quota) for quota in quotas]
-    order = sorted(range(len(quotas)), key=lambda i: shares[i] - quotas[i])
-    for i in order[: samples - sum(shares)]:
-        shares[i] += 1
-    return shares

@@ -142,6 +142,9 @@ class ExpertReader:
         routers = dict.fromkeys(map(architecture.router_name, self.moe_layers), (self.shape.experts, self.shape.hidden))
         biases = {name: shape for layer in self.moe_layers for name, shape in self._bias_shapes(layer)}
         expected = experts | biases | routers
+        corrections = {
+            architecture.layer_prefix(layer) + name for layer in self.moe_layers for name in architecture.router_others
+        }
         if missing := [name for name in expected if name not in tensors]:
             raise InvalidInputError(
                 f"Tensor {missing[0]} is missing from {self.checkpoint.path} ({len(missing)} missing in all): "
@@ -158,7 +161,7 @@ class ExpertReader:
             if name in expected or not name.startswith(blocks):
                 continue
             inside = next(name.removeprefix(prefix) for prefix in blocks if name.startswith(prefix))
-            if inside not in architecture.router_others and not inside.startswith(architecture.others):
+            if name not in corrections and not inside.startswith(architecture.others):
                 raise InvalidInputError(
                     f"Tensor {name} is inside an MoE block, and moetool does not know what it is for. "
                     "Refusing to guess: a rewritten checkpoint would be wrong."

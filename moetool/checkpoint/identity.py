@@ -12,7 +12,8 @@ from typing import TypeAlias
 from moetool.checkpoint.files import file_sha256
 from moetool.checkpoint.header import read_header, reading
 from moetool.checkpoint.manifest import manifest_of
-from moetool.checkpoint.reader import CONFIG, MANIFEST, Checkpoint, digest_of
+from moetool.checkpoint.names import CONFIG, MANIFEST
+from moetool.checkpoint.reader import Checkpoint, digest_of
 from moetool.errors import InvalidInputError, UsageError
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -4,9 +4,7 @@ import hashlib
 import json
 import math
 import os
-import re
-import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,24 +15,17 @@ from torch import Tensor
 from moetool.architectures import aliases
 from moetool.architectures.base import Settings
 from moetool.checkpoint.header import Header, TensorInfo, read_header, reading
+from moetool.checkpoint.missing import without_config, without_weights
+from moetool.checkpoint.names import CARD, CONFIG, COSTS, INDEX, MANIFEST, SINGLE, WEIGHTS
 from moetool.checkpoint.sampling import sampled, whole_limit
 from moetool.checkpoint.settings import settings_of
 from moetool.checkpoint.source import resolve_source
+from moetool.checkpoint.stored.formats import matrices_of
+from moetool.checkpoint.stored.matrix import DecodedMatrix
 from moetool.errors import InvalidInputError, did_you_mean
 from moetool.format.validation import check_config, check_depth, check_headers, check_settings, is_known
 
-CONFIG = "config.json"
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-MANIFEST = "moetool.json"
-COSTS = "moetool/costs.json"
-CARD = "README.md"
-ADAPTER = "adapter_config.json"  # of peft
-
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-WEIGHTS = (*PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".tflite")
 _LONGEST_NAME = 255  # of a file, on every system that there is
-UNFINISHED = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.tmp)?")
 WORK_DIRECTORIES = frozenset({".git", ".cache", "__pycache__", ".ipynb_checkpoints", ".moetool"})
 
 
@@ -50,6 +41,10 @@ class Checkpoint:
         weight_files: the safetensors files, sorted by name.
         weight_bytes: bytes of those files together, headers included.
         times: when each of them was written last, in nanoseconds, as it was opened.
+        forms: of those `tensors` that are not in the files, but decoded from others there, by name.
+        stored: every tensor of the files where some are decoded; else there is nothing.
+        stored_as: the format of another tool in which most are stored, for people ("FP8"); `None` for an ordinary
+            checkpoint.
     """
 
     source: str
@@ -60,6 +55,9 @@ class Checkpoint:
     weight_bytes: int
     _headers: str = field(repr=False)  # a digest of config, names, sizes and headers
     times: tuple[int, ...] = field(repr=False)
+    forms: Mapping[str, DecodedMatrix] = field(default_factory=dict, repr=False)
+    stored: Mapping[str, TensorInfo] = field(default_factory=dict, repr=False)
+    stored_as: str | None = None
 
     @classmethod
     def unfinished(cls, path: Path, config: dict[str, object], files: Sequence[Path]) -> "Checkpoint":
@@ -77,7 +75,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, source: str | Path) -> "Checkpoint":
-        """Open a local directory or a hub id (downloaded to the hub's cache first).
+        """Open a local directory or a hub id (downloaded to the hub's cache first). One that another tool has quantized
+        shows the matrices that its files stand for, if `checkpoint.stored` knows the format.
 
         Raises:
             InvalidInputError: there is no such checkpoint, a file is missing, truncated or contradicts another, or
@@ -105,8 +104,11 @@ class Checkpoint:
             parts += (file.name.encode(), str(header.file_bytes).encode(), header.raw)
         times = tuple(header.written for header in headers)
         opened = cls(str(source), path, config, ordered, files, weight_bytes, digest_of(parts), times)
+        if (found := matrices_of(config, ordered, path)) is not None:
+            left = {key: value for key, value in config.items() if key != "quantization_config"}
+            opened = opened.showing(found.matrices, left, found.unused, found.told)
         if is_known(config):
-            check_headers(opened.settings, config, {name: info.shape for name, info in ordered.items()}, path)
+            check_headers(opened.settings, config, {name: info.shape for name, info in opened.tensors.items()}, path)
         return opened
 
     @cached_property
@@ -114,6 +116,55 @@ class Checkpoint:
         """What `config.json` says, and what transformers fills in where that says nothing. Raises `InvalidInputError`
         where transformers does not know the model, or refuses an entry."""
         return settings_of(self.config, self.path)
+
+    def showing(
+        self,
+        matrices: Iterable[DecodedMatrix],
+        config: Mapping[str, object],
+        unused: Iterable[str] = (),
+        stored_as: str | None = None,
+    ) -> "Checkpoint":
+        """The same checkpoint with matrices in the place of the tensors that stand for them.
+
+        Args:
+            matrices: what it shows.
+            config: without what it said of them.
+            unused: more names that it does not show any more.
+            stored_as: the format, if it is another tool's.
+        """
+        forms = {matrix.name: matrix for matrix in matrices}
+        spent = {part for matrix in forms.values() for part in matrix.parts} | set(unused)
+        tensors = {name: info for name, info in self.tensors.items() if name not in spent}
+        for name, form in forms.items():
+            nbytes = math.prod(form.shape) * form.dtype.itemsize
+            at = self.tensors[form.parts[0]]
+            tensors[name] = replace(at, name=name, dtype=form.dtype, shape=form.shape, nbytes=nbytes)
+        return replace(
+            self,
+            config=dict(config),
+            tensors=dict(sorted(tensors.items())),
+            forms={**self.forms, **forms},
+            stored=self.on_disk,
+            stored_as=stored_as or self.stored_as,
+        )
+
+    @property
+    def on_disk(self) -> Mapping[str, TensorInfo]:
+        """Every tensor of the files."""
+        return self.stored if self.forms else self.tensors
+
+    def growth(self, without: Collection[str] = ()) -> int:
+        """Bytes by which decoded matrices grow when they are written as they are read, of all but those of these
+        names."""
+        forms = [form for name, form in self.forms.items() if name not in without]
+        parts = {part for form in forms for part in form.parts}
+        decoded = sum(self.tensors[form.name].nbytes for form in forms)
+        return decoded - sum(self.stored[part].nbytes for part in parts)
+
+    @property
+    def shown_bytes(self) -> int:
+        """Bytes of the tensors as they are read: more than those of the files where these hold them in fewer bits."""
+        return sum(info.nbytes for info in self.tensors.values())
 
     @property
     def is_imagined(self) -> bool:
@@ -133,7 +184,7 @@ class Checkpoint:
             InvalidInputError: no such tensor, or the file has changed since it was opened.
         """
         info = self.info(name)
-        return _read(info, 0, info.shape)
+        return self._span(info, 0, info.shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` (excluded) of a tensor: `[stop - start, *shape[1:]]`.
@@ -145,7 +196,7 @@ class Checkpoint:
         info = self.info(name)
         if not info.shape or not 0 <= start <= stop <= info.shape[0]:
             raise IndexError(f"Rows {start}:{stop} of tensor {name} with shape {list(info.shape)}")
-        return _read(info, start * math.prod(info.shape[1:]), (stop - start, *info.shape[1:]))
+        return self._span(info, start * math.prod(info.shape[1:]), (stop - start, *info.shape[1:]))
 
     def blocks(self, name: str, elements: int = 4 << 20) -> Iterator[Tensor]:
         """A tensor as consecutive flat blocks of at most so many elements: for copying what need not fit in memory.
@@ -156,7 +207,7 @@ class Checkpoint:
         info = self.info(name)
         total = math.prod(info.shape)
         for start in range(0, total, elements):
-            yield _read(info, start, (min(elements, total - start),))
+            yield self._span(info, start, (min(elements, total - start),))
 
     def read_part(self, name: str, index: int, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` (excluded) of `tensor[index]`, for a tensor of three dimensions.
@@ -168,7 +219,16 @@ class Checkpoint:
         info = self.info(name)
         if len(info.shape) != 3 or not (0 <= index < info.shape[0] and 0 <= start <= stop <= info.shape[1]):
             raise IndexError(f"Part {index}, rows {start}:{stop} of tensor {name} with shape {list(info.shape)}")
-        return _read(info, (index * info.shape[1] + start) * info.shape[2], (stop - start, info.shape[2]))
+        return self._span(info, (index * info.shape[1] + start) * info.shape[2], (stop - start, info.shape[2]))
+
+    def _span(self, info: TensorInfo, first: int, shape: tuple[int, ...]) -> Tensor:
+        if (form := self.forms.get(info.name)) is None:
+            return _read(info, first, shape)
+        count, columns = math.prod(shape), info.shape[-1]
+        start, stop = first // columns, -(-(first + count) // columns)
+        rows = form.rows(lambda name, begin, wanted: _read(self.stored[name], begin, wanted), start, stop)
+        skipped = first - start * columns
+        return rows.view(-1)[skipped : skipped + count].view(shape)
 
     def sidecars(self) -> list[Path]:
         """Every file that goes into an output byte for byte, sorted: tokenizer, templates, licence, and the like.
@@ -195,18 +255,18 @@ class Checkpoint:
     def _fingerprint(self) -> str:
         if self.is_imagined:
             return self._headers
-        return digest_of([self._headers.encode(), sampled(self.tensors.values())])
+        return digest_of([self._headers.encode(), sampled(self.on_disk.values())])
 
     @property
     def is_fingerprinted_whole(self) -> bool:
         """Whether the fingerprint is over every byte."""
-        sizes = [info.nbytes for info in self.tensors.values()]
-        return max(sizes, default=0) <= whole_limit(self.tensors.values())
+        sizes = [info.nbytes for info in self.on_disk.values()]
+        return max(sizes, default=0) <= whole_limit(self.on_disk.values())
 
 
 def read_config(path: Path) -> tuple[bytes, dict[str, object]]:
     """`config.json` of a checkpoint's directory, as bytes and parsed, checked. Raises `InvalidInputError`."""
-    content, config = read_object(path / CONFIG, lambda: _missing_config(path))
+    content, config = read_object(path / CONFIG, lambda: without_config(path))
     check_config(config, path / CONFIG)
     if is_known(config):
         check_settings(settings_of(config, path), config, path / CONFIG)
@@ -253,32 +313,6 @@ def _hub_names(tensors: dict[str, TensorInfo], config: dict[str, object]) -> dic
     return {name: replace(info, name=name) for name, info in named.items()}
 
 
-def _missing_config(path: Path) -> str:
-    if (path / ADAPTER).exists():
-        return _adapter_alone(path)
-    if largest := max(path.glob("*.gguf"), key=lambda file: file.stat().st_size, default=None):
-        return f"{path} has no {CONFIG}, but {largest.name}: give that file, {largest}."
-    if not any(path.iterdir()):
-        return f"{path} is empty; expected a checkpoint with {CONFIG} and {SINGLE}."
-    return f"{path} has no {CONFIG}, so it is not a checkpoint of a Hugging Face model."
-
-
-def _adapter_alone(path: Path) -> str:
-    """What to do with an adapter where a model is expected."""
-    try:
-        base = json.loads((path / ADAPTER).read_bytes())["base_model_name_or_path"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        base = None
-    of = base if isinstance(base, str) and base else "another model"
-    made = f"from peft import AutoPeftModelForCausalLM as M; M.from_pretrained({json.dumps(str(path))})"
-    line = shlex.quote(f'{made}.merge_and_unload().save_pretrained("MERGED")')
-    return (
-        f"{path} is an adapter of {of}, not a model. Merge it first (python -c {line}, then copy "
-        "the tokenizer's files of its base to MERGED) and give MERGED; or make "
-        "experts of several adapters: moetool upcycle BASE OUTPUT --method branch-train-mix --source ADAPTER …"
-    )
-
-
 def read_object(file: Path, missing: Callable[[], str]) -> tuple[bytes, dict[str, object]]:
     """A JSON file as its bytes and the object they hold; `missing` says what it means that there is none.
 
@@ -306,7 +340,7 @@ def _weight_files(path: Path) -> tuple[tuple[Path, ...], dict[str, Path]]:
     if (path / SINGLE).exists():
         return (path / SINGLE,), {}
     if not (path / INDEX).exists():
-        raise InvalidInputError(_no_weights(path))
+        raise InvalidInputError(without_weights(path))
     _, index = read_object(path / INDEX, lambda: f"{path / INDEX} is missing.")
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -332,23 +366,6 @@ def _weight_files(path: Path) -> tuple[tuple[Path, ...], dict[str, Path]]:
 def _stays_inside(shard: str) -> bool:
     name = Path(shard)
     return not name.is_absolute() and ".." not in name.parts and "\0" not in shard and len(name.name) <= _LONGEST_NAME
-
-
-def _no_weights(path: Path) -> str:
-    names = sorted(file.name for file in path.iterdir())
-    if shards := [name for name in names if UNFINISHED.fullmatch(name)]:
-        return (
-            f"{path} has {shards[0]} but neither {SINGLE} nor {INDEX}: "
-            "the run or download that was writing it is not finished. Finish it."
-        )
-    if pickles := [name for name in names if name.endswith(PICKLES)]:
-        return (
-            f"{path} has its weights only as pickles ({pickles[0]}), which can run code when read; moetool never reads "
-            "them. If you trust their origin, convert them with "
-            "`AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)`, which writes safetensors."
-        )
-    found = f" Found {', '.join(names[:8])}{' …' if len(names) > 8 else ''}."
-    return f"{path} has no safetensors weights: expected {SINGLE}, or {INDEX} and its shards.{found}"
 
 
 def byte_view(tensor: Tensor) -> memoryview:

@@ -4,7 +4,6 @@ Every number that moetool computes with comes from here, since the model that ru
 whose config has no `num_key_value_heads` has 8 of them. What is written is patched in the `config.json` as it stands.
 """
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from moetool.architectures.base import Settings
-from moetool.checkpoint.quiet import quiet
+from moetool.architectures.derived import transformers_config
 from moetool.errors import InvalidInputError, MoetoolError
+from moetool.quiet import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -44,12 +44,8 @@ def model_config(config: Mapping[str, object], path: Path) -> "PreTrainedConfig"
     Raises:
         InvalidInputError: transformers does not know the `model_type`, or refuses an entry.
     """
-    from transformers import AutoConfig
-
-    raw = copy.deepcopy(dict(config))
-    raw.pop("quantization_config", None)
     with described_in(path):
-        return AutoConfig.for_model(**raw)
+        return transformers_config(config)
 
 
 def settings_of(config: Mapping[str, object], path: Path) -> Settings:

@@ -1,16 +1,18 @@
 """What `moetool eval` prints."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 from moetool.cli.display import print_fields, print_table
 from moetool.measure.tasks.told import Evaluated, Evaluations, TaskScore
-from moetool.measure.told import Divergence, Evaluation
+from moetool.measure.told import OWN_KIND_ALONE, Divergence, Evaluation, OverTexts, TextLoss, kind_in_words, short_names
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
+
+Loss: TypeAlias = Evaluation | TextLoss  # of all texts, or of one
 
 
 def print_evaluation(result: Evaluation) -> None:
-    """One model on a text."""
+    """One model on a text, or on several together and each by itself."""
     print_fields(
         [
             ("model", result.model),
@@ -18,15 +20,62 @@ def print_evaluation(result: Evaluation) -> None:
             (result.protocol, f"{result.perplexity:.4f}"),
             ("nll", f"{result.nll:.6f}"),
             *(_against(result.against) if result.against else ()),
+            *over_texts(result.over_texts),
+            *_calibration(result),
             *_synthesis(result),
             *(_batches(result.batch_rows) if result.depends_on_batch else ()),
         ]
     )
+    print_texts(result.texts, result.protocol)
+
+
+def _calibration(result: Evaluation) -> list[tuple[str, str]]:
+    """What a model was calibrated on, and a warning where it is asked of nothing else."""
+    if not result.calibration:
+        return []
+    told = [("calibrated on", ", ".join(short_names(result.calibration)))]
+    if result.against is not None and all(text.own_kind for text in result.texts):
+        told.append(("note", OWN_KIND_ALONE))
+    return told
+
+
+def over_texts(found: OverTexts | None) -> list[tuple[str, str]]:
+    """What several texts say of KL divergence; nothing of one."""
+    if found is None:
+        return []
+    worst = f"{found.kl_worst:.6f} on {found.worst_text}"
+    told = [("KL by text", f"mean {found.kl_mean:.6f}, worst {worst}")]
+    if found.abroad is not None:
+        times = f"{found.abroad:.1f} times as much as on the calibration's own kind ({found.kl_own:.6f})"
+        told.append(("on other kinds", f"at worst {times}"))
+    return told
+
+
+def print_texts(texts: Sequence[TextLoss], protocol: str = "perplexity") -> None:
+    """A row for each of several texts; nothing for one."""
+    if len(texts) < 2:
+        return
+    has_original = texts[0].against is not None
+    has_kind = any(text.own_kind is not None for text in texts)
+    headers = ["text", *(["calibration"] if has_kind else []), "windows", protocol]
+    headers += ["excess", "KL", "top-1"] if has_original else []
+    rows = []
+    for name, text in zip(short_names([text.name for text in texts]), texts, strict=True):
+        row = [
+            name,
+            *([kind_in_words(text.own_kind)] if has_kind else []),
+            f"{text.windows:,}",
+            f"{text.perplexity:.4f}",
+        ]
+        if (lost := text.against) is not None:
+            row += [_excess(lost), f"{lost.kl:.6f}", f"{lost.agreement:.2%}"]
+        rows.append(row)
+    print_table(headers, rows, title="Text by text" + (", nats per token" if has_original else ""))
 
 
 def print_evaluations(result: Evaluations) -> None:
     """Several models, or one on tasks: a row for every measure, a column for every model."""
-    names = model_names([found.model for found in result.models])
+    names = short_names([found.model for found in result.models])
     texts = {_text(found.text) for found in result.models if found.text is not None}
     print_fields([("data", text) for text in sorted(texts)])
     print_table(("", "n", "shots", "metric", *names), [*_text_rows(result.models), *_task_rows(result.models)])
@@ -37,31 +86,54 @@ def print_evaluations(result: Evaluations) -> None:
             print_fields([("saved", found.saved)])
 
 
-def model_names(models: Sequence[str]) -> list[str]:
-    """The last part of every path, or all of it where two models would be called the same."""
-    short = [Path(model).name or model for model in models]
-    return short if len(set(short)) == len(short) else list(models)
-
-
 def _text_rows(models: Sequence[Evaluated]) -> list[tuple[str, ...]]:
     texts = [found.text for found in models]
     first = next((text for text in texts if text is not None), None)
     if first is None:
         return []
-    measures: dict[str, Callable[[Evaluation], str]] = {
-        first.protocol: lambda text: f"{text.perplexity:.4f}",
-        "nll": lambda text: f"{text.nll:.6f}",
+    measures: dict[str, Callable[[Loss], str]] = {
+        first.protocol: lambda loss: f"{loss.perplexity:.4f}",
+        "nll": lambda loss: f"{loss.nll:.6f}",
     }
     if first.against is not None:
         measures |= {
-            "excess": lambda text: _excess(text.against) if text.against else "",
-            "KL": lambda text: f"{text.against.kl:.6f}" if text.against else "",
-            "top-1": lambda text: f"{text.against.agreement:.2%}" if text.against else "",
+            "excess": lambda loss: _excess(loss.against) if loss.against else "",
+            "KL": lambda loss: f"{loss.against.kl:.6f}" if loss.against else "",
+            "top-1": lambda loss: f"{loss.against.agreement:.2%}" if loss.against else "",
         }
+    of_all = "all texts" if len(first.texts) > 1 else "text"
+    rows = _measured(of_all, first.windows, measures, texts)
+    if len(first.texts) > 1:
+        del measures["nll"]
+        for number, name in enumerate(short_names([text.name for text in first.texts])):
+            losses = [None if found is None else found.texts[number] for found in texts]
+            rows += _measured(name, first.texts[number].windows, measures, losses)
+    if first.over_texts is not None:
+        rows.append(("worst text", "", "", "KL", *(_worst(text) for text in texts)))
+    if any(text.own_kind is not None for found in texts if found is not None for text in found.texts):
+        rows.append(("calibration's kind", "", "", "text", *(_own_kinds(text) for text in texts)))
+    return rows
+
+
+def _measured(
+    label: str, windows: int, measures: Mapping[str, Callable[[Loss], str]], losses: Sequence[Loss | None]
+) -> list[tuple[str, ...]]:
+    """A row for each measure of one text, or of all together."""
     return [
-        ("text", f"{first.windows:,}", "", name, *("" if text is None else told(text) for text in texts))
+        (label, f"{windows:,}", "", name, *("" if loss is None else told(loss) for loss in losses))
         for name, told in measures.items()
     ]
+
+
+def _worst(found: Evaluation | None) -> str:
+    return "" if found is None or found.over_texts is None else f"{found.over_texts.kl_worst:.6f}"
+
+
+def _own_kinds(found: Evaluation | None) -> str:
+    """Names of the texts of whose kind a model's calibration had some."""
+    texts = () if found is None else found.texts
+    named = zip(short_names([text.name for text in texts]), texts, strict=True)
+    return ", ".join(name for name, text in named if text.own_kind)
 
 
 def _task_rows(models: Sequence[Evaluated]) -> list[tuple[str, ...]]:

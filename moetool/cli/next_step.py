@@ -9,6 +9,7 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
+from moetool.calibration.data import parse_data
 from moetool.format.gguf import IMATRIX, MODEL, TENSOR_TYPES
 from moetool.job.options import Options
 from moetool.job.result import Result
@@ -29,6 +30,8 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
     """
     given, made = result.input, result.output
     text = getattr(options, "calibration", None)
+    if text is not None and any(spec.is_self for spec in parse_data(text)):
+        text = None  # what the model wrote itself is gone
     size = 0 if result.sizes is None else max(result.sizes.bytes_before, result.sizes.bytes_after)
     if result.stage == "gguf":
         return _after_gguf(Path(made))

@@ -13,7 +13,9 @@ from moetool.job.stage import AnyStage
 from moetool.stages import stages
 
 COMMAND = "compress"
-_SHARED = frozenset({"calibration", "samples", "seed", "sequence_length", "bos", "device", "compute_dtype", "memory"})
+_SHARED = frozenset(
+    {"calibration", "samples", "mix", "seed", "sequence_length", "bos", "device", "compute_dtype", "memory"}
+)
 # A type of options and what was said → the options, or a `UsageError` that names what does not fit.
 Checked: TypeAlias = Callable[[type[RunOptions], Mapping[str, object]], RunOptions]
 

@@ -35,9 +35,15 @@ class CompareOptions(Options):
     models: Names = Field((), description="Checkpoints that are there and belong in the table, too, with commas.")
     calibration: str | None = Field(None, description="Calibration text, as for `compress`.")
     samples: int | None = Field(None, ge=1, description="Windows of calibration text [default: the method's].")
+    mix: float | None = Field(
+        None, ge=0, lt=1, description="Share of these that is bundled text, as for `compress` [default: 0.5]."
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of everything random.")
-    data: str = Field(description="Text to evaluate on: a file, folder or hub data set, as for --calibration.")
-    windows: int | None = Field(None, ge=1, description="Only the first so many windows of it.")
+    data: str = Field(
+        description="Texts to evaluate on: files, folders, hub data sets or bundled[:KIND], as for --calibration; a "
+        "column for each of several."
+    )
+    windows: int | None = Field(None, ge=1, description="Only the first so many windows of each text.")
     sequence_length: int | None = Field(
         None, ge=2, description="Tokens per window of both texts [default: the context, at most 2048]."
     )

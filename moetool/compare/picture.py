@@ -1,32 +1,70 @@
 """The chart of `moetool compare`: what is lost, by size."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeAlias
 
-from moetool.compare.told import Compared, ComparedModel
+from moetool.compare.told import Compared, ComparedModel, kind_of_text
 from moetool.measure.plots import panels
+from moetool.measure.told import short_names
+
+_COLUMNS = 3
+# A row of the table → what is shown of it, in nats, and the standard error of that, 0 where there is none.
+_Height: TypeAlias = Callable[[ComparedModel], tuple[float, float]]
 
 
 def plot_compared(result: Compared, path: Path) -> None:
-    """Excess loss with its standard error, and KL divergence, by the bytes of the weight files; a line per method."""
+    """What is lost, by the bytes of the weight files; a line per method. Of one text a panel of the excess loss with
+    its standard error and one of the KL divergence; of several a panel of the KL divergence on each, all on one scale:
+    its title says whether calibration had text of that kind."""
     lines: dict[str, list[ComparedModel]] = {}
     for row in result.rows:
         if row.error is None:
             lines.setdefault(row.name, []).append(row)
-    with panels(path, (11, 4.5), columns=2) as (axes,):
-        for axis, measure, title in zip(
-            axes, ("excess", "kl"), ("loss above the original's", "KL from the original"), strict=True
-        ):
-            least = 1.0
-            for name, rows in lines.items():
-                rows = sorted(rows, key=lambda row: row.bytes or 0)
-                sizes = [(row.bytes or 0) / 1e6 for row in rows]
-                heights: list[float] = [vars(row)[measure] for row in rows]
-                errors = [row.excess_error or 0.0 for row in rows] if measure == "excess" else None
-                axis.errorbar(sizes, heights, errors, marker="o", markersize=4, capsize=2, label=name)
-                least = min(least, *heights)
-            if lines and least > 0:
-                axis.set_yscale("log")
-            axis.set(title=f"{title}, nats per token", xlabel="weight files, MB")
-            axis.grid(visible=True, linewidth=0.3)
+    is_several = len(result.texts) > 1
+    shown = _text_by_text(result) if is_several else _PANELS
+    columns = min(_COLUMNS, len(shown))
+    count = -(-len(shown) // columns)
+    size = (5.5 * columns, 4.5 * count)
+    with panels(path, size, columns=columns, rows=count) as grid:
+        axes = [axis for row in grid for axis in row]
+        for axis, (title, height) in zip(axes, shown.items(), strict=False):
+            if is_several and axis is not axes[0]:
+                axis.sharey(axes[0])
+            _draw(axis, title, height, lines)
+        for axis in axes[len(shown) :]:
+            axis.set_axis_off()
         if lines:
             axes[0].legend()
+
+
+_PANELS: dict[str, _Height] = {
+    "loss above the original's": lambda row: (row.excess or 0.0, row.excess_error or 0.0),
+    "KL from the original": lambda row: (row.kl or 0.0, 0.0),
+}
+
+
+def _text_by_text(result: Compared) -> dict[str, _Height]:
+    """A panel of the KL divergence on each text."""
+
+    def height(number: int) -> _Height:
+        return lambda row: ((lost.kl if (lost := row.texts[number].against) else 0.0), 0.0)
+
+    found = {}
+    for number, name in enumerate(short_names([text.name for text in result.texts])):
+        kind = kind_of_text(result, number)
+        found[f"KL on {name}" + (f" ({kind})" if kind else "")] = height(number)
+    return found
+
+
+def _draw(axis: Any, title: str, height: _Height, lines: dict[str, list[ComparedModel]]) -> None:
+    """One panel."""
+    for name, rows in lines.items():
+        rows = sorted(rows, key=lambda row: row.bytes or 0)
+        sizes = [(row.bytes or 0) / 1e6 for row in rows]
+        heights, errors = zip(*map(height, rows), strict=True)
+        axis.errorbar(sizes, heights, errors if any(errors) else None, marker="o", markersize=4, capsize=2, label=name)
+    if lines and all(height(row)[0] > 0 for rows in lines.values() for row in rows):
+        axis.set_yscale("log")
+    axis.set(title=f"{title}, nats per token", xlabel="weight files, MB")
+    axis.grid(visible=True, linewidth=0.3)

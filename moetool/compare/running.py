@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from moetool.calibration.bundled import PACKED
-from moetool.calibration.data import data_files, parse_data
+from moetool.calibration.data import BUNDLED, data_files, parse_data
 from moetool.checkpoint.files import fast_digest
 from moetool.checkpoint.identity import file_states, hub_sha256
 from moetool.checkpoint.reader import Checkpoint
@@ -30,6 +32,8 @@ from moetool.measure.perplexity import EvaluationOptions, perplexity
 _JOURNAL, _LOCK = "journal.jsonl", ".moetool-compare"
 _EVALUATION = frozenset(EvaluationOptions.model_fields)
 _INCIDENTAL = {"device"}  # of an evaluation
+# What the journal has noted, read back.
+_ROW, _COMPARED = TypeAdapter(ComparedModel), TypeAdapter(Compared)
 
 
 def compare(
@@ -85,8 +89,9 @@ class _Comparing:
         self._asked = {
             "evaluation": self._evaluation.model_dump(mode="json", exclude=_INCIDENTAL),
             "text": text_digests(self._evaluation.data),
+            "told": "text by text",  # rows of older comparisons are not
         }
-        self._calibration = text_digests(options.calibration) if options.calibration else {}
+        self._calibration = text_digests(options.calibration or BUNDLED) | {str(PACKED): fast_digest(PACKED)}
         self._models = options.models
 
     def all(self, wanted: Iterable[Candidate], seen: Callable[[ComparedModel], None]) -> Compared:
@@ -101,14 +106,9 @@ class _Comparing:
             seen(rows[-1])
         for path in self._work.glob(f"{PASS_PREFIX}*"):
             shutil.rmtree(path)
-        return Compared(
-            model=self._model,
-            data=self._evaluation.data,
-            bytes=self._bytes,
-            **found,
-            rows=rows,
-            statistics=tuple(self._statistics()),
-        )
+        asked = {"model": self._model, "data": self._evaluation.data, "bytes": self._bytes}
+        told = _COMPARED.validate_python({**asked, **found, "rows": []})
+        return replace(told, rows=rows, statistics=tuple(self._statistics()))
 
     def _statistics(self) -> Iterator[SharedStatistics]:
         """Of all passes that were made."""
@@ -124,7 +124,8 @@ class _Comparing:
             size = checkpoint.weight_bytes
             found = self._noted(self._key("model", _known_by("model", checkpoint)), self._measure(path))
             saved = 1 - size / self._bytes
-            return ComparedModel(name=name, method=None, asked=None, saved=saved, bytes=size, path=path, **found)
+            row = {"name": name, "method": None, "asked": None, "saved": saved, "bytes": size, "path": path}
+            return _ROW.validate_python({**row, **found})
         except InterruptedRunError:
             raise
         except MoetoolError as error:
@@ -147,7 +148,7 @@ class _Comparing:
         if isinstance(wanted, ComparedModel):
             return wanted
         candidate, made = wanted.candidate, wanted.made
-        row = ComparedModel(name=candidate.name, method=candidate.kind.name, asked=candidate.asked)
+        row = {"name": candidate.name, "method": candidate.kind.name, "asked": candidate.asked}
         target = self._target(wanted)
         try:
             told = self._noted(
@@ -157,10 +158,10 @@ class _Comparing:
         except InterruptedRunError:
             raise
         except MoetoolError as error:
-            return replace(row, error=str(error))
+            return _ROW.validate_python({**row, "error": str(error)})
         if not self._keep and target.exists():
             shutil.rmtree(target)
-        return replace(row, **told, path=str(target) if target.exists() else None)
+        return _ROW.validate_python({**row, **told, "path": str(target) if target.exists() else None})
 
     def _target(self, wanted: Wanted) -> Path:
         asked = wanted.candidate.asked
@@ -217,10 +218,10 @@ class _Comparing:
         found = perplexity(path, options, self._progress)
         if found.against is not None:
             return {
-                "perplexity": found.perplexity,
+                **_fields(found, "perplexity", "texts", "over_texts", "calibration"),
                 **_fields(found.against, "excess", "excess_error", "kl", "agreement"),
             }
-        return _fields(found, "perplexity", "nll", "windows", "tokens", "sequence_length", "begin")
+        return _fields(found, "perplexity", "nll", "windows", "tokens", "sequence_length", "begin", "texts")
 
     def _key(self, what: str, sources: Mapping[str, str]) -> str:
         return fingerprint(what, {**sources, **_known_by("original", self._original)}, self._asked)
@@ -242,7 +243,8 @@ def _known_by(name: str, checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _fields(told: Printed, *names: str) -> dict[str, object]:
-    return {name: vars(told)[name] for name in names}
+    """Some of a record's fields, as JSON; without those that hold their default."""
+    return {name: value for name, value in told.to_json().items() if name in names}
 
 
 def text_digests(data: str) -> dict[str, str]:

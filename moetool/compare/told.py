@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moetool.job.result import Printed
+from moetool.measure.told import OverTexts, TextLoss, kind_in_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,10 +17,13 @@ class ComparedModel(Printed):
         asked: the ratio it was asked for, if any.
         saved: `1 − bytes / the original's`.
         bytes: of the weight files.
-        perplexity: on the text.
+        perplexity: on all texts together.
         excess, excess_error: its loss less the original's, in nats per token, and the standard error of that.
         kl: mean KL(original ‖ model) in nats.
         agreement: share of the predictions where both find the same token likeliest.
+        texts: each of these by itself.
+        over_texts: KL divergence over several texts.
+        calibration: the texts that the model was calibrated on, as its manifest names them.
         seconds: that making it took; `None` where it was interrupted, and of a model that was there.
         peak_memory_bytes: of anonymous memory, meanwhile.
         path: where it is, if it is kept.
@@ -36,6 +40,9 @@ class ComparedModel(Printed):
     excess_error: float | None = None
     kl: float | None = None
     agreement: float | None = None
+    texts: Sequence[TextLoss] = ()
+    over_texts: OverTexts | None = None
+    calibration: Sequence[str] = ()
     seconds: float | None = None
     peak_memory_bytes: int | None = None
     path: str | None = None
@@ -61,8 +68,9 @@ class Compared(Printed):
 
     Attributes:
         model, data: as they were given.
-        bytes, perplexity, nll: of the original: weight files, and on the text.
-        windows, tokens, sequence_length, begin: of the text, as `moetool eval` has them.
+        bytes, perplexity, nll: of the original: weight files, and on all texts together.
+        windows, tokens, sequence_length, begin: of the texts, as `moetool eval` has them.
+        texts: the original's losses on each.
         rows: models that were there, then every method at every ratio.
         statistics: what was measured once for several of them.
     """
@@ -76,5 +84,13 @@ class Compared(Printed):
     tokens: int
     sequence_length: int
     begin: str | None
+    texts: Sequence[TextLoss] = ()
     rows: Sequence[ComparedModel]
     statistics: Sequence[SharedStatistics] = ()
+
+
+def kind_of_text(result: Compared, number: int) -> str:
+    """`own kind` or `other kind` for a text, by its number, where all models of a table that were calibrated say the
+    same of it; else nothing."""
+    said = {row.texts[number].own_kind for row in result.rows if number < len(row.texts)} - {None}
+    return kind_in_words(said.pop()) if len(said) == 1 else ""

@@ -24,14 +24,14 @@ from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.files import save_tensors
 from moetool.compress.encoded import Encoding, encoded_bytes
 from moetool.compress.told import EncodedLayer, LayersTold
+from moetool.costs.building_blocks import moe_size
+from moetool.costs.layer_memory import LayerMemory, Measuring
+from moetool.costs.phases import encoding_phases
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.layout import LayerLayout, delta_name
-from moetool.job.building_blocks import moe_size
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, Source, to_cpu
-from moetool.job.layer_memory import LayerMemory, Measuring
 from moetool.job.options import Options, RunOptions, TextOptions
-from moetool.job.phases import encoding_phases
 from moetool.job.plan import Plan, calibration_cost
 from moetool.job.result import Json
 from moetool.job.shards import OutputPlan
@@ -232,8 +232,7 @@ def encoding_plan(
     scratch = bases + encoded_bytes(reader, output, options.shard_size) + cost.forward_bytes(reader.shape.hidden)
     if text is not None:
         details["experts_at_once"] = at_once = at_once or reader.shape.experts
-        if at_once < reader.shape.experts:
-            scratch += cost.recorded_bytes(reader.shape, gradients=False, sums=False)
+        scratch += cost.recorded_bytes(reader.shape, at_once, gradients=False, sums=False)
     return Plan(
         stage=stage,
         input_bytes=source.checkpoint.weight_bytes,

@@ -2,9 +2,9 @@
 
 from moetool.architectures import Role
 from moetool.calibration.peers import Owned, Peers
+from moetool.costs.matrix_work import encode, factorize
+from moetool.costs.work import Work
 from moetool.format.layout import LayerLayout, delta_name, shared_name
-from moetool.job.matrix_work import encode, factorize
-from moetool.job.work import Work
 from moetool.representations import Representation
 
 

@@ -26,30 +26,30 @@ class InputMoments:
         self._gram = Gram(hidden)
 
     def add(self, group: int, inputs: Tensor) -> None:
-        """Inputs `[..., hidden]` of one group."""
+        """Add inputs `[..., hidden]` to the sums of one group."""
         rows = inputs.detach().reshape(-1, inputs.shape[-1]).cpu()
         self.count[group] += len(rows)
         self.total[group] += rows.sum(0, dtype=torch.float64)
         self._gram.add(rows)
 
     def reduce(self, peers: Peers) -> None:
-        """Add up what each process has seen."""
+        """Sum over all processes, so that each has the sums of all."""
         for sums in (self.count, self.total, self._gram.matrix()):
             peers.all_reduce(sums)
 
     @property
     def means(self) -> Tensor:
-        """`[groups, hidden]` fp64."""
+        """The mean input of each group, `[groups, hidden]` fp64."""
         return self.total / self.count[:, None].clamp_min(1)
 
     @property
     def mean(self) -> Tensor:
-        """`[hidden]` fp64, over all groups."""
+        """The mean input over all groups, `[hidden]` fp64."""
         return self.total.sum(0) / self.count.sum().clamp_min(1)
 
     @property
     def covariance(self) -> Tensor:
-        """`[hidden, hidden]` fp64, over all groups."""
+        """The covariance of inputs over all groups, `[hidden, hidden]` fp64."""
         return self._gram.matrix() / self.count.sum().clamp_min(1) - torch.outer(self.mean, self.mean)
 
 

@@ -55,7 +55,7 @@ class Converted(ABC):
 
     @abstractmethod
     def parameters(self) -> Counts:
-        """Numbers in the model."""
+        """The number of elements in all tensors of the model."""
 
     def names(self) -> dict[int, list[str]]:
         """Names of the dense model's tensors by layer, those of no layer under `REST`."""
@@ -66,7 +66,7 @@ class Converted(ABC):
         return found
 
     def dtype_entry(self) -> dict[str, str]:
-        """What `config.json` says of the dtype, if it changes."""
+        """The entry of `config.json` for the dtype, empty if the dtype stays."""
         if self.dtype is None:
             return {}
         source = self.dense.checkpoint.config

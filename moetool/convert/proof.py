@@ -52,7 +52,7 @@ def run(model: StreamedModel, tokens: Tensor, tick: Callable[[], None]) -> Run:
     for index in range(model.layer_count):
         with model.layer(index) as layer:
             with _Watched(layer) as watched:
-                hidden = model.run_layer(index, layer, hidden)
+                hidden = model.run_layer(index, layer, hidden, tokens)
             if watched.probabilities is not None:
                 routing[index] = watched.summary()
         tick()

@@ -10,21 +10,25 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from moetool.calibration.mixing import TextCounts
 from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.manifest import Provenance
-from moetool.checkpoint.reader import CONFIG, Checkpoint
+from moetool.checkpoint.names import CONFIG
+from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.parts import Converted
 from moetool.convert.sample import sample_tokens
 from moetool.convert.told import Activations, ConversionTold, Parameters, Proof
+from moetool.costs.building_blocks import dense_size
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.phases import Phases, proof_phase, rewriting_phases, router_phase
 from moetool.errors import InvalidInputError, VerificationError
 from moetool.format.families import architecture_of, is_opaque
 from moetool.format.kinds.base import Counts
-from moetool.job.building_blocks import dense_size
 from moetool.job.calibrated import calibration_windows
 from moetool.job.job import DenseSource, Input, Job, Source
 from moetool.job.options import TEXTS, RunOptions, TextOptions
-from moetool.job.phases import Phases, proof_phase, rewriting_phases, router_phase
-from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.own_text import own_text
+from moetool.job.plan import Plan, text_cost
 from moetool.job.progress import phase
 from moetool.job.result import CalibrationFacts, Json, Sizes
 from moetool.job.shards import ShardPlan
@@ -66,7 +70,7 @@ class MeasuredModel:
 
 
 class Conversion(Stage[ConversionT, DenseSource]):
-    """A dense model into something else of the same function."""
+    """A stage that turns a dense model into another that computes the same function."""
 
     source_type: ClassVar[type[Input]] = DenseSource
     takes_any_network: ClassVar[bool] = False  # encoders too, and networks that are no module of their own
@@ -110,6 +114,10 @@ class Conversion(Stage[ConversionT, DenseSource]):
         """Whether the calibration text runs through the dense model before anything is written."""
         return False
 
+    @property
+    def due_windows(self) -> TextCounts | None:
+        return super().due_windows if self.measures else None
+
     @abstractmethod
     def planned(self) -> Converted:
         """The result as far as its headers go."""
@@ -120,14 +128,14 @@ class Conversion(Stage[ConversionT, DenseSource]):
 
     @abstractmethod
     def details(self) -> dict[str, Json]:
-        """What a plan tells beyond its costs."""
+        """The details that a plan shows beside its costs."""
 
     def provenance(self) -> Provenance:
         """What the manifest keeps of the dense model, where there is a way back to it."""
         return Provenance()
 
     def notes(self, config: dict[str, object]) -> list[str]:
-        """What a user of the result with this config has to know."""
+        """Sentences that a user of the result with this config has to know."""
         return []
 
     # What it will cost.
@@ -167,12 +175,12 @@ class Conversion(Stage[ConversionT, DenseSource]):
         return (router_phase(cost, self.dense),)
 
     def _scratch_bytes(self) -> int:
-        cost = CalibrationCost.of(self.options, torch.float32, self.dense.dtype)
+        cost = text_cost(self.options, torch.float32, self.dense.dtype)
         return cost.forward_bytes(self.dense.hidden) if self.measures else 0
 
     def _memory_bytes(self) -> int:
         runs = self.options.proof or self.measures
-        cost = CalibrationCost.of(self.options, torch.float32, self.dense.dtype)
+        cost = text_cost(self.options, torch.float32, self.dense.dtype)
         moments = 4 * 8 * self.dense.hidden**2 if self.measures else 0
         return cost.dense_memory_bytes(self.dense, runs=runs, calibrated=self.measures) + moments
 
@@ -188,7 +196,7 @@ class Conversion(Stage[ConversionT, DenseSource]):
         units = dict(model.units())
         config = model.config()
         proofs: list[Proof] = []
-        tokens = self._tokens() if self.options.proof else None  # before anything is written, in case there are none
+        tokens = self._tokens(job) if self.options.proof else None  # before anything is written, in case there are none
         write_checkpoint(
             job,
             self._shards(model),
@@ -210,12 +218,12 @@ class Conversion(Stage[ConversionT, DenseSource]):
 
     # Evidence.
 
-    def _tokens(self) -> Tensor:
+    def _tokens(self, job: Job[DenseSource]) -> Tensor:
         options, config = self.options, self.dense.config
         length = min(PROOF_LENGTH, int(getattr(config, "max_position_embeddings", PROOF_LENGTH)))
         if options.calibration is not None:
-            short = options.model_copy(update={"samples": PROOF_WINDOWS, "sequence_length": length})
-            return calibration_windows(self.source, short)
+            short = options.model_copy(update={"samples": PROOF_WINDOWS, "sequence_length": length, "mix": 0.0})
+            return calibration_windows(self.source, short, own_text(job, short))
         try:
             tokenizer = load_tokenizer(self.dense.checkpoint.path)
         except InvalidInputError:

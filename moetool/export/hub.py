@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from moetool.checkpoint.digests import files_of
 from moetool.checkpoint.files import TEMPORARY
-from moetool.checkpoint.reader import WEIGHTS, Checkpoint
+from moetool.checkpoint.names import WEIGHTS
+from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.source import first_line, local_path
 from moetool.errors import InvalidInputError, MoetoolError, UsageError
 from moetool.job.progress import Progress

@@ -1,34 +1,13 @@
 """The family that a `config.json` belongs to, custom modules included."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from moetool.architectures import find_architecture
-from moetool.architectures.base import Architecture, MoEShape, Settings
+from moetool.architectures.base import Architecture, ModelNumbers
 from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
 from moetool.errors import InvalidInputError
 from moetool.format.kinds import custom_module
 from moetool.format.kinds.moe import ROUTER, SHARED, MoESpec, fused_names
-
-
-@dataclass(frozen=True, kw_only=True)
-class CustomMoE(Architecture):
-    """An MoE model that moetool made of a dense family's own networks, in the words of an `Architecture`.
-
-    Attributes:
-        spec: what its config says of it.
-    """
-
-    spec: MoESpec
-
-    def moe_layers(self, config: Settings) -> tuple[int, ...]:
-        return self.spec.layers
-
-    def numbers(self, config: Settings) -> MoEShape:
-        return self.spec.shape
-
-    def layers(self, config: Settings) -> int:
-        return self.spec.of
 
 
 def architecture_of(config: Mapping[str, object]) -> Architecture:
@@ -69,10 +48,11 @@ def is_opaque(config: Mapping[str, object]) -> bool:
     return spec is not None and not isinstance(spec, MoESpec)
 
 
-def _custom_moe(dense: DenseArchitecture, spec: MoESpec) -> CustomMoE:
+def _custom_moe(dense: DenseArchitecture, spec: MoESpec) -> Architecture:
+    """An MoE model that moetool made of a dense family's own networks, in the words of an `Architecture`."""
     weights = fused_names(dense.roles)
     biases = {f"{weights[role]}_bias" for role in spec.biases}
-    return CustomMoE(
+    return Architecture(
         name=f"{dense.name} ({spec.title})",
         model_types=(),
         reference=dense.reference,
@@ -90,5 +70,5 @@ def _custom_moe(dense: DenseArchitecture, spec: MoESpec) -> CustomMoE:
         others=(f"{SHARED}.", *sorted(biases), dense.weights["up"]),
         shared_expert_module=f"{dense.ffn}.{SHARED}" if spec.shared != "none" else "",
         shared_expert=dense.weights,
-        spec=spec,
+        given=ModelNumbers(spec.of, spec.layers, spec.shape),
     )

@@ -224,7 +224,7 @@ def family_in_file(architecture: str, *, is_moe: bool, has_shared: bool) -> Gguf
 
 
 def layer_in_file(layer: int, name: str) -> str:
-    """`blk.3.ffn_up_exps.weight`"""
+    """The name of a layer's tensor in a GGUF file, such as `blk.3.ffn_up_exps.weight`."""
     return f"blk.{layer}.{name}"
 
 
@@ -235,7 +235,7 @@ def interleaved(rows: Tensor, heads: int) -> Tensor:
 
 
 def halved(rows: Tensor, heads: int) -> Tensor:
-    """Inverse of `interleaved`."""
+    """Undo `interleaved`: every head's even rows come first, then its odd ones."""
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 

@@ -36,12 +36,12 @@ def delta_name(expert: int, role: Role, tensor: str) -> str:
 
 
 def base_name(role: Role, tensor: str) -> str:
-    """The same for a base that is not dense."""
+    """The name of a tensor of a base that is not dense."""
     return f"moetool.base.{role}.{tensor}"
 
 
 def shared_name(role: Role, tensor: str) -> str:
-    """The same for what all experts' representations have in common."""
+    """The name of a tensor that all experts' representations have in common."""
     return f"moetool.shared.{role}.{tensor}"
 
 
@@ -105,7 +105,7 @@ class LayerLayout:
         *,
         extended: bool = False,
     ) -> "LayerLayout":
-        """Every matrix of every expert stored in the same way."""
+        """A layout in which every matrix of every expert is stored in the same way."""
         weights = dict.fromkeys(shape.roles, (representation,) * (shape.experts + extended))
         return cls(shape, weights, base_channels or shape.intermediate, base=base or DENSE_BASE)
 
@@ -187,7 +187,7 @@ class LayerLayout:
         yield from self.delta_tensors()
 
     def delta_tensors(self) -> Iterator[tuple[str, Stored]]:
-        """Those of them that store deltas, not bases."""
+        """The tensors of a layer that store deltas, without those of bases."""
         for role in self.shape.roles:
             for tensor, stored in self.shared_tensors(role).items():
                 yield shared_name(role, tensor), stored

@@ -17,7 +17,7 @@ from moetool.architectures.dense import DenseArchitecture, dense_architectures, 
 from moetool.errors import InvalidInputError
 from moetool.format.beside import quantized_beside
 from moetool.format.entry import check_format_version, layer_layouts
-from moetool.format.families import CustomMoE, architecture_of
+from moetool.format.families import architecture_of
 from moetool.format.fields import MOST, MOST_EXPERTS, Bytes, Count, LayerCount, Name, Positive, Share, explain
 from moetool.format.kinds import custom_module
 from moetool.format.kinds.moe import MoESpec
@@ -230,14 +230,14 @@ def _said(key: str, config: Mapping[str, object], value: object) -> str:
 
 def _experts(family: Architecture, settings: Settings) -> tuple[str, int | None]:
     """The number of experts, and under which key."""
-    if isinstance(family, CustomMoE):
-        return "experts", family.spec.experts
+    if family.given is not None:
+        return "experts", family.given.shape.experts
     key = next((key for key in family.experts_keys if key in settings), family.experts_keys[0])
     return key, whole_number(settings, key)
 
 
 def _check_experts(family: Architecture, settings: Settings, config: Mapping[str, object], file: Path) -> None:
-    if isinstance(family, CustomMoE):
+    if family.given is not None:
         return
     key, experts = _experts(family, settings)
     for name, most in ((key, MOST_EXPERTS), (family.top_k_key, MOST_EXPERTS), (family.intermediate_key, MOST)):

@@ -14,14 +14,16 @@ from moetool.architectures.dense import is_encoder
 from moetool.calibration.activations import ActivationFile
 from moetool.calibration.boundaries import kept_dtype, stretch
 from moetool.calibration.masking import masked_windows
+from moetool.calibration.mixing import ONE_KIND
 from moetool.calibration.opening import Bos, opening_text
 from moetool.calibration.sweep import Sweep
-from moetool.calibration.windows import DrawnWindows, check_vocabulary, drawn_windows, load_tokenizer
+from moetool.calibration.windows import DrawnWindows, OwnText, check_vocabulary, drawn_windows, load_tokenizer
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.job import DenseSource, Input, Job, Source
 from moetool.job.options import CalibrationOptions, TextOptions
+from moetool.job.own_text import blank_text, own_text
 from moetool.job.progress import phase
 from moetool.job.result import CalibrationFacts
 from moetool.runtime.modules.fused import fused_matrix
@@ -32,14 +34,14 @@ EVALUATE = "Evaluate"
 _TEXT = "text"  # the unit that notes which one it is
 
 
-def calibration_windows(source: Input, options: TextOptions) -> Tensor:
-    """The calibration set `[samples, sequence_length]` of token ids.
+def calibration_windows(source: Input, options: TextOptions, own: OwnText) -> Tensor:
+    """The calibration set `[samples, sequence_length]` of token ids, with what `own` gives for the model's own text.
 
     Raises:
         UsageError: no text given.
         InvalidInputError: text or tokenizer cannot be used.
     """
-    return _drawn(source, options, 0).windows
+    return _drawn(source, options, 0, own).windows
 
 
 def held_out(source: Input, options: TextOptions, count: int) -> Tensor:
@@ -49,7 +51,7 @@ def held_out(source: Input, options: TextOptions, count: int) -> Tensor:
         UsageError: no text given, or too little of it.
         InvalidInputError: text or tokenizer cannot be used.
     """
-    windows = _drawn(source, options, count).others
+    windows = _drawn(source, options, count, blank_text).others
     if len(windows) < count:
         raise UsageError(
             f"The calibration text has {len(windows)} windows of {options.sequence_length} tokens besides the "
@@ -59,7 +61,7 @@ def held_out(source: Input, options: TextOptions, count: int) -> Tensor:
     return windows
 
 
-def _drawn(source: Input, options: TextOptions, more: int) -> DrawnWindows:
+def _drawn(source: Input, options: TextOptions, more: int, own: OwnText) -> DrawnWindows:
     """The calibration set, and so many windows `more`, or as many as there are."""
     if options.calibration is None:
         raise UsageError("Give a calibration text: --calibration FILE.")
@@ -71,6 +73,9 @@ def _drawn(source: Input, options: TextOptions, more: int) -> DrawnWindows:
         sequence_length=options.sequence_length,
         seed=options.seed,
         bos=_bos(source, options),
+        mix=options.mix,
+        insist="mix" in options.model_fields_set,
+        own=own,
     )
     for windows in (drawn.windows, drawn.others):
         check_vocabulary(windows, whole_number(source.checkpoint.settings, "vocab_size"))
@@ -129,17 +134,18 @@ class CalibratedJob:
         from moetool.calibration.streaming import StreamedModel  # transformers: seconds, and not for --help
 
         self.job = job
-        windows, _, left_out = _drawn(job.source, options, 0)
-        if left_out:
-            job.progress.log(
-                f"This tokenizer cuts {len(left_out)} pieces of the bundled text into bytes; they are left "
-                f"out: {', '.join(left_out)}."
-            )
+        drawn = _drawn(job.source, options, 0, own_text(job, options))
+        windows, counts = drawn.windows, drawn.counts
+        for remark in drawn.remarks:
+            job.progress.log(remark)
         if len(windows) < options.samples:
             job.progress.log(
                 f"The calibration text has only {len(windows)} windows of {options.sequence_length} tokens, "
                 f"not {options.samples}: using them all."
             )
+        job.progress.log(f"Calibration on {counts}.")
+        if counts.is_of_one_kind:
+            job.progress.log(ONE_KIND)
         digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
         if job.ranks.broadcast(digest) != digest:
             raise InvalidInputError("The calibration text is not the same in all processes: put it where all find it.")
@@ -158,15 +164,15 @@ class CalibratedJob:
         self._digest = digest
         masked = masked_windows(windows, tokenizer, options.seed) if encoder else None
         kept, tick = kept_dtype(job.source.dtype, dtype), job.progress.advance
-        self.sweep = Sweep(model, windows, job.work, tick, masked=masked, kept=kept, peers=job.ranks)
+        kinds, of_kind, ranks = drawn.kinds, drawn.of_kind, job.ranks
+        self.sweep = Sweep(model, windows, job.work, tick, None, masked, kept, ranks, kinds, of_kind)
         few, seed = len(windows), None
         if isinstance(options, CalibrationOptions):
             few = min(few, options.gradient_samples)
             seed = options.seed if options.labels == "sampled" else None
-        masked = None if masked is None else masked[:few]
-        directory = job.work / "gradients"
-        self.gradient_sweep = Sweep(model, windows[:few], directory, tick, seed, masked, kept, job.ranks)
-        self.facts = CalibrationFacts(len(windows), windows.numel(), begin)
+        masked, of_kind, directory = None if masked is None else masked[:few], of_kind[:few], job.work / "gradients"
+        self.gradient_sweep = Sweep(model, windows[:few], directory, tick, seed, masked, kept, ranks, kinds, of_kind)
+        self.facts = CalibrationFacts(len(windows), windows.numel(), begin, kinds=counts.by_kind, text=str(counts))
         if gradients:
             directory.mkdir(exist_ok=True)
             self.facts = replace(self.facts, gradient_windows=few)

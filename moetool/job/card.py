@@ -10,9 +10,11 @@ from pathlib import Path
 
 from moetool.architectures.base import Settings
 from moetool.architectures.dense import is_encoder
+from moetool.calibration.mixing import ONE_KIND
 from moetool.checkpoint.files import copy_file, file_sha256
 from moetool.checkpoint.manifest import Manifest, Origin, manifest_of
-from moetool.checkpoint.reader import CARD, Checkpoint
+from moetool.checkpoint.names import CARD
+from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import settings_of
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.checkpoint.source import is_here, looks_local
@@ -170,7 +172,11 @@ def _circumstances(manifest: Manifest) -> Iterator[str]:
     yield f"Versions: moetool {manifest.moetool_version}, {versions}."
     text, facts = (manifest.chosen or {}).get("calibration"), manifest.statistics.get("calibration")
     if isinstance(text, str) and isinstance(facts, Mapping):
-        yield f"Calibrated on {_code(text)}: {facts['windows']} windows, {facts['tokens']} tokens."
+        windows = facts.get("text")
+        which = f"{_code(windows)}," if windows else f"{_code(text)}: {facts['windows']} windows,"
+        yield f"Calibrated on {which} {facts['tokens']} tokens."
+        if len(facts.get("kinds") or ()) == 1:
+            yield ONE_KIND
 
 
 def _of_model(manifest: Manifest, source: Checkpoint, config: Mapping[str, object], nbytes: int) -> Iterator[str]:
@@ -241,7 +247,7 @@ def _limits(config: Mapping[str, object]) -> Iterator[str]:
     elif isinstance(entry, Mapping):
         yield (
             f"It is in the format of {_code(str(entry.get('quant_method')))}: transformers loads it where that library "
-            f"is installed, other engines where they read the format for {kind}. It is no input for moetool."
+            f"is installed, other engines where they read the format for {kind}."
         )
     else:
         yield f"It is an ordinary checkpoint of the family {kind}: engines load it that know this family."

@@ -25,7 +25,7 @@ def check_job(stage: AnyStage, directory: Path) -> None:
     for path in stage.reads():
         _refuse_self(path, directory, f"{path}, which this job reads")
     for data in stage.texts():
-        check_data(data)
+        check_data(data, own=data == getattr(stage.options, "calibration", None))
     there = next(place for place in (directory.absolute(), *directory.absolute().parents) if place.is_dir())
     with storage_errors(directory), tempfile.TemporaryFile(dir=there):
         pass

@@ -32,30 +32,30 @@ class Conditions:
 
     @classmethod
     def now(cls, plan: Plan) -> Self:
-        """Those of a run that begins in this process."""
+        """The conditions of a run that begins in this process."""
         return cls(plan.experts_at_once, torch.get_num_threads(), processes())
 
     @classmethod
     def noted(cls, said: Mapping[str, object]) -> Self | None:
-        """As a journal has them; `None` if it has none."""
+        """The conditions that a journal has noted; `None` if it has none."""
         at_once, threads, count = (said.get(name) for name in ("experts_at_once", "threads", "processes"))
         if not isinstance(threads, int) or not isinstance(count, int):
             return None
         return cls(at_once if isinstance(at_once, int) else None, threads, count)
 
     def to_json(self) -> dict[str, object]:
-        """For the journal."""
+        """The conditions in the form in which a journal notes them."""
         return asdict(self)
 
     @property
     def threads_here(self) -> int:
-        """With how many threads to go on; another number of processes orders sums anew, whatever their threads."""
+        """The number of threads to go on with; another number of processes orders sums anew, whatever their threads."""
         return self.threads if self.processes == processes() else torch.get_num_threads()
 
 
 @contextmanager
 def with_threads(count: int) -> Iterator[None]:
-    """Torch has so many threads for the time of a `with` block."""
+    """Set the number of torch's threads to `count` for the time of a `with` block."""
     before = torch.get_num_threads()
     if count == before:
         yield

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moetool.costs.machine import this_machine
 from moetool.job.job import pick_device
-from moetool.job.machine import this_machine
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
 from moetool.job.result import Json, PhaseTime
@@ -25,11 +25,11 @@ class Estimate:
 
     @property
     def seconds(self) -> float | None:
-        """In all."""
+        """Seconds of all phases together; `None` where they are unknown."""
         return None if self.unknown else round(sum(phase.seconds for phase in self.phases), 2)
 
     def to_json(self) -> dict[str, Json]:
-        """For `--dry-run --json`."""
+        """The entries of `--dry-run --json`."""
         if self.unknown:
             return {"seconds": None}
         return {"phases": [phase.to_json() for phase in self.phases], "seconds": self.seconds}

@@ -8,22 +8,25 @@ from pathlib import Path
 
 import torch
 
+from moetool.calibration.mixing import ONE_KIND
 from moetool.checkpoint.digests import check_files
 from moetool.checkpoint.files import storage_problem
 from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import MoetoolError, UsageError, VerificationError
 from moetool.job.blueprint import open_for_planning
 from moetool.job.calibrated import calibration_windows
 from moetool.job.checks import check_job, check_output, identity, output_directory
 from moetool.job.conditions import Conditions, with_threads
-from moetool.job.costs import Meter, inputs_read, write_costs
 from moetool.job.estimate import estimate
 from moetool.job.inputs import Inputs
 from moetool.job.interrupt import listening
-from moetool.job.job import Job
+from moetool.job.job import Input, Job, Source
 from moetool.job.memory import anonymous_bytes
+from moetool.job.metering import Meter, inputs_read, write_costs
 from moetool.job.options import RunOptions, TextOptions
+from moetool.job.own_text import blank_text, planned
 from moetool.job.plan import Plan
 from moetool.job.processes import is_first_process, processes
 from moetool.job.progress import SILENT, Progress
@@ -74,7 +77,7 @@ def dry_run(
         check_job(stage, directory)
     check_output(stage, directory, resume=resume, overwrite=overwrite)
     quicker = stage.in_bfloat16()
-    return plan, None if quicker is None else kind(stage.source, quicker).plan()
+    return plan, None if quicker is None else planned(kind(stage.source, quicker))
 
 
 def _for_planning(kind: type[AnyStage], source: str | Path, options: RunOptions) -> AnyStage:
@@ -84,12 +87,28 @@ def _for_planning(kind: type[AnyStage], source: str | Path, options: RunOptions)
 
 
 def _told(stage: AnyStage) -> Plan:
-    plan = stage.plan()
+    plan = planned(stage)
     text = getattr(stage.options, "calibration", None)
     more: dict[str, Json] = {} if text is None else {"calibration": text}
+    if (windows := stage.due_windows) is not None:
+        more["texts"] = str(windows)
+        if windows.is_of_one_kind:
+            more["note"] = f"{plan.details.get('note', '')} {ONE_KIND}".lstrip()
     if stage.source.checkpoint.is_imagined:
         more["headers"] = "config.json alone"
+    if stage.source.checkpoint.stored_as is not None:
+        more |= _stored(stage.source)
     return replace(plan, details={**plan.details, **more})
+
+
+def _stored(source: Input) -> dict[str, Json]:
+    """What a plan says of an input that another tool has quantized."""
+    checkpoint, dtype = source.checkpoint, str(source.dtype).removeprefix("torch.")
+    experts = source.experts.names if isinstance(source, Source) else ()
+    what = "matrices beside the experts" if experts else "matrices that are passed on"
+    more = "" if checkpoint.is_imagined else f", {format_bytes(checkpoint.growth(experts))} more"
+    said = f"{checkpoint.stored_as}; {what} are written in {dtype}{more}"
+    return {"stored_as": said, "decoded_bytes": checkpoint.shown_bytes}
 
 
 def _kept(directory: Path) -> int | None:
@@ -158,7 +177,7 @@ def _lead(
         kept = _kept(measured)
     options = options.keeping(kept)
     stage = kind(opened, options)
-    plan = stage.plan()
+    plan = planned(stage)
     meter = Meter(progress, directory)
     check_job(stage, directory)
     if stage.writes_model:
@@ -176,7 +195,7 @@ def _lead(
     needs.check(directory, memory=options.memory, disk=options.disk, kept=kept)
     if overwrite and isinstance(stage.options, TextOptions) and stage.options.calibration:
         # No earlier result is thrown away for a text that cannot be used.
-        calibration_windows(opened, stage.options)
+        calibration_windows(opened, stage.options, blank_text)
     workspace = (
         Workspace(
             directory,
@@ -224,7 +243,7 @@ def _lead(
 
 
 def _threads(workspace: Workspace) -> int:
-    """With how many threads of torch to work: those with which the run was begun."""
+    """The number of torch's threads to work with: that with which the run was begun."""
     begun = Conditions.noted(workspace.conditions)
     return torch.get_num_threads() if begun is None else begun.threads_here
 
@@ -265,7 +284,7 @@ def measure_stages(stages: Sequence[AnyStage], directory: Path, identity: str, p
     kept = _kept(directory)
     settled = kept or min((count for stage in stages if (count := stage.plan().experts_at_once)), default=None)
     first = type(stages[0])(stages[0].source, stages[0].options.keeping(settled))
-    plan = first.plan()
+    plan = planned(first)
     plan.check(directory, memory=first.options.memory, disk=first.options.disk, kept=kept)
     conditions = Conditions.now(plan).to_json()
     workspace = Workspace(directory, identity, resume=True, progress=progress, conditions=conditions)
@@ -312,7 +331,7 @@ def _storage_explained(directory: Path, needed: int | None = None) -> Iterator[N
 def _result(
     kind: type[AnyStage], source: str | Path, directory: Path, began: float, told: Told | None = None
 ) -> Result:
-    """Of a run that began at that time, and takes so much memory by now."""
+    """The result of a run that began at that time."""
     return Result(
         stage=kind.name,
         input=str(source),

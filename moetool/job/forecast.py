@@ -25,7 +25,7 @@ class Forecast:
         self._taken = self._predicted = 0.0  # seconds of all finished work, and what was predicted for it
 
     def start(self, phase: str, total: int) -> None:
-        """A phase begins."""
+        """Note that a phase of `total` steps begins."""
         later = [index for index in range(self._next, len(self._phases)) if self._phases[index].name == phase]
         self._own = 0.0
         if later:
@@ -34,16 +34,16 @@ class Forecast:
         self._began = self._stepped = self._clock()
 
     def advance(self) -> None:
-        """One step is done."""
+        """Note that one step is done."""
         self._done += 1
         self._stepped = self._clock()
 
     def skip(self, steps: int) -> None:
-        """Steps had been done before."""
+        """Note that so many steps had been done by an earlier run."""
         self._skipped += steps
 
     def finish(self) -> None:
-        """The phase is over."""
+        """Note that the phase is over."""
         if self._own:
             self._taken += self._clock() - self._began
             self._predicted += self._own * max(0.0, 1 - self._skipped / self._total)
@@ -51,7 +51,7 @@ class Forecast:
 
     @property
     def seconds_left(self) -> float | None:
-        """Of the whole job; `None` if nothing was predicted, or all of it is over."""
+        """Seconds left of the whole job; `None` if nothing was predicted, or all of it is over."""
         if not self._own and self._next >= len(self._phases):
             return None
         whole = sum(phase.seconds for phase in self._phases)

@@ -35,7 +35,7 @@ class Input(Protocol):
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """Where it lies."""
+        """The checkpoint on disk."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -43,7 +43,7 @@ class Input(Protocol):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
-        """Check it by its headers. Raises `InvalidInputError`."""
+        """Open a checkpoint and check it by its headers. Raises `InvalidInputError`."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ SourceT = TypeVar("SourceT", bound=Input, default=Source)
 
 @dataclass
 class Job(Generic[SourceT]):
-    """A running job."""
+    """One run of a stage: its input, its workspace, and what it does between units."""
 
     source: SourceT
     workspace: Workspace
@@ -127,12 +127,12 @@ class Job(Generic[SourceT]):
 
     @property
     def output(self) -> Path:
-        """Where the result goes."""
+        """The directory of the result."""
         return self.workspace.output
 
     @property
     def work(self) -> Path:
-        """Where unfinished files live."""
+        """The directory of unfinished files."""
         return self.workspace.work
 
     def unit(self, name: str, steps: int = 0) -> bool:
@@ -148,7 +148,7 @@ class Job(Generic[SourceT]):
         return self.ranks.is_first
 
     def together(self, name: str, steps: int = 0) -> bool:
-        """The same for a unit that every process does a part of. All come here, and where it is due to `finish`."""
+        """Whether a unit that all processes share is to be done. All come here, and to `finish` where it is due."""
         stops = self.ranks.is_stopping(self.interrupt.requested)
         is_done, stops = self.ranks.broadcast((self.workspace.is_done(name), stops))
         if is_done:
@@ -167,7 +167,7 @@ class Job(Generic[SourceT]):
         *,
         together: bool = False,
     ) -> Iterator[int]:
-        """Those of the units `KIND/ITEM` that this process is to do, one after the other.
+        """The items whose units `KIND/ITEM` this process is to do, one after the other.
 
         Each process writes the files of its own, and says so by `finish(…, made=…)` with all their paths, of a unit or
         of others on the way to it; the first journals them as they come. After the last, all units are done and known
@@ -243,7 +243,7 @@ class Job(Generic[SourceT]):
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The same where gradients are taken."""
+        """The dtype to run the model in where gradients are taken."""
         return pick_compute_dtype(self.options.compute_dtype, self.device, self.source.dtype, gradients=True)
 
 
@@ -299,5 +299,5 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def to_cpu(tensor: Tensor) -> Tensor:
-    """Detached, contiguous, on the CPU."""
+    """A tensor detached, contiguous, and on the CPU."""
     return tensor.detach().to("cpu").contiguous()

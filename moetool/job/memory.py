@@ -31,7 +31,7 @@ class PeakMemory:
             self.bytes, self._lap = max(self.bytes, now), max(self._lap, now)
 
     def lap(self) -> int:
-        """The most since the last call, or the beginning."""
+        """The most bytes in use since the last call, or since the beginning."""
         with self._lock:
             now = anonymous_bytes()
             self.bytes, most, self._lap = max(self.bytes, now), max(self._lap, now), now

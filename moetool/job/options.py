@@ -5,15 +5,17 @@ from typing import Annotated, ClassVar, Literal, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from moetool.architectures.base import Settings
-from moetool.calibration.data import BUNDLED
+from moetool.calibration.data import BUNDLED, parse_data
+from moetool.calibration.mixing import MixedSources
 from moetool.calibration.opening import BOS_HELP, Bos
 from moetool.checkpoint.sizes import ByteSize
 from moetool.errors import UsageError
 
 INCLUDED = ("attention", "embeddings")
 TEXTS = (  # as the help says it
-    "a .txt, .jsonl or .parquet file, a folder of them, a hub data set name[:config[:split[:column]]], or "
-    "bundled[:KIND], the text that comes with moetool; several with commas."
+    "a .txt, .jsonl or .parquet file, a folder of them, a hub data set name[:config[:split[:column]]], "
+    "bundled[:KIND], the text that comes with moetool, or self[:TEMPERATURE], text that the model writes; several with "
+    "commas."
 )
 
 
@@ -58,9 +60,28 @@ class TextOptions(Options):
         None, description=f"Calibration text, by default `bundled` where one is needed: {TEXTS}"
     )
     samples: int = Field(128, ge=1, description="Windows of calibration text.")
+    mix: float = Field(
+        0.5, ge=0, lt=1, description="Share of the windows that is bundled text where --calibration names another text."
+    )
     sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
     bos: Bos = Field("auto", description=BOS_HELP)
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of everything random.")
+
+    @model_validator(mode="after")
+    def _mixed_with_something(self) -> Self:
+        if "mix" in self.model_fields_set and self.calibration is None:
+            raise ValueError(
+                "--mix is the share of the bundled text beside another text, and there is none: name it with "
+                "--calibration, or leave out --mix"
+            )
+        return self
+
+    @property
+    def sources(self) -> MixedSources | None:
+        """The texts, and how many windows are due of each; `None` where none is named. Raises as `parse_data`."""
+        if self.calibration is None:
+            return None
+        return MixedSources.of(parse_data(self.calibration), self.samples, self.mix)
 
 
 class CalibrationOptions(TextOptions):
@@ -72,7 +93,9 @@ class CalibrationOptions(TextOptions):
         128, ge=1, description="How many of these windows gradients are taken on; all, if there are no more."
     )
     labels: Literal["true", "sampled"] = Field(
-        "true", description="Gradients of the loss on the true next token, or on one drawn from the model's prediction."
+        "true",
+        description="Gradients of the loss on the true next token, by which text counts for more that the model "
+        "foresees less, or on one drawn from the model's prediction.",
     )
 
 

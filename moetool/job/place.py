@@ -4,7 +4,8 @@ from pathlib import Path
 
 from moetool.checkpoint.identity import is_known_by_earlier
 from moetool.checkpoint.manifest import read_manifest
-from moetool.checkpoint.reader import MANIFEST, Checkpoint
+from moetool.checkpoint.names import MANIFEST
+from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
 from moetool.job.journal import Journal
 

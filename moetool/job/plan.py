@@ -9,32 +9,21 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
 
 import torch
 
-from moetool.architectures import MoEShape
-from moetool.architectures.base import whole_number
-from moetool.calibration.boundaries import batch_size, boundaries_at_once, kept_dtype
-from moetool.checkpoint.experts import ExpertReader
+from moetool.calibration.boundaries import kept_dtype
 from moetool.checkpoint.sizes import format_bytes
-from moetool.errors import ResourceError
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.layer_memory import USABLE, LayerMemory
+from moetool.costs.work import Phase
+from moetool.errors import ResourceError, UsageError
 from moetool.job.job import Source, pick_compute_dtype, pick_device
-from moetool.job.layer_memory import LayerMemory, Measuring, attention_bytes, layer_numbers
 from moetool.job.options import CalibrationOptions, RunOptions, TextOptions
+from moetool.job.processes import processes
 from moetool.job.result import Json
-from moetool.job.work import Phase
-from moetool.runtime.dense import DenseModel
-from moetool.runtime.memory import free_bytes
+from moetool.runtime.memory import free_bytes, total_bytes
 from moetool.version import __version__
-
-# Tokens of the proof that a conversion is right.
-_FEW = 256
-# Python, torch and transformers themselves, before any work.
-_BASELINE = 600_000_000
-# The same on a processor where a model goes through layer by layer: measured, 300 to 400 MB, and up to 180 MB for a
-# moment or left over from it while a tokenizer is at work.
-_STREAMING = 470_000_000
 
 
 @dataclass(frozen=True)
@@ -71,7 +60,7 @@ class Plan:
         return found if isinstance(found, int) else None
 
     def to_json(self) -> dict[str, Json]:
-        """For `--dry-run --json`."""
+        """The fields that `--dry-run --json` prints."""
         return {
             "stage": self.stage,
             "input_bytes": self.input_bytes,
@@ -129,6 +118,8 @@ class Plan:
                 f"It began with {kept} experts of a layer in memory together, and keeps to that for the same bytes. "
                 "Give it more (--memory), or start again with --overwrite."
             )
+        if self.details.get("own_text_memory_bytes") == self.memory_bytes:
+            return "The model writes its own text (`self`) whole in memory, not layer by layer: give another text."
         if memory is None and (self.experts_at_once or 1) > 1:
             return "With --memory, say of what is free, it works on fewer experts at a time."
         return "Fewer or shorter calibration windows (--samples, --sequence-length) need less."
@@ -150,90 +141,43 @@ def fingerprint(stage: str, sources: Mapping[str, str], options: Mapping[str, ob
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
-class CalibrationCost:
-    """What calibrating on `samples` windows of `length` tokens takes."""
-
-    samples: int
-    length: int
-    itemsize: int
-    kept_itemsize: int = 4
-    gradient_samples: int = 0
-
-    @classmethod
-    def of(cls, options: TextOptions | None, computed: torch.dtype, stored: torch.dtype) -> Self:
-        """Of the text that options name (of none, if there are no options), for a model that is stored in one dtype and
-        computed in another."""
-        kept = kept_dtype(stored, computed).itemsize
-        if options is None:
-            return cls(0, 1, computed.itemsize, kept)
-        few = options.gradient_samples if isinstance(options, CalibrationOptions) else options.samples
-        return cls(options.samples, options.sequence_length, computed.itemsize, kept, min(few, options.samples))
-
-    def boundary_bytes(self, hidden: int) -> int:
-        """Hidden states of the whole calibration set at one layer boundary."""
-        return self.samples * self.length * hidden * self.kept_itemsize
-
-    def forward_bytes(self, hidden: int) -> int:
-        """Most that is on the disk at any time while the set goes forward through the model."""
-        return 2 * self.boundary_bytes(hidden)
-
-    def gradient_bytes(self, hidden: int, layers: int) -> int:
-        """The same while the part that gradients are taken on goes forward through `layers`, and back."""
-        one = self.gradient_samples * self.length * hidden * self.kept_itemsize
-        return boundaries_at_once(layers) * one
-
-    def dense_memory_bytes(self, dense: DenseModel, *, runs: bool, calibrated: bool) -> int:
-        """Estimated peak of anonymous memory of converting a dense model, which `runs` layer by layer in fp32, and if
-        `calibrated` on the whole calibration text."""
-        matrix = dense.hidden * dense.intermediate
-        if not runs:
-            return _BASELINE + 4 * 3 * matrix
-        prefixes = tuple(dense.architecture.layer_prefix(layer) for layer in range(dense.layers))
-        tensors = dense.checkpoint.tensors
-        sizes = {name: info.nbytes // info.dtype.itemsize for name, info in tensors.items()}
-        layer = max(sum(size for name, size in sizes.items() if name.startswith(prefix)) for prefix in prefixes)
-        rest = sum(size for name, size in sizes.items() if not name.startswith(prefixes))
-        read = sum(info.nbytes for name, info in tensors.items() if not name.startswith(prefixes))
-        tokens = self.length * batch_size(self.samples, self.length) if calibrated else _FEW
-        activations = 4 * tokens * (16 * dense.hidden + 5 * dense.intermediate)
-        logits = 3 * 4 * _FEW * int(dense.config.vocab_size)
-        return _BASELINE + 4 * (rest + layer + 3 * matrix) + read + activations + logits
-
-    def layer_memory(self, experts: ExpertReader, *measuring: Measuring, gradients: bool = False) -> LayerMemory:
-        """Estimated peak of anonymous memory, by parts, of a job that measures this, one after the other: all of one
-        layer, one batch, statistics, and what is not a layer."""
-        shape, config = experts.shape, experts.checkpoint.settings
-        outside, largest, other = layer_numbers(experts)
-        windows = batch_size(self.samples, self.length)
-        width = 16 * shape.hidden + 5 * shape.top_k * shape.intermediate
-        if not gradients:  # nothing is kept for a way back, and experts run one after the other
-            width = 8 * shape.hidden + 4 * shape.intermediate
-        activations = 4 * windows * self.length * width
-        vocabulary = whole_number(config, "vocab_size") or 0
-        logits = 4 * 4 * self.length * vocabulary if gradients else 0
-        return LayerMemory(
-            rest=(_BASELINE if torch.cuda.is_available() else _STREAMING) + (outside + other) * self.itemsize,
-            dense=(largest - other) * self.itemsize,
-            passing=max(activations + attention_bytes(config, windows, self.length), logits),
-            expert=shape.expert_parameters * self.itemsize,
-            experts=shape.experts,
-            measuring=measuring or (Measuring(),),
-        )
-
-    def recorded_bytes(self, shape: MoEShape, *, gradients: bool, sums: bool) -> int:
-        """What is on the disk beside the hidden states while a layer's experts run on what they were given: that, and
-        what they give; for `gradients` these of both; for some measurements the `sums` of their activations."""
-        windows = self.gradient_samples if gradients else self.samples
-        width = (5 if gradients else 2) * shape.hidden + (shape.intermediate if sums else 0)
-        return windows * self.length * width * self.itemsize
+def text_cost(text: TextOptions | None, computed: torch.dtype, stored: torch.dtype) -> CalibrationCost:
+    """The cost of the text that options name (of none, if there are no options), for a model that is stored in one
+    dtype and computed in another."""
+    kept = kept_dtype(stored, computed).itemsize
+    if text is None:
+        return CalibrationCost(0, 1, computed.itemsize, kept)
+    few = text.gradient_samples if isinstance(text, CalibrationOptions) else text.samples
+    return CalibrationCost(text.samples, text.sequence_length, computed.itemsize, kept, min(few, text.samples))
 
 
 def calibration_cost(
     source: Source, options: RunOptions, text: TextOptions | None, *, gradients: bool = False
 ) -> CalibrationCost:
-    """Of a job with these options on an MoE model, on a text if there is one."""
+    """The calibration cost of a job with these options on an MoE model, on a text if there is one."""
     stored, device = source.experts.dtype, pick_device(options.device)
-    return CalibrationCost.of(
-        text, pick_compute_dtype(options.compute_dtype, device, stored, gradients=gradients), stored
-    )
+    return text_cost(text, pick_compute_dtype(options.compute_dtype, device, stored, gradients=gradients), stored)
+
+
+def experts_at_once(memory: LayerMemory, options: RunOptions) -> int:
+    """How many experts of a layer are in memory together: as many as fit into the memory that options allow, or
+    `USABLE` of all that the machine has; one if not even that is enough. All where several processes share the work:
+    what each has gathered is summed at once.
+
+    What is free at the moment has no say: sums are formed in the order of these sets, so two runs of one command have
+    to choose the same. For that reason, too, a run that is gone on with keeps to what it began with.
+
+    Raises:
+        UsageError: it began with fewer than all, and several processes are to go on.
+    """
+    kept = options.experts_at_once
+    if processes() > 1:
+        if kept is not None and kept < memory.experts:
+            raise UsageError(
+                f"This run was begun by one process, with {kept} of {memory.experts} experts of a layer in memory at "
+                f"a time, and several need all at once. Go on with one process, or start again with --overwrite."
+            )
+        return memory.experts
+    if kept is not None:
+        return min(kept, memory.experts)
+    return memory.at_once(int(USABLE * total_bytes()) if options.memory is None else options.memory)

@@ -8,7 +8,7 @@ _MPI = ("PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 
 
 def processes() -> int:
-    """How many work on the job."""
+    """The number of processes that work on the job."""
     return _told("WORLD_SIZE", *(f"{kind}SIZE" for kind in _MPI), otherwise=1)
 
 
@@ -42,22 +42,22 @@ def _zero_stage() -> str:
 
 
 def rank() -> int:
-    """The number of this one, from 0."""
+    """The number of this process, counted from 0."""
     return _told("RANK", *(f"{kind}RANK" for kind in _MPI), otherwise=0)
 
 
 def is_first_process() -> bool:
-    """Whether this is the one that reads options, writes results and talks."""
+    """Whether this is the process that reads options, writes results and prints."""
     return rank() == 0
 
 
 def local_processes() -> int:
-    """How many of them are on this machine; all, if nobody says."""
+    """The number of processes on this machine: all, unless the launcher says otherwise."""
     return _told("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", *(f"{kind}LOCAL_SIZE" for kind in _MPI), otherwise=processes())
 
 
 def local_rank() -> int:
-    """The number of this one among those on its machine."""
+    """The number of this process among those on its machine."""
     return _told("LOCAL_RANK", "MPI_LOCALRANKID", *(f"{kind}LOCAL_RANK" for kind in _MPI), otherwise=rank())
 
 

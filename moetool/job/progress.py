@@ -10,13 +10,13 @@ class Progress:
     """Receives what a job is doing; this one draws nothing."""
 
     def expect(self, phases: Sequence[PhaseTime]) -> None:
-        """These phases will come, and take about so long."""
+        """Note which phases will come, and how long each is predicted to take."""
 
     def start(self, phase: str, total: int) -> None:
         """A phase of `total` steps begins; 0: nobody counts them."""
 
     def advance(self) -> None:
-        """One step is done."""
+        """Note that one step is done."""
 
     def skip(self, steps: int) -> None:
         """So many steps had been done by an earlier run."""
@@ -25,7 +25,7 @@ class Progress:
         """The phase is over; `stopped` where it is not done, since something was raised in it."""
 
     def log(self, message: str) -> None:
-        """Something worth a line of its own."""
+        """Show a message on a line of its own."""
 
 
 SILENT = Progress()

@@ -11,7 +11,8 @@ from moetool.architectures.dense import find_dense_architecture
 from moetool.calibration.disk_experts import DiskExperts
 from moetool.checkpoint.decoded import decoded
 from moetool.checkpoint.experts import ExpertReader
-from moetool.checkpoint.reader import CONFIG, Checkpoint
+from moetool.checkpoint.names import CONFIG
+from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import InvalidInputError, VerificationError
 from moetool.format.beside import TENSORS, quantized_beside, quantized_name, weight_of

@@ -39,7 +39,7 @@ _ERRORS = {kind.exit_code: kind for kind in MoetoolError.__subclasses__()}
 
 
 class Ranks(Peers):
-    """A process alone that has a job."""
+    """The processes of a job: here one process alone, which has nobody to wait for."""
 
     def check(self) -> None:
         """Raise what has become of another process, if one has failed."""
@@ -49,7 +49,7 @@ class Ranks(Peers):
         raise NotImplementedError("one process writes no notes to itself")
 
     def posted(self) -> Iterator[Any]:
-        """For the first process: what others have left since it last looked."""
+        """The notes that others have left since the first process last looked."""
         return iter(())
 
     def is_stopping(self, asked: bool) -> bool:
@@ -60,7 +60,7 @@ class Ranks(Peers):
         """Let the others know that this process ends; returns when they have ended, or after a few seconds."""
 
     def close(self) -> None:
-        """All is done, in all processes."""
+        """Called when all is done: wait until every process is, and end their communication."""
 
     def __enter__(self) -> Self:
         return self

@@ -81,7 +81,7 @@ def check_records(source: Input) -> None:
 
 
 def _check_tokenizer(directory: Path) -> None:
-    """That `tokenizer.json`, where there is one, was not cut off or replaced: no more, since a model whose tokenizer
+    """Check that `tokenizer.json`, where there is one, was not cut off or replaced. No more: a model whose tokenizer
     this machine's library does not know yet can be converted all the same."""
     file = directory / TOKENIZER
     if file.exists() and not isinstance(read_object(file, lambda: f"{file} is gone.")[1].get("model"), Mapping):

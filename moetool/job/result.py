@@ -13,7 +13,7 @@ class Printed:
     """Base of frozen dataclasses that are printed: by name, all fields but those that hold their default."""
 
     def to_json(self) -> dict[str, Json]:
-        """Its fields as JSON knows them, keys of mappings as text; those of an `Inlined` record among its own."""
+        """The fields as values of JSON, keys of mappings as text; those of an `Inlined` record among its own."""
         held, shown = vars(self), dict[str, Json]()
         for field in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
             value = held[field.name]
@@ -25,14 +25,14 @@ class Printed:
 
 
 class Inlined(Printed):
-    """The same for records whose fields stand among those of the record that holds them."""
+    """A record whose fields are printed among those of the record that holds it."""
 
 
 class Keyed(Inlined, dict[KeyT, Value]):
-    """The same for a mapping, whose keys stand among the fields of the record that holds it."""
+    """A mapping whose keys are printed among the fields of the record that holds it."""
 
     def to_json(self) -> dict[str, Json]:
-        """Its entries as JSON knows them."""
+        """The entries of the mapping as values of JSON."""
         return {str(key): _plain(value) for key, value in self.items()}
 
 
@@ -58,6 +58,8 @@ class CalibrationFacts(Printed):
         begin: the token that every window begins with, if one was put there.
         loss: mean next-token loss in nats, where it was taken.
         gradient_windows: on how many of the windows it and its gradients were taken.
+        text: which windows are of which text, in words.
+        kinds: windows of each source, by name, and of each kind of the bundled text.
     """
 
     windows: int
@@ -65,6 +67,8 @@ class CalibrationFacts(Printed):
     begin: str | None
     loss: float | None = None
     gradient_windows: int | None = None
+    text: str | None = None
+    kinds: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,11 @@ class ShardPlan:
             size += nbytes
 
     def layers(self, shard: int) -> list[int]:
-        """The layers of a shard."""
+        """The layers whose tensors lie in shard `i`."""
         return [self.units[unit][0] for unit in self.shards[shard]]
 
     def specs(self, shard: int) -> list[TensorSpec]:
-        """The tensors of a shard."""
+        """The tensors that lie in shard `i`."""
         return [spec for unit in self.shards[shard] for spec in self.units[unit][1]]
 
     def unit(self, layer: int) -> Sequence[TensorSpec]:
@@ -56,7 +56,7 @@ class ShardPlan:
 
 
 class OutputPlan(ShardPlan):
-    """The same for given layouts of the MoE layers of a model that is otherwise left as it is."""
+    """The shards for given layouts of the MoE layers of a model that is otherwise left as it is."""
 
     def __init__(self, source: Source, layouts: Mapping[int, LayerLayout], shard_size: int) -> None:
         self.source, self.layouts = source, dict(layouts)

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from moetool.calibration.data import parse_data
+from moetool.calibration.mixing import TextCounts
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.source import local_path
 from moetool.errors import VerificationError
 from moetool.job.including import including
 from moetool.job.job import Input, Job, Source, SourceT, joined_names
-from moetool.job.options import RunOptions, fit_context, with_some_text
+from moetool.job.options import RunOptions, TextOptions, fit_context, with_some_text
 from moetool.job.plan import Plan
 from moetool.job.result import Sizes, Told
 from moetool.job.writing import original_bytes
@@ -56,13 +57,19 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         """Whether the stage cannot do without a calibration text: then it takes the bundled one where none is given."""
         return False
 
+    @property
+    def due_windows(self) -> TextCounts | None:
+        """How many windows of which text the stage measures on; `None` if it measures on none."""
+        sources = self.options.sources if isinstance(self.options, TextOptions) else None
+        return None if sources is None else sources.counts
+
     @abstractmethod
     def plan(self) -> Plan:
         """Costs, from headers and config. Raises for options that this input cannot satisfy."""
 
     @abstractmethod
     def run(self, job: Job[SourceT]) -> Told:
-        """Do it. Returns what is worth telling beyond sizes and time."""
+        """Do the work. Returns what is worth telling beyond sizes and time."""
 
     def shared_recipe(self) -> Mapping[str, object] | None:
         """The options that decide what is measured before a budget is spent: jobs on the same input in which they are
@@ -99,7 +106,7 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         return {name: checkpoint.fingerprint() for name, checkpoint in self.inputs().items()}
 
     def texts(self) -> list[str]:
-        """DATA that the job reads."""
+        """Every DATA argument whose text the job reads."""
         text = getattr(self.options, "calibration", None)
         return [text] if text else []
 
@@ -123,5 +130,5 @@ AnyStage: TypeAlias = Stage[Any, Any]
 
 
 def found_here(names: Iterable[str]) -> list[Path]:
-    """Paths of those that name something on this disk."""
+    """The paths of those sources that exist on this disk."""
     return [path for name in names if (path := local_path(name)).exists()]

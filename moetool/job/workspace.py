@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from moetool.checkpoint.files import TEMPORARY, fast_digest, is_intact, place, storage_errors
-from moetool.checkpoint.reader import MANIFEST, Checkpoint
+from moetool.checkpoint.names import MANIFEST
+from moetool.checkpoint.reader import Checkpoint
 from moetool.job.inputs import Inputs
 from moetool.job.journal import Journal, hand_on
 from moetool.job.lock import Lock
@@ -175,7 +176,7 @@ class Workspace:
 
     @property
     def conditions(self) -> Mapping[str, object]:
-        """Under which this run was begun."""
+        """The conditions under which this run was begun, as the journal has noted them."""
         return self._journal.conditions
 
     def told(self, unit: str) -> Mapping[str, object]:
@@ -247,7 +248,7 @@ class Workspace:
 
 
 class FollowingWorkspace(Workspace):
-    """That of a process beside the first of a job: it works in the same place, and the first does all bookkeeping."""
+    """The workspace of a process beside the first of a job, which works in the same place and keeps no books."""
 
     def __init__(self, output: Path) -> None:
         self.output, self.work, self.fingerprint = output, output / WORK_DIRECTORY, ""
@@ -277,7 +278,7 @@ class FollowingWorkspace(Workspace):
 
 
 class RankWorkspace(FollowingWorkspace):
-    """The same where processes share units: what this one has made goes to the first, whose notes come from there."""
+    """The workspace where processes share units: what this one makes goes to the first, whose notes come back."""
 
     def __init__(self, output: Path, ranks: Ranks) -> None:
         super().__init__(output)

@@ -21,8 +21,11 @@ from moetool.checkpoint.files import (
 )
 from moetool.checkpoint.identity import check_read
 from moetool.checkpoint.manifest import Manifest, Provenance, manifest_of, write_manifest
-from moetool.checkpoint.reader import CARD, CONFIG, INDEX, Checkpoint
+from moetool.checkpoint.names import CARD, CONFIG, INDEX
+from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.sizes import format_bytes
 from moetool.checkpoint.writer import InParts, TensorSpec
+from moetool.costs.phases import ENCODE, WRITE
 from moetool.format.beside import quantized_beside
 from moetool.format.entry import format_entry
 from moetool.format.kinds import custom_module
@@ -32,7 +35,6 @@ from moetool.format.marker import BESIDE, moetool_entry
 from moetool.job.card import SOURCE_CARD, chosen_options, keep_source_card, model_card
 from moetool.job.including import included_tensors
 from moetool.job.job import Job, Source, SourceT
-from moetool.job.phases import ENCODE, WRITE
 from moetool.job.progress import phase
 from moetool.job.proof import prove
 from moetool.job.records import write_statistics
@@ -60,7 +62,7 @@ class Making(Protocol):
         """Make what a layer needs, if that is not done; layers are asked for in their order, -1 first."""
 
     def spent(self, layer: int) -> Iterable[Path]:
-        """Files that nobody needs when the layer has been written."""
+        """The files that are no longer needed when the layer has been written."""
 
 
 def write_model(
@@ -264,7 +266,7 @@ def record_origin(
 
 
 def down_scale(checkpoint: Checkpoint) -> float:
-    """What upcycling multiplied the down matrices of experts by."""
+    """The factor by which upcycling multiplied the experts' down matrices."""
     if (upcycled := passed_on(checkpoint).upcycled) is None:
         return routed_scale("none", native=True)
     return routed_scale(upcycled.shared, native=upcycled.target != "moetool")
@@ -291,3 +293,13 @@ def original_bytes(source: Source) -> int:
     entry = moetool_entry(source.checkpoint.config)
     recorded = whole_number(entry, "original_bytes") if entry else None
     return source.checkpoint.weight_bytes if recorded is None else recorded
+
+
+def original_size(source: Source) -> str:
+    """What a ratio refers to, for people: "689.0 GB in FP8"."""
+    return format_bytes(original_bytes(source)) + in_format(source.checkpoint)
+
+
+def in_format(checkpoint: Checkpoint) -> str:
+    """ " in FP8" of a checkpoint that another tool has quantized, nothing of any other."""
+    return "" if checkpoint.stored_as is None else f" in {checkpoint.stored_as}"

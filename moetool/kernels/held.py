@@ -29,7 +29,7 @@ class Held:
         self._derived = [(own, derived) for own in holders if isinstance(own, Weight) and (derived := own.derived())]
 
     def is_current(self) -> bool:
-        """Whether nothing was replaced."""
+        """Whether all tensors are still the ones that were looked at."""
         for tensors, name, tensor, address, dtype, stride in self._tensors:
             if (
                 tensors.get(name) is not tensor

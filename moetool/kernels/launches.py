@@ -73,7 +73,7 @@ class Launch:
 
 
 class Launches:
-    """All of a table of products.
+    """Launch every product of a table.
 
     Attributes:
         steps: in order.
@@ -151,7 +151,7 @@ def _trellis_levels(bits: int, device: torch.device) -> Tensor:
 
 
 def row_starts(operand: Operand) -> Tensor:
-    """Of a sparse matrix, where the values of every row begin, and where they end: [rows + 1] int32."""
+    """Where the values of every row of a sparse matrix begin, and where the last ends: [rows + 1] int32."""
     assert operand.scales is not None
     rows, columns = operand.shape
     ends = torch.arange(rows + 1, dtype=torch.int64, device=operand.data.device) * columns

@@ -80,5 +80,5 @@ def _chain(chain: Sequence[Operand], inputs: Tensor) -> Tensor:
 
 
 def _kernels(inputs: Tensor) -> ModuleType:
-    """Those of the device that the inputs are on."""
+    """The kernels of the device that the inputs are on."""
     return cpu if inputs.device.type == "cpu" else card

@@ -50,7 +50,7 @@ class Table:
 
     @property
     def address(self) -> int:
-        """Of `numbers`."""
+        """The address of `numbers` in memory."""
         return self.numbers.data_ptr()
 
     def is_current(self) -> bool:

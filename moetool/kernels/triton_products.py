@@ -51,7 +51,7 @@ def _rows(rows, first, SERVED: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _places(first, SERVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of a tile's numbers, row by row: stripe, row in the stripe, and column in the tile."""
+    """The place of each of a tile's numbers, row by row: stripe, row in the stripe, and column in the tile."""
     each = tl.arange(0, SERVED * ROWS * COLUMNS)
     line = each // COLUMNS
     return line // ROWS, first + line % ROWS, each % COLUMNS
@@ -268,7 +268,7 @@ def sparse_products(
     SLOT: tl.constexpr, SLOTS: tl.constexpr, FIELDS: tl.constexpr, NUMBERS: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The same for sparse matrices. Programs: rows, pairs."""
+    """Products with sparse matrices. Programs: rows, pairs."""
     row = tl.program_id(0)
     pair, exists, expert = _tokens(chosen, order, places, pairs, tl.program_id(1), TOKENS)
     if (expert < 0) | (expert >= matrices):

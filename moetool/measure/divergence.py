@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import BinaryIO, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from moetool.errors import InvalidInputError, ResourceError, UsageError, Verific
 from moetool.job.progress import Progress, phase
 from moetool.measure.loading import both_fit, computed_in, load_for
 from moetool.measure.options import LoadedOptions
-from moetool.measure.predictions import Predictions, prediction_losses
+from moetool.measure.predictions import Predictions, exp_loss, prediction_losses
 from moetool.measure.told import Divergence
 
 POSITIONS = 256  # whose distributions are compared at once, in fp64
@@ -55,8 +55,25 @@ def compared(original: Tensor, logits: Tensor) -> tuple[float, int]:
     return kl, same
 
 
+class _Batch(NamedTuple):
+    """One batch of both models.
+
+    Attributes:
+        losses, own: of the model and of the original, `[windows]` fp64.
+        kl: sum over its predictions.
+        same: at how many of them both find the same token likeliest.
+        predictions: how many there are.
+    """
+
+    losses: Tensor
+    own: Tensor
+    kl: float
+    same: int
+    predictions: int
+
+
 class AgainstOriginal:
-    """Sums over the batches of a text; `told` says what came of them.
+    """Two models on the batches of one or several texts; `told` says what came of them.
 
     Args:
         model: the original, as it was given.
@@ -66,36 +83,32 @@ class AgainstOriginal:
 
     def __init__(self, model: str, asked: Predictions, reference: Reference) -> None:
         self._model, self._asked, self._reference = model, asked, reference
-        self._losses: list[Tensor] = []
-        self._others: list[Tensor] = []
-        self._kl, self._same, self._predictions = 0.0, 0, 0
+        self._batches: list[_Batch] = []
 
     def add(self, number: int, windows: Tensor, logits: Tensor, losses: Tensor) -> None:
-        """Batch `number` of the text, the model's logits of it and its losses. Raises `VerificationError` where the
-        original's are no numbers."""
+        """Batch `number` of the texts, the model's logits of it and its losses; in order. Raises `VerificationError`
+        where the original's are no numbers."""
         original = self._reference(number)
         own = prediction_losses(original, self._asked.targets(windows))
         if not own.isfinite().all():
             raise VerificationError(f"{self._model} gives a loss of {own.mean().item()}: its weights are damaged.")
         kl, same = compared(original, logits)
-        self._losses.append(losses)
-        self._others.append(own)
-        self._kl += kl
-        self._same += same
-        self._predictions += logits.shape[0] * logits.shape[1]
+        self._batches.append(_Batch(losses, own, kl, same, logits.shape[0] * logits.shape[1]))
 
-    def told(self) -> Divergence:
-        """Of all batches."""
-        losses, own = torch.cat(self._losses), torch.cat(self._others)
+    def told(self, batches: slice = slice(None)) -> Divergence:
+        """Of some of the batches; by default of all."""
+        found = self._batches[batches]
+        losses, own = (torch.cat([getattr(batch, name) for batch in found]) for name in ("losses", "own"))
         deltas, nll = losses - own, own.mean().item()
+        predictions = sum(batch.predictions for batch in found)
         return Divergence(
             model=self._model,
-            perplexity=math.exp(nll) if nll < 700 else math.inf,
+            perplexity=exp_loss(nll),
             nll=nll,
             excess=deltas.mean().item(),
             excess_error=deltas.std().item() / math.sqrt(len(deltas)) if len(deltas) > 1 else None,
-            kl=self._kl / self._predictions,
-            agreement=self._same / self._predictions,
+            kl=sum(batch.kl for batch in found) / predictions,
+            agreement=sum(batch.same for batch in found) / predictions,
         )
 
 

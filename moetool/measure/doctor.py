@@ -52,6 +52,7 @@ EXTRAS: dict[str, tuple[str, str, str | None, str]] = {
     "vllm": ("vllm", "0.28", None, "compressed experts in vLLM"),
     "lm-eval": ("tasks", "0.4.13", "0.4.13", "eval --tasks"),
     "gguf": ("gguf", "0.17", "0.19.0", "export --format gguf"),
+    "compressed-tensors": ("compressed-tensors", "0.15", "0.20.0", "inputs in compressed-tensors' formats"),
 }
 _MODULES = {"pyyaml": "yaml", "lm-eval": "lm_eval"}  # that are called otherwise than the library
 

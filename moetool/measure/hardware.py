@@ -13,11 +13,11 @@ import psutil
 import torch
 
 from moetool.compiled import compiler
+from moetool.costs.machine import Machine, this_machine
+from moetool.costs.work import PRECISIONS, Precision, Work
 from moetool.job.forecast import format_seconds
 from moetool.job.job import pick_device
-from moetool.job.machine import Machine, this_machine
 from moetool.job.result import Inlined, Printed
-from moetool.job.work import PRECISIONS, Precision, Work
 from moetool.kernels import card, cpu
 from moetool.runtime.memory import free_bytes
 

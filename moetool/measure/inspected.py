@@ -30,6 +30,7 @@ class Files(Inlined):
         ratio: `1 - bytes / original_bytes`, rounded.
         files: with weights, how many.
         headers: where names and shapes come from.
+        stored_as: the format of another tool that the files are in; `None` for an ordinary checkpoint.
         recipe: stage and options, from the manifest; `None` without one.
     """
 
@@ -39,6 +40,7 @@ class Files(Inlined):
     files: int
     headers: Literal["files", "config.json alone"]
     recipe: Mapping[str, Json] | None
+    stored_as: str | None
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,7 @@ def _files(checkpoint: Checkpoint, original: int, manifest: Manifest | None) -> 
         files=len(checkpoint.weight_files),
         headers="config.json alone" if checkpoint.is_imagined else "files",
         recipe=None if manifest is None else cast(Mapping[str, Json], manifest.recipe),
+        stored_as=checkpoint.stored_as,
     )
 
 

@@ -1,6 +1,6 @@
 """How like its source a checkpoint is on real text: what both predict, and what each layer makes of the same input."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -31,18 +31,20 @@ class LikenessOptions(LoadedOptions):
 
     text: str | None = Field(
         None,
-        description="With --against, also run both on this text (a file, folder or hub data set): KL divergence, top-1 "
-        "agreement, and the error of each layer's output.",
+        description="With --against, also run both on these texts (files, folders, hub data sets or bundled[:KIND], "
+        "with commas): KL divergence, top-1 agreement, and the error of each layer's output.",
     )
-    windows: int = Field(16, ge=1, description="Windows of the text.")
+    windows: int = Field(16, ge=1, description="Windows of each text.")
     sequence_length: int = Field(512, ge=2, description="Tokens per window; by default no more than the context.")
     bos: Bos = Field("auto", description=BOS_HELP)
-    max_kl: float | None = Field(None, ge=0, description="Fail if KL(source ‖ model) is more, in nats per token.")
+    max_kl: float | None = Field(
+        None, ge=0, description="Fail if KL(source ‖ model) is more on one of the texts, in nats per token."
+    )
     min_top1: float | None = Field(
         None,
         ge=0,
         le=1,
-        description="Fail if both find the same token likeliest at a smaller share of predictions.",
+        description="Fail if both find the same token likeliest at a smaller share of one text's predictions.",
     )
     max_layer_error: float | None = Field(
         None, ge=0, description="Fail if a layer's relative output error, given the source's input, is larger."
@@ -91,6 +93,8 @@ def measure_likeness(made: str | Path, original: str | Path, options: LikenessOp
         agreement=found.agreement,
         excess=found.excess,
         layer_error=errors,
+        texts=evaluated.texts,
+        over_texts=evaluated.over_texts,
     )
     if broken := _broken(likeness, options):
         raise VerificationError(f"{made} is too unlike {original} on {text}: {'; '.join(broken)}.")
@@ -108,11 +112,15 @@ def _incomparable(made: Checkpoint, original: Checkpoint) -> str | None:
 def _broken(found: Likeness, options: LikenessOptions) -> list[str]:
     """Limits that are not kept, with the numbers."""
     broken = []
-    # Not the other way round: what is not a number keeps no limit.
-    if options.max_kl is not None and not found.kl <= options.max_kl:
-        broken.append(f"KL is {found.kl:.6f} nats per token (--max-kl {options.max_kl:g})")
-    if options.min_top1 is not None and not found.agreement >= options.min_top1:
-        broken.append(f"top-1 agreement is {found.agreement:.4f} (--min-top1 {options.min_top1:g})")
+    for text in found.texts:
+        if (lost := text.against) is None:
+            continue
+        on = f" on {text.name}" if len(found.texts) > 1 else ""
+        # Not the other way round: what is not a number keeps no limit.
+        if options.max_kl is not None and not lost.kl <= options.max_kl:
+            broken.append(f"KL{on} is {lost.kl:.6f} nats per token (--max-kl {options.max_kl:g})")
+        if options.min_top1 is not None and not lost.agreement >= options.min_top1:
+            broken.append(f"top-1 agreement{on} is {lost.agreement:.4f} (--min-top1 {options.min_top1:g})")
     if (limit := options.max_layer_error) is not None and found.layer_error is not None:
         layers = [f"{layer}: {error:.4g}" for layer, error in found.layer_error.items() if not error <= limit]
         if layers:
@@ -146,7 +154,7 @@ def layer_errors(
     errors: dict[int, float] = {}
     with phase(progress, "Compare layers", models[0].layer_count):
         for index in range(models[0].layer_count):
-            true, given = (_outputs(model, index, hidden) for model in models)
+            true, given = (_outputs(model, index, hidden, batches) for model in models)
             lost = sum(_energy(ours - theirs) for ours, theirs in zip(given, true, strict=True))
             total = sum(_energy(after - before) for after, before in zip(true, hidden, strict=True))
             errors[index] = float(f"{(lost / total) ** 0.5 if total else 0.0:.4g}")
@@ -155,9 +163,9 @@ def layer_errors(
     return errors
 
 
-def _outputs(model: StreamedModel, index: int, hidden: list[Tensor]) -> list[Tensor]:
+def _outputs(model: StreamedModel, index: int, hidden: list[Tensor], batches: Sequence[Tensor]) -> list[Tensor]:
     with model.layer(index) as layer:
-        return [model.run_layer(index, layer, rows) for rows in hidden]
+        return [model.run_layer(index, layer, rows, tokens) for rows, tokens in zip(hidden, batches, strict=True)]
 
 
 def _energy(error: Tensor) -> float:

@@ -1,6 +1,6 @@
 """Perplexity of a model that transformers loads.
 
-Protocol: the text is tokenised as one stream without special tokens and cut into consecutive windows, the rest dropped;
+Protocol: a text is tokenised as one stream without special tokens and cut into consecutive windows, the rest dropped;
 perplexity is exp of the mean next-token loss over the length − 1 predictions of every window. Where the tokenizer
 begins every text with a BOS token, so does every window: that token is one of its own, and the next is predicted from
 it, so that there are as many predictions (`--bos never` leaves it out, as most published numbers of Llama do). Of an
@@ -13,19 +13,20 @@ from contextlib import nullcontext
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
-from moetool.architectures.base import whole_number
 from moetool.architectures.dense import is_encoder
 from moetool.calibration.opening import BOS_HELP, Bos, opening_text
-from moetool.calibration.windows import check_vocabulary, evaluation_windows, load_tokenizer
+from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import VerificationError
 from moetool.job.options import fit_context
 from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.divergence import original_beside
 from moetool.measure.options import EvaluatedOptions
-from moetool.measure.predictions import HiddenTokens, NextTokens, Predictions, marks, prediction_losses
-from moetool.measure.told import Evaluation, SynthesisTold
+from moetool.measure.predictions import HiddenTokens, NextTokens, Predictions, exp_loss, marks, prediction_losses
+from moetool.measure.texts import BatchedTexts, calibration_sources, is_own_kind, open_texts
+from moetool.measure.told import Evaluation, OverTexts, SynthesisTold, TextLoss
 from moetool.runtime.modules.batch_dependence import depends_on_batch
 
 
@@ -33,10 +34,11 @@ class EvaluationOptions(EvaluatedOptions):
     """What to evaluate on, and how."""
 
     data: str = Field(
-        description="Text: a file, folder or hub data set, as for --calibration. [required without --tasks]"
+        description="Texts: files, folders, hub data sets or bundled[:KIND], as for --calibration; each of several is "
+        "told by itself, too. [required without --tasks]"
     )
     sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
-    windows: int | None = Field(None, ge=1, description="Only the first so many windows.")
+    windows: int | None = Field(None, ge=1, description="Only the first so many windows of each text.")
     bos: Bos = Field("auto", description=BOS_HELP)
     against: str | None = Field(
         None,
@@ -61,13 +63,19 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress = SILEN
     encoder = is_encoder(checkpoint.config)
     options = fit_context(options, checkpoint.settings, sum(map(len, marks(tokenizer))) if encoder else 0)
     bos: Bos = "never" if encoder else options.bos
-    windows = evaluation_windows(
-        options.data, tokenizer, sequence_length=options.sequence_length, limit=options.windows, bos=bos
+    texts = open_texts(
+        options.data,
+        checkpoint,
+        tokenizer,
+        sequence_length=options.sequence_length,
+        limit=options.windows,
+        bos=bos,
+        progress=progress,
     )
-    check_vocabulary(windows, whole_number(checkpoint.settings, "vocab_size"))
     batch = max(1, options.batch_tokens // options.sequence_length)
     asked: Predictions = HiddenTokens(tokenizer, batch) if encoder else NextTokens()
-    batches = windows.split(1 if encoder else batch)
+    batched = BatchedTexts(texts, 1 if encoder else batch)
+    batches = batched.batches
     beside = (
         original_beside(options.against, checkpoint, tokenizer, batches, asked, options, progress)
         if options.against
@@ -75,7 +83,7 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress = SILEN
     )
     with beside as comparison:
         model, synthesis = load_to_evaluate(checkpoint, options, progress)
-        losses = []
+        losses = list[Tensor]()
         with phase(progress, "Evaluate", len(batches)):
             for number, rows in enumerate(batches):
                 logits = asked.logits(model, rows)
@@ -83,16 +91,30 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress = SILEN
                 if comparison is not None:
                     comparison.add(number, rows, logits, losses[-1])
                 progress.advance()
-        nll = torch.cat(losses).mean().item()
-    if not math.isfinite(nll):
-        raise VerificationError(f"{path} gives a loss of {nll} on {options.data}: its weights are damaged.")
+    sources = calibration_sources(checkpoint)
+    told = [
+        TextLoss(
+            name=text.name,
+            perplexity=exp_loss(nll := torch.cat(losses[own]).mean().item()),
+            nll=nll,
+            windows=len(text.windows),
+            tokens=text.windows.numel(),
+            own_kind=is_own_kind(text.name, sources),
+            against=None if comparison is None else comparison.told(own),
+        )
+        for text, own in batched.of_each
+    ]
+    for text in told:
+        if not math.isfinite(text.nll):
+            raise VerificationError(f"{path} gives a loss of {text.nll} on {text.name}: its weights are damaged.")
+    nll = torch.cat(losses).mean().item()
     return Evaluation(
         model=path,
         data=options.data,
-        perplexity=math.exp(nll) if nll < 700 else math.inf,
+        perplexity=exp_loss(nll),
         nll=nll,
-        windows=len(windows),
-        tokens=windows.numel(),
+        windows=sum(text.windows for text in told),
+        tokens=sum(text.tokens for text in told),
         sequence_length=options.sequence_length,
         begin=opening_text(tokenizer, bos),
         protocol="pseudo-perplexity" if encoder else "perplexity",
@@ -101,4 +123,7 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress = SILEN
         batch_rows=batch,
         depends_on_batch=depends_on_batch(model),
         against=None if comparison is None else comparison.told(),
+        texts=told,
+        over_texts=OverTexts.of(told),
+        calibration=sources,
     )

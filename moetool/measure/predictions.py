@@ -1,5 +1,6 @@
 """What a model is asked of a text: what comes next, or of an encoder what a mask hides."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -73,6 +74,11 @@ def prediction_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean of `−log p(target)` of each window, from logits `[batch, predictions, vocabulary]`: `[batch]` fp64."""
     pairs = zip(logits, targets.to(logits.device), strict=True)
     return torch.stack([F.cross_entropy(row.float(), target) for row, target in pairs]).double().cpu()
+
+
+def exp_loss(nll: float) -> float:
+    """Perplexity of a mean loss in nats; infinite where it would be beyond what a float holds."""
+    return math.exp(nll) if nll < 700 else math.inf
 
 
 def window_loss(model: Any, windows: Tensor, asked: Predictions | None = None) -> Tensor:

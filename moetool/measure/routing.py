@@ -7,15 +7,14 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from moetool.architectures.base import whole_number
-from moetool.calibration.data import parse_data
 from moetool.calibration.opening import BOS_HELP, Bos, opening_text
-from moetool.calibration.windows import check_vocabulary, evaluation_windows, load_tokenizer
+from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, VerificationError
 from moetool.job.options import Options, fit_context
 from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.loading import load_for
+from moetool.measure.texts import open_texts
 from moetool.measure.told import Clustering, RoutingTold, TextRouting
 from moetool.runtime.modules.batch_dependence import depends_on_batch
 from moetool.runtime.modules.insertion import experts_per_token
@@ -27,7 +26,7 @@ from moetool.runtime.modules.simoe_mixing import Interpolation, interpolation_of
 class RoutingOptions(Options):
     """What to run, and how."""
 
-    data: str = Field(description="Texts to tell apart: files, folders or hub data sets, with commas.")
+    data: str = Field(description="Texts to tell apart: files, folders, hub data sets or bundled[:KIND], with commas.")
     sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
     windows: int | None = Field(64, ge=1, description="Only the first so many windows of each.")
     bos: Bos = Field("auto", description=BOS_HELP)
@@ -102,14 +101,18 @@ def routing(path: str, options: RoutingOptions, progress: Progress = SILENT) -> 
     tokenizer = load_tokenizer(checkpoint.path)
     model = load_for(checkpoint, options.device, options.compute_dtype, progress)
     counter, top_k = _Counter(model), experts_per_token(model)
-    specs = parse_data(options.data)
-    texts = [spec.source for spec in specs]
+    opened = open_texts(
+        options.data,
+        checkpoint,
+        tokenizer,
+        sequence_length=options.sequence_length,
+        limit=options.windows,
+        bos=options.bos,
+        progress=progress,
+    )
+    texts = [text.name for text in opened]
     found = []
-    for spec, text in zip(specs, texts, strict=True):
-        windows = evaluation_windows(
-            spec, tokenizer, sequence_length=options.sequence_length, limit=options.windows, bos=options.bos
-        )
-        check_vocabulary(windows, whole_number(checkpoint.settings, "vocab_size"))
+    for text, windows in opened:
         counts = []
         with phase(progress, text, len(windows)):
             for window in windows:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from moetool.architectures import Role
@@ -11,6 +12,12 @@ if TYPE_CHECKING:
     from moetool.runtime.synthesis import SynthesisChoice
 
 Matrix = Sequence[Sequence[float]]
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """The last part of every path, or all of each where two would be called the same."""
+    short = [Path(path).name or path for path in paths]
+    return short if len(set(short)) == len(short) else list(paths)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +63,83 @@ class Divergence(Printed):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TextLoss(Printed):
+    """How well a model predicts one of several texts.
+
+    Attributes:
+        name: as the text was given; of a kind of the bundled text `bundled:KIND`.
+        perplexity: exp of `nll`.
+        nll: mean loss per token in nats.
+        windows, tokens: of the text.
+        own_kind: whether the model was calibrated on text of this kind, as far as names tell (`is_own_kind`); `None`
+            where nothing says what it was calibrated on.
+        against: how far it is from an original, if one was given.
+    """
+
+    name: str
+    perplexity: float
+    nll: float
+    windows: int
+    tokens: int
+    own_kind: bool | None = None
+    against: Divergence | None = None
+
+
+# Of an evaluation that says nothing of text that calibration did not have.
+OWN_KIND_ALONE = "all of this is text of the calibration's own kind; text of other kinds loses more"
+
+
+def kind_in_words(own_kind: bool | None) -> str:
+    """Whether calibration had text of a text's kind; nothing where that is not known."""
+    return {True: "own kind", False: "other kind", None: ""}[own_kind]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverTexts(Printed):
+    """KL divergence from an original over several texts, in nats, each text counting as much as any other.
+
+    Attributes:
+        kl_mean: mean over the texts.
+        kl_worst: the largest.
+        worst_text: the name of the text that it is of.
+        kl_own: mean over the texts of the calibration's own kind; `None` if there are none.
+        abroad: the largest of the other texts by `kl_own`: how many times as much is lost there; `None` without both.
+    """
+
+    kl_mean: float
+    kl_worst: float
+    worst_text: str
+    kl_own: float | None = None
+    abroad: float | None = None
+
+    @classmethod
+    def of(cls, texts: Sequence[TextLoss]) -> "OverTexts | None":
+        """Of several texts that were compared with an original; `None` of one alone, or without an original."""
+        lost = [(text, text.against.kl) for text in texts if text.against is not None]
+        if len(lost) < 2:
+            return None
+        worst, largest = max(lost, key=lambda found: found[1])
+        own = [kl for text, kl in lost if text.own_kind]
+        others = [kl for text, kl in lost if text.own_kind is False]
+        home = sum(own) / len(own) if own else None
+        return cls(
+            kl_mean=sum(kl for _, kl in lost) / len(lost),
+            kl_worst=largest,
+            worst_text=worst.name,
+            kl_own=home,
+            abroad=max(others) / home if home and others else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation(Printed):
-    """How well a model predicts a text.
+    """How well a model predicts a text, or several together and each by itself.
 
     Attributes:
         model, data: as they were given.
         perplexity: exp of `nll`.
-        nll: mean loss per token in nats.
-        windows, tokens, sequence_length: of the text.
+        nll: mean loss per token in nats, over the windows of all texts.
+        windows, tokens, sequence_length: of all texts.
         begin: the token that every window begins with; `None` for the text itself.
         protocol: the loss is of the next token, or of an encoder's hidden one.
         synthesized: when a compressed model's experts were made dense.
@@ -71,6 +147,9 @@ class Evaluation(Printed):
         batch_rows: windows in a batch; of an encoder, copies of a window.
         depends_on_batch: whether `nll` depends on that.
         against: how far it is from an original, if one was given.
+        texts: each by itself; empty in what an older moetool has recorded.
+        over_texts: KL divergence over several of them, if an original was given.
+        calibration: the texts that the model was calibrated on, as its manifest names them.
     """
 
     model: str
@@ -87,6 +166,9 @@ class Evaluation(Printed):
     batch_rows: int
     depends_on_batch: bool
     against: Divergence | None = None
+    texts: Sequence[TextLoss] = ()
+    over_texts: OverTexts | None = None
+    calibration: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,12 +273,14 @@ class Likeness(Printed):
 
     Attributes:
         text: as it was given.
-        windows, tokens: of it.
+        windows, tokens: of all texts in it.
         kl: mean KL(source ‖ model) over all predictions, in nats.
         agreement: share of the predictions where both find the same token likeliest.
         excess: the model's loss less the source's, in nats per token.
         layer_error: by layer `‖y' − y‖ / ‖y − x‖`, both given what the source's layer is given; `None` where layers
             cannot be compared one by one.
+        texts: each text by itself.
+        over_texts: KL divergence over several.
     """
 
     text: str
@@ -206,6 +290,8 @@ class Likeness(Printed):
     agreement: float
     excess: float
     layer_error: Mapping[int, float] | None
+    texts: Sequence[TextLoss]
+    over_texts: OverTexts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,15 @@ from moetool.checkpoint.decoded import decoded, quantized_tensors
 from moetool.checkpoint.digests import check_files
 from moetool.checkpoint.identity import is_known_as
 from moetool.checkpoint.manifest import Manifest, Origin, manifest_of
-from moetool.checkpoint.reader import MANIFEST, Checkpoint
+from moetool.checkpoint.names import CONFIG, MANIFEST
+from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.source import local_path
 from moetool.checkpoint.writer import is_finite
-from moetool.errors import InvalidInputError, VerificationError
+from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.format.beside import quantizable, quantized_beside, weight_of
 from moetool.format.entry import is_quantized_elsewhere
 from moetool.format.families import is_opaque
+from moetool.format.gguf import MODEL
 from moetool.job.job import DenseSource, Source, joined_names
 from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.expert_errors import ExpertErrors
@@ -41,7 +44,7 @@ def verify_checkpoint(
     Always checked: headers, names and shapes against the config, that every number is finite, that codes and positions
     are such as are written, and that all files are those that were written, by the digests in the manifest (most packed
     codes have no other sign of damage). Files that were added are no errors but notes, and where documents were
-    `edited`, such as a model card, so are these.
+    `edited`, such as a model card, so are these. Of an export's directory the GGUF file is read back.
 
     Against a source: that the manifest names it, as what the checkpoint or one of its sources was made from. If it is
     of the same family and shape: every tensor outside the experts bit for bit, unless it was trained in between or
@@ -49,21 +52,30 @@ def verify_checkpoint(
     norm), which the form that they are stored in must account for, unless they were trained (see `expert_errors`).
 
     Raises:
+        UsageError: a GGUF file is to be compared with a source tensor by tensor.
         InvalidInputError: a file or the config cannot be used.
         VerificationError: something is wrong, named file by file and tensor by tensor.
     """
-    checkpoint = Checkpoint.open(path)
-    manifest = manifest_of(checkpoint.path)
+    exported = exported_gguf(path)
+    if exported is not None and against is not None:
+        raise UsageError(
+            f"{path} holds a GGUF file, whose numbers are rounded: compare what both predict, by moetool eval "
+            f"{exported} --against {against} --data TEXT."
+        )
+    checkpoint = Checkpoint.open(path if exported is None else exported)
+    folder = checkpoint.path if exported is None else exported.parent
+    manifest = manifest_of(folder)
     problems: list[str] = []
     notes: list[str] = []
     made = None
-    if is_packed := manifest is not None and is_quantized_elsewhere(checkpoint.config):
+    is_packed = manifest is not None and (checkpoint.stored_as is not None or is_quantized_elsewhere(checkpoint.config))
+    if is_packed:
         notes.append("its experts are packed for other engines: only digests tell whether they are what was written")
     else:
         made = _moe_source(checkpoint)
         check_sizes(checkpoint)
     if manifest is not None:
-        found = check_files(checkpoint.path, manifest, edited=edited)
+        found = check_files(folder, manifest, edited=edited)
         problems, notes = found.problems, [*notes, *found.notes]
     same: set[str] = set()
     rounded: set[str] = set()
@@ -81,7 +93,7 @@ def verify_checkpoint(
             problems.append(f"it is not made from {against}: family or shape differ, and no manifest says otherwise")
         if is_packed and stages == ["compressed-tensors"]:
             compared = decoded(original)
-            same = checkpoint.tensors.keys() & compared.tensors.keys()
+            same = (checkpoint.tensors.keys() & compared.tensors.keys()) - checkpoint.forms.keys()
         if pair is not None:
             compared = pair[1].checkpoint
             lost = _passed(*pair) - checkpoint.tensors.keys()
@@ -135,6 +147,13 @@ def verify_files(checkpoint: Checkpoint) -> list[str]:
     found = check_files(checkpoint.path, manifest, edited=True)
     _raise_for(checkpoint.source, found.problems)
     return found.notes
+
+
+def exported_gguf(path: str | Path) -> Path | None:
+    """The GGUF file of an export, where a path is its directory."""
+    folder = local_path(path)
+    file = folder / MODEL
+    return file if file.is_file() and not (folder / CONFIG).exists() else None
 
 
 def _raise_for(path: str | Path, problems: list[str]) -> None:

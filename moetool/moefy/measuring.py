@@ -12,10 +12,10 @@ from moetool.calibration.activations import ActivationFile
 from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.files import save_tensors, write_json
 from moetool.convert.told import Activations
+from moetool.costs.phases import FORWARD
 from moetool.errors import InvalidInputError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import DenseSource, Job
-from moetool.job.phases import FORWARD
 from moetool.job.progress import phase
 from moetool.job.result import CalibrationFacts
 from moetool.moefy.clusters import LayerPlan, clustered_order
@@ -40,7 +40,7 @@ class LayerFiles:
 
     @property
     def inputs(self) -> Path:
-        """The sample of what its network is given."""
+        """The file with a sample of the inputs of the layer's network."""
         return self.work / f"inputs-{self.layer:05d}.bin"
 
     @property
@@ -50,7 +50,7 @@ class LayerFiles:
 
     @property
     def settled(self) -> list[Path]:
-        """The layer's plan, and what is told of it."""
+        """The files with the layer's plan, and with what the result tells of it."""
         plan = self.work / f"neurons-{self.layer:05d}.safetensors"
         return [plan, plan.with_suffix(".json")]
 

@@ -13,17 +13,19 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.layers import parse_layers
 from moetool.convert.stage import Conversion, MeasuredModel
 from moetool.convert.told import Proof
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.phases import Phases
 from moetool.errors import UsageError
 from moetool.format.entry import custom_entry
 from moetool.format.kinds import custom_module
 from moetool.format.kinds.moefied import MoefiedSpec, SelectorKind
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import RunOptions
-from moetool.job.phases import Phases, neuron_phases
-from moetool.job.plan import CalibrationCost
+from moetool.job.plan import text_cost
 from moetool.job.processes import processes
 from moetool.job.result import Json
 from moetool.moefy.clusters import LayerPlan, Moefied, check_experts, chosen_experts, flops
+from moetool.moefy.costs import neuron_phases
 from moetool.moefy.measuring import LayerFiles, NeuronMeasuring
 from moetool.moefy.options import MoefyOptions
 from moetool.moefy.selector import needed_tokens
@@ -133,7 +135,7 @@ class Moefy(Conversion[MoefyOptions]):
         """Boundaries, and the samples of layers that wait to be settled: one for every process."""
         dense, boundaries, waiting = self.dense, super()._scratch_bytes(), processes()
         if self.options.baseline == "snip":
-            cost = CalibrationCost.of(self.options, torch.float32, dense.dtype)
+            cost = text_cost(self.options, torch.float32, dense.dtype)
             boundaries, waiting = cost.gradient_bytes(dense.hidden, dense.layers), 1
         return boundaries + 4 * waiting * self._sampled_tokens * dense.hidden
 
@@ -153,7 +155,7 @@ class Moefy(Conversion[MoefyOptions]):
     # Evidence.
 
     def _proved(self, job: Job[DenseSource], made: Checkpoint, tokens: Tensor) -> Proof:
-        """With all experts it computes what the dense model computes; with as many as were asked for, what it loses."""
+        """Check that all experts compute what the dense model does, and measure what those asked for lose."""
         from moetool.calibration.streaming import StreamedModel
         from moetool.convert import proof
 

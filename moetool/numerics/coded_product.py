@@ -103,7 +103,7 @@ class _Part:
     half: int = 0
 
     def levels(self, rows: slice, groups: int, scratch: _Scratch) -> Tensor:
-        """Those of the rows, unscaled: [groups, rows, columns of a group * served]."""
+        """The values of the rows, unscaled: [groups, rows, columns of a group * served]."""
         codes = self.codes[rows]
         group = codes.shape[1] // groups
         found = scratch.levels[: codes.numel() * self.served]
@@ -117,7 +117,7 @@ class _Part:
         return found.view(groups, len(codes), -1)
 
     def each(self, rows: slice, scratch: _Scratch) -> Iterator[Tensor]:
-        """The same stripe by stripe: [rows, columns], each in the place of the one before."""
+        """The values of the rows stripe by stripe: [rows, columns], each in the place of the one before."""
         codes = self.codes[rows]
         found = scratch.levels[: codes.numel()]
         if self.bits == 8:
@@ -186,7 +186,7 @@ def _tables(bits: int, half: int, pairs: bool, dtype: torch.dtype, device: torch
 
 @cache
 def _wide_table(bits: int, half: int, pairs: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The same with the levels of each index as one number, whatever that is."""
+    """The levels of each index as one number, whatever that is."""
     with torch.inference_mode(False):
         found = _tables(bits, half, pairs, dtype, device)
         return found.view(_WIDE[found.shape[1] * found.element_size()]).view(-1)

@@ -99,7 +99,7 @@ class Feedback:
         return rows.float().square() @ alone * self.energy
 
     def check(self, inputs: int) -> None:
-        """Raise `ValueError` unless it is of so many inputs."""
+        """Raise `ValueError` unless the feedback is for so many inputs."""
         if len(self.order) != inputs:
             raise ValueError(
                 f"error feedback needs a Gram matrix [{inputs}, {inputs}], not of {len(self.order)} inputs"

@@ -226,7 +226,7 @@ def _newest_lowest(bits: int) -> Tensor:
 
 
 def _by_torch(numbers: Tensor, bits: int, codes: Tensor) -> Tensor:
-    """The same in plain torch, all segments side by side; a hundred times slower."""
+    """Find the path in plain torch, all segments side by side; a hundred times slower than the compiled form."""
     table, branches = _newest_lowest(bits), 2**bits
     states, stems = len(table), len(table) // branches
     count = -(-len(numbers) // _SEGMENT)

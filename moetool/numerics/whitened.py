@@ -110,7 +110,7 @@ def left_directions(delta: Tensor, gram: Tensor | None, k: int, *, fp32: bool, c
 
 
 def directions_of(product: Tensor, k: int, *, fp32: bool, coarse: bool) -> Directions:
-    """The first k P from delta G delta^T [out, out] itself, fp64."""
+    """The first k columns of P, fp64, from delta G delta^T [out, out] itself."""
     found = _try_fp32(product, k, 0.0, coarse=coarse) if fp32 else None
     return _directions(product, *(top_eigh(product, k) if found is None else found))
 

@@ -55,7 +55,7 @@ class Merged:
 
 
 def pruned(kept: Sequence[int]) -> list[Merged]:
-    """Experts that are left as they are."""
+    """The experts that are kept as they are."""
     return [Merged((expert,)) for expert in sorted(kept)]
 
 

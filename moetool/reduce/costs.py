@@ -1,9 +1,9 @@
 """What measuring and merging takes beyond a pass over the text."""
 
 from moetool.architectures import MoEShape
-from moetool.job.building_blocks import ModelSize
-from moetool.job.plan import CalibrationCost
-from moetool.job.work import Work
+from moetool.costs.building_blocks import ModelSize
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.work import Work
 
 
 def tokens_in_layers(cost: CalibrationCost, size: ModelSize) -> int:

@@ -28,7 +28,7 @@ class Scores(Collector):
         return {}
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of it, for a file."""
+        """All scores as named tensors, for a safetensors file."""
         return {TOKENS: self.tokens, **{name: tensor.cpu() for name, tensor in self.sums().items()}}
 
     def reduce(self, peers: Peers) -> None:

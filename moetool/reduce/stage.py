@@ -10,16 +10,17 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moetool.checkpoint.files import save_tensors
+from moetool.costs.building_blocks import ModelSize, calibration_forward, moe_size
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.layer_memory import LayerMemory, Measuring
+from moetool.costs.phases import FORWARD, rewriting_phases
+from moetool.costs.work import Phase, Work
 from moetool.errors import VerificationError
-from moetool.job.building_blocks import ModelSize, calibration_forward, moe_size
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, Source
-from moetool.job.layer_memory import LayerMemory, Measuring
-from moetool.job.phases import FORWARD, rewriting_phases
-from moetool.job.plan import CalibrationCost, Plan, calibration_cost
+from moetool.job.plan import Plan, calibration_cost, experts_at_once
 from moetool.job.result import Json, Sizes
 from moetool.job.stage import Stage
-from moetool.job.work import Phase, Work
 from moetool.job.writing import original_bytes, with_the_rest, write_checkpoint
 from moetool.reduce.choosing import Fewer, Merged
 from moetool.reduce.costs import merging_work
@@ -99,14 +100,13 @@ class Reduction(Stage[ReduceOptionsT]):
 
     @cached_property
     def _experts_at_once(self) -> int:
-        return self._memory.experts if self.holds_all else self._memory.at_once(self.options)
+        return self._memory.experts if self.holds_all else experts_at_once(self._memory, self.options)
 
     def plan(self) -> Plan:
         source, cost, at_once = self.source, self._cost, self._experts_at_once
         shape, size, output = source.experts.shape, moe_size(source.experts, at_once), self._output_plan.nbytes
         scratch = cost.forward_bytes(shape.hidden)
-        if at_once < shape.experts:
-            scratch += cost.recorded_bytes(shape, gradients=False, sums=False)
+        scratch += cost.recorded_bytes(shape, at_once, gradients=False, sums=False)
         details: dict[str, Json] = {
             "original_bytes": original_bytes(source),
             "moe_layers": len(source.experts.moe_layers),

@@ -9,7 +9,8 @@ from moetool.architectures import architectures
 from moetool.checkpoint.counting import numbers_in_files
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.manifest import Manifest, Origin, manifest_of
-from moetool.checkpoint.reader import MANIFEST, Checkpoint
+from moetool.checkpoint.names import MANIFEST
+from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.told import Activations
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.families import is_opaque

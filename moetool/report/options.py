@@ -17,7 +17,8 @@ class ReportOptions(AnalysisOptions):
         "--layers of at most 8 layers.",
     )
     data: str | None = Field(
-        None, description="Run the model on texts: perplexity, and which experts they reach. As for --calibration."
+        None,
+        description="Run the model on texts: perplexity on each, and which experts it reaches. As for --calibration.",
     )
     against: str | None = Field(
         None, description="What the model was made from: sizes before, and with --data KL divergence and agreement."
@@ -25,7 +26,7 @@ class ReportOptions(AnalysisOptions):
     results: str | None = Field(
         None, description="Files of what compress, tune, eval and others have printed with --json, with commas."
     )
-    windows: int | None = Field(64, ge=1, description="Only the first so many windows of --data.")
+    windows: int | None = Field(64, ge=1, description="Only the first so many windows of each text.")
     sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
     bos: Bos = Field("auto", description=BOS_HELP)
     device: str = Field("auto", description="cpu, cuda, … or `map` to spread a large model over what there is.")

@@ -1,6 +1,6 @@
 """What a page is made of, before it is HTML; and how it writes numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moetool.report.charts import Chart
@@ -61,6 +61,8 @@ def plain(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, list):
         return ",".join(map(plain, value)) or "–"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {plain(inner)}" for name, inner in value.items()) or "–"
     if isinstance(value, int) and value >= 10_000:
         return f"{value:,}"
     return f"{value:.6g}" if isinstance(value, float) else str(value)

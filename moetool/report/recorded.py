@@ -8,10 +8,11 @@ from typing import TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from moetool.checkpoint.manifest import Manifest
-from moetool.checkpoint.reader import COSTS, read_object
+from moetool.checkpoint.names import COSTS
+from moetool.checkpoint.reader import read_object
 from moetool.checkpoint.source import local_path
 from moetool.errors import InvalidInputError
-from moetool.job.costs import ExpectedCosts, read_costs, unreadable_costs
+from moetool.job.metering import ExpectedCosts, read_costs, unreadable_costs
 from moetool.job.result import PhaseCost, Printed
 from moetool.measure.told import Evaluation, RoutingTold
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.job.forecast import format_seconds
-from moetool.measure.told import Evaluation
+from moetool.measure.told import OWN_KIND_ALONE, Evaluation, TextLoss, kind_in_words, short_names
 from moetool.report.charts import LONGEST, Bars, Chart, Lines
 from moetool.report.parts import CodeBlock, PageTable, Section, count, number, plain
 from moetool.report.recorded import RecordedRun
@@ -30,6 +30,9 @@ def headline(report: Report) -> Iterator[tuple[str, str, str]]:
         yield found.protocol, f"{found.perplexity:.2f}", beside
         if found.against is not None:
             yield "top-1 agreement", f"{found.against.agreement:.1%}", f"KL {found.against.kl:.4f} nats"
+        if found.over_texts is not None:
+            worst = f"nats on {short_names([found.over_texts.worst_text])[0]}"
+            yield "KL on the worst text", f"{found.over_texts.kl_worst:.4f}", worst
 
 
 def best_evaluation(report: Report) -> Evaluation | None:
@@ -133,6 +136,12 @@ def quality(report: Report) -> Section | None:
     if every:
         headers = ("model", "perplexity", "original's", "excess, nats", "KL, nats", "top-1 agreement", "text")
         tables.append(PageTable(title="Perplexity", headers=headers, rows=[_evaluated(found) for found in every]))
+    best = best_evaluation(report)
+    charts = []
+    if best is not None and len(best.texts) > 1:
+        tables.append(_text_by_text(best))
+        if best.against is not None:
+            charts.append(_divergences(best))
     losses = [*_proofs(report)]
     if losses:
         tables.append(
@@ -145,22 +154,79 @@ def quality(report: Report) -> Section | None:
     if not tables:
         return None
     notes = ["Excess: the model's loss less the original's, ± its standard error. KL: from the original, in nats."]
-    return Section(name="quality", title="Quality", tables=tables, notes=notes if every else [])
+    notes += [] if best is None else _of_kinds(best)
+    return Section(name="quality", title="Quality", charts=charts, tables=tables, notes=notes if every else [])
+
+
+def _text_by_text(found: Evaluation) -> PageTable:
+    """Losses on each of several texts, and whether calibration had text of its kind."""
+    headers = (
+        "text",
+        "calibration",
+        "windows",
+        "perplexity",
+        "original's",
+        "excess, nats",
+        "KL, nats",
+        "top-1 agreement",
+    )
+    rows = [
+        (name, kind_in_words(text.own_kind) or "–", f"{text.windows:,}", *_losses(text)) for name, text in _named(found)
+    ]
+    return PageTable(title="Text by text", headers=headers, rows=rows, words=2)
+
+
+def _divergences(found: Evaluation) -> Chart:
+    """KL divergence on each text; those of the calibration's own kind beside the others."""
+    series: dict[str, Sequence[float | None]] = {}
+    for label, own in (("calibration's own kind", True), ("other kinds", False), ("KL", None)):
+        lost = [text.against.kl if text.against and text.own_kind is own else None for text in found.texts]
+        if any(value is not None for value in lost):
+            series[label] = lost
+    labels = [_label(name) for name, _ in _named(found)]
+    return Bars(
+        title="KL divergence by text",
+        labels=labels,
+        series=series,
+        label_axis="text",
+        axis="nats per token",
+        lying=True,
+    )
+
+
+def _named(found: Evaluation) -> Iterator[tuple[str, TextLoss]]:
+    return zip(short_names([text.name for text in found.texts]), found.texts, strict=True)
+
+
+def _of_kinds(found: Evaluation) -> Iterator[str]:
+    """What to know of texts that calibration had, and had not."""
+    if not found.calibration:
+        return
+    named = ", ".join(short_names(found.calibration))
+    yield f"Calibrated on {named}. Own kind: that text or another split of it, by name."
+    over = found.over_texts
+    if over is not None and over.abroad is not None:
+        yield f"KL on text of other kinds is at worst {over.abroad:.1f} times what it is on the calibration's own kind."
+    elif found.against is not None and all(text.own_kind for text in found.texts):
+        yield f"{OWN_KIND_ALONE[0].upper()}{OWN_KIND_ALONE[1:]}."
 
 
 def _evaluated(found: Evaluation) -> tuple[str, ...]:
-    name, text = Path(found.model).name, f"{found.data} ({found.windows} × {found.sequence_length} tokens)"
+    text = f"{found.data} ({found.windows} × {found.sequence_length} tokens)"
+    return Path(found.model).name, *_losses(found), text
+
+
+def _losses(found: Evaluation | TextLoss) -> tuple[str, ...]:
+    """Perplexity of the model and of the original, excess loss, KL divergence, agreement."""
     if (beside := found.against) is None:
-        return name, f"{found.perplexity:.4f}", "–", "–", "–", "–", text
+        return f"{found.perplexity:.4f}", "–", "–", "–", "–"
     error = "" if beside.excess_error is None else f"\u00a0±\u00a0{beside.excess_error:.4f}"
     return (
-        name,
         f"{found.perplexity:.4f}",
         f"{beside.perplexity:.4f}",
         f"{beside.excess:.4f}{error}",
         f"{beside.kl:.4f}",
         f"{beside.agreement:.2%}",
-        text,
     )
 
 
@@ -228,9 +294,9 @@ def _phases(run: RecordedRun) -> Iterator[tuple[str, ...]]:
         yield run.stage, "the rest", f"{max(rest, 0):.1f}", "–", "–", "–"
 
 
-def _label(phase: str) -> str:
+def _label(name: str) -> str:
     """As long as it may stand beside a chart; not its end but its beginning tells it from others."""
-    return phase if len(phase) <= LONGEST else f"{phase[: LONGEST - 1]}…"
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
 
 
 def _by_phase(title: str, names: Sequence[str], series: Mapping[str, Sequence[float | None]], axis: str) -> Chart:

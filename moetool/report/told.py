@@ -144,7 +144,7 @@ class Report(Printed):
         merged: which experts were left, where there were more.
         coverage: which experts texts reached: that of the calibration, and those of `--data`.
         routing: which experts are chosen on texts.
-        evaluation: how well it predicts a text.
+        evaluation: how well it predicts texts.
         activations: of neurons as experts, by layer.
         jobs: what those that made it have cost, as far as that was kept, the first above.
         recorded: what other commands had printed with `--json`.

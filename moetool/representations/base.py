@@ -52,7 +52,7 @@ class Weight(nn.Module, ABC):
         """Take what all matrices of the role have in common from `tensors`, which may be filled later."""
 
     def forget(self) -> None:
-        """Tensors were replaced: drop what was derived from them."""
+        """Drop what was derived from tensors that have been replaced."""
 
     def derived(self) -> tuple[Tensor, ...]:
         """What `products` is made of beside parameters and buffers, as long as it is kept."""
@@ -67,7 +67,7 @@ class Weight(nn.Module, ABC):
         """The matrix `[out, in]` in fp32 or better."""
 
     def products(self) -> Products | None:
-        """The same as stored matrices that kernels multiply inputs with; None if `forward` is all there is."""
+        """The stored matrices that kernels multiply inputs with; `None` if `forward` is the only way to compute."""
         return None
 
 
@@ -101,7 +101,7 @@ class Representation(ABC):
 
     @property
     def label(self) -> str:
-        """The same as `describe` says it."""
+        """The short name that `describe` prints."""
         return self.spec
 
     @classmethod
@@ -133,7 +133,7 @@ class Representation(ABC):
         return None
 
     def fitted(self, shape: tuple[int, int]) -> Self:
-        """The same with the largest groups up to its own that a matrix `[out, in]` can be cut into.
+        """This representation with the largest groups, up to its own, that a matrix `[out, in]` can be cut into.
 
         Raises:
             ValueError: only groups of one would fit.
@@ -195,7 +195,7 @@ class Representation(ABC):
         return None
 
     def multiplications(self, shape: tuple[int, int]) -> int:
-        """Of numbers, in the product with one input: all of the matrix, unless it runs as something smaller."""
+        """Multiplications in the product with one input: one per element, unless it runs as something smaller."""
         return shape[0] * shape[1]
 
     def parameters(self, shape: tuple[int, int]) -> int:

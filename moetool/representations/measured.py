@@ -41,7 +41,7 @@ class Measured:
         return self.gram.diagonal()
 
     def with_feedback(self) -> "Measured":
-        """The same with what error feedback needs of the Gram matrix, for several matrices on the same inputs."""
+        """These measurements with what error feedback needs, for several matrices on the same inputs."""
         if self.feedback is not None or self.gram is None:
             return self
         return replace(self, feedback=Feedback.of(self.gram))

@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many."""
+        """The number of rows."""
         return self.last - self.first
 
 
@@ -81,12 +81,12 @@ class MixedRows(Representation):
 
     @property
     def bits(self) -> list[int]:
-        """That rows have, ascending."""
+        """The different numbers of bits that rows have, ascending."""
         return [bits for bits, share in enumerate(self.shares) if share]
 
     @property
     def mean_bits(self) -> float:
-        """Of all rows."""
+        """The mean number of bits over all rows."""
         return sum(bits * share for bits, share in enumerate(self.shares)) / ROW_SHARES
 
     @property
@@ -131,7 +131,7 @@ class MixedRows(Representation):
         return found
 
     def coded(self, shape: tuple[int, int]) -> Iterator[tuple[Quantized, Part]]:
-        """Those that have any bits."""
+        """The parts that have any bits."""
         for part in self.parts(shape):
             if part.form is not None:
                 yield part.form, part
@@ -209,7 +209,7 @@ class MixedRows(Representation):
         return MixedRowsWeight(self, shape, dtype, device)
 
     def part_tensors(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Iterator[dict[str, Tensor]]:
-        """Codes and scales of the parts that have any bits."""
+        """The codes and scales of the parts that have any bits."""
         coded = list(self.coded(shape))
         for _, part in coded:
             skipped = coded[0][1].first
@@ -219,7 +219,7 @@ class MixedRows(Representation):
 
 @dataclass(frozen=True)
 class TrellisRows(MixedRows):
-    """The same in trellises."""
+    """Rows of different bits, each coded in a trellis."""
 
     kind: ClassVar[str] = "trellis-rows"
     part: ClassVar[type[Quantized]] = Trellis
@@ -227,7 +227,7 @@ class TrellisRows(MixedRows):
 
 
 class TrainableRows(Trainable):
-    """Every part by itself."""
+    """Rows of different bits whose parts are trained one by one."""
 
     def __init__(
         self, form: MixedRows, tensors: Mapping[str, Tensor], shape: tuple[int, int], matrix: Tensor | None

@@ -40,17 +40,17 @@ class Operand:
 
     @property
     def inputs(self) -> int:
-        """Numbers that it is multiplied with."""
+        """The number of inputs that the operand is multiplied with."""
         return self.shape[0] if self.transposed else self.shape[1]
 
     @property
     def outputs(self) -> int:
-        """Numbers that come of it."""
+        """The number of outputs of a product with the operand."""
         return self.shape[1] if self.transposed else self.shape[0]
 
 
 def numbers(matrix: Tensor) -> Operand:
-    """A matrix `[rows, columns]` as it is."""
+    """An operand that is a matrix `[rows, columns]` as it is."""
     rows, columns = matrix.shape
     return Operand("numbers", (rows, columns), matrix)
 
@@ -76,7 +76,7 @@ def by_positions(operand: Operand) -> Operand:
 
 
 def factors(u: Tensor, v: Tensor) -> tuple[Operand, Operand]:
-    """The chain of U `[out, rank]` after V `[rank, in]`."""
+    """An operand that is U `[out, rank]` after V `[rank, in]`."""
     return numbers(v), numbers(u)
 
 

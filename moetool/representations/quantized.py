@@ -113,7 +113,7 @@ def encode_together(
 
 @dataclass(frozen=True)
 class QuantizedMatrix(Quantized):
-    """The same for a matrix that is not a delta: an expert's own, or a base."""
+    """Codes of a matrix that is not a delta: an expert's own, or a base."""
 
     kind: ClassVar[str] = "quantised-weight"
     uses_base: ClassVar[bool] = False

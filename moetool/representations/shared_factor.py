@@ -52,7 +52,7 @@ class _SharedFactor(Representation):
         return self.rank * sum(shape)
 
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
-        """Of the only expert."""
+        """Encode the matrix of a layer's only expert."""
         common, [own] = self.encode_jointly([matrix], dtype, measured)
         return common | own
 
@@ -90,7 +90,7 @@ class SharedU(_SharedFactor):
 
 
 class SharedFactorWeight(Weight):
-    """Run-time form of both."""
+    """Run-time form of `SharedV` and `SharedU`."""
 
     def __init__(self, own: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ class Sparse(Representation):
 
     @classmethod
     def derived(cls, drop: float, seed: int, *path: int | str) -> Self:
-        """With a 32-bit seed for one matrix, made from a model's seed and e.g. layer, expert and role."""
+        """The form of one matrix, with a 32-bit seed made from a model's seed and e.g. layer, expert and role."""
         return cls(drop, key(seed, *path) >> 32)
 
     def count(self, shape: tuple[int, int]) -> int:
@@ -170,7 +170,7 @@ class ScatteredWeight(Weight):
         """Positions [k] int32 of the values in the flattened matrix, ascending."""
 
     def indices(self) -> Tensor:
-        """The same from memory, on the device of the values."""
+        """The positions of stored elements, on the device of the values, computed once."""
         if self._indices is None or self._indices.device != self.values.device:
             with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
                 self._indices = self.locate().to(self.values.device)

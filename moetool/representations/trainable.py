@@ -48,7 +48,7 @@ class Trainable(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """To be stored, by name."""
+        """The tensors to be stored, by name."""
 
 
 class _Moments:
@@ -59,7 +59,7 @@ class _Moments:
         self._steps = 0
 
     def direction(self, gradient: Tensor) -> Tensor:
-        """Where a step goes, each number by about one."""
+        """The direction of a step, in which each number moves by about one."""
         self._steps += 1
         self._mean.lerp_(gradient, 1 - _MEAN)
         self._square.mul_(_SQUARE).addcmul_(gradient, gradient, value=1 - _SQUARE)

@@ -68,7 +68,7 @@ class Trellis(Quantized):
 
 @dataclass(frozen=True)
 class TrellisMatrix(Trellis):
-    """The same for a matrix that is not a delta: an expert's own, or a base."""
+    """Trellis codes of a matrix that is not a delta: an expert's own, or a base."""
 
     kind: ClassVar[str] = "trellis-weight"
     uses_base: ClassVar[bool] = False
@@ -76,14 +76,14 @@ class TrellisMatrix(Trellis):
 
 
 def in_trellis(form: Quantized, rows: int) -> Quantized:
-    """The same codes in a trellis, or as they are where a matrix of so many rows cannot have one."""
+    """These codes in a trellis, or as they are where a matrix of so many rows cannot have one."""
     if form.bits not in trellis.WIDTHS or rows % trellis.rows_served(form.bits):
         return form
     return (Trellis if form.uses_base else TrellisMatrix)(form.bits, form.group)
 
 
 class TrellisWeight(QuantizedWeight):
-    """Run-time form of both."""
+    """Run-time form of both trellis representations."""
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """What codes stand for, before scaling: [out, in]."""

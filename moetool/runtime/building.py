@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moetool.checkpoint.reader import CONFIG, Checkpoint
+from moetool.checkpoint.names import CONFIG
+from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import described_in, model_config
 from moetool.errors import InvalidInputError
 from moetool.format.entry import is_quantized_elsewhere

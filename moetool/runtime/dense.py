@@ -66,7 +66,7 @@ class DenseModel:
 
     @property
     def parameters(self) -> int:
-        """Numbers in the model."""
+        """The number of elements in all tensors of the model."""
         return sum(math.prod(info.shape) for info in self.checkpoint.tensors.values())
 
     @property

@@ -7,18 +7,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+from torch import Tensor
+from transformers import AutoModelForMaskedLM, GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from moetool.architectures import aliases
 from moetool.architectures.base import Settings
 from moetool.architectures.dense import dense_architectures, head_of_a_task, is_encoder
+from moetool.architectures.derived import language_model_class
 from moetool.checkpoint.experts import ExpertReader
-from moetool.checkpoint.quiet import quiet
 from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.settings import model_config
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import InvalidInputError, ResourceError
 from moetool.format.entry import is_quantized_elsewhere
 from moetool.format.families import architecture_of
+from moetool.quiet import quiet
 from moetool.runtime.memory import free_bytes, sparing_memory, spread_bytes
 from moetool.runtime.modules.dense_experts import MOETOOL_EXPERTS, fits_grouped_products
 
@@ -32,9 +36,9 @@ _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _NAMED = 3  # tensors that an error names
 
 
-def model_class(config: Mapping[str, object]) -> type[AutoModelForCausalLM] | type[AutoModelForMaskedLM]:
-    """`AutoModelForMaskedLM` for a family of encoders, `AutoModelForCausalLM` for any other."""
-    return AutoModelForMaskedLM if is_encoder(config) else AutoModelForCausalLM
+def model_class(config: Mapping[str, object]) -> Any:
+    """`AutoModelForMaskedLM` for a family of encoders, for any other the class of its causal language model."""
+    return AutoModelForMaskedLM if is_encoder(config) else language_model_class(config.get("model_type"))
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ def loading_memory(
 def check_memory(
     checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"], device: torch.device | str | None = None
 ) -> LoadingMemory:
-    """The same, refusing a model that does not fit. A dense one that is spread by a map goes to disk, too.
+    """The memory that loading a model takes; a dense model that is spread by a device map goes to disk, too.
 
     Raises:
         ResourceError: it does not.
@@ -89,7 +93,10 @@ def check_memory(
 
 
 def _can_go_to_disk(checkpoint: Checkpoint) -> bool:
-    """Whether transformers can leave tensors on disk; those that it puts together, experts, it cannot."""
+    """Whether transformers can leave tensors on disk; those that it puts together, experts, and those that are decoded
+    it cannot."""
+    if checkpoint.stored_as is not None:
+        return False
     try:
         architecture_of(checkpoint.config)
     except InvalidInputError:
@@ -109,17 +116,20 @@ def load_model(
     """
     check_memory(checkpoint, dtype, device)
     renamed = {re.escape(alias): own for alias, own in aliases(checkpoint.config).items()}
+    options = {
+        "dtype": dtype,
+        "device_map": device,
+        "key_mapping": renamed or None,
+        "ignore_mismatched_sizes": True,  # refused below, by name
+        "output_loading_info": True,
+    }
     try:
         with quiet(), sparing_memory():
-            model, told = model_class(checkpoint.config).from_pretrained(
-                checkpoint.path,
-                dtype=dtype,
-                device_map=device,
-                trust_remote_code=False,
-                key_mapping=renamed or None,
-                ignore_mismatched_sizes=True,  # refused below, by name
-                output_loading_info=True,
-            )
+            if checkpoint.stored_as is None:
+                loader = model_class(checkpoint.config).from_pretrained
+                model, told = loader(checkpoint.path, trust_remote_code=False, **options)
+            else:
+                model, told = _from_decoded(checkpoint, options)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         _refuse_experts(checkpoint)
         reason = " ".join(str(error).split())[:300]
@@ -130,8 +140,33 @@ def load_model(
     return model.eval()
 
 
+class _OnDisk:
+    """A tensor of a checkpoint, which transformers' loader reads, as a slice of a file, when it comes to it."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._checkpoint, self._name = checkpoint, name
+
+    def __getitem__(self, _: object) -> Tensor:
+        return self._checkpoint.read(self._name)
+
+
+def _from_decoded(checkpoint: Checkpoint, options: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """What `from_pretrained` gives for a checkpoint that another tool has quantized, each tensor decoded by moetool:
+    transformers' own way needs the tool, a card, or sizes that blocks divide."""
+    described, tensors = model_config(checkpoint.config, checkpoint.path), checkpoint.tensors
+    described._name_or_path = str(checkpoint.path)
+    found = model_class(checkpoint.config)._model_mapping[type(described)]
+    kind = found[0] if isinstance(found, tuple) else found
+    model, told = kind.from_pretrained(
+        None, config=described, state_dict={name: _OnDisk(checkpoint, name) for name in tensors}, **options
+    )
+    if (checkpoint.path / GENERATION_CONFIG_NAME).exists():
+        model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
+    return model, told
+
+
 def surplus(names: Sequence[str], config: Settings) -> list[str]:
-    """Of names that a model has no tensor for, those that may be missed: not of the heads that its family's files have
+    """The names that a model has no tensor for and should have: not of the heads that its family's files have
     for other tasks, of layers that predict further tokens, or of buffers that transformers computes itself."""
     family = next((own for own in dense_architectures() if config.get("model_type") in own.model_types), None)
     unused = () if family is None else family.unused

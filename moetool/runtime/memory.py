@@ -39,7 +39,7 @@ def free_bytes(device: torch.device | str | None = None) -> int:
 
 
 def spread_bytes() -> int:
-    """The same of all cards and the memory of the machine, over which a device map spreads a model."""
+    """Bytes that are free on all cards and in the machine's memory, over which a device map spreads a model."""
     return free_bytes() + sum(free_bytes(f"cuda:{card}") for card in range(torch.cuda.device_count()))
 
 
@@ -100,7 +100,7 @@ def _left(group: Path, version: int) -> int | None:
 
 @contextmanager
 def sparing_memory() -> Iterator[None]:
-    """For the time of a `with` block transformers loads tensors one by one and what it frees goes back at once.
+    """Have transformers load tensors one by one, and return what it frees at once, for the time of a `with` block.
 
     By default threads read ahead of the tensors that are put together, and glibc keeps the pieces: a model of 1.5 GB
     took 2.4 GB while it was loaded in another dtype than its own, and kept 2.3.

@@ -7,9 +7,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 
-from moetool.checkpoint.quiet import quiet
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import described_in
+from moetool.quiet import quiet
 from moetool.runtime.building import building, quantizer_of
 from moetool.runtime.loading import refuse_loaded
 from moetool.runtime.modules.insertion import path_in

@@ -166,7 +166,7 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Those that are to be in the model's dtype: parameters, and the placeholders of bases."""
+    """The tensors that are to be in the model's dtype: parameters, and the placeholders of bases."""
     yield from model.named_parameters()
     for path, module in model.named_modules():
         if isinstance(module, SharedBaseExperts):

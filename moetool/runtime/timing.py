@@ -16,7 +16,7 @@ _FULL = "can't allocate memory"  # what torch says of memory that is not on a ca
 
 
 class Seconds(NamedTuple):
-    """Of one pass over a prompt that fills a cache, and of all new tokens after it, one at a time."""
+    """Seconds of one pass over a prompt that fills a cache, and of all new tokens after it, one at a time."""
 
     prefill: float
     decode: float
@@ -56,7 +56,7 @@ def time_decode(model: Any, batch: int, length: int, new_tokens: int, seed: int 
 
 
 def vocabulary(model: Any) -> int:
-    """How many token ids a model knows."""
+    """The number of token ids that a model knows."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 

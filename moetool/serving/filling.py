@@ -123,7 +123,7 @@ class FilledExperts:
             )
 
     def load_native(self, expert: int, role: Role, tensor: Tensor) -> None:
-        """The same for a matrix `[out, in]` under the native name of an expert."""
+        """Fill in a matrix `[out, in]` that lies under the native name of an expert."""
         name = next((name for name, place in self._native.items() if place == (expert, role)), None)
         if name is None:
             raise InvalidInputError(

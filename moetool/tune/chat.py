@@ -144,7 +144,7 @@ class Conversations:
 
     @cached_property
     def _closing(self) -> str | None:
-        """As much of it as ends the turn, or `None`."""
+        """As much of the template's end of a turn as ends it, or `None`."""
         found = self._special.search(self._end or "")
         return None if found is None else (self._end or "")[: found.end()]
 
@@ -260,7 +260,7 @@ def _clean(message: object) -> Message:
 
 
 def without_nones(value: object) -> object:
-    """The same without keys that hold nothing: tables give every record the keys of all."""
+    """A record without the keys that hold `None`: tables give every record the keys of all."""
     if isinstance(value, Mapping):
         return {key: without_nones(held) for key, held in value.items() if held is not None}
     return [without_nones(held) for held in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""What of a model is trained."""
+"""Which parameters of a model are trained."""
 
 from typing import TYPE_CHECKING, Literal
 

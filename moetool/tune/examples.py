@@ -60,7 +60,7 @@ class Examples:
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens that the loss is taken over."""
+        """The number of tokens that the loss is taken over."""
         return sum(sum(label != IGNORED for label in item.labels[1:]) for item in self.items)
 
     def digest(self) -> str:
@@ -181,7 +181,7 @@ def _of_conversation(
 
 
 def example_of(ids: Sequence[int], learnt: Sequence[bool]) -> Example:
-    """Token ids, and which of them are learnt."""
+    """One example: its token ids, and which of them are learnt."""
     return Example(ids, [token if own else IGNORED for token, own in zip(ids, learnt, strict=True)])
 
 

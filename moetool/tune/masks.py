@@ -29,7 +29,7 @@ class MaskConstraint(TrainerCallback):  # type: ignore[misc]
         self._interpolation = interpolation
 
     def loss(self) -> Tensor:
-        """What is added to the loss of a step."""
+        """The penalty that is added to the loss of a step."""
         missing = self.target - 1 + open_share(self._model)
         return self._interpolation.multiplier[0] * missing + self._overlap * overlap_penalty(self._model)
 
@@ -50,7 +50,7 @@ class MaskConstraint(TrainerCallback):  # type: ignore[misc]
                 moments["exp_avg"].zero_()
 
     def told(self) -> dict[str, float]:
-        """For the log."""
+        """The entries for the log: the share of closed masks and the multiplier λ."""
         return {"mask_sparsity": closed_share(self._model), "multiplier": self._interpolation.multiplier.item()}
 
 

@@ -1,4 +1,4 @@
-"""What `tune` can be told."""
+"""Options of `moetool tune`."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from moetool.job.options import RunOptions
 
 
 class TuneOptions(RunOptions):
-    """On what, for how long, and what may change."""
+    """On which text, for how many steps, and which parameters are trained."""
 
     data: str = Field(
         description="Examples: .jsonl or .parquet with messages, prompt and completion, text or content; a .txt file; "

@@ -26,10 +26,8 @@ from moetool.format.entry import check_unquantized, custom_entry
 from moetool.format.kinds import custom_module, kinds
 from moetool.format.marker import moetool_entry
 from moetool.job.blueprint import layer_of
-from moetool.job.building_blocks import training
 from moetool.job.job import Input, Job
 from moetool.job.options import RunOptions
-from moetool.job.phases import training_phases
 from moetool.job.plan import Plan
 from moetool.job.processes import is_first_process, sharding
 from moetool.job.result import Sizes, Told
@@ -37,6 +35,7 @@ from moetool.job.shards import ShardPlan
 from moetool.job.stage import Stage
 from moetool.job.writing import passed_on, write_checkpoint
 from moetool.runtime.building import check_sizes
+from moetool.tune.costs import training_phases
 from moetool.tune.options import TuneOptions
 from moetool.tune.told import TuningTold
 
@@ -117,16 +116,16 @@ class Tune(Stage[TuneOptions, AnySource]):
         examples = 2 * sum(file.stat().st_size for file in texts)  # 8 bytes per token, of some 4 bytes of text
         per_step = tokens * options.accumulation
         steps = options.steps or math.ceil(options.epochs * examples / 8 / per_step)
-        work = training(
+        phases = training_phases(
             checkpoint, steps * per_step, steps, trained, bf16=options.bf16, again=options.gradient_checkpointing
         )
         return Plan(
             stage=self.name,
             input_bytes=checkpoint.weight_bytes,
-            output_bytes=checkpoint.weight_bytes,
+            output_bytes=checkpoint.weight_bytes + checkpoint.growth(),
             scratch_bytes=2 * (8 * trained + 4 * (numbers if sharding() else trained)),  # a checkpoint, and the next
             memory_bytes=600_000_000 + 4 * numbers + 12 * trained + logits + 4 * tokens * width * kept + examples,
-            phases=training_phases(work, checkpoint.weight_bytes, len(checkpoint.tensors)),
+            phases=phases,
             details={"parameters": numbers, "tokens_per_step": per_step},
         )
 

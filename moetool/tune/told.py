@@ -1,4 +1,4 @@
-"""What tuning tells."""
+"""The fields of a result that training adds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -196,7 +196,7 @@ class SeededOrder(Sampler[int]):
         self._count, self._seed, self._epoch = count, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Called before each pass."""
+        """Set the epoch that the order of examples is drawn from; the Trainer calls it before each."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[int]:

@@ -13,16 +13,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments, get_scheduler
 from transformers.trainer_callback import PrinterCallback
 
-from moetool.checkpoint.quiet import quiet
 from moetool.job.job import Job
 from moetool.job.processes import check_processes, processes, sharding
 from moetool.job.progress import phase
 from moetool.job.workspace import TRAINER
+from moetool.quiet import quiet
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT, depends_on_batch
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import experts_per_token
 from moetool.runtime.modules.routers import Routers
 from moetool.runtime.modules.simoe_mixing import interpolation_of
+from moetool.tune.costs import TRAIN
 from moetool.tune.examples import Example, collate, pack
 from moetool.tune.masks import WAY, MaskConstraint, parameter_groups
 from moetool.tune.options import TuneOptions
@@ -70,7 +71,7 @@ def train(
         with arguments.main_process_first(local=False):
             last, done = last_checkpoint(work)
         began = time.monotonic()
-        with phase(job.progress, "Train", steps - done):
+        with phase(job.progress, TRAIN, steps - done):
             trainer = MoETrainer(
                 model=model,
                 args=arguments,
@@ -119,7 +120,7 @@ def train(
 
 
 def _curve(history: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """Of every step that was logged, what was: losses, and what they are evaluated on, together."""
+    """The entries of every step that was logged: training and evaluation losses together."""
     points: dict[float, dict[str, float]] = {}
     for entry in history:
         if logged := {name: float(entry[name]) for name in LOGGED if name in entry}:

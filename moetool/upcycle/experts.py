@@ -18,7 +18,7 @@ class Experts(Protocol):
         """Initial weight `[out, in]` of one expert's matrix."""
 
     def bias(self, layer: int, expert: int, role: Role) -> Tensor:
-        """`[out]`, of a family that has biases."""
+        """Initial bias `[out]` of one expert's matrix, of a family that has biases."""
 
 
 class Copies:

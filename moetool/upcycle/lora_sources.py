@@ -10,8 +10,9 @@ import torch
 
 from moetool.checkpoint.files import storage_problem
 from moetool.checkpoint.header import read_header
+from moetool.checkpoint.names import ADAPTER, CONFIG
 from moetool.checkpoint.permissions import open_to_readers
-from moetool.checkpoint.reader import ADAPTER, CONFIG, Checkpoint, read_object
+from moetool.checkpoint.reader import Checkpoint, read_object
 from moetool.checkpoint.source import resolve_source
 from moetool.errors import InvalidInputError
 
@@ -37,7 +38,7 @@ def merge_adapter(adapter: Path, base: Checkpoint, target: Path) -> None:
     """
     from peft import PeftConfig, get_peft_model
 
-    from moetool.checkpoint.quiet import quiet
+    from moetool.quiet import quiet
     from moetool.runtime.loading import load_model
 
     model = load_model(base, "auto")

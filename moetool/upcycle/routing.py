@@ -63,7 +63,7 @@ class RoutedConversion(Conversion[RoutedT]):
 
     @abstractmethod
     def routed_by(self, rows: Rows) -> Converted:
-        """The model, with routers that start as these."""
+        """The upcycled model with routers that start as these."""
 
     @property
     def copies(self) -> int:

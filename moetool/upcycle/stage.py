@@ -63,7 +63,7 @@ UpcycleT = TypeVar("UpcycleT", bound=UpcycleOptions, default=UpcycleOptions)
 
 
 class Upcycle(RoutedConversion[UpcycleT]):
-    """A dense model into an MoE model."""
+    """The stage that turns a dense model into an MoE model."""
 
     options_type: ClassVar[type[RunOptions]] = UpcycleOptions
 
@@ -74,7 +74,7 @@ class Upcycle(RoutedConversion[UpcycleT]):
 
     @property
     def rest(self) -> Sequence[DenseModel]:
-        """Models whose mean everything outside the experts is."""
+        """The models whose mean gives everything outside the experts."""
         return [self.dense]
 
     @property

@@ -191,7 +191,8 @@ def main() -> None:
 
     def measure(change: Options, text: str) -> Options:
         asked = {
-            "calibration": texts[0], "samples": options.samples, "sequence_length": options.sequence_length, **change
+            "calibration": texts[0], "mix": 0, "samples": options.samples,
+            "sequence_length": options.sequence_length, **change,
         }  # fmt: skip
         stage, target = stages()["d2moe"], options.work / "model"
 

@@ -42,7 +42,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.text = ("--calibration", options.calibration, "--samples", 64, "--sequence-length", 256)
+        self.text = ("--calibration", options.calibration, "--mix", 0, "--samples", 64, "--sequence-length", 256)
         settings = [options.model, options.base, options.calibration, options.data, str(options.windows)]
         digest = hashlib.sha256("\n".join(settings).encode()).hexdigest()[:12]
         self.kept = Kept(options.work / f"scores-{digest}.jsonl")

@@ -5,7 +5,7 @@
 Runs every job in this process on one thread and compares processor seconds, which other processes disturb less than
 they do the clock, with the estimate for one thread, less what it has for waiting for the disk. The last column has the
 kinds of work that the estimate is made of: where a ratio is far from 1, the coefficient behind the largest of them
-(moetool/job/coefficients.py) is the one to fit.
+(moetool/costs/coefficients.py) is the one to fit.
 Measures the machine again first: run it while nothing else does.
 """
 
@@ -81,8 +81,8 @@ def main() -> None:
     torch.set_num_threads(1)
     from moetool.calibration import streaming  # noqa: F401  # what is imported takes its time before the clock runs
     from moetool.convert import proof  # noqa: F401
+    from moetool.costs.machine import this_machine
     from moetool.job.execute import plan_stage, run_stage
-    from moetool.job.machine import this_machine
     from moetool.stages import stages
 
     lines = [

@@ -238,7 +238,8 @@ def packed(model: Path, bits: int, options: argparse.Namespace) -> dict[str, Any
 def calibrated(options: argparse.Namespace) -> dict[str, Any]:
     """The text that codes, importance and types come from."""
     return {
-        "calibration": str(options.calibration), "samples": options.samples, "sequence_length": options.sequence_length
+        "calibration": str(options.calibration), "mix": 0, "samples": options.samples,
+        "sequence_length": options.sequence_length,
     }  # fmt: skip
 
 

@@ -98,7 +98,7 @@ def main() -> None:
         write_random_text(text, VOCABULARY, 4 * options.samples * options.sequence_length)
         finished = subprocess.run(
             [sys.executable, "-c", "from moetool.cli import main; main()", "compress", options.work / "model",
-             options.work / "out", "--calibration", text, "--samples", str(options.samples),
+             options.work / "out", "--calibration", text, "--mix", "0", "--samples", str(options.samples),
              "--sequence-length", str(options.sequence_length), "--json", "--method", options.method, "--ratio",
              "0.5" if options.method == "d2moe" else "0.75", *(["--memory", options.memory] if options.memory else [])],
             stdout=subprocess.PIPE, text=True, check=True,

@@ -201,7 +201,7 @@ def tables(options: argparse.Namespace, work: Path) -> list[str]:
         "mergekit `hidden`, prompts are sentences": mergekit(tool, "hidden", prompts=SENTENCES),
         "moetool": moetool(),
         "moetool `--no-proof`": moetool("--no-proof"),
-        "moetool `--center-router`": moetool("--center-router", "--calibration", options.calibration),
+        "moetool `--center-router`": moetool("--center-router", "--calibration", options.calibration, "--mix", "0"),
     }
     judge = Judge(options.model, options.data)
     lines = [

@@ -75,7 +75,9 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--python", required=True, help="of the environment with auto-round")
     parser.add_argument("--calibration", required=True)
-    parser.add_argument("--data", required=True)
+    parser.add_argument(
+        "--data", required=True, help="test text of the calibration's kind; texts of other kinds behind"
+    )
     parser.add_argument("--schemes", default="2:128,3:128,4:128,2:32,3:32,4:32", help="bits:group, with commas")
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--samples", type=int, default=64)
@@ -111,33 +113,40 @@ def main() -> None:
         )
         seconds = time.monotonic() - began
         with_experts(source, reader, Path(files[1]), place / "model")
-        found = perplexity(str(place / "model"), evaluation).against
+        found = perplexity(str(place / "model"), evaluation)
         shutil.rmtree(place)
-        assert found is not None
-        return {"seconds": seconds, **found.to_json()}
+        assert found.against is not None
+        texts = [text.against.to_json() for text in found.texts if text.against is not None]
+        return {"seconds": seconds, "texts": texts, **found.against.to_json()}
 
+    names = [Path(text).name for text in options.data.split(",")]
+    others = "".join(f" KL, mnat, {name} |" for name in names[1:])
     lines = [
         f"AutoRound, {options.iterations} iterations, {options.samples} × {options.sequence_length} tokens; "
-        f"{options.windows} × {options.sequence_length} test tokens.",
+        f"{options.windows} × {options.sequence_length} test tokens of each text.",
         "",
-        "| bits, group | seed | bytes | smaller by | excess, mnat | KL, mnat | top-1 | seconds |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| bits, group | seed | bytes | smaller by | excess, mnat | KL, mnat | top-1 |{others} seconds |",
+        "|---|---|---|---|---|---|---|" + "---|" * len(names),
     ]
     for scheme in options.schemes.split(","):
         bits, group = map(int, scheme.split(":"))
         size = packed_bytes(reader, bits, group)
         for seed in map(int, options.seeds.split(",")):
-            key = f"{options.model} {bits} {group} {seed} {options.iterations} {options.samples} {options.windows}"
+            made = f"{options.model} {bits} {group} {seed} {options.iterations} {options.samples}"
+            key = f"{made} {options.windows} {options.data}"
             row = kept.get(key, lambda bits=bits, group=group, seed=seed: measure(bits, group, seed))
+            home, *abroad = row["texts"]
+            elsewhere = "".join(f" {1000 * text['kl']:.2f} |" for text in abroad)
             lines.append(
                 f"| {bits}, {group} | {seed} | {size:,} | {1 - size / source.weight_bytes:.2%} | "
-                f"{1000 * row['excess']:.2f} ± {1000 * row['excess_error']:.2f} | {1000 * row['kl']:.2f} | "
-                f"{row['agreement']:.2%} | {row['seconds']:.0f} |"
+                f"{1000 * home['excess']:.2f} ± {1000 * home['excess_error']:.2f} | {1000 * home['kl']:.2f} | "
+                f"{home['agreement']:.2%} |{elsewhere} "
+                f"{row['seconds']:.0f} |"
             )
             print(lines[-1], flush=True)
     command = (
         f"python scripts/benchmarks/peers.py {Path(options.model).name} --calibration {Path(options.calibration).name} "
-        f"--data {Path(options.data).name} --schemes {options.schemes} --iterations {options.iterations} "
+        f"--data {','.join(names)} --schemes {options.schemes} --iterations {options.iterations} "
         f"--samples {options.samples} --sequence-length {options.sequence_length} --windows {options.windows} "
         f"--seeds {options.seeds}"
     )

@@ -3,8 +3,9 @@
     python scripts/benchmarks/quality.py MODEL --calibration VALID.txt --data TEST.txt
 
 Compresses MODEL by every method and ratio through the command line, evaluates each result on the whole of --data, and
-prints a table. Excess is the log of the perplexity ratio to the original; the last column is relative to the published
-method's (Fisher base, truncation-aware SVD, uniform rank).
+prints a table. Excess is the log of the perplexity ratio to the original; `relative` is to the published method's
+(Fisher base, truncation-aware SVD, uniform rank). Of several texts in --data, with commas, the first is of the
+calibration's kind; the KL divergence on every one is in the last columns.
 """
 
 import argparse
@@ -60,14 +61,14 @@ def main() -> None:
     kept = Kept(options.work / f"scores-{digest}.jsonl")
 
     def score(path: Path | str) -> dict:
-        return moetool("eval", str(path), "--data", options.data, *scale)
+        return moetool("eval", str(path), "--data", options.data, "--against", options.model, *scale)
 
     def make(ratio: float, flags: list[str]) -> dict:
         target = options.work / "model"
         shutil.rmtree(target, ignore_errors=True)
         made = moetool(
             "compress", options.model, str(target), "--ratio", str(ratio), "--calibration", options.calibration,
-            "--samples", options.samples, "--sequence-length", options.sequence_length,
+            "--mix", "0", "--samples", options.samples, "--sequence-length", options.sequence_length,
             *flags,
         )  # fmt: skip
         return {"achieved": made["achieved_ratio"], "seconds": made["seconds"], **score(target)}
@@ -81,22 +82,27 @@ def main() -> None:
             print(key, scores[key]["perplexity"], file=sys.stderr, flush=True)
 
     def above(key: str) -> float:
-        return excess(scores[key]["perplexity"], original["perplexity"])
+        return excess(scores[key]["texts"][0]["perplexity"], original["texts"][0]["perplexity"])
 
+    home = original["texts"][0]
+    names = [Path(text["name"]).name for text in original["texts"]]
+    columns = "".join(f" KL, mnat, {name} |" for name in names)
     lines = [
-        f"Original: perplexity {original['perplexity']:.4f} on {original['windows']} windows of "
+        f"Original: perplexity {home['perplexity']:.4f} on {home['windows']} windows of "
         f"{original['sequence_length']} tokens. Calibrated on {options.samples} windows.",
         "",
-        "| smaller by | method | bytes saved | perplexity | excess loss | relative |",
-        "|---|---|---|---|---|---|",
+        f"| smaller by | method | bytes saved | perplexity | excess loss | relative |{columns}",
+        "|---|---|---|---|---|---|" + "---|" * len(names),
     ]
     for ratio in options.ratios:
         for name in METHODS:
             key = f"{name} {ratio}"
             relative = above(key) / above(f"{PUBLISHED} {ratio}")
+            texts = scores[key]["texts"]
+            lost = "".join(f" {1000 * text['against']['kl']:.2f} |" for text in texts)
             lines.append(
-                f"| {ratio:.0%} | {name} | {scores[key]['achieved']:.3%} | {scores[key]['perplexity']:.4f} "
-                f"| {above(key):.5f} | {relative:.3f} |"
+                f"| {ratio:.0%} | {name} | {scores[key]['achieved']:.3%} | {texts[0]['perplexity']:.4f} "
+                f"| {above(key):.5f} | {relative:.3f} |{lost}"
             )
     table = "\n".join(lines)
     print(table)

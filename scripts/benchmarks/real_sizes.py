@@ -17,9 +17,9 @@ import torch
 from _common import made_by, publish
 
 from moetool.checkpoint.sizes import format_bytes
+from moetool.costs.machine import Machine, this_machine
 from moetool.job.execute import plan_stage
 from moetool.job.forecast import format_seconds
-from moetool.job.machine import Machine, this_machine
 from moetool.job.plan import Plan
 from moetool.stages import stages
 

@@ -88,8 +88,8 @@ def compressed(work: Path, method: str, ratio: str, samples: int, length: int) -
     """What a run of the command line tells, and was seen to take."""
     command = [
         sys.executable, "-m", "moetool", "compress", str(work / "model"), str(work / "out"), "--method", method,
-        "--ratio", ratio, "--calibration", str(work / "text.txt"), "--samples", str(samples), "--sequence-length",
-        str(length), "--json",
+        "--ratio", ratio, "--calibration", str(work / "text.txt"), "--mix", "0", "--samples", str(samples),
+        "--sequence-length", str(length), "--json",
     ]  # fmt: skip
     told = json.loads(subprocess.run([*command, "--dry-run"], capture_output=True, text=True, check=True).stdout)
     shutil.rmtree(work / "out", ignore_errors=True)

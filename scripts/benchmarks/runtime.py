@@ -42,11 +42,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moetool.architectures import MoEShape
-from moetool.checkpoint.quiet import quiet
 from moetool.format.entry import format_entry
 from moetool.format.layout import LayerLayout
 from moetool.job.memory import anonymous_bytes
 from moetool.numerics.quantization import levels
+from moetool.quiet import quiet
 from moetool.representations import Representation, parse_representation
 from moetool.runtime.memory import return_freed_memory, return_heap
 from moetool.runtime.modules.experts import SharedBaseExperts

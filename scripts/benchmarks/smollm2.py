@@ -81,7 +81,7 @@ def moetool(*arguments: str) -> dict:
 def lines_of(options: argparse.Namespace, kept: Kept) -> Iterator[str]:
     """The table, each row as soon as its step is done."""
     scale = ("--sequence-length", str(options.sequence_length))
-    text = ("--calibration", options.calibration, "--samples", str(options.samples), *scale)
+    text = ("--calibration", options.calibration, "--mix", "0", "--samples", str(options.samples), *scale)
     inputs = {DENSE: options.model} | {step.name: str(options.work / step.name.replace(" ", "-")) for step in STEPS}
 
     train, held_out = (str(options.questions / f"{part}.jsonl") for part in ("train", "test"))

@@ -29,8 +29,8 @@ from _common import made_by, publish
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import moetool  # noqa: F401  (lets transformers load differences)
-from moetool.checkpoint.quiet import quiet
 from moetool.job.execute import run_stage
+from moetool.quiet import quiet
 from moetool.stages import stages
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -72,7 +72,8 @@ def tuned(method: Method, rate: float, seed: int, options: argparse.Namespace, o
     if method.upcycle is not None:
         source = output.with_name("upcycled")
         shutil.rmtree(source, ignore_errors=True)
-        run("upcycle", options.model, source, *method.upcycle, "--seed", seed, "--calibration", options.train)
+        text = ("--calibration", options.train, "--mix", 0)
+        run("upcycle", options.model, source, *method.upcycle, "--seed", seed, *text)
     return run(
         *("tune", source, output, "--data", options.train, "--sequence-length", LENGTH, "--batch-size", BATCH),
         *("--steps", options.steps, "--learning-rate", rate, "--seed", seed, "--save-every", 10**6, *method.tune),

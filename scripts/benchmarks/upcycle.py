@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import moetool  # noqa: F401  (lets transformers load custom MoE models)
 from moetool.calibration.windows import evaluation_windows, load_tokenizer
-from moetool.checkpoint.quiet import quiet
 from moetool.errors import InvalidInputError
 from moetool.job.execute import run_stage
 from moetool.job.result import Result
+from moetool.quiet import quiet
 from moetool.stages import stages
 from moetool.upcycle.targets import targets
 
@@ -106,7 +106,7 @@ def routing(work: Path, model: Path, data: Path, calibration: Path, seeds: int) 
         for centred in (False, True):
             least, largest, good = [], [], 0
             for seed in range(seeds):
-                text = {"calibration": str(calibration), "center_router": True} if centred else {}
+                text = {"calibration": str(calibration), "mix": 0, "center_router": True} if centred else {}
                 upcycle(
                     model, work / "out",
                     experts=experts, top_k=top_k, seed=seed, proof=False, target="mixtral", **text,

@@ -104,16 +104,24 @@ def test_an_unknown_family_gets_a_hint() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "told", "refused"),
     [
-        ({"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}}, "ffn_config.moe_num_experts is 16"),
-        ({"model_type": "qwen3_vl_moe", "text_config": {"num_experts": 8}}, "text_config.num_experts is 8"),
+        (
+            {"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}, "attn_config": {"rope_theta": 1e4}},
+            "ffn_config.moe_num_experts is 16",
+            "way of their own (DbrxExpert",
+        ),
+        (
+            {"model_type": "qwen3_vl_moe", "text_config": {"num_experts": 8}},
+            "text_config.num_experts is 8",
+            "qwen3_vl_moe is no language model by itself",
+        ),
     ],
 )
-def test_experts_are_found_in_inner_configs(config: dict[str, Any], told: str) -> None:
+def test_experts_are_found_in_inner_configs(config: dict[str, Any], told: str, refused: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
         find_architecture(config)
-    assert f"Unknown model family '{config['model_type']}' ({told})." in str(caught.value)
+    assert refused in str(caught.value)
     with pytest.raises(InvalidInputError) as caught:
         find_dense_architecture(config)
     assert f"is an MoE model already: {told}." in str(caught.value)

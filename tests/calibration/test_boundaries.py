@@ -44,7 +44,18 @@ def test_what_is_computed_again_is_what_was_there(
         return digest
 
     monkeypatch.setattr(ActivationFile, "replace", counted)
-    arguments = ("--calibration", tiny_text, "--samples", 4, "--sequence-length", 16, "--gradient-samples", 3)
+    arguments = (
+        "--calibration",
+        tiny_text,
+        "--mix",
+        0,
+        "--samples",
+        4,
+        "--sequence-length",
+        16,
+        "--gradient-samples",
+        3,
+    )
     assert run_cli("fisher-merge", model, tmp_path / "usual", *arguments).code == 0
     assert most <= boundaries_at_once(7)
     monkeypatch.setattr(calibrated, "stretch", lambda layers: between)

@@ -18,8 +18,8 @@ from moetool.calibration.held_experts import ExpertRun
 from moetool.calibration.peers import Peers
 from moetool.calibration.streaming import StreamedModel
 from moetool.calibration.sweep import Sweep
-from moetool.checkpoint.quiet import quiet
 from moetool.checkpoint.reader import Checkpoint
+from moetool.quiet import quiet
 
 WINDOWS, LENGTH, LAYERS = 5, 24, 3
 SHAPE = MoEShape(experts=4, top_k=2, hidden=32, intermediate=48)

@@ -15,8 +15,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from moetool.calibration import data
 from moetool.calibration import windows as cutting
 from moetool.calibration.data import DataSpec, iter_text, parse_data
+from moetool.calibration.mixing import shared_out
 from moetool.calibration.windows import (
     check_vocabulary,
+    evaluation_texts,
     evaluation_windows,
     load_tokenizer,
     sample_windows,
@@ -306,8 +308,13 @@ def test_evaluation_of_several_sources(tmp_path: Path, numbers: PreTrainedTokeni
     one, two = write(tmp_path / "1.txt", count_up(0, 25)), write(tmp_path / "2.txt", count_up(100, 130))
     expected = torch.cat([torch.arange(20), torch.arange(100, 130)]).view(5, 10)
     assert torch.equal(evaluation_windows(f"{one},{two}", numbers, sequence_length=10), expected)
-    assert torch.equal(evaluation_windows(f"{one},{two}", numbers, sequence_length=10, limit=3), expected[:3])
-    assert torch.equal(evaluation_windows(f"{one},missing.txt", numbers, sequence_length=10, limit=2), expected[:2])
+    limited = evaluation_windows(f"{one},{two}", numbers, sequence_length=10, limit=1)
+    assert torch.equal(limited, expected[[0, 2]])  # of each text
+    found = evaluation_texts(f"{one},{two}", numbers, sequence_length=10)
+    assert [text.name for text in found.texts] == [one, two]
+    assert [len(text.windows) for text in found.texts] == [2, 3]
+    with pytest.raises(UsageError, match="named twice"):
+        evaluation_texts(f"{one},{one}", numbers, sequence_length=10)
     with pytest.raises(UsageError, match="@weights"):
         evaluation_windows(f"{one}@2,{two}", numbers, sequence_length=10)
 
@@ -422,7 +429,7 @@ def test_weighted_sources(tmp_path: Path, numbers: PreTrainedTokenizerBase) -> N
     ],
 )
 def test_largest_remainder(samples: int, weights: list[float], shares: list[int]) -> None:
-    assert cutting._shares(samples, weights) == shares
+    assert shared_out(samples, weights) == shares
 
 
 # Refusals

@@ -72,7 +72,7 @@ def test_evaluation_and_calibration_say_so(
     assert told["perplexity"] == pytest.approx(math.exp(nll), rel=1e-5)
     assert evaluated("--bos", "never")["perplexity"] == plain["perplexity"] != told["perplexity"]
     assert f"each after {begin})" in run_cli("eval", model, "--data", tiny_text, *windows).stdout
-    text = ("--calibration", tiny_text, "--samples", 4, "--sequence-length", 32)
+    text = ("--calibration", tiny_text, "--mix", 0, "--samples", 4, "--sequence-length", 32)
     base = run_cli("fisher-merge", model, tmp_path / "base", *text, "--json")
     assert base.json["calibration"]["begin"] == begin
     assert f"Every window begins with {begin}." in base.stderr

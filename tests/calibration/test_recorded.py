@@ -22,9 +22,9 @@ from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.recorded import spread
 from moetool.calibration.streaming import StreamedModel
 from moetool.calibration.sweep import Sweep
-from moetool.checkpoint.quiet import quiet
 from moetool.checkpoint.reader import Checkpoint
 from moetool.format.families import architecture_of
+from moetool.quiet import quiet
 
 WINDOWS, LENGTH = 5, 24
 CPU = torch.device("cpu")

@@ -21,11 +21,11 @@ from moetool.calibration.disk_experts import DiskExperts
 from moetool.calibration.streaming import StreamedModel
 from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.experts import ExpertReader
-from moetool.checkpoint.quiet import quiet
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
 from moetool.format.families import architecture_of
 from moetool.format.layout import LayerLayout
+from moetool.quiet import quiet
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
 from moetool.upcycle.experts import PartlyRedrawn

@@ -23,7 +23,7 @@ def compare(run_cli: Any, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path) -
 
     def run(methods: str, *more: object, model: Path = tiny_mixtral, data: Path = tiny_text) -> Any:
         named = ("--methods", methods) if methods else ()
-        texts = ("--calibration", tiny_text, "--data", data)
+        texts = ("--calibration", tiny_text, "--mix", 0, "--data", data)
         return run_cli("compare", model, *named, *texts, *CALIBRATED, "--work", tmp_path / "work", *more, "--json")
 
     return run
@@ -149,7 +149,7 @@ def test_one_statistics_pass_for_several(
         row = told["rows"][-1]
         own = [words for said in options for words in option(row["name"], said)]
         asked = ("--ratio", row["asked"]) if row.get("asked") else ()
-        texts = ("--calibration", tiny_text, "--samples", 4, "--sequence-length", 32)
+        texts = ("--calibration", tiny_text, "--mix", 0, "--samples", 4, "--sequence-length", 32)
         result = run_cli(
             "compress", tiny_mixtral, tmp_path / "by-itself", "--method", row["method"], *asked, *texts, *own
         )

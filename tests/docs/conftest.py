@@ -14,7 +14,7 @@ import yaml
 from pages import EARLIER, FILES, MODELS, NOT_RUN, ROOT, SHELL, Block, blocks, commands, smaller
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from moetool.checkpoint.quiet import quiet
+from moetool.quiet import quiet
 
 SIZES: dict[str, Any] = {
     "vocab_size": 288,
@@ -113,6 +113,10 @@ class Reader:
             (root / name).symlink_to(fixtures[fixture])
         (root / "config-alone").mkdir()
         shutil.copy(fixtures["documented_moe"] / "config.json", root / "config-alone")
+        (root / "config-in-fp8").mkdir()
+        config = json.loads((root / "config-alone" / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+        (root / "config-in-fp8" / "config.json").write_text(json.dumps(config))
 
     def read(self, page: str) -> list[Shown]:
         """Run the page's blocks one after the other, if that was not done; every command, in order."""

@@ -28,9 +28,9 @@ from moetool.architectures.dense import dense_architectures
 from moetool.calibration.streaming import StreamedModel
 from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.experts import ExpertReader
-from moetool.checkpoint.quiet import quiet
 from moetool.checkpoint.reader import Checkpoint
 from moetool.format.kinds import kinds
+from moetool.quiet import quiet
 from moetool.representations import parse_representation, representations
 from moetool.stages import stages
 from moetool.upcycle.targets import targets

@@ -76,6 +76,12 @@ def test_options_are_those_of_the_commands():
     assert generator["text"]() == (ROOT / "docs" / "options.md").read_text(encoding="utf-8"), "make docs"
 
 
+def test_the_page_of_families_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tests"))
+    generator = runpy.run_path(str(ROOT / "scripts" / "docs" / "families.py"))
+    assert generator["text"]() == (ROOT / "docs" / "families.md").read_text(encoding="utf-8"), "make docs"
+
+
 def test_the_picture_shows_what_was_measured():
     chart = runpy.run_path(str(ROOT / "scripts" / "docs" / "chart.py"))
     points = {label: chart["points"](label) for label in chart["SERIES"]}

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import moetool
-from moetool.checkpoint.quiet import quiet
+from moetool.quiet import quiet
 from moetool.runtime.loading import model_class
 
 WEIGHTS = "model.safetensors"

@@ -28,8 +28,8 @@ Compress = Callable[..., Compressed]
 
 @pytest.fixture(scope="session")
 def calibration(tiny_text: Path) -> Options:
-    """Options of a quick calibration: `--calibration`, `--samples`, `--sequence-length`."""
-    return "--calibration", tiny_text, "--samples", 16, "--sequence-length", 32
+    """Options of a quick calibration on one text: `--calibration`, `--samples`, `--sequence-length`, `--mix`."""
+    return "--calibration", tiny_text, "--samples", 16, "--sequence-length", 32, "--mix", 0
 
 
 def _made_once(run_cli: RunCli, tmp_path_factory: pytest.TempPathFactory, command: str, *always: object) -> Compress:

@@ -72,9 +72,11 @@ def bases(made: Any) -> set[str]:
 def test_a_base_where_experts_are_alike_and_none_where_they_are_not(compress: Any, unlike: Path, alike: Path) -> None:
     apart, together = (compress(model, *METHOD, "--ratio", 0.5) for model in (unlike, alike))
     assert bases(apart) == {"none"}
-    assert apart.told["notes"] == ["A base earns nothing here: every matrix loses less for its bytes on its own."]
+    assert apart.told["notes"] == [
+        "No layer has a shared base: stored on its own, every matrix loses less for its bytes."
+    ]
     assert bases(together) == {"2"}
-    assert together.told["notes"] == ["A base earns its bytes in every layer."]
+    assert together.told["notes"] == ["Experts are stored as deltas to a shared base in every layer."]
     readers = [Source.open(made.path).experts for made in (apart, together)]
     assert [all(reader.layout(layer).is_baseless for layer in reader.moe_layers) for reader in readers] == [True, False]
 
@@ -200,7 +202,7 @@ def test_the_smallest_that_holds(run_cli: Any, calibration: Any, tiny_mixtral: P
     assert 0.97 * kept["bytes"] < weight_bytes(tmp_path / "one") <= kept["bytes"]
     assert f"perplexity grows by {kept['increase']:.2%} ± {kept['increase_error']:.2%}" in made.json["notes"][-1]
     source = Source.open(tiny_mixtral)
-    options = AutoOptions(max_increase=0.03, calibration=str(calibration[1]), samples=8, sequence_length=32)
+    options = AutoOptions(max_increase=0.03, calibration=str(calibration[1]), mix=0, samples=8, sequence_length=32)
     windows = held_out(source, options, 12)
     lost = [window_losses(path, windows) for path in (tmp_path / "one", tiny_mixtral)]
     assert kept["increase"] == pytest.approx((lost[0] - lost[1]).mean().expm1().item(), rel=1e-3, abs=1e-5)

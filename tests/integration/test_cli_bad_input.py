@@ -369,7 +369,7 @@ def preset(tmp_path, calibration) -> Callable[..., Path]:
     """`preset(**entries)` writes a preset for `compress`, with those entries for its own."""
 
     def write(**entries: Any) -> Path:
-        options = {"calibration": str(calibration[1]), "samples": 16, "sequence_length": 32, "ratio": 0.3}
+        options = {"calibration": str(calibration[1]), "mix": 0, "samples": 16, "sequence_length": 32, "ratio": 0.3}
         whole = {"command": "compress", "method": "d2moe", "options": options, **entries}
         path = tmp_path / "preset.yaml"
         path.write_text(json.dumps({key: value for key, value in whole.items() if value is not None}))  # JSON is YAML

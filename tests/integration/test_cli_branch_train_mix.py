@@ -34,8 +34,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from moetool.calibration.windows import sample_windows
-from moetool.checkpoint.quiet import quiet
 from moetool.checkpoint.reader import Checkpoint
+from moetool.quiet import quiet
 
 MIX = ("--method", "branch-train-mix")
 LAYERS = 3

@@ -153,7 +153,7 @@ def test_smaller_ratio_loses_less(compress, tiny_mixtral_bf16, tiny_tokens):
 def test_more_windows_than_the_text_has(run_cli, tiny_mixtral_bf16, tiny_text, tmp_path):
     text = tmp_path / "short.txt"
     text.write_text(tiny_text.read_text()[:2000])
-    options = ("--calibration", text, "--samples", 500, "--sequence-length", 32)
+    options = ("--calibration", text, "--mix", 0, "--samples", 500, "--sequence-length", 32)
     result = run_cli("compress", tiny_mixtral_bf16, tmp_path / "out", "--ratio", 0.3, *options)
     assert result.code == 0, result.stderr
     assert "not 500: using them all" in result.stderr

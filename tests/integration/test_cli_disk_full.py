@@ -42,7 +42,7 @@ def test_no_room(run_cli: Any, dense: Any, tiny_mixtral: Path, tiny_text: Path, 
     arguments: list[Any] = []
     for part in JOBS[job]:
         if part == "{text}":
-            arguments += ["--calibration", tiny_text, "--samples", 4, "--sequence-length", 32]
+            arguments += ["--calibration", tiny_text, "--mix", 0, "--samples", 4, "--sequence-length", 32]
         else:
             arguments.append(part.format(**places) if isinstance(part, str) else part)
     command, source, *options = arguments

@@ -15,7 +15,7 @@ from checkpoints import load, tensors_of
 from damage import damages, linked
 from families import build
 
-from moetool.checkpoint.quiet import quiet
+from moetool.quiet import quiet
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ ENDS = {0, 2, 3, 4, 5}
 def commands(kind: str, source: Path, output: Path, text: Path) -> Iterator[tuple[object, ...]]:
     """What is run on one damaged checkpoint after the other: headers mostly, now and then a model."""
     few = ("--sequence-length", 16)
-    calibration = ("--calibration", text, "--samples", 2, *few)
+    calibration = ("--calibration", text, "--mix", 0, "--samples", 2, *few)
     plan = ("upcycle", source, output, "--dry-run")
     real: tuple[object, ...] = ("moefy", source, output, "--experts", 4, *calibration)
     if kind in MOE_KINDS:

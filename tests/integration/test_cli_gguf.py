@@ -335,3 +335,19 @@ def test_files_are_converted_again_by_another_moetool(
     (record,) = caplog.records
     assert f"rm -r {first.path}" in record.getMessage()
     assert "of earlier conversions of model.gguf" in record.getMessage()
+
+
+def test_the_directory_of_an_export_is_verified(run_cli: Any, tiny_mixtral: Path, tmp_path: Path) -> None:
+    """Its digests, and the file read back; there is nothing to compare bit for bit with what it was made from."""
+    out = tmp_path / "out"
+    assert export(run_cli, tiny_mixtral, out).code == 0
+    found = run_cli("verify", out, "--json")
+    assert found.code == 0, found.stderr
+    assert found.json["tensors"] == run_cli("verify", out / "model.gguf", "--json").json["tensors"]
+    assert "this GGUF file of" in run_cli("inspect", out / "model.gguf").stdout
+    refused = run_cli("verify", out, "--against", tiny_mixtral)
+    assert refused.code == 2
+    assert "moetool eval" in refused.stderr
+    with (out / "README.md").open("a") as card:
+        card.write("more")
+    assert run_cli("verify", out).code == 5

@@ -77,13 +77,24 @@ def sources(
     found = {name: save_model(model(), made / name) for name, model in MODELS.items()}
     for number, path in enumerate(found.values()):
         spelled_out(path, as_on_the_hub=number % 2 == 0)
-    arguments = ("compress", found["mixtral"], made / "d2moe", "--ratio", 0.3, "--calibration", tiny_text, *TEXT)
+    arguments = (
+        "compress",
+        found["mixtral"],
+        made / "d2moe",
+        "--ratio",
+        0.3,
+        "--calibration",
+        tiny_text,
+        "--mix",
+        0,
+        *TEXT,
+    )
     assert run_cli(*arguments).code == 0
     return found | {"d2moe": made / "d2moe"}
 
 
 def commands(kind: str, source: Path, output: Path, text: Path) -> dict[str, Command]:
-    calibrated = ("--calibration", text, *TEXT)
+    calibrated = ("--calibration", text, "--mix", 0, *TEXT)
     found: dict[str, Command] = {
         "verify": ("verify", source),
         "eval": ("eval", source, "--data", text, "--windows", 1, "--sequence-length", 16),

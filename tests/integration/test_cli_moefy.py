@@ -1,5 +1,6 @@
 """`moetool moefy`: dense models that compute a part of their feed-forward networks per token."""
 
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +31,8 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 from moetool.architectures.dense import find_dense_architecture
 from moetool.calibration.activations import ActivationFile
 from moetool.calibration.windows import load_tokenizer, sample_windows
-from moetool.checkpoint.quiet import quiet
 from moetool.moefy.clusters import Moefied
+from moetool.quiet import quiet
 from moetool.runtime.modules.moefied import NeuronExperts, set_keep
 
 FOUR = ("--experts", 4, "--keep", 0.5)
@@ -557,7 +558,7 @@ def routed(run_cli: Any, path: Path, *texts: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["llama", "opt", "bert", "gpt_bigcode", "snip", "mixtral", "mixture", "pesc", "simoe"])
 def test_shares_of_experts_by_text(
-    run_cli: Any, dense: Any, moefy: Any, upcycle: Any, tiny_mixtral: Path, texts: Any, kind: str
+    run_cli: Any, dense: Any, moefy: Any, upcycle: Any, tiny_mixtral: Path, texts: Any, kind: str, tmp_path: Path
 ) -> None:
     made: dict[str, Callable[[], Path]] = {
         "snip": lambda: moefy(dense("llama"), *FOUR, "--baseline", "snip").path,
@@ -567,7 +568,8 @@ def test_shares_of_experts_by_text(
         "simoe": lambda: upcycle(dense("llama"), "--experts", 4, "--method", "simoe").path,
     }
     path = made[kind]() if kind in made else moefy(dense(kind), *FOUR).path
-    found = routed(run_cli, path, *texts, texts[0])
+    again = Path(shutil.copy(texts[0], tmp_path / "again.txt"))
+    found = routed(run_cli, path, *texts, again)
     shares = torch.tensor([text["shares"] for text in found["data"]], dtype=torch.float64)
     assert shares.shape == (3, 1 if kind == "simoe" else LAYERS, 4)
     assert torch.allclose(shares.sum(-1), torch.ones((), dtype=torch.float64), atol=1e-5)

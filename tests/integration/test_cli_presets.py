@@ -15,13 +15,13 @@ from moetool.cli.presets import files
 @pytest.fixture
 def preset(tmp_path, calibration) -> Path:
     """A preset with a variant that prunes and one that compresses less."""
-    _, text, _, samples, _, length = calibration
+    _, text, _, samples, _, length, *_ = calibration
     path = tmp_path / "preset.yaml"
     content = {
         "command": "compress",
         "method": "d2moe",
         "description": "for a test",
-        "options": {"calibration": str(text), "samples": samples, "sequence_length": length, "ratio": 0.35},
+        "options": {"calibration": str(text), "mix": 0, "samples": samples, "sequence_length": length, "ratio": 0.35},
         "variants": {"pruned": {"prune_base": 0.25, "shard_size": "40kB"}, "gentle": {"ratio": 0.2}},
     }
     path.write_text(yaml.safe_dump(content))

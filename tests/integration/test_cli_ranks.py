@@ -17,7 +17,7 @@ SHARDS = ("--shard-size", "20kB")
 def jobs(decomposed, dense, calibration, tiny_text) -> dict[str, tuple[object, ...]]:
     """One that encodes layers, one that only writes, four that read a text."""
     # Four batches.
-    long = "--experts", 4, "--calibration", tiny_text, "--samples", 64, "--sequence-length", 64
+    long = "--experts", 4, "--calibration", tiny_text, "--mix", 0, "--samples", 64, "--sequence-length", 64
     return {
         "quantize-delta": ("quantize-delta", decomposed, *SHARDS, "--group-size", 16),
         "with a text": ("quantize-delta", decomposed, *SHARDS, "--group-size", 16, *calibration),

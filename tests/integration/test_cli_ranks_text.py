@@ -18,7 +18,7 @@ from moetool.job.journal import Journal
 def jobs(tiny_mixtral, decomposed, tiny_text) -> dict[str, tuple[object, ...]]:
     """On four batches, of which gradients are taken on three."""
     shards = "--shard-size", "20kB"
-    text = "--calibration", tiny_text, "--samples", 64, "--sequence-length", 64
+    text = "--calibration", tiny_text, "--mix", 0, "--samples", 64, "--sequence-length", 64
     compress = "compress", tiny_mixtral, *shards, *text, "--gradient-samples", 48
     return {
         "d2moe": (*compress, "--ratio", 0.35),
@@ -71,7 +71,8 @@ def check_coded_alike(pairs: list[tuple[Path, Path]], tokens: Tensor) -> None:
     """Sums in another order may turn a code that lies between two, and some of those after it."""
     found = torch.cat([deviations(*pair) for pair in pairs])
     apart = [divergence(logits(one, tokens), logits(other, tokens)) for one, other in pairs]
-    assert (found < 1e-5).double().mean() > 0.999
+    # Ten rows of 4,608 turned on a processor with AVX2 (.14 % of the numbers), fewer on one with AVX-512.
+    assert (found < 1e-5).double().mean() > 0.998
     assert found.mean() < 1e-5
     assert max(apart) < 1e-6
 

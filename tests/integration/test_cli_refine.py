@@ -14,7 +14,7 @@ SHARDS = ("--shard-size", "40kB")
 
 @pytest.fixture(scope="module")
 def arguments(tiny_mixtral_bf16, tiny_text) -> tuple[object, ...]:
-    text = ("--calibration", tiny_text, *TEXT)
+    text = ("--calibration", tiny_text, "--mix", 0, *TEXT)
     return "compress", tiny_mixtral_bf16, *OPTIONS, *text, "--refine", 60, *SHARDS
 
 

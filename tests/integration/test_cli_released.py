@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.job.layer_memory import LayerMemory
+from moetool.costs.layer_memory import LayerMemory
 from moetool.runtime import memory
 
 

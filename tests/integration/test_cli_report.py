@@ -166,7 +166,7 @@ def test_every_job_on_the_way_has_kept_what_it_cost(run_cli, compress, tiny_mixt
     tuned, made = tmp_path / "tuned", tmp_path / "made"
     steps = ("--data", tiny_text, "--steps", 4, "--log-every", 2, "--sequence-length", 32)
     assert run_cli("tune", tiny_mixtral, tuned, *steps).code == 0
-    text = ("--calibration", tiny_text, "--samples", 2, "--sequence-length", 32)
+    text = ("--calibration", tiny_text, "--mix", 0, "--samples", 2, "--sequence-length", 32)
     compressed = run_cli("compress", tuned, made, "--ratio", 0.35, *text, "--json")
     assert compressed.code == 0, compressed.stderr
     page, told = reported(run_cli, made, tmp_path / "a.html")

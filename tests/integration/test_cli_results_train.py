@@ -133,7 +133,7 @@ def result(
         chosen, _, then = (COMPRESSED if command == "compress" else UPCYCLED)[name].partition(" | ")
         more: tuple[object, ...] = ("--experts", 4, "--no-proof")
         if command == "compress":
-            more = () if chosen.startswith(WITHOUT_TEXT) else ("--calibration", tiny_text, *TEXT)
+            more = () if chosen.startswith(WITHOUT_TEXT) else ("--calibration", tiny_text, "--mix", 0, *TEXT)
         if name == "branch-train-mix":
             more = ("--source", source, "--source", source, "--no-proof")
         made = run_cli(command, source, output, "--method", *chosen.split(), *more)

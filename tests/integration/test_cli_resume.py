@@ -16,8 +16,8 @@ from checkpoints import COMMAND_LINE, ONE_THREAD, contents, copy_of
 from safetensors.torch import load_file, save_file
 
 from moetool.checkpoint import sampling
-from moetool.job.costs import read_costs
 from moetool.job.journal import Journal, _line
+from moetool.job.metering import read_costs
 
 SHARDS = ("--shard-size", "40kB")
 
@@ -103,7 +103,18 @@ def test_stopped_by_a_signal(crash, run_cli, tmp_path, arguments, undisturbed, s
 def test_killed_from_outside(run_cli, tiny_mixtral_bf16, tiny_text, tmp_path):
     """As the kernel or a scheduler does it: kill -9 once the journal has a few lines, whatever is going on then. As
     long as the process lives, nobody else writes there."""
-    options = ("--ratio", "0.35", "--calibration", str(tiny_text), "--samples", "48", "--sequence-length", "64")
+    options = (
+        "--ratio",
+        "0.35",
+        "--calibration",
+        str(tiny_text),
+        "--mix",
+        "0",
+        "--samples",
+        "48",
+        "--sequence-length",
+        "64",
+    )
     output, journal = tmp_path / "out", tmp_path / "out" / ".moetool" / "journal.jsonl"
     command = [sys.executable, "-c", COMMAND_LINE, "compress", str(tiny_mixtral_bf16), str(output), *options]
     with subprocess.Popen(command, env=ONE_THREAD, stderr=subprocess.DEVNULL) as process:
@@ -300,6 +311,9 @@ def test_a_large_source_that_was_written_again(run_cli, tiny_mixtral_bf16, tmp_p
     assert refused.code == 2
     assert "model.safetensors was written again" in refused.stderr
     assert "--same-input" in refused.stderr
+    alone = run_cli(*job, "--same-input")
+    assert alone.code == 2
+    assert "add --resume" in alone.stderr
     assert run_cli(*job, "--resume", "--same-input").code == 0
 
 

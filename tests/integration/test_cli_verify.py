@@ -140,7 +140,9 @@ def test_an_older_manifest_keeps_what_it_says(
     data = (output / "model.safetensors").read_bytes()
     (output / "model.safetensors").write_bytes(flipped(data, len(data) - 3))
     assert run_cli("verify", output).code == 5
-    again = run_cli("compress", tiny_mixtral, output, "--ratio", 0.35, "--calibration", tiny_text, "--resume")
+    again = run_cli(
+        "compress", tiny_mixtral, output, "--ratio", 0.35, "--calibration", tiny_text, "--mix", 0, "--resume"
+    )
     assert again.code == 2
     assert "does not say with which settings" in again.stderr
 
@@ -168,7 +170,7 @@ def test_every_stage_knows_its_source(
     arguments: list[Any] = []
     for part in STAGES[stage]:
         if part == "{text}":
-            arguments += ["--calibration", tiny_text, "--samples", 8, "--sequence-length", 32]
+            arguments += ["--calibration", tiny_text, "--mix", 0, "--samples", 8, "--sequence-length", 32]
         else:
             arguments.append(part.format(**places) if isinstance(part, str) else part)
     made = run_cli(*arguments)

@@ -38,7 +38,7 @@ def start(smallest: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFact
     short.write_text(tiny_text.read_text()[:4000])
 
     def start(method: str, output: Path, **how: Any) -> Result:
-        text = {"calibration": str(short), "samples": 2, "sequence_length": 16, "shard_size": 30_000}
+        text = {"calibration": str(short), "mix": 0, "samples": 2, "sequence_length": 16, "shard_size": 30_000}
         options = stages()[method].options_type.model_validate({**text, **OPTIONS[method]})
         return run_stage(stages()[method], smallest, output, options, **how)
 

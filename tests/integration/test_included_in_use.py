@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import moetool
-from moetool.checkpoint.quiet import quiet
 from moetool.errors import InvalidInputError, UsageError
+from moetool.quiet import quiet
 from moetool.runtime.modules import quantized, routed
 
 TOKENS = torch.arange(3, 35).view(2, 16)

@@ -104,7 +104,7 @@ def deserved(made: Path, source: Path) -> None:
 def test_an_edited_plan_is_followed_or_refused(
     run_cli: Any, kin: Path, tiny_text: Path, tmp_path: Path, count: int
 ) -> None:
-    text = ("--calibration", tiny_text, "--samples", 4, "--sequence-length", 32)
+    text = ("--calibration", tiny_text, "--mix", 0, "--samples", 4, "--sequence-length", 32)
     file, output, source = tmp_path / "plan.yaml", tmp_path / "out", Source.open(kin).experts
     base = {"base": "quantised-weight:2:16", "forms": {"quantised:2:16": [0, 1, 2], "low-rank:0": [3]}}
     layers = {layer: {role: copy.deepcopy(base) for role in source.shape.roles} for layer in source.moe_layers}
@@ -152,7 +152,14 @@ def test_an_edited_preset_is_what_it_says_or_refused(
     run_cli: Any, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path, count: int
 ) -> None:
     draw, file = random.Random(count), tmp_path / "preset.yaml"
-    options = {"calibration": str(tiny_text), "samples": 4, "sequence_length": 32, "ratio": 0.4, "group_size": 16}
+    options = {
+        "calibration": str(tiny_text),
+        "mix": 0,
+        "samples": 4,
+        "sequence_length": 32,
+        "ratio": 0.4,
+        "group_size": 16,
+    }
     plain: dict[str, Any] = {
         "command": "compress",
         "method": "auto",

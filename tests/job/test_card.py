@@ -112,7 +112,11 @@ def test_steps_and_options(source: Path, tmp_path: Path) -> None:
 
 def test_how_it_loads_and_what_does_not(source: Path) -> None:
     checkpoint = replace(Checkpoint.open(source), source="owner/name")
-    entries = {"moetool": "import moetool", "compressed-tensors": "no input for moetool", None: "ordinary checkpoint"}
+    entries = {
+        "moetool": "import moetool",
+        "compressed-tensors": "is installed, other engines",
+        None: "ordinary checkpoint",
+    }
     for method, told in entries.items():
         config = checkpoint.config | ({"quantization_config": {"quant_method": method}} if method else {})
         card = model_card(made(), checkpoint, (config, 1000))

@@ -12,9 +12,10 @@ import torch
 from moetool.architectures import find_architecture
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.layer_memory import Measuring
 from moetool.errors import ResourceError
-from moetool.job.layer_memory import Measuring
-from moetool.job.plan import CalibrationCost, Plan, fingerprint
+from moetool.job.plan import Plan, fingerprint
 
 GB = 1_000_000_000
 

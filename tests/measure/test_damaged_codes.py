@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from moetool.architectures import MoEShape
 from moetool.checkpoint.experts import ExpertReader
-from moetool.checkpoint.quiet import quiet
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, VerificationError
 from moetool.format.families import architecture_of
 from moetool.format.layout import LayerLayout
 from moetool.measure.verification import verify_checkpoint
+from moetool.quiet import quiet
 from moetool.representations import Representation, parse_representation
 
 SHAPE = (24, 32)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moetool.compiled import compiler
-from moetool.job.machine import Machine
+from moetool.costs.machine import Machine
 from moetool.measure import hardware
 from moetool.measure.doctor import EXTRAS, LEAST_BYTES, REQUIRED, doctor
 

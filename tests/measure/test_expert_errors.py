@@ -63,7 +63,7 @@ def test_a_matrix_of_its_own_that_was_made_as_a_delta(
 ) -> None:
     """As moetool once did where an edited plan said so."""
     plan, command = tmp_path / "plan.yaml", ("compress", tiny_mixtral)
-    text = ("--calibration", tiny_text, "--samples", 8, "--sequence-length", 32)
+    text = ("--calibration", tiny_text, "--mix", 0, "--samples", 8, "--sequence-length", 32)
     forms = {"int8": [0], "nf4": [1], "quantised-weight:4:16": [2], "trellis-weight:3:16": [3]}
     roles = {role: {"base": "quantised-weight:2:16", "forms": forms} for role in ("gate", "up", "down")}
     layers = dict.fromkeys(Source.open(tiny_mixtral).experts.moe_layers, roles)

@@ -13,7 +13,6 @@ from torch import Tensor
 from upcycled import open_dense, save_dense, write_made
 
 import moetool  # noqa: F401  (makes transformers load its checkpoints)
-from moetool.checkpoint.quiet import quiet
 from moetool.errors import UsageError
 from moetool.format.kinds.moefied import MoefiedSpec, SelectorKind
 from moetool.moefy.clusters import (
@@ -24,6 +23,7 @@ from moetool.moefy.clusters import (
     clustered_order,
     flops,
 )
+from moetool.quiet import quiet
 from moetool.runtime.dense import DenseModel
 from moetool.runtime.loading import model_class
 from moetool.runtime.modules.insertion import is_placeholder

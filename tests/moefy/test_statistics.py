@@ -13,9 +13,9 @@ from upcycled import open_dense, save_dense
 from moetool.calibration.masking import SHARE, masked_windows
 from moetool.calibration.streaming import StreamedModel
 from moetool.calibration.sweep import Sweep
-from moetool.checkpoint.quiet import quiet
 from moetool.errors import InvalidInputError
 from moetool.moefy.statistics import CHUNK, NeuronStatistics, SampledNetwork
+from moetool.quiet import quiet
 from moetool.runtime.dense import DenseModel
 from moetool.runtime.loading import model_class
 

@@ -36,7 +36,7 @@ def reduce(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         key = repr((source, method, sorted(options.items())))
         if key not in made:
             kind = stages()[method]
-            given = {"calibration": str(tiny_text), "samples": 8, "sequence_length": 32, **options}
+            given = {"calibration": str(tiny_text), "mix": 0, "samples": 8, "sequence_length": 32, **options}
             made[key] = run_stage(kind, source, tmp_path_factory.mktemp(method) / "model", kind.options_type(**given))
         return made[key]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moetool.checkpoint.manifest import Manifest, Origin
-from moetool.checkpoint.reader import COSTS
+from moetool.checkpoint.names import COSTS
 from moetool.checkpoint.sealed import write_sealed
 from moetool.errors import InvalidInputError
 from moetool.report.recorded import read_recorded, without_costs

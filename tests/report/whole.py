@@ -4,7 +4,7 @@ from pathlib import Path
 
 from moetool.architectures import ROLES
 from moetool.convert.told import Activations
-from moetool.job.costs import ExpectedCosts
+from moetool.job.metering import ExpectedCosts
 from moetool.job.result import Keyed, PhaseCost
 from moetool.measure.inspected import (
     Analysis,

@@ -10,9 +10,9 @@ from kinds import KINDS, save_kind
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from moetool.checkpoint.quiet import quiet
 from moetool.checkpoint.reader import Checkpoint
 from moetool.kernels.products import problem
+from moetool.quiet import quiet
 from moetool.representations import parse_representation
 from moetool.runtime.loading import model_class
 from moetool.runtime.modules.experts import SharedBaseExperts

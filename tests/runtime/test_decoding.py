@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from moetool.checkpoint.quiet import quiet
 from moetool.checkpoint.reader import Checkpoint
 from moetool.compiled.compiler import problem
+from moetool.quiet import quiet
 from moetool.runtime.loading import model_class
 
 CUSTOM = [

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import moetool
-from moetool.checkpoint.quiet import quiet
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
 from moetool.format.kinds import kinds
+from moetool.quiet import quiet
 from moetool.representations import representations
 from moetool.runtime.loading import model_class
 from moetool.runtime.modules.batch_dependence import depends_on_batch

@@ -11,9 +11,9 @@ from families import FAMILIES, add_prediction_layer, build
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moetool.checkpoint.quiet import quiet
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
+from moetool.quiet import quiet
 from moetool.runtime.loading import load_model
 
 TOKENS = torch.arange(3, 35).view(2, 16)
@@ -67,7 +67,7 @@ def test_a_mixtral_by_other_names_is_the_same_mixtral(
         model.save_pretrained(tmp_path / "saved")
     expected = load_file(tiny_mixtral / "model.safetensors")
     assert load_file(tmp_path / "saved" / "model.safetensors").keys() == expected.keys()
-    options = ("--calibration", tiny_text, "--samples", 2, "--sequence-length", 16, "--rank", 4)
+    options = ("--calibration", tiny_text, "--mix", 0, "--samples", 2, "--sequence-length", 16, "--rank", 4)
     results = [
         run_cli("compress", source, tmp_path / f"small-{source.name}", *options) for source in (path, tiny_mixtral)
     ]
@@ -223,7 +223,9 @@ def test_commands_take_odd_widths(
     assert counted.code == 0, counted.stderr
     tuned = run_cli("tune", path, tmp_path / "tuned", "--data", tiny_text, "--steps", 2, "--batch-size", 2, *few)
     assert tuned.code == 0, tuned.stderr
-    small = run_cli("compress", path, tmp_path / "small", "--calibration", tiny_text, "--rank", 4, "--samples", 2, *few)
+    small = run_cli(
+        "compress", path, tmp_path / "small", "--calibration", tiny_text, "--mix", 0, "--rank", 4, "--samples", 2, *few
+    )
     assert small.code == 0, small.stderr
     again = run_cli("eval", tmp_path / "small", "--data", tiny_text, "--windows", 4, *few)
     assert again.code == 0, again.stderr

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
 from moetool.architectures import MoEShape
-from moetool.checkpoint.quiet import quiet
 from moetool.errors import InvalidInputError
 from moetool.format.layout import LayerLayout
+from moetool.quiet import quiet
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
 from moetool.runtime import autoload

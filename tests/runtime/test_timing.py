@@ -8,8 +8,8 @@ from dense_families import build_dense
 from families import build
 from kinds import KINDS
 
-from moetool.checkpoint.quiet import quiet
 from moetool.errors import InvalidInputError, ResourceError
+from moetool.quiet import quiet
 from moetool.runtime.timing import time_decode
 
 

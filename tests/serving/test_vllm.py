@@ -41,7 +41,7 @@ def compressed(
     run_cli: Any, tiny_mixtral: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
     made: dict[str, Path] = {}
-    text = ("--calibration", tiny_text, "--samples", 8, "--sequence-length", 32)
+    text = ("--calibration", tiny_text, "--mix", 0, "--samples", 8, "--sequence-length", 32)
 
     def make(method: str) -> Path:
         if method not in made:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -15,11 +15,13 @@ from moetool.compare.candidates import Candidate, candidates
 from moetool.compare.options import CompareOptions
 from moetool.compare.picture import plot_compared
 from moetool.compare.running import compare
-from moetool.compare.told import Compared, ComparedModel, SharedStatistics
+from moetool.compare.told import Compared, ComparedModel, SharedStatistics, kind_of_text
 from moetool.job.checks import output_directory
 from moetool.job.forecast import format_seconds
 from moetool.measure.plots import pictured
+from moetool.measure.told import TextLoss, short_names
 
+_MODEL = ("model", "asked", "saved", "size")
 HEADERS = ("model", "asked", "saved", "size", "perplexity", "excess, mnat", "KL, mnat", "top-1", "time", "memory")
 
 
@@ -54,7 +56,8 @@ def build(
         print_json(result.to_json())
         return
     print(headline(result))
-    print_table(HEADERS, [cells(row) for row in result.rows if row.error is None])
+    for table_of in tables(result):
+        print_table(table_of.headers, table_of.rows, title=table_of.title)
     for row in result.rows:
         if row.error is not None:
             print(line(row))
@@ -97,24 +100,71 @@ def output_file(path: Path) -> Path:
     return found
 
 
+class ComparedTable(NamedTuple):
+    """A table of the comparison; one without a title stands alone."""
+
+    title: str | None
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
 def headline(result: Compared) -> str:
-    """Line above the table: the original's size and perplexity on the text."""
-    return (
-        f"{result.model}: {format_bytes(result.bytes)}, perplexity {result.perplexity:.4f} on {result.data} "
-        f"({result.windows:,} windows of {result.sequence_length} tokens)"
-    )
+    """Line above the tables: the original's size, and its perplexity on each text."""
+    named = zip(short_names([text.name for text in result.texts]), result.texts, strict=True)
+    several = len(result.texts) > 1
+    said = [f"{text.perplexity:.4f} on {name} ({text.windows:,} windows)" for name, text in named] if several else []
+    on = "; ".join(said) or f"{result.perplexity:.4f} on {result.data} ({result.windows:,} windows)"
+    return f"{result.model}: {format_bytes(result.bytes)}, windows of {result.sequence_length} tokens, perplexity {on}"
+
+
+def tables(result: Compared) -> list[ComparedTable]:
+    """The table of one text; of several one of the KL divergence on each, and one of what else was measured there."""
+    rows = [row for row in result.rows if row.error is None]
+    if len(result.texts) < 2:
+        return [ComparedTable(None, HEADERS, [cells(row) for row in rows])]
+    names = short_names([text.name for text in result.texts])
+    kinds = [kind_of_text(result, number) for number in range(len(names))]
+    columns = [f"{name} ({kind})" if kind else name for name, kind in zip(names, kinds, strict=True)]
+    return [
+        ComparedTable(
+            "KL divergence from the original on each text, mnat per token",
+            (*_MODEL, *columns, "mean", "worst", "time", "memory"),
+            [(*cells(row)[: len(_MODEL)], *_divergences(row), *cells(row)[-2:]) for row in rows],
+        ),
+        ComparedTable(
+            "Excess loss on each text, mnat per token, and top-1 agreement",
+            ("model", "asked", *columns),
+            [(*cells(row)[:2], *map(_excess_and_agreement, row.texts)) for row in rows],
+        ),
+    ]
+
+
+def _divergences(row: ComparedModel) -> list[str]:
+    found = [1000 * text.against.kl for text in row.texts if text.against is not None]
+    over = row.over_texts
+    found += [] if over is None else [1000 * over.kl_mean, 1000 * over.kl_worst]
+    return [f"{value:.2f}" for value in found]
+
+
+def _excess_and_agreement(text: TextLoss) -> str:
+    if (lost := text.against) is None:
+        return ""
+    return f"{_with_error(lost.excess, lost.excess_error)}, {lost.agreement:.2%}"
+
+
+def _with_error(excess: float, error: float | None) -> str:
+    return f"{1000 * excess:.2f}" + ("" if error is None else f" ± {1000 * error:.2f}")
 
 
 def cells(row: ComparedModel) -> tuple[str, ...]:
-    """Cells of one row of the table, formatted."""
-    error = "" if row.excess_error is None else f" ± {1000 * row.excess_error:.2f}"
+    """Cells of one row of the table, formatted: on all texts together."""
     return (
         row.name,
         "" if row.asked is None else f"{row.asked:.1%}",
         "" if row.saved is None else f"{row.saved:.2%}",
         "" if row.bytes is None else format_bytes(row.bytes),
         "" if row.perplexity is None else f"{row.perplexity:.3f}",
-        "" if row.excess is None else f"{1000 * row.excess:.2f}{error}",
+        "" if row.excess is None else _with_error(row.excess, row.excess_error),
         "" if row.kl is None else f"{1000 * row.kl:.2f}",
         "" if row.agreement is None else f"{row.agreement:.2%}",
         "" if row.seconds is None else format_seconds(row.seconds),
@@ -136,10 +186,12 @@ def shared_line(shared: SharedStatistics) -> str:
 
 
 def markdown(result: Compared) -> str:
-    """The table as a page of its own."""
-    rows: list[Sequence[str]] = [HEADERS, ["---", *["---:"] * (len(HEADERS) - 1)]]
-    rows += [cells(row) for row in result.rows if row.error is None]
-    lines = [headline(result), "", *(f"| {' | '.join(row)} |" for row in rows)]
+    """The tables as a page of their own."""
+    parts = [headline(result)]
+    for table in tables(result):
+        rows: list[Sequence[str]] = [table.headers, ["---", *["---:"] * (len(table.headers) - 1)], *table.rows]
+        parts += [] if table.title is None else [f"{table.title}:"]
+        parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
     notes = [f"- {line(row)}" for row in result.rows if row.error is not None]
     notes += [f"- {shared_line(shared)}" for shared in result.statistics]
-    return "\n".join([*lines, *(["", *notes] if notes else [])]) + "\n"
+    return "\n\n".join([*parts, *(["\n".join(notes)] if notes else [])]) + "\n"

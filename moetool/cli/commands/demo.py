@@ -84,7 +84,7 @@ def _run(output: Path, steps: int, seed: int, display: Display) -> list[demo.Dem
     display.log("Training a small Llama on Python's own documentation.")
     dense, train_text, held_out = demo.make_dense(output, steps, seed, display)
     evaluation = EvaluationOptions(data=str(held_out), sequence_length=demo.LENGTH)
-    text = {"calibration": str(train_text), "sequence_length": demo.LENGTH, "seed": seed}
+    text = {"calibration": str(train_text), "mix": 0.0, "sequence_length": demo.LENGTH, "seed": seed}
     rows: list[demo.DemoModel] = []
 
     def add(path: Path, description: str) -> None:

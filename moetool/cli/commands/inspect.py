@@ -9,6 +9,7 @@ import typer
 
 from moetool.architectures import ROLES, Role
 from moetool.checkpoint.sizes import format_bytes, format_change
+from moetool.checkpoint.source import local_path
 from moetool.cli import next_step
 from moetool.cli.display import AsJson, print_fields, print_json, print_table
 from moetool.cli.generate import build_options, builder
@@ -65,7 +66,10 @@ def _print(result: Inspection) -> None:
     files = "in 1 file" if stored.files == 1 else f"in {stored.files} files"
     if not stored.files:
         files = "by config.json alone: there are no weight files"
+        if (file := local_path(result.path)).is_file():
+            files = f"as the checkpoint that this GGUF file of {format_bytes(file.stat().st_size)} is read as"
     change = f", {format_change(stored.ratio)}" if stored.ratio else ""
+    by_another = "" if stored.stored_as is None else f", stored in {stored.stored_as}"
     beside = []
     if (found := result.beside) is not None:
         said = f"{found.modules} projections and embeddings in 8 bits, {format_bytes(found.bytes)} of these"
@@ -79,7 +83,7 @@ def _print(result: Inspection) -> None:
             ("width", f"hidden {result.hidden_size}, intermediate {result.intermediate_size}"),
             ("parameters", f"{counts.total:,} total, {counts.active:,} active, {counts.stored:,} stored"),
             ("added", f"{counts.added:,} beyond one dense FFN per layer, in numbers of 16 bits"),
-            ("bytes", f"{format_bytes(stored.bytes)} {files}{change}"),
+            ("bytes", f"{format_bytes(stored.bytes)} {files}{by_another}{change}"),
             *beside,
         ]
     )

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moetool.architectures.dense import is_encoder
-from moetool.checkpoint.reader import CONFIG, read_config
+from moetool.checkpoint.names import CONFIG
+from moetool.checkpoint.reader import read_config
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.cli import next_step
 from moetool.cli.completion import offered, offered_presets
@@ -92,6 +93,8 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         from moetool.job.execute import dry_run as planned
         from moetool.job.execute import plan_stage, run_stage
 
+        if same_input and not resume:
+            raise UsageError("--same-input vouches for the input of a run that is gone on with: add --resume.")
         if methods:
             typed.pop(choice)
         given = preset_options(preset, name, chosen if methods else None)

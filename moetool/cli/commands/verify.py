@@ -8,12 +8,13 @@ import typer
 from moetool.checkpoint.sizes import format_bytes
 from moetool.cli import next_step
 from moetool.cli.display import AsJson, print_fields, print_json, print_table
+from moetool.cli.evaluations import over_texts, print_texts
 from moetool.cli.generate import build_options, builder
 from moetool.cli.watched import LogJson, watched
 from moetool.errors import UsageError
 from moetool.measure.likeness import LikenessOptions, measure_likeness
 from moetool.measure.told import Comparison, Likeness
-from moetool.measure.verification import verify_checkpoint
+from moetool.measure.verification import exported_gguf, verify_checkpoint
 
 _EDITED_HELP = "The model card, licence and other documents were edited since: note it, and go on."
 
@@ -56,8 +57,13 @@ def build(
     if likeness is not None and likeness.layer_error is not None:
         rows = [(str(layer), f"{error:.3g}") for layer, error in likeness.layer_error.items()]
         print_table(("layer", "error"), rows, title="output error")
+    if likeness is not None:
+        print_texts(likeness.texts)
     print("ok")
-    next_step.tell(next_step.line("report", model, *(("--against", against) if against else ())))
+    if (file := exported_gguf(model)) is not None:
+        next_step.tell(next_step.line("generate", str(file), next_step.PROMPT))
+    else:
+        next_step.tell(next_step.line("report", model, *(("--against", against) if against else ())))
 
 
 def _likeness(found: Likeness) -> list[tuple[str, str]]:
@@ -66,6 +72,7 @@ def _likeness(found: Likeness) -> list[tuple[str, str]]:
         ("excess", f"{found.excess:.6f} nats per token"),
         ("KL", f"{found.kl:.6f} nats per token"),
         ("top-1 agreement", f"{found.agreement:.2%}"),
+        *over_texts(found.over_texts),
     ]
 
 

@@ -35,18 +35,19 @@ from moetool.compress.factors.ranking import (
 from moetool.compress.factors.refining import TOKENS_PER_STEP
 from moetool.compress.factors.routed_text import MOST_KEPT, TextCollector
 from moetool.compress.told import RankedLayer, RankedTold
+from moetool.costs.building_blocks import moe_size, refine_together
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.layer_memory import LayerMemory, Measuring
+from moetool.costs.phases import factor_phases
 from moetool.errors import UsageError
 from moetool.format.layout import DENSE_BASE, LayerLayout
-from moetool.job.building_blocks import moe_size, refine_together
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, Source
-from moetool.job.layer_memory import LayerMemory, Measuring
 from moetool.job.options import RunOptions, TextOptions
-from moetool.job.phases import factor_phases
-from moetool.job.plan import CalibrationCost, Plan, calibration_cost
+from moetool.job.plan import Plan, calibration_cost, experts_at_once
 from moetool.job.result import CalibrationFacts
 from moetool.job.shards import OutputPlan
-from moetool.job.writing import entry_for, original_bytes, write_model
+from moetool.job.writing import entry_for, in_format, original_bytes, write_model
 from moetool.representations import Representation
 from moetool.representations.low_rank import LowRank
 
@@ -284,7 +285,7 @@ def factor_memory(source: Source, options: FactorOptions, merge: Merge | None, *
 
 def factors_at_once(memory: LayerMemory, options: FactorOptions) -> int:
     """How many experts of a layer are in memory together: all, if they are to share a factor."""
-    return memory.experts if options.share != "none" else memory.at_once(options)
+    return memory.experts if options.share != "none" else experts_at_once(memory, options)
 
 
 def factor_plan(
@@ -320,7 +321,7 @@ def factor_plan(
     every = min(reader.shape.hidden, reader.shape.intermediate)  # directions: nothing is lost
     largest, note = size(every, options.trim), None
     if options.ratio is not None:
-        check_ratio(options.ratio, size(0), original)
+        check_ratio(options.ratio, size(0), original, in_format(checkpoint))
         output = round(original * (1 - options.ratio))
         if output > checkpoint.weight_bytes:
             reached = math.ceil((1 - checkpoint.weight_bytes / original) * 1000) / 1000
@@ -342,9 +343,8 @@ def factor_plan(
     backward = cost.gradient_bytes(hidden, layers) if gradients else 0
     refined = refine_together(moe_size(reader), refine, TOKENS_PER_STEP, output / original) if refine else None
     forward = cost.forward_bytes(hidden) + encoded_bytes(reader, output, options.shard_size)
-    if at_once < reader.shape.experts:
-        forward += cost.recorded_bytes(reader.shape, gradients=False, sums=False)
-        backward += cost.recorded_bytes(reader.shape, gradients=True, sums=True) if gradients else 0
+    forward += cost.recorded_bytes(reader.shape, at_once, gradients=False, sums=False)
+    backward += cost.recorded_bytes(reader.shape, at_once, gradients=True, sums=True) if gradients else 0
     return Plan(
         stage=stage,
         input_bytes=checkpoint.weight_bytes,

@@ -29,21 +29,21 @@ from moetool.compress.mixing.plan_file import plan_text, read_plan
 from moetool.compress.mixing.stage import MixingStage
 from moetool.compress.mixing.trials import Trials, in_words
 from moetool.compress.told import MixedTold, Trial
+from moetool.costs.building_blocks import calibration_forward, moe_size
+from moetool.costs.phases import ENCODE
+from moetool.costs.work import Phase
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout
-from moetool.job.building_blocks import calibration_forward, moe_size
 from moetool.job.calibrated import EVALUATE, held_out
 from moetool.job.estimate import estimate
 from moetool.job.execute import run_stage
 from moetool.job.job import Job
 from moetool.job.options import RunOptions
-from moetool.job.phases import ENCODE
 from moetool.job.plan import Plan, calibration_cost
 from moetool.job.processes import processes
 from moetool.job.result import Json, PhaseTime
 from moetool.job.shards import OutputPlan
-from moetool.job.work import Phase
-from moetool.job.writing import original_bytes
+from moetool.job.writing import original_bytes, original_size
 
 _TIMES = MOST_TRIALS + 1  # of encoding: the trials, and the result; of evaluating: the original, and the trials
 
@@ -106,7 +106,7 @@ class Auto(MixingStage[AutoOptions]):
             ratio, highest = self.options.ratio, int((1 - self._smallest / original) * 1000) / 1000
             asked = f"--bytes {format_bytes(self._target)}" if ratio is None else f"--ratio {ratio:g}"
             raise UsageError(
-                f"{asked} is not possible here: the weight files take {format_bytes(original)}, and "
+                f"{asked} is not possible here: the weight files take {original_size(self.source)}, and "
                 f"{format_bytes(self._smallest)} at the least, so the ratio must be above 0 and at most {highest:g}."
             )
         details: dict[str, Json] = {"smallest_possible_bytes": self._smallest}

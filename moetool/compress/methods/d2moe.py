@@ -26,10 +26,10 @@ from moetool.compress.factors.writing import (
 from moetool.compress.paper_counting import PaperRank, paper_rank
 from moetool.compress.refining.metric import OutputGradients, metric_path
 from moetool.compress.told import RankedTold
+from moetool.costs.layer_memory import LayerMemory
 from moetool.errors import UsageError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
-from moetool.job.layer_memory import LayerMemory
 from moetool.job.options import CalibrationOptions, IncludeOptions, RunOptions
 from moetool.job.plan import Plan
 from moetool.job.stage import AnyStage, Stage

@@ -33,7 +33,7 @@ from moetool.compress.told import LayersTold
 from moetool.format.layout import LayerLayout
 from moetool.job.job import Job
 from moetool.job.options import RunOptions, TextOptions
-from moetool.job.plan import Plan
+from moetool.job.plan import Plan, experts_at_once
 from moetool.job.stage import Stage, found_here
 
 BASE_GROUP = 128  # inputs that share a scale in a quantized base, where deltas have no groups
@@ -70,7 +70,7 @@ class _Ders(Stage[DersT]):
 
     @cached_property
     def _experts_at_once(self) -> int:
-        return encoding_memory(self.source, self.options, self._text()).at_once(self.options)
+        return experts_at_once(encoding_memory(self.source, self.options, self._text()), self.options)
 
     def _base(self) -> GivenBase:
         return open_base(self.options.base, self.source.experts, shared_expert=self.options.shared_expert)

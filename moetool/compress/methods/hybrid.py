@@ -17,7 +17,7 @@ from moetool.compress.told import MixedTold
 from moetool.job.job import Job
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
-from moetool.job.writing import original_bytes
+from moetool.job.writing import in_format, original_bytes
 
 
 class HybridOptions(MixingOptions):
@@ -75,7 +75,8 @@ class Hybrid(MixingStage[HybridOptions]):
 
     def plan(self) -> Plan:
         self.mixing.check()
-        check_ratio(self.options.ratio, self._smallest, original_bytes(self.source))
+        stored = in_format(self.source.checkpoint)
+        check_ratio(self.options.ratio, self._smallest, original_bytes(self.source), stored)
         details = {"smallest_possible_bytes": self._smallest, "bits_per_number": round(self._bits, 2)}
         return self.mixing.plan(self._target, details)
 

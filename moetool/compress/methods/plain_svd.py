@@ -19,10 +19,10 @@ from moetool.compress.encoding import refuse_compressed
 from moetool.compress.factors.files import LayerFactors, SpectrumFile
 from moetool.compress.factors.writing import FactoredLayers, FactorOptions, factor_memory, factor_plan, finish
 from moetool.compress.told import RankedTold
+from moetool.costs.phases import FACTORIZE
 from moetool.format.layout import NO_BASE
 from moetool.job.job import Job
 from moetool.job.options import RunOptions
-from moetool.job.phases import FACTORIZE
 from moetool.job.plan import Plan
 from moetool.job.progress import phase
 from moetool.job.stage import Stage

@@ -40,8 +40,8 @@ from moetool.errors import UsageError
 from moetool.format.layout import NO_BASE, LayerLayout
 from moetool.job.job import Job
 from moetool.job.options import RunOptions, TextOptions
-from moetool.job.plan import Plan
-from moetool.job.writing import original_bytes
+from moetool.job.plan import Plan, experts_at_once
+from moetool.job.writing import original_bytes, original_size
 from moetool.representations import Representation
 
 Rounding = Literal["nearest", "error-feedback"]
@@ -160,7 +160,7 @@ class Quantize(MixingStage[QuantizeOptions]):
 
     @cached_property
     def _experts_at_once(self) -> int:
-        return encoding_memory(self.source, self.options, self._text).at_once(self.options)
+        return experts_at_once(encoding_memory(self.source, self.options, self._text), self.options)
 
     # A budget, or codes that are refined: everything is measured.
 
@@ -197,7 +197,7 @@ class Quantize(MixingStage[QuantizeOptions]):
         options, original = self.options, original_bytes(self.source)
         if options.ratio is not None and options.ratio > (highest := 1 - self._smallest / original):
             raise UsageError(
-                f"--ratio {options.ratio:g} is not possible here: of {format_bytes(original)}, "
+                f"--ratio {options.ratio:g} is not possible here: of {original_size(self.source)}, "
                 f"{format_bytes(self._smallest)} are left with the fewest bits on offer for the experts, so the ratio "
                 f"can be at most {int(highest * 1000) / 1000:g}."
             )

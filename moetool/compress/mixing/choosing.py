@@ -196,10 +196,12 @@ def notes_on(mix: Mix) -> Sequence[str]:
     if not total:
         return ()
     if none == total:
-        return ["A base earns nothing here: every matrix loses less for its bytes on its own."]
+        return ["No layer has a shared base: stored on its own, every matrix loses less for its bytes."]
     if none:
-        return [f"A base earns its bytes for {total - none} of {total} kinds of matrices, counted by layer."]
-    return ["A base earns its bytes in every layer."]
+        return [
+            f"Of {total} kinds of matrices, counted by layer, {total - none} are stored as deltas to a shared base."
+        ]
+    return ["Experts are stored as deltas to a shared base in every layer."]
 
 
 def notes_on_size(output: int, original: int, ratio: float) -> Sequence[str]:

@@ -27,15 +27,16 @@ from moetool.compress.refining.expert import BATCH_TOKENS
 from moetool.compress.refining.layer import MOST_TOKENS, LayerRefining, Refining
 from moetool.compress.refining.metric import OutputGradients, metric_path
 from moetool.compress.told import MixedLayer, MixedTold
+from moetool.costs.building_blocks import moe_size
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.layer_memory import LayerMemory, Measuring
+from moetool.costs.matrix_work import refine
+from moetool.costs.phases import menu_phases
 from moetool.format.layout import LayerLayout
-from moetool.job.building_blocks import moe_size
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, Source
-from moetool.job.layer_memory import LayerMemory, Measuring
-from moetool.job.matrix_work import refine
 from moetool.job.options import CalibrationOptions, IncludeOptions
-from moetool.job.phases import menu_phases
-from moetool.job.plan import CalibrationCost, Plan, calibration_cost
+from moetool.job.plan import Plan, calibration_cost, experts_at_once
 from moetool.job.result import Json
 from moetool.job.shards import OutputPlan
 from moetool.job.writing import entry_for, original_bytes, write_model
@@ -82,9 +83,8 @@ class Mixing:
         bases = sum(form.nbytes(shape.matrix(role), reader.dtype) for role, form in stored)
         forward = cost.forward_bytes(shape.hidden) + encoded_bytes(reader, output, options.shard_size)
         backward = cost.gradient_bytes(shape.hidden, layers)
-        if at_once < shape.experts:
-            forward += cost.recorded_bytes(shape, gradients=False, sums=False)
-            backward += cost.recorded_bytes(shape, gradients=True, sums=True)
+        forward += cost.recorded_bytes(shape, at_once, gradients=False, sums=False)
+        backward += cost.recorded_bytes(shape, at_once, gradients=True, sums=True)
         if options.refine:
             forward += RoutedTokens.nbytes(cost.samples, cost.length, shape.hidden)
         metrics = 4 * shape.hidden**2 if options.refine else 0
@@ -127,7 +127,7 @@ class Mixing:
     @cached_property
     def experts_at_once(self) -> int:
         """How many of a layer's experts are in memory together."""
-        return self._memory.at_once(self.options)
+        return experts_at_once(self._memory, self.options)
 
     def shared_recipe(self) -> Mapping[str, object] | None:
         """The options that decide what a form loses, whatever else is offered; `None` if there is nothing to choose."""

@@ -11,12 +11,13 @@ from moetool.bases.given import GivenBase, in_few_bits, kinship_warning, open_ba
 from moetool.bases.layer_base import base_tensors
 from moetool.checkpoint.reader import Checkpoint
 from moetool.compress.encoding import ExtendedOptions, base_representations
+from moetool.costs.building_blocks import moe_size
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.phases import decomposing_phases
 from moetool.format.layout import LayerLayout, delta_name
-from moetool.job.building_blocks import moe_size
 from moetool.job.job import Job
 from moetool.job.options import RunOptions
-from moetool.job.phases import decomposing_phases
-from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.plan import Plan
 from moetool.job.result import Told
 from moetool.job.shards import OutputPlan
 from moetool.job.stage import Stage, found_here

@@ -10,14 +10,15 @@ from moetool.bases.choices import UNMEASURED_MERGES, Merge
 from moetool.bases.layer_base import agreed, base_path, measured_base, unweighted_base
 from moetool.checkpoint.files import place
 from moetool.compress.told import LayersTold, MergedLayer
+from moetool.costs.building_blocks import moe_size
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.layer_memory import LayerMemory, Measuring
+from moetool.costs.phases import base_phases
 from moetool.errors import UsageError
-from moetool.job.building_blocks import moe_size
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
-from moetool.job.layer_memory import LayerMemory, Measuring
 from moetool.job.options import CalibrationOptions, RunOptions
-from moetool.job.phases import base_phases
-from moetool.job.plan import CalibrationCost, Plan, calibration_cost
+from moetool.job.plan import Plan, calibration_cost, experts_at_once
 from moetool.job.result import Json
 from moetool.job.stage import Stage
 from moetool.job.writing import record_origin
@@ -59,8 +60,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
         statistics = shape.experts * (4 * rows + 8) + 8 * shape.intermediate if measured else 0
         output = len(reader.moe_layers) * (base + channels + statistics)
         scratch = cost.gradient_bytes(shape.hidden, layers) if measured else 0
-        if at_once < shape.experts:
-            scratch += cost.recorded_bytes(shape, gradients=True, sums=True)
+        scratch += cost.recorded_bytes(shape, at_once, gradients=True, sums=True)
         details: dict[str, Json] = {"layers": layers, "moe_layers": len(reader.moe_layers), "experts": shape.experts}
         return Plan(
             stage=self.name,
@@ -87,7 +87,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
     @cached_property
     def _experts_at_once(self) -> int:
         measured = self.options.calibration is not None
-        return self._memory.at_once(self.options) if measured else self._memory.experts
+        return experts_at_once(self._memory, self.options) if measured else self._memory.experts
 
     def run(self, job: Job) -> LayersTold:
         reader, options = self.source.experts, self.options

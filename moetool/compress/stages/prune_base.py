@@ -15,15 +15,16 @@ from moetool.bases.pruning import PruningPlan, plan_pruning
 from moetool.calibration.collectors import LayerStatistics, UsageCollector
 from moetool.checkpoint.files import save_tensors
 from moetool.compress.told import PrunedTold
+from moetool.costs.building_blocks import moe_size
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.layer_memory import LayerMemory
+from moetool.costs.phases import pruning_phases
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.layout import BASE_CHANNELS, LayerLayout
-from moetool.job.building_blocks import moe_size
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, refuse_shared_expert
-from moetool.job.layer_memory import LayerMemory
 from moetool.job.options import RunOptions, TextOptions
-from moetool.job.phases import pruning_phases
-from moetool.job.plan import CalibrationCost, Plan, calibration_cost
+from moetool.job.plan import Plan, calibration_cost, experts_at_once
 from moetool.job.records import read_statistics
 from moetool.job.result import CalibrationFacts, Json
 from moetool.job.shards import OutputPlan
@@ -98,8 +99,7 @@ class PruneBase(Stage[PruneBaseOptions]):
         details: dict[str, Json] = {"static_channels": pruning.static, "dynamic_channels": pruning.dynamic}
         if not measured:
             details["experts_at_once"] = at_once
-            if at_once < reader.shape.experts:
-                scratch += cost.recorded_bytes(reader.shape, gradients=False, sums=True)
+            scratch += cost.recorded_bytes(reader.shape, at_once, gradients=False, sums=True)
         return Plan(
             stage=self.name,
             input_bytes=self.source.checkpoint.weight_bytes,
@@ -120,7 +120,7 @@ class PruneBase(Stage[PruneBaseOptions]):
 
     @cached_property
     def _experts_at_once(self) -> int:
-        return self._memory.at_once(self.options)
+        return experts_at_once(self._memory, self.options)
 
     def run(self, job: Job) -> PrunedTold:
         reader, pruning = self.source.experts, self._pruning()

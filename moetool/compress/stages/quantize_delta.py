@@ -18,7 +18,7 @@ from moetool.compress.told import LayersTold
 from moetool.format.layout import LayerLayout
 from moetool.job.job import Job
 from moetool.job.options import RunOptions, TextOptions
-from moetool.job.plan import Plan
+from moetool.job.plan import Plan, experts_at_once
 from moetool.job.records import read_statistics
 from moetool.job.stage import Stage
 
@@ -46,7 +46,7 @@ class QuantizeDelta(Stage[QuantizeDeltaOptions]):
 
     @cached_property
     def _experts_at_once(self) -> int:
-        return encoding_memory(self.source, self.options, with_text(self.options)).at_once(self.options)
+        return experts_at_once(encoding_memory(self.source, self.options, with_text(self.options)), self.options)
 
     def run(self, job: Job) -> LayersTold:
         reader, options = self.source.experts, self.options

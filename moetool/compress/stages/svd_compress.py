@@ -17,12 +17,12 @@ from moetool.compress.factors.writing import (
     finish,
 )
 from moetool.compress.told import RankedTold
+from moetool.costs.layer_memory import LayerMemory
+from moetool.costs.phases import FACTORIZE
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, refuse_shared_expert
-from moetool.job.layer_memory import LayerMemory
 from moetool.job.options import RunOptions
-from moetool.job.phases import FACTORIZE
 from moetool.job.plan import Plan
 from moetool.job.progress import phase
 from moetool.job.records import read_statistics

@@ -18,6 +18,19 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec
 from moetool.compress.encoded import Named, encoded_bytes
 from moetool.compress.encoding import encoding_memory, with_text
+from moetool.costs.building_blocks import (
+    ModelSize,
+    calibration_forward,
+    decoding,
+    input_grams,
+    moe_size,
+    weights_again,
+    writing,
+)
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.matrix_work import encode
+from moetool.costs.phases import ENCODE, rewriting_phases
+from moetool.costs.work import Phase, Work, altogether
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.export.packing import PackedLayers, nearest_layer
 from moetool.format.compressed_tensors import (
@@ -29,25 +42,13 @@ from moetool.format.compressed_tensors import (
 )
 from moetool.format.kinds import custom_module
 from moetool.format.layout import native_layout
-from moetool.job.building_blocks import (
-    ModelSize,
-    calibration_forward,
-    decoding,
-    input_grams,
-    moe_size,
-    weights_again,
-    writing,
-)
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import DecodedSource, Input, Job
-from moetool.job.matrix_work import encode
 from moetool.job.options import RunOptions, TextOptions
-from moetool.job.phases import ENCODE, rewriting_phases
-from moetool.job.plan import CalibrationCost, Plan, calibration_cost
+from moetool.job.plan import Plan, calibration_cost, experts_at_once
 from moetool.job.result import Json, Sizes, Told
 from moetool.job.shards import OutputPlan, ShardPlan
 from moetool.job.stage import Stage
-from moetool.job.work import Phase, Work, altogether
 from moetool.job.writing import with_the_rest, write_checkpoint
 from moetool.numerics.whole_codes import WHOLE_BITS
 from moetool.representations.quantized import Quantized
@@ -170,7 +171,7 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
 
     @cached_property
     def _experts_at_once(self) -> int:
-        return encoding_memory(self.source, self.options, self._text).at_once(self.options)
+        return experts_at_once(encoding_memory(self.source, self.options, self._text), self.options)
 
     def plan(self) -> Plan:
         source, text, output = self.source, self._text, self._shards.nbytes
@@ -188,8 +189,7 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
             size = moe_size(reader, at_once)
             memory = encoding_memory(source, options, text).nbytes(at_once)
             scratch = encoded_bytes(reader, output, options.shard_size) + cost.forward_bytes(reader.shape.hidden)
-            if at_once < reader.shape.experts:
-                scratch += cost.recorded_bytes(reader.shape, gradients=False, sums=False)
+            scratch += cost.recorded_bytes(reader.shape, at_once, gradients=False, sums=False)
             measured = calibration_forward(cost, size) + input_grams(cost, size) + weights_again(size)
             made = measured + self._coding(size) + writing(size.nbytes, output, size.tensors)
             phases = (Phase(ENCODE, made),)
@@ -250,8 +250,9 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
 
     def verify(self, output: Path) -> Sizes:
         made, plan = Checkpoint.open(output), self._shards
+        held = made.on_disk
         due = {spec.name: spec for _, unit in plan.units for spec in unit}
-        wrong = [name for name, spec in due.items() if name not in made.tensors or made.info(name).shape != spec.shape]
+        wrong = [name for name, spec in due.items() if name not in held or held[name].shape != spec.shape]
         if wrong:
             raise VerificationError(f"The output lacks {len(wrong)} tensors, the first {min(wrong)}.")
         return self.sizes(self.source, made)

@@ -10,13 +10,13 @@ from pydantic import Field
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.manifest import Upcycling
 from moetool.checkpoint.reader import Checkpoint
+from moetool.costs.building_blocks import moe_size
+from moetool.costs.phases import rewriting_phases
 from moetool.errors import InvalidInputError, UsageError
 from moetool.export.unmerging import Unmerging, dense_config
 from moetool.job.blueprint import imagine
-from moetool.job.building_blocks import moe_size
 from moetool.job.job import DecodedSource, Input, Job
 from moetool.job.options import RunOptions
-from moetool.job.phases import rewriting_phases
 from moetool.job.plan import Plan
 from moetool.job.result import Sizes, Told
 from moetool.job.shards import ShardPlan

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from moetool.architectures import Role
 from moetool.checkpoint.decoded import is_decoded
+from moetool.costs.building_blocks import decoding, moe_size
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.phases import rewriting_phases
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout, native_layout
-from moetool.job.building_blocks import decoding, moe_size
 from moetool.job.job import DecodedSource, Input, Job
 from moetool.job.options import RunOptions
-from moetool.job.phases import rewriting_phases
-from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.plan import Plan
 from moetool.job.result import Told
 from moetool.job.shards import OutputPlan
 from moetool.job.stage import Stage

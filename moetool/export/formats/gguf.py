@@ -12,7 +12,19 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from moetool.calibration.data import BUNDLED
 from moetool.checkpoint.files import write_bytes
+from moetool.costs.building_blocks import (
+    ModelSize,
+    calibration_backward,
+    calibration_forward,
+    decoding,
+    dense_size,
+    moe_size,
+)
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.phases import BACKWARD, FORWARD, WRITE, Phases, rewriting_phases
+from moetool.costs.work import Phase, Work
 from moetool.errors import UsageError, VerificationError
 from moetool.export.gguf.file import GgufTensor, NumberType, data_bytes, write_gguf
 from moetool.export.gguf.imatrix import write_imatrix
@@ -22,22 +34,12 @@ from moetool.export.gguf.proof import prove_file
 from moetool.export.gguf.tensor_types import Menu, counted_types, type_lines
 from moetool.export.gguf.tokenizer import GgufTokenizer, has_tokenizer, read_tokenizer
 from moetool.format.gguf import IMATRIX, MODEL, TENSOR_TYPES, gguf_library
-from moetool.job.building_blocks import (
-    ModelSize,
-    calibration_backward,
-    calibration_forward,
-    decoding,
-    dense_size,
-    moe_size,
-)
 from moetool.job.job import Input, Job, pick_compute_dtype, pick_device
 from moetool.job.options import RunOptions, TextOptions
-from moetool.job.phases import BACKWARD, FORWARD, WRITE, Phases, rewriting_phases
-from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.plan import Plan, text_cost
 from moetool.job.progress import phase
 from moetool.job.result import Sizes, Told
 from moetool.job.stage import Stage
-from moetool.job.work import Phase, Work
 from moetool.job.writing import record_origin
 
 _REQUANTIZED = ("f32", "f16", "bf16")  # what llama-quantize starts from
@@ -143,7 +145,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             return CalibrationCost(0, 1, 4)
         gradients = self._menu is not None
         computed = pick_compute_dtype(self.options.compute_dtype, device, dtype, gradients=gradients)
-        return CalibrationCost.of(self._text, computed, dtype)
+        return text_cost(self._text, computed, dtype)
 
     def _text_phases(self, cost: CalibrationCost, size: ModelSize) -> Phases:
         if self._text is None:
@@ -172,7 +174,9 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
     def _write_advice(self, job: Job[GgufSource], measured: TensorStatistics) -> list[Path]:
         """Write files with the importance matrix and types for llama-quantize."""
         files, target = [job.output / IMATRIX], self.options.target_bpw
-        windows, text = measured.facts.windows, str(self.options.calibration)
+        windows, text, sources = measured.facts.windows, str(self.options.calibration), self.options.sources
+        if sources is not None and sources.is_mixed:
+            text += f",{BUNDLED}"
         write_imatrix(files[0], measured.importance, text, windows, self.options.sequence_length)
         if self._menu is not None and target is not None:
             chosen = self._menu.choose(target, measured.losses)

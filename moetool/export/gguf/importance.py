@@ -20,7 +20,7 @@ from moetool.format.gguf import EXPERTS, layer_in_file
 
 @dataclass(frozen=True)
 class Moments:
-    """Of the matrices `[out, in]` of one tensor: of all experts, or of one.
+    """Second moments of the inputs of the matrices `[out, in]` of one tensor: of all experts, or of one.
 
     Attributes:
         given: `[matrices, in]` fp64, Σ over tokens of the squared inputs.
@@ -34,19 +34,19 @@ class Moments:
 
     @classmethod
     def none(cls, matrices: int, shape: Sequence[int], device: torch.device) -> "Moments":
-        """Moments of no tokens: all zero."""
+        """The moments of no tokens, which are all zero."""
         rows, columns = shape
         sizes = (matrices, columns), (matrices,), (matrices, rows)
         return cls(*(torch.zeros(size, dtype=torch.float64, device=device) for size in sizes))
 
     def add(self, matrix: int, inputs: Tensor) -> None:
-        """Tokens `[…, in]` that one of the matrices is given."""
+        """Add the inputs `[…, in]` of one of the matrices."""
         rows = inputs.detach().flatten(0, -2)
         self.given[matrix] += rows.double().square().sum(0)
         self.counts[matrix] += len(rows)
 
     def add_blame(self, matrix: int, gradients: Tensor) -> None:
-        """Gradients `[…, out]` at what it gave for them."""
+        """Add the gradients `[…, out]` at the outputs that belong to these inputs."""
         self.blame[matrix] += gradients.flatten(0, -2).double().square().sum(0)
 
     @property

@@ -149,7 +149,7 @@ class GgufSource:
 
     @property
     def rope(self) -> Mapping[str, Any]:
-        """Parameters of the rotary embeddings."""
+        """The parameters of the rotary embeddings, as `config.json` has them."""
         return getattr(self.config, "rope_parameters", None) or {}
 
     @property

@@ -40,11 +40,11 @@ class FewBits:
     has_minimum: bool = False
 
     def size(self, numbers: int) -> int:
-        """Bytes of so many numbers of this type."""
+        """The bytes that so many elements of this type take."""
         return numbers // self.numbers * self.nbytes
 
     def rounded(self, rows: Tensor) -> Tensor:
-        """Rows `[rows, in]` on an even grid."""
+        """Rows `[rows, in]` rounded to an even grid per block."""
         groups = rows.reshape(len(rows), -1, self.group)
         most = 2**self.bits - 1
         if self.has_minimum:
@@ -123,20 +123,20 @@ class Menu:
 
     @classmethod
     def of(cls, tensors: Sequence[GgufTensor]) -> "Menu":
-        """Menu of types for a file with these tensors."""
+        """The menu of types for a file that holds these tensors."""
         is_tied = all(tensor.name != HEAD for tensor in tensors)
         offers = {tensor.name: offered_types(tensor, is_tied=is_tied) for tensor in tensors}
         return cls(tensors, {name: types for name, types in offers.items() if types})
 
     def nbytes(self, chosen: Mapping[str, FewBits]) -> int:
-        """Bytes of all tensors, in the types chosen."""
+        """The bytes of all tensors in the types that were chosen."""
         return sum(
             chosen[tensor.name].size(tensor.numbers) if tensor.name in chosen else tensor.nbytes
             for tensor in self.tensors
         )
 
     def bits_per_weight(self, chosen: Mapping[str, FewBits]) -> float:
-        """The same in bits of a number, of all tensors, as llama.cpp tells it."""
+        """The bits per number over all tensors, as llama.cpp tells it."""
         return 8 * self.nbytes(chosen) / sum(tensor.numbers for tensor in self.tensors)
 
     @property
@@ -183,7 +183,7 @@ class Menu:
 
 
 def type_lines(chosen: Mapping[str, FewBits]) -> str:
-    """For llama-quantize's `--tensor-type-file`: patterns of names, and types."""
+    """The lines of llama-quantize's `--tensor-type-file`: patterns of names, and types."""
     return "".join(f"^{re.escape(name)}$={kind.name}\n" for name, kind in chosen.items())
 
 

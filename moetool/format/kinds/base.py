@@ -94,7 +94,7 @@ class CustomModule(BaseModel, ABC):
     @property
     @abstractmethod
     def at_work(self) -> int:
-        """Experts that one token uses."""
+        """The number of experts that one token uses."""
 
     @property
     @abstractmethod
@@ -102,11 +102,11 @@ class CustomModule(BaseModel, ABC):
         """How experts are chosen, in words."""
 
     def settled(self, channels: Mapping[str, int]) -> Self:
-        """The same after training, with that many channels left of each linear layer that it has closed some of."""
+        """This kind after training, with so many channels left of each linear layer that it has closed some of."""
         return self
 
     def among(self, layers: int) -> tuple[int, ...]:
-        """Which of that many decoder layers have it."""
+        """Which of so many decoder layers have such a module."""
         return tuple(range(layers))
 
     def check(self, dense: DenseArchitecture, layers: int | None, hidden: int | None) -> None:
@@ -133,7 +133,7 @@ class CustomModule(BaseModel, ABC):
 
     @abstractmethod
     def new(self, dense: DenseArchitecture, shapes: Shapes) -> set[str]:
-        """Those tensors of a converted model that the dense one has not, placeholders apart.
+        """Names of the tensors of a converted model that the dense one lacks, without placeholders.
 
         Args:
             dense: the family of the dense model.
@@ -160,7 +160,7 @@ class CustomModule(BaseModel, ABC):
 
 
 class RoutedModule(CustomModule):
-    """One of which every token uses `top_k` experts."""
+    """A kind of module in which every token uses `top_k` experts."""
 
     top_k: ExpertCount
 
@@ -176,11 +176,11 @@ class RoutedModule(CustomModule):
 
 
 def numbers(shapes: Shapes, names: Iterable[str]) -> int:
-    """Numbers in tensors."""
+    """The number of elements in some tensors."""
     return sum(math.prod(shapes[name]) for name in names)
 
 
 def network_tensors(dense: DenseArchitecture, layer: int, names: Iterable[str]) -> dict[str, str]:
-    """Those of a dense model's tensors that are one layer's feed-forward network, and what follows its prefix."""
+    """The tensors of one layer's feed-forward network by name, and what follows its prefix."""
     prefix = dense.ffn_prefix(layer)
     return {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}

@@ -67,17 +67,17 @@ class MoESpec(RoutedModule):
 
     @property
     def shape(self) -> MoEShape:
-        """Of every MoE layer."""
+        """The shape of every MoE layer."""
         return MoEShape(self.experts, self.top_k, self.hidden, self.intermediate, self.roles, self.biases)
 
     @property
     def dense_layers(self) -> list[int]:
-        """The layers that stay as they are."""
+        """The decoder layers that stay dense."""
         return [layer for layer in range(self.of) if layer not in self.layers]
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What it asks of a family, by the names of `FEATURES`."""
+        """The features that the module asks of a family, by the names of `FEATURES`."""
         partial = ("dense_layers",) if self.dense_layers else ()
         return partial if self.shared == "none" else (*partial, f"shared_{self.shared}")
 

@@ -61,7 +61,7 @@ class MoefiedSpec(CustomModule):
         return f"the highest scores by {chooser}"
 
     def keeping(self, keep: float) -> "MoefiedSpec":
-        """The same with another share of the experts per token. Raises `InvalidInputError` for one that is not."""
+        """This kind with another share of the experts per token. Raises `InvalidInputError` for an impossible one."""
         return self.from_config({**self.to_config(), "keep": keep})
 
     def among(self, layers: int) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ class MoefiedSpec(CustomModule):
         return {CENTRE: (intermediate,), **selectors[self.selector]}
 
     def selector_size(self, hidden: int) -> int:
-        """Numbers in one layer's selector."""
+        """The number of elements in one layer's selector."""
         return sum(math.prod(shape) for shape in self.tensors(hidden, 0).values())
 
     def moved(self, dense: DenseArchitecture, shapes: Shapes) -> dict[str, str]:

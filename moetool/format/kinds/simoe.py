@@ -57,7 +57,7 @@ class SimoeSpec(CustomModule):
         return {DELTA: (rows, columns), MASKS: (self.experts, columns)}
 
     def router_tensors(self, hidden: int) -> dict[str, Shape]:
-        """Those of the router while masks are trained, by name relative to it."""
+        """The tensors of the router while masks are trained, by name relative to it."""
         return {
             "first.weight": (self.router_width, hidden),
             "first.bias": (self.router_width,),

@@ -26,13 +26,13 @@ class HoldsCodes(Protocol):
 
     @property
     def weight(self) -> Any:
-        """The matrix, as others see it."""
+        """The decoded matrix `[out, in]`, as other code sees it."""
 
     def matrix_shape(self) -> tuple[int, int]:
-        """`[out, in]`"""
+        """The shape `[out, in]` of the matrix."""
 
     def decoded(self) -> Tensor:
-        """The matrix."""
+        """The decoded matrix `[out, in]`."""
 
     def become_dense(self, matrix: nn.Parameter) -> None:
         """Be an ordinary module of this matrix from now on."""
@@ -46,7 +46,7 @@ class Placeholder(nn.Parameter):
     """
 
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> "Placeholder":
-        """That of a placeholder, whose memory it shares, or of a matrix, of which it keeps nothing."""
+        """Make a placeholder of another, whose memory it shares, or of a matrix, of which it keeps nothing."""
         own = data.detach()
         own = own if (*own.shape,) == PLACEHOLDER else torch.zeros(PLACEHOLDER, dtype=own.dtype, device=own.device)
         return super().__new__(cls, own, requires_grad)
@@ -66,7 +66,7 @@ class CodedWeight(nn.Parameter):
 
     @classmethod
     def of(cls, module: HoldsCodes, placeholder: nn.Parameter) -> "CodedWeight":
-        """That of a module, in the dtype and on the device of its placeholder."""
+        """The weight of a module, in the dtype and on the device of its placeholder."""
         with torch.no_grad():
             made = placeholder.detach().expand(module.matrix_shape()).as_subclass(cls)
         made.module, made.placeholder = module, placeholder

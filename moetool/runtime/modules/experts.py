@@ -22,7 +22,7 @@ from moetool.kernels.operands import UnsupportedMatrixError
 from moetool.kernels.table import Table
 from moetool.representations.base import Weight, empty_parameter
 from moetool.representations.operand import numbers
-from moetool.runtime.modules.fused import activated, add_rows, entering
+from moetool.runtime.modules.fused import activated, activation_between, add_rows, entering
 from moetool.runtime.modules.inference import KernelExperts, RoleMatrices
 from moetool.runtime.modules.offloading import below, loaded
 from moetool.runtime.modules.routed import RoutedExperts
@@ -46,7 +46,7 @@ class SharedBaseExperts(RoutedExperts):
         dtype, device, shape = fused.dtype, fused.device, layout.shape
         self.layout = layout
         self.config = native.config
-        self.act_fn: Any = native.act_fn
+        self.act_fn: Any = activation_between(native)
         self.num_experts, self.hidden_dim, self.intermediate_dim = (
             shape.experts,
             shape.hidden,
@@ -107,7 +107,7 @@ class SharedBaseExperts(RoutedExperts):
         return [compact, *below(compact)]
 
     def base_parameters(self) -> Iterator[nn.Parameter]:
-        """What the base is stored in."""
+        """The parameters in which the base is stored."""
         for roles in self._based():
             yield self.get_parameter(fused_name(roles))
         for role, _ in self.layout.compact_bases():
@@ -140,12 +140,12 @@ class SharedBaseExperts(RoutedExperts):
         return {role: self._spread(own) for role, own in zip(roles, values, strict=True)}
 
     def _biases(self, expert: int) -> dict[Role, Tensor]:
-        """Those of a routed expert, `[out]` each."""
+        """The biases of a routed expert by role, `[out]` each."""
         found = {role: self._bias(role) for role in self.layout.shape.roles}
         return {role: bias[expert] for role, bias in found.items() if bias is not None}
 
     def _bias(self, role: Role) -> Tensor | None:
-        """Those of all routed experts in a role `[experts, out]`, as they lie in memory, if they have some."""
+        """The biases of all routed experts in a role `[experts, out]`, as they lie in memory, if they have some."""
         roles = self.layout.shape.group(role)
         if roles[0] not in self.layout.shape.biases:
             return None

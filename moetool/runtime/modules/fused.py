@@ -1,12 +1,15 @@
 """Experts of one layer in fused tensors: those of transformers 5, and ours, which may lack gates and have biases."""
 
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moetool.architectures.base import MoEShape, Role, fused_name
+
+_PLAIN = "transformers.integrations.moe"  # where act(gate) · up is, which most families have
 
 
 def entering(experts: nn.Module) -> Tensor:
@@ -45,8 +48,34 @@ def fused_matrix(shape: MoEShape, experts: nn.Module, expert: int, role: Role) -
     return fused.detach()[expert].chunk(len(group))[group.index(role)]
 
 
-def activated(act_fn: Callable[[Tensor], Tensor], values: Sequence[Tensor]) -> Tensor:
-    """`act(gate) · up`, or without a gate `act(up)`."""
+class OwnGate:
+    """What a family of transformers computes of gate and up that is not `act(gate) · up`, such as one with limits."""
+
+    def __init__(self, native: Any) -> None:
+        """`native` are experts with a method `_apply_gate` of their own, which sees their numbers and functions."""
+        self._apply: Callable[[Any, Tensor], Tensor] = type(native)._apply_gate
+        entries = {name: value for name, value in vars(native).items() if not name.startswith("_")}
+        self._numbers = SimpleNamespace(**entries, **dict(native.named_children()))
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self._apply(self._numbers, torch.cat([gate, up], -1))
+
+
+Between = Callable[[Tensor], Tensor] | OwnGate
+
+
+def activation_between(native: Any) -> Between:
+    """What lies between gate, up and down in fused experts: an activation function, or a family's own gate."""
+    own: Any = getattr(type(native), "_apply_gate", None)
+    if own is None or own.__module__ == _PLAIN or own.__module__.startswith("moetool."):
+        return native.act_fn
+    return OwnGate(native)
+
+
+def activated(act_fn: Between, values: Sequence[Tensor]) -> Tensor:
+    """`act(gate) · up`, or without a gate `act(up)`; or what a family computes instead."""
+    if isinstance(act_fn, OwnGate):
+        return act_fn(*values)
     first, *rest = values
     return act_fn(first) * rest[0] if rest else act_fn(first)
 
@@ -71,7 +100,7 @@ def gathered(matrices: Tensor, pairs: Tensor, inputs: Tensor) -> Tensor:
 
 
 def gathered_sum(run: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """As `weighted_sum`, without waiting for what was chosen: `run` takes an expert for each of the rows."""
+    """Compute `weighted_sum` without waiting for what was chosen: `run` takes an expert for each of the rows."""
     pairs = chosen.reshape(-1)
     outputs = run(pairs, hidden.repeat_interleave(chosen.shape[1], 0))
     return (outputs.view(*chosen.shape, hidden.shape[1]) * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)

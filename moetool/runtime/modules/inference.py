@@ -23,7 +23,7 @@ from moetool.kernels.products import is_packed, linear, routed, tokens_met_once
 from moetool.kernels.table import Table
 from moetool.numerics.rotation import Rotation
 from moetool.representations.operand import Products
-from moetool.runtime.modules.fused import activated
+from moetool.runtime.modules.fused import Between, activated
 
 _STEP = 16  # tokens
 _FEW = 8  # tokens per expert up to which decoding while multiplying is faster than unpacking once
@@ -73,7 +73,7 @@ class _Sorted:
 
     @classmethod
     def of(cls, chosen: Tensor, experts: int) -> "_Sorted":
-        """Of the experts' numbers `[tokens, k]`. Waits once for what they are."""
+        """Sort the experts' numbers `[tokens, k]`. Waits once for what they are."""
         ordered, order = chosen.reshape(-1).sort(stable=True)
         device = ordered.device
         found = torch.searchsorted(ordered, torch.arange(experts + 1, device=device)).tolist()
@@ -112,7 +112,7 @@ class _Stage:
         self.uses_base = torch.stack([own.uses_base for own in roles]) if whole else None
 
     def outside(self) -> int:
-        """A number of no expert in any role."""
+        """An expert number that stands for no expert in any role."""
         return -len(self._table.products)
 
     def __call__(self, chosen: Tensor, inputs: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class KernelExperts:
     def __init__(
         self,
         roles: Mapping[Role, RoleMatrices],
-        act_fn: Callable[[Tensor], Tensor],
+        act_fn: Between,
         channels: Tensor | None = None,
         base_down: Callable[[Tensor], Tensor] | None = None,
         held: Sequence[Held] = (),
@@ -264,7 +264,7 @@ class KernelExperts:
         return ((role, own) for role, own in self.roles.items() if role != "down")
 
     def _wholes(self, own: RoleMatrices, experts: Sequence[int], hidden: Tensor) -> dict[int, Products]:
-        """Of those of `experts` whose delta is written out anyway, it and its base in one, unless all tokens meet the
+        """The sum of delta and base of those `experts` whose delta is written out anyway, unless all tokens meet the
         base in less time."""
         if own.base is None or self._channels is not None:
             return {}
@@ -299,7 +299,7 @@ def _times(table: Table, inputs: Tensor) -> Tensor:
 
 
 def few_tokens(table: Table) -> int:
-    """How many tokens are few for the only matrix of a table."""
+    """The number of tokens up to which the only matrix of a table is multiplied token by token."""
     return _FEW if is_packed(table.products[0]) else _FEW // 2
 
 

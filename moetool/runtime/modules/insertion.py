@@ -33,7 +33,7 @@ class CustomLayer(KeepsWide):
     is_efficient: ClassVar[bool] = False
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that are its experts and their router."""
+        """The parameters of the experts and their router."""
         return self.parameters()
 
 
@@ -61,7 +61,7 @@ def add_placeholder(module: nn.Module, path: str, like: Tensor) -> None:
 
 
 def is_placeholder(tensor: Tensor) -> bool:
-    """Whether a tensor of a model is one."""
+    """Whether a tensor of a model is a placeholder."""
     return tuple(tensor.shape) == PLACEHOLDER
 
 

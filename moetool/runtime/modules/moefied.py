@@ -158,7 +158,7 @@ class NeuronExperts(SplitFFN):
         return self.infer(hidden_states)
 
     def infer(self, hidden_states: Tensor) -> Tensor:
-        """The same, never as a step of a compiled graph."""
+        """Compute the forward pass outside of any compiled graph."""
         with loaded(*below(self)) as fetched:  # whose weights are read, not called
             return self._forward(hidden_states, fetched)
 

@@ -243,7 +243,7 @@ class SplitFFN(CustomLayer):
 
 
 def wide(tensor: Tensor) -> torch.dtype:
-    """Its dtype, or fp32 if that is wider."""
+    """The dtype of a tensor, or fp32 if that is wider."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

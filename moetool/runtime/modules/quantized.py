@@ -85,7 +85,7 @@ class QuantizedModule(nn.Module, ABC):
 
     @property
     def stored(self) -> QuantizedWeight:
-        """The matrix."""
+        """The stored matrix."""
         return self._owner[0].stored if self._owner else self.moetool
 
     @property
@@ -94,7 +94,7 @@ class QuantizedModule(nn.Module, ABC):
         return bool(self._owner)
 
     def matrix_shape(self) -> tuple[int, int]:
-        """`[out, in]`"""
+        """The shape `[out, in]` of the matrix."""
         return self.stored.shape
 
     def decoded(self) -> Tensor:
@@ -123,7 +123,7 @@ class QuantizedModule(nn.Module, ABC):
 
     @torch.no_grad()
     def matrix(self) -> nn.Parameter:
-        """That matrix, in the model's dtype and on its device."""
+        """The decoded matrix, in the model's dtype and on its device."""
         return nn.Parameter(self.stored.dequantize(self.stored.scales.dtype))
 
 
@@ -219,7 +219,7 @@ class QuantizedLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
 
 
 def _tables(stored: QuantizedWeight) -> list[Table]:
-    """Those of its rows; empty for what is nothing for kernels."""
+    """The kernels' tables of its rows; empty for what no kernel runs."""
     whole, columns = stored.operand(), stored.shape[1]
     step, found = max(1, _MOST // columns), []
     for codes, scales in zip(stored.codes.view(stored.shape).split(step), stored.scales.split(step), strict=True):
@@ -291,12 +291,12 @@ def dense_modules(model: "PreTrainedModel") -> None:
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether a module is one of codes."""
+    """Whether a module holds its matrix as codes."""
     return isinstance(module, QuantizedModule)
 
 
 def quantized_modules(model: nn.Module) -> Iterator[tuple[str, QuantizedModule]]:
-    """Those of a model, by name."""
+    """The modules of a model that hold their matrices as codes, by name."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedModule))
 
 

@@ -33,7 +33,7 @@ class Kernels:
         self._refused: Held | None = None
 
     def of(self, module: "RoutedExperts", chosen: Tensor | None = None) -> KernelExperts | None:
-        """That of `module`, good for the experts that are `chosen` or for all of them, or None if kernels cannot run
+        """The kernels' form of `module`, for the experts that are `chosen` or for all, or None if kernels cannot run
         it: then its eager form has to."""
         # By local names: another thread may run the same module.
         if (made := self._made) is not None and made.is_current(chosen):
@@ -113,7 +113,7 @@ class RoutedExperts(nn.Module, ABC):
         return told != "eager" and not torch.jit.is_tracing()  # type: ignore[attr-defined]
 
     def infer(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The same without gradients, and never as a step of a compiled graph: on kernels where there are some for what
+        """Run without gradients, and never as a step of a compiled graph: on kernels where there are some for what
         is stored, and where it is."""
         here = hidden_states.device == self.device
         if here and (kernels := self._kernels.of(self, top_k_index)) is not None:
@@ -131,12 +131,12 @@ class RoutedExperts(nn.Module, ABC):
         """
 
     def gathered(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """The same on copies of the matrices that every token chose, if they are such as can be copied at once."""
+        """Run on copies of the matrices that every token chose, if they are such as can be copied at once."""
         return self.eager(hidden, chosen, weights)
 
     @abstractmethod
     def eager(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """The same in plain torch, one expert after the other."""
+        """Compute the sum of routed experts in plain torch, one expert after the other."""
 
 
 def matrices_of(holder: nn.Module, matrices: Sequence[Tensor], bias: Tensor | None = None) -> RoleMatrices:

@@ -63,6 +63,6 @@ class Routers:
             self._watching = False
 
     def clear(self) -> None:
-        """Forget the last pass."""
+        """Forget the logits of the last pass."""
         self.logits.clear()
         self.chosen.clear()

@@ -41,7 +41,7 @@ class SharedExpertOnBase(RoutedExperts):
 
     @property
     def native(self) -> nn.Module:
-        """What was here, without weights."""
+        """The family's own shared expert, without its weights."""
         return self._modules_elsewhere[1]
 
     @property
@@ -88,5 +88,5 @@ class SharedExpertOnBase(RoutedExperts):
         return {role: self.bias(role) for role in self.experts.layout.shape.biases}
 
     def bias(self, role: Role) -> nn.Parameter:
-        """The shared expert's own, beside one of its matrices."""
+        """The bias of the shared expert beside one of its matrices."""
         return self.get_parameter(self.names[role].removesuffix("weight") + "bias")

@@ -59,21 +59,21 @@ class InterpolatedLinear(CustomLayer):
 
     @property
     def in_features(self) -> int:
-        """Of the linear layer."""
+        """The number of inputs of the linear layer."""
         return self.linear.in_features
 
     @property
     def out_features(self) -> int:
-        """Of the linear layer."""
+        """The number of outputs of the linear layer."""
         return self.linear.out_features
 
     @property
     def bias(self) -> Tensor | None:
-        """Of the linear layer."""
+        """The bias of the linear layer, if it has one."""
         return self.linear.bias
 
     def gates(self, *, sampled: bool = False) -> Tensor:
-        """Masks `[experts, channels]`."""
+        """The masks `[experts, channels]` of all experts."""
         if not self.trains_masks:
             return self.fixed_gates
         return sampled_gate(self.log_phi) if sampled else median_gate(self.log_phi)

@@ -26,7 +26,7 @@ class Site(Protocol):
         """Whether its weight is a matrix, which others can be added to."""
 
     def versions(self) -> tuple[object, ...]:
-        """What changes whenever its weights do."""
+        """Values that change whenever the weights of the site do."""
 
     def gates(self, *, sampled: bool = False) -> Tensor:
         """The masks z `[experts, in]`."""
@@ -68,7 +68,7 @@ class Mixture:
         return found[1]
 
     def forget(self) -> None:
-        """Drop everything but α."""
+        """Drop every folded weight, and keep α."""
         self._made.clear()
         self.calls = 0
 
@@ -195,7 +195,7 @@ class Interpolation(CustomLayer):
         return logits.float().softmax(-1)
 
     def set_alpha(self, alpha: Tensor, index: Tensor | None = None) -> None:
-        """Use these from now on, in this thread."""
+        """Use these α from now on, in this thread."""
         self._use(Mixture(alpha, index))
 
     def _use(self, mixture: Mixture) -> None:

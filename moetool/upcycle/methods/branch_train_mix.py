@@ -15,12 +15,13 @@ from moetool.calibration.windows import check_vocabulary, load_tokenizer, sample
 from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.told import ConversionTold
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.phases import ROUTERS, Phases, router_phase
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.blueprint import open_for_planning
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import Options, RunOptions
-from moetool.job.phases import ROUTERS, Phases, router_phase
-from moetool.job.plan import CalibrationCost, Plan
+from moetool.job.plan import Plan
 from moetool.job.progress import phase
 from moetool.job.stage import found_here
 from moetool.runtime.dense import DenseModel
@@ -203,11 +204,16 @@ class BranchTrainMix(Upcycle[BranchTrainMixOptions]):
         cost = CalibrationCost(texts * options.samples, options.sequence_length, 4)
         return (router_phase(cost, self.dense, ROUTERS),)
 
+    @property
+    def _merged_bytes(self) -> int:
+        """Bytes of the base with one adapter merged into it, decoded where its files hold it in fewer bits."""
+        return self.source.checkpoint.weight_bytes + self.source.checkpoint.growth()
+
     def _scratch_bytes(self) -> int:
-        return super()._scratch_bytes() + len(self._adapters) * self.source.checkpoint.weight_bytes
+        return super()._scratch_bytes() + len(self._adapters) * self._merged_bytes
 
     def _memory_bytes(self) -> int:
-        options, merging = self.options, self.source.checkpoint.weight_bytes if self._adapters else 0
+        options, merging = self.options, self._merged_bytes if self._adapters else 0
         tokens = options.samples * options.sequence_length * len(self.specs) if options.gate_mode == "data" else 0
         return super()._memory_bytes() + merging + 4 * tokens * self.dense.hidden
 

@@ -72,5 +72,5 @@ class WithAdapterExperts(Customized[PescSpec]):
         yield self.filled(self.dense.architecture.weight_name(layer, "up"), PLACEHOLDER)
 
     def _down(self, layer: int, shape: Shape) -> Tensor:
-        """As a fresh `nn.Linear` (Kaiming, a = √5)."""
+        """The down projection of a layer's adapters, drawn as a fresh `nn.Linear` is (Kaiming, a = √5)."""
         return uniform(shape, linear_std(self.dense.hidden), generator(self.seed, "adapter", layer))

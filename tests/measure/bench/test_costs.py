@@ -12,9 +12,9 @@ from kinds import KINDS, MIXTRAL, layout
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moetool.checkpoint.quiet import quiet
 from moetool.format.layout import LayerLayout
 from moetool.measure.bench.costs import Attention, Cost, Costs, model_costs, of_module
+from moetool.quiet import quiet
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 

@@ -11,8 +11,8 @@ from stored_experts import STORED, batch, distance, experts_in, experts_of, is_o
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from moetool.checkpoint.quiet import quiet
 from moetool.compiled.compiler import problem
+from moetool.quiet import quiet
 from moetool.runtime.loading import run_experts_of_any_width
 
 TOKENS = torch.arange(3, 35).view(2, 16)

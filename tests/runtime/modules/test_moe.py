@@ -15,8 +15,8 @@ from transformers import AutoModel
 from upcycled import fill_expert, load, logits, open_dense, prompt, relative_error, save_dense, upcycled, write_upcycled
 
 from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
-from moetool.checkpoint.quiet import quiet
 from moetool.format.kinds.moe import MoESpec
+from moetool.quiet import quiet
 from moetool.runtime.modules.moe import CustomMoELayer
 from moetool.upcycle.experts import PartlyRedrawn
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from upcycled import load, logits, open_dense, prompt, relative_error, save_dense, with_adapters, write_upcycled
 
-from moetool.checkpoint.quiet import quiet
 from moetool.format.kinds.pesc import PescSpec
+from moetool.quiet import quiet
 from moetool.runtime.modules.pesc import AdapterExperts
 
 HIDDEN, EXPERTS, WIDTH = 32, 4, 8

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from transformers import AutoModel
 from upcycled import interpolated, load, logits, open_dense, prompt, relative_error, save_dense, write_upcycled
 
-from moetool.checkpoint.quiet import quiet
 from moetool.format.entry import custom_entry
 from moetool.format.kinds.simoe import SimoeSpec
 from moetool.numerics.hard_concrete import SHIFT, median_gate
+from moetool.quiet import quiet
 from moetool.runtime.modules.simoe import InterpolatedLinear, closed_share, open_share, overlap_penalty, sites
 from moetool.runtime.modules.simoe_mixing import FOLDING, interpolation_of, weigh_equally
 from moetool.tune.examples import IGNORED, Example, collate

@@ -50,7 +50,7 @@ class Phase:
 
 
 def altogether(works: Iterable[Work]) -> Work:
-    """The sum of them all."""
+    """The sum of several amounts of work."""
     return sum(works, Work())
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Collection
 
 from moetool.architectures import MoEShape
-from moetool.job.coefficients import COEFFICIENTS
-from moetool.job.work import Precision, Work, altogether
+from moetool.costs.coefficients import COEFFICIENTS
+from moetool.costs.work import Precision, Work, altogether
 from moetool.numerics.level_codes import LevelCodes
 from moetool.numerics.output_codes import POWERS, TRIED_ROWS
 from moetool.representations import Representation
@@ -37,7 +37,7 @@ def spectrum(matrix: tuple[int, int], *, on_outputs: bool = False, whitened: boo
 
 
 def factorize(matrix: tuple[int, int], rank: float, *, on_outputs: bool = False, whitened: bool = True) -> Work:
-    """Its leading directions, by the same norm."""
+    """The work of the leading `rank` directions of one delta `[out, in]`, by the norm that `spectrum` takes."""
     image = _image(matrix, "bfloat16", on_outputs=on_outputs, whitened=whitened)
     return image + Work(
         products={"float32": matrix[0] * min(matrix) * rank}, eigen={min(matrix): COEFFICIENTS.eigenvectors}
@@ -45,7 +45,7 @@ def factorize(matrix: tuple[int, int], rank: float, *, on_outputs: bool = False,
 
 
 def cut(matrix: tuple[int, int], rank: float) -> Work:
-    """Factors of one rank, of a delta that was factorized."""
+    """The work of cutting a factorized delta to factors of one rank."""
     rows, columns = matrix
     products = 2 * rows * columns * rank + rank**2 * (rows + columns)
     return Work(

@@ -12,7 +12,7 @@ from typing import Self
 
 from pydantic import TypeAdapter, ValidationError
 
-from moetool.checkpoint.reader import COSTS
+from moetool.checkpoint.names import COSTS
 from moetool.checkpoint.sealed import BROKEN_SEAL, read_sealed, write_sealed
 from moetool.errors import ResourceError
 from moetool.job.inputs import Inputs
@@ -46,7 +46,7 @@ class JobCosts(Printed):
     phases: Sequence[PhaseCost] = ()
 
     def plus(self, later: "JobCosts") -> "JobCosts":
-        """Both together."""
+        """The costs of this run and a later one together."""
         phases = {phase.name: phase for phase in self.phases}
         for phase in later.phases:
             phases[phase.name] = _joined(phases[phase.name], phase) if phase.name in phases else phase
@@ -102,7 +102,7 @@ class Meter(Progress):
 
     @property
     def this_run(self) -> JobCosts:
-        """Up to now."""
+        """The costs of this run up to now."""
         expected = {phase.name: phase.seconds for phase in self._expected or ()}
         phases = [
             PhaseCost(name, round(spent.seconds, 2), spent.memory, spent.scratch, expected.get(name))
@@ -118,12 +118,12 @@ class Meter(Progress):
 
     @property
     def all_runs(self) -> JobCosts:
-        """With what earlier runs of the job have left."""
+        """The costs of this run and of all earlier runs of the job."""
         return (self._earlier or JobCosts()).plus(self.this_run)
 
     @property
     def expected_seconds(self) -> float | None:
-        """Of all phases that were predicted."""
+        """The seconds that were predicted for all phases; `None` without a prediction."""
         return round(sum(phase.seconds for phase in self._expected), 2) if self._expected else None
 
     def keep(self, *, resumed: bool = False) -> None:
@@ -186,7 +186,7 @@ class Meter(Progress):
 
 
 def _joined(one: PhaseCost, other: PhaseCost) -> PhaseCost:
-    """Of the same phase in two runs."""
+    """The cost of one phase over two runs."""
     return replace(
         other,
         seconds=round(one.seconds + other.seconds, 2),

@@ -1,4 +1,4 @@
-"""What the parts that jobs are made of take, from shapes alone: calibration, statistics, writing, training.
+"""What the parts that jobs are made of take, from shapes alone: calibration, statistics, writing.
 
 Products and decompositions follow from the maths; what cannot be derived stands in `COEFFICIENTS`.
 """
@@ -8,14 +8,14 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from moetool.architectures import MoEShape
-from moetool.architectures.base import EXPERT_KEYS, TOP_K_KEYS, whole_number
+from moetool.architectures.base import whole_number
 from moetool.calibration.boundaries import batch_size
 from moetool.calibration.input_grams import keeps_each_down
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
-from moetool.job.coefficients import COEFFICIENTS
-from moetool.job.plan import CalibrationCost
-from moetool.job.work import Precision, Work
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.coefficients import COEFFICIENTS
+from moetool.costs.work import Precision, Work
 from moetool.runtime.dense import DenseModel
 
 
@@ -47,28 +47,28 @@ class ModelSize:
 
     @property
     def moe(self) -> MoEShape:
-        """The shape of experts, of a model that has some."""
+        """The shape of the model's experts; only for a model that has some."""
         assert self.shape is not None, "a model with experts"
         return self.shape
 
     @property
     def experts(self) -> int:
-        """Experts in all layers."""
+        """The number of experts in all layers."""
         return 0 if self.shape is None else self.shape.experts * self.moe_layers
 
     @property
     def expert_numbers(self) -> int:
-        """In all experts' weights."""
+        """The number of elements in all experts' weight matrices."""
         return 0 if self.shape is None else self.experts * self.shape.expert_parameters
 
     @property
     def active_in_experts(self) -> int:
-        """What one token is multiplied by in experts."""
+        """The number of expert weights that one token is multiplied by."""
         return 0 if self.shape is None else self.moe_layers * self.shape.top_k * self.shape.expert_parameters
 
 
 def moe_size(reader: ExpertReader, at_once: int | None = None) -> ModelSize:
-    """Of an MoE model, of whose layers all experts are in memory together, or so many `at_once`."""
+    """The size of an MoE model, of whose layers all experts are in memory together, or so many `at_once`."""
     checkpoint, shape, count = reader.checkpoint, reader.shape, len(reader.moe_layers)
     layers = reader.architecture.layers(checkpoint.settings)
     prefixes = tuple(reader.architecture.layer_prefix(layer) for layer in range(layers))
@@ -80,7 +80,7 @@ def moe_size(reader: ExpertReader, at_once: int | None = None) -> ModelSize:
 
 
 def dense_size(dense: DenseModel) -> ModelSize:
-    """Of a dense model."""
+    """The size of a dense model, read from its headers."""
     prefixes = tuple(dense.architecture.layer_prefix(layer) for layer in range(dense.layers))
     numbers = _numbers(dense.checkpoint, prefixes)
     return _size(dense.checkpoint, dense.layers, dense.hidden, numbers, numbers)
@@ -161,7 +161,7 @@ def calibration_forward(cost: CalibrationCost, size: ModelSize, kept: int = 1, *
 
 
 def head_gradients(cost: CalibrationCost, size: ModelSize) -> Work:
-    """Losses, and their gradients at the last boundary."""
+    """The work of the losses, and of their gradients at the last layer's output."""
     tokens = cost.samples * cost.length
     logits = tokens * size.vocabulary
     return Work(
@@ -204,7 +204,7 @@ def _reading_experts(size: ModelSize) -> Work:
 
 
 def _noted(cost: CalibrationCost, size: ModelSize) -> Work:
-    """As wide as hidden states, for all tokens and each layer with experts, to the disk and back."""
+    """Work of one vector as wide as hidden states, for all tokens and each MoE layer, to the disk and back."""
     nbytes = cost.samples * cost.length * size.hidden * cost.itemsize * size.moe_layers
     return Work(moved=4 * nbytes, read=nbytes, written=nbytes)
 
@@ -233,7 +233,7 @@ def fisher(cost: CalibrationCost, size: ModelSize) -> Work:
 
 
 def merging(size: ModelSize) -> Work:
-    """A base for every layer out of its experts."""
+    """The work of merging the experts of every layer into a base."""
     return Work(moved=COEFFICIENTS.merge_bytes * size.expert_numbers) + weights_again(size)
 
 
@@ -252,7 +252,7 @@ def factor_grams(cost: CalibrationCost, size: ModelSize) -> Work:
 
 
 def decoding(size: ModelSize) -> Work:
-    """Every expert as a dense matrix."""
+    """The work of decoding every expert to dense matrices."""
     return Work(moved=COEFFICIENTS.load_bytes * size.experts * size.moe.expert_parameters)
 
 
@@ -279,13 +279,13 @@ def _grams_in_sets(cost: CalibrationCost, size: ModelSize, precision: Precision,
 
 
 def router_moments(cost: CalibrationCost, size: ModelSize) -> Work:
-    """Second moments of what every layer's network is given."""
+    """The work of the second moments of the input of every layer's feed-forward network."""
     tokens = cost.samples * cost.length * size.layers
     return Work(products={_gram_precision(cost): tokens * size.hidden**2 / 2}, eigen={size.hidden: size.layers})
 
 
 def usage(cost: CalibrationCost, size: ModelSize) -> Work:
-    """How much energy intermediate channels carry."""
+    """The work of summing the energy of every intermediate channel."""
     return Work(moved=_routed(cost, size) * 24 * size.moe.intermediate)
 
 
@@ -324,53 +324,4 @@ def writing(read: int, written: int, tensors: int) -> Work:
         hashed=written,
         read=read,
         written=written,
-    )
-
-
-# Training.
-
-
-def training(checkpoint: Checkpoint, tokens: int, steps: int, trained: int, *, bf16: bool, again: bool) -> Work:
-    """Forwards, backwards and optimizer steps on so many tokens; `again` if forwards are made twice for less memory."""
-    config, tensors = checkpoint.settings, checkpoint.tensors
-    numbers = {name: math.prod(info.shape) for name, info in tensors.items()}
-    routed = sum(count for name, count in numbers.items() if ".experts." in name)
-    share = (whole_number(config, *TOP_K_KEYS) or 1) / (whole_number(config, *EXPERT_KEYS) or 1)
-    active = sum(numbers.values()) - routed * (1 - min(1.0, share))
-    layers = whole_number(config, "num_hidden_layers") or 1
-    made, width = COEFFICIENTS, whole_number(config, "hidden_size") or 0
-    times = 1 + made.backward + again
-    return Work(
-        products={"bfloat16" if bf16 else "float32": times * tokens * active},
-        moved=times * tokens * layers * made.layer_passes * width * 4 + steps * 40 * trained,
-        calls=steps * (times * layers * made.layer_calls + 10 * len(tensors)),
-        read=checkpoint.weight_bytes,
-    )
-
-
-# Networks that skip neurons.
-
-
-def cluster(neurons: int, width: int, clusters: int) -> Work:
-    """Balanced k-means of the neurons of one network by their weights `[neurons, width]`."""
-    steps = COEFFICIENTS.kmeans_steps
-    assigned = steps * COEFFICIENTS.assignment * neurons * clusters
-    return Work(
-        products={"float32": steps * neurons * width * clusters, "float64": assigned},
-        moved=steps * 24 * neurons * width,
-    )
-
-
-def train_selector(tokens: int, hidden: int, width: int, neurons: int, experts: int, epochs: int) -> Work:
-    """What every expert contributes to the tokens, and where there are epochs a network that predicts it, and then what
-    the neurons `[neurons, width]` do that it leaves out."""
-    passes = 2 if epochs else 1
-    batches = epochs * -(-tokens // 512)
-    network = 3 * epochs * tokens * experts * (hidden + experts)
-    return Work(
-        products={"float32": network + passes * tokens * width * neurons},
-        moved=passes * 60 * tokens * neurons
-        + epochs * tokens * (100 * hidden + 1000 * experts)
-        + batches * 48 * experts * hidden,
-        calls=COEFFICIENTS.judged_calls * (batches + epochs),
     )

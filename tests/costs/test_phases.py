@@ -7,8 +7,7 @@ from functools import partial
 import pytest
 
 from moetool.architectures import MoEShape
-from moetool.format.layout import LayerLayout
-from moetool.job.building_blocks import (
+from moetool.costs.building_blocks import (
     ModelSize,
     calibration_backward,
     calibration_forward,
@@ -21,12 +20,13 @@ from moetool.job.building_blocks import (
     weights_again,
     writing,
 )
-from moetool.job.coefficients import COEFFICIENTS
-from moetool.job.machine import Machine
-from moetool.job.matrix_work import encode, factorize, feed_back, spectrum
-from moetool.job.phases import encoding_phases, factor_phases, gradient_phases, menu_phases
-from moetool.job.plan import CalibrationCost
-from moetool.job.work import Phase, Work, altogether
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.coefficients import COEFFICIENTS
+from moetool.costs.machine import Machine
+from moetool.costs.matrix_work import encode, factorize, feed_back, spectrum
+from moetool.costs.phases import encoding_phases, factor_phases, gradient_phases, menu_phases
+from moetool.costs.work import Phase, Work, altogether
+from moetool.format.layout import LayerLayout
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
 from moetool.representations.quantized import Quantized

@@ -3,9 +3,9 @@
 from contextlib import suppress
 from pathlib import Path
 
-from moetool.checkpoint.reader import COSTS
+from moetool.checkpoint.names import COSTS
 from moetool.checkpoint.sealed import read_sealed, write_sealed
-from moetool.job.costs import JobCosts, Meter, read_costs
+from moetool.job.metering import JobCosts, Meter, read_costs
 from moetool.job.progress import Progress, phase
 from moetool.job.result import PhaseCost, PhaseTime
 from moetool.job.workspace import WORK_DIRECTORY

@@ -7,9 +7,10 @@ import psutil
 import pytest
 
 from moetool.architectures import MoEShape
+from moetool.costs.layer_memory import USABLE, LayerMemory, Measuring, attention_bytes
 from moetool.errors import UsageError
-from moetool.job.layer_memory import USABLE, LayerMemory, Measuring, attention_bytes
 from moetool.job.options import RunOptions
+from moetool.job.plan import experts_at_once
 
 MEMORY = LayerMemory(
     rest=1000, dense=50, passing=200, expert=10, experts=64, measuring=(Measuring(5, 0, 0), Measuring(40, 6, 30))
@@ -27,7 +28,7 @@ def test_batches_pass_while_no_expert_is_there() -> None:
 
 @pytest.mark.parametrize(("allowed", "at_once"), [(2294, 64), (2293, 32), (1582, 32), (1581, 22), (1330, 16), (1, 1)])
 def test_as_few_sets_as_fit(allowed: int, at_once: int) -> None:
-    assert MEMORY.at_once(RunOptions(memory=allowed)) == at_once
+    assert experts_at_once(MEMORY, RunOptions(memory=allowed)) == at_once
     assert allowed == 1 or MEMORY.nbytes(at_once) <= allowed
 
 
@@ -36,24 +37,24 @@ def test_what_the_machine_has_unless_told_whatever_is_free(available: int, monke
     """Sums are formed in the order of these sets: two runs of one command choose the same."""
     total = round(1582 / USABLE) + 1
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=total, available=available))
-    assert MEMORY.at_once(RunOptions()) == 32
+    assert experts_at_once(MEMORY, RunOptions()) == 32
 
 
 def test_a_run_keeps_to_what_it_began_with() -> None:
-    assert MEMORY.at_once(RunOptions(memory=2294).keeping(22)) == 22
-    assert MEMORY.at_once(RunOptions(memory=1).keeping(64)) == 64
-    assert MEMORY.at_once(RunOptions(memory=2294).keeping(None)) == 64
+    assert experts_at_once(MEMORY, RunOptions(memory=2294).keeping(22)) == 22
+    assert experts_at_once(MEMORY, RunOptions(memory=1).keeping(64)) == 64
+    assert experts_at_once(MEMORY, RunOptions(memory=2294).keeping(None)) == 64
     copied = RunOptions(memory=2294).keeping(22).model_copy(update={"shard_size": 5})
-    assert MEMORY.at_once(copied) == 22, "jobs within a job keep to it, too"
+    assert experts_at_once(MEMORY, copied) == 22, "jobs within a job keep to it, too"
     assert "experts_at_once" not in copied.model_dump()
 
 
 def test_several_processes_hold_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert MEMORY.at_once(RunOptions(memory=1)) == 64
-    assert MEMORY.at_once(RunOptions().keeping(64)) == 64
+    assert experts_at_once(MEMORY, RunOptions(memory=1)) == 64
+    assert experts_at_once(MEMORY, RunOptions().keeping(64)) == 64
     with pytest.raises(UsageError, match="22 of 64 experts"):
-        MEMORY.at_once(RunOptions().keeping(22))
+        experts_at_once(MEMORY, RunOptions().keeping(22))
 
 
 def test_what_is_measured_grows_with_the_experts_only_where_each_has_its_own() -> None:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from moetool.job import machine
-from moetool.job.machine import DeviceSpeeds, DiskSpeeds, Machine, this_machine
-from moetool.job.work import PRECISIONS, Work
+from moetool.costs import machine
+from moetool.costs.machine import DeviceSpeeds, DiskSpeeds, Machine, this_machine
+from moetool.costs.work import PRECISIONS, Work
 
 CPU = torch.device("cpu")
 SPEEDS = {

@@ -19,7 +19,7 @@ import torch
 from pydantic import Field, TypeAdapter
 
 from moetool.compiled.compiler import cache_directories
-from moetool.job.work import PRECISIONS, Precision, Work
+from moetool.costs.work import PRECISIONS, Precision, Work
 
 _PRODUCT = {"cpu": 1024, "cuda": 4096}  # size of the matrices that are multiplied
 _SOLVED = {"cpu": (96, 384), "cuda": (256, 1024)}
@@ -67,14 +67,14 @@ SpeedsT = TypeVar("SpeedsT", DeviceSpeeds, DiskSpeeds)
 
 @dataclass(frozen=True, kw_only=True)
 class Machine(DeviceSpeeds, DiskSpeeds):
-    """What a job takes here."""
+    """How fast this machine does each kind of work."""
 
     def seconds(self, work: Work) -> float:
-        """How long it will take, each of its kinds after the other."""
+        """Seconds of some work, each of its kinds after the other."""
         return math.fsum(self.seconds_by_kind(work).values())
 
     def seconds_by_kind(self, work: Work) -> dict[str, float]:
-        """The same, by field of `Work`."""
+        """Seconds of some work, by field of `Work`."""
         return {
             "products": sum(count / self.products[precision] for precision, count in work.products.items()),
             "eigen": sum(count * _between(self.eigen, n) for n, count in work.eigen.items()),

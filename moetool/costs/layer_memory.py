@@ -7,10 +7,6 @@ from moetool.architectures.base import Settings, whole_number
 from moetool.calibration.held_experts import working_sets
 from moetool.calibration.input_grams import GRAM_DTYPE, keeps_each_down
 from moetool.checkpoint.experts import ExpertReader
-from moetool.errors import UsageError
-from moetool.job.options import RunOptions
-from moetool.job.processes import processes
-from moetool.runtime.memory import total_bytes
 
 USABLE = 0.8  # share of the machine's memory that a job takes unless it is told otherwise
 _FP64 = 8
@@ -31,7 +27,7 @@ class Measuring:
     work: int = 0
 
     def nbytes(self, at_once: int) -> int:
-        """With so many experts in memory."""
+        """Bytes of memory with so many experts of the layer in it."""
         return self.common + at_once * self.each + self.work
 
     @classmethod
@@ -53,8 +49,8 @@ class Measuring:
         return cls(grams + sample + 4 * shape.expert_parameters, grams + together, _FP64 * small * 6 * large)
 
     def refined(self, shape: MoEShape, share: float, tokens: int) -> "Measuring":
-        """The same, when then a base and deltas that have that `share` of the experts' numbers are moved by gradients
-        on so many tokens."""
+        """This measurement, when then a base and deltas with that `share` of the experts' numbers are moved by
+        gradients on so many tokens."""
         numbers = shape.experts * shape.expert_parameters
         moved = 4 * round(5 * share * numbers)  # as they were, as they are, and what Adam keeps
         text = tokens * (10 * shape.hidden + 4 * shape.experts)
@@ -94,7 +90,7 @@ class LayerMemory:
     measuring: tuple[Measuring, ...] = (Measuring(),)
 
     def nbytes(self, at_once: int | None = None) -> int:
-        """With so many experts in memory together, by default all, and then while batches pass through the layer."""
+        """Bytes with so many experts in memory together, by default all, which then are there while batches pass."""
         if at_once is None or at_once >= self.experts:
             most = max(one.nbytes(self.experts) for one in self.measuring)
             return self.rest + self.passing + max(self.dense, self.experts * self.expert + most)
@@ -102,28 +98,9 @@ class LayerMemory:
         common = max(one.common for one in self.measuring)
         return self.rest + max(self.passing + max(self.dense, common), at_once * self.expert + most)
 
-    def at_once(self, options: RunOptions) -> int:
-        """How many experts are in memory together: as many as fit into the memory that options allow, or `USABLE` of
-        all that the machine has; one if not even that is enough. All where several processes share the work: what each
-        has gathered is summed at once.
-
-        What is free at the moment has no say: sums are formed in the order of these sets, so two runs of one command
-        have to choose the same. For that reason, too, a run that is gone on with keeps to what it began with.
-
-        Raises:
-            UsageError: it began with fewer than all, and several processes are to go on.
-        """
-        kept = options.experts_at_once
-        if processes() > 1:
-            if kept is not None and kept < self.experts:
-                raise UsageError(
-                    f"This run was begun by one process, with {kept} of {self.experts} experts of a layer in memory at "
-                    f"a time, and several need all at once. Go on with one process, or start again with --overwrite."
-                )
-            return self.experts
-        if kept is not None:
-            return min(kept, self.experts)
-        room = int(USABLE * total_bytes()) if options.memory is None else options.memory
+    def at_once(self, room: int) -> int:
+        """How many experts are in memory together where the job has `room` bytes: all if these fit, else the largest of
+        equal sets that does; one if not even that is enough."""
         if self.nbytes() <= room:
             return self.experts
         fits = [count for count in range(1, self.experts) if self.nbytes(count) <= room]
@@ -144,8 +121,9 @@ def layer_numbers(experts: ExpertReader) -> tuple[int, int, int]:
 
 
 def attention_bytes(config: Settings, windows: int, length: int) -> int:
-    """Of latent attention in some windows: queries, keys, values and their gradients, and where values are not as wide
-    as keys the scores between all tokens, which torch then forms on a processor; three times these, by measurement."""
+    """Bytes of latent attention in some windows: queries, keys, values and their gradients, and where values are not
+    as wide as keys the scores between all tokens, which torch then forms on a processor; three times these, by
+    measurement."""
     heads, values = (whole_number(config, key) for key in ("num_attention_heads", "v_head_dim"))
     keys = [whole_number(config, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim")]
     if heads is None or values is None or None in keys:

@@ -1,41 +1,38 @@
 """The phases of whole jobs, under the names that progress shows them by, made of `building_blocks`."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from moetool.architectures import MoEShape, Role
 from moetool.calibration.boundaries import stretch
-from moetool.format.kinds.base import Counts
-from moetool.format.layout import LayerLayout
-from moetool.job.building_blocks import (
+from moetool.costs.building_blocks import (
     ModelSize,
     calibration_backward,
     calibration_forward,
-    cluster,
     dense_size,
     factor_grams,
     fisher,
     head_gradients,
     input_grams,
-    loading,
     merging,
     router_moments,
-    train_selector,
     usage,
     weights_again,
     writing,
 )
-from moetool.job.matrix_work import cut, encode, factorize, spectrum, tried
-from moetool.job.plan import CalibrationCost
-from moetool.job.work import Phase, Work, altogether
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.matrix_work import cut, encode, factorize, spectrum, tried
+from moetool.costs.work import Phase, Work, altogether
+from moetool.format.kinds.base import Counts
+from moetool.format.layout import LayerLayout
 from moetool.representations import Representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import break_even_rank
 from moetool.runtime.dense import DenseModel
 
 FORWARD, BACKWARD, FACTORIZE = "Forward", "Backward", "Factorize"
-ENCODE, WRITE, ROUTERS, TRAIN = "Encode and write", "Write", "Routers", "Train"
+ENCODE, WRITE, ROUTERS = "Encode and write", "Write", "Routers"
 PROOF = "Compare with the dense model"
 
 Phases = tuple[Phase, ...]
@@ -50,7 +47,7 @@ def gradient_phases(cost: CalibrationCost, size: ModelSize) -> Phases:
 
 
 def gradient_cost(cost: CalibrationCost) -> CalibrationCost:
-    """The same for the windows that gradients are taken on."""
+    """The cost of the windows that gradients are taken on."""
     return replace(cost, samples=cost.gradient_samples)
 
 
@@ -130,7 +127,7 @@ def menu_phases(
 def encoding_phases(
     cost: CalibrationCost | None, size: ModelSize, layouts: Mapping[int, LayerLayout], written: int
 ) -> Phases:
-    """Deltas in known forms, on a text if there is one."""
+    """The phases of a job that encodes deltas in known forms, on a text if there is one."""
     shape = size.moe
     stored = {(role, form.label): form for layout in layouts.values() for _, role, form in layout.deltas()}
     forms = Counter((role, form.label) for layout in layouts.values() for _, role, form in layout.deltas())
@@ -147,13 +144,13 @@ def encoding_phases(
 
 
 def decomposing_phases(size: ModelSize, layouts: Mapping[int, LayerLayout], written: int) -> Phases:
-    """A base beside experts that stay as they are."""
+    """The phases of a job that makes a base beside experts that stay as they are."""
     bases = altogether(_bases(size.moe, layout.base) for layout in layouts.values())
     return rewriting_phases(size, written, merging(size) + bases)
 
 
 def rewriting_phases(size: ModelSize, written: int, made: Work | None = None) -> Phases:
-    """Weights that are read, made into others, and written."""
+    """The phases of a job that reads weights, makes others of them, and writes these."""
     return (Phase(WRITE, writing(size.nbytes, written, size.tensors) + (made or Work())),)
 
 
@@ -172,41 +169,8 @@ def router_phase(cost: CalibrationCost, dense: DenseModel, name: str = FORWARD) 
     return Phase(name, calibration_forward(cost, size) + router_moments(cost, size))
 
 
-def neuron_phases(
-    cost: CalibrationCost,
-    dense: DenseModel,
-    layers: Collection[int],
-    tokens: int,
-    experts: int,
-    epochs: int,
-    *,
-    gradients: bool,
-) -> Phases:
-    """A text through a dense model, to put neurons into experts and to train what chooses them.
-
-    Args:
-        cost: of the text.
-        dense: the model.
-        layers: that are split.
-        tokens: that selectors are trained on.
-        experts: per layer.
-        epochs: of a selector's training; 0 where there is none.
-        gradients: whether neurons are ranked by these, and put in no clusters.
-    """
-    size = dense_size(dense)
-    width = dense.hidden * (len(dense.architecture.roles) - 1)
-    sampled = Work(read=4 * tokens * dense.hidden, written=4 * tokens * dense.hidden)
-    learnt = (train_selector(tokens, dense.hidden, width, dense.intermediate, experts, epochs) + sampled) * len(layers)
-    if not gradients:
-        clustered = cluster(dense.intermediate, width, experts) * len(layers)
-        run = calibration_forward(cost, size) * ((max(layers) + 1) / size.layers)
-        return (Phase(FORWARD, run + loading(size) + clustered + learnt),)
-    forward = calibration_forward(cost, size, size.layers)
-    return Phase(FORWARD, forward), Phase(BACKWARD, calibration_backward(cost, size) + learnt)
-
-
 def proof_phase(cost: CalibrationCost, dense: DenseModel, parameters: Counts, written: int) -> Phase:
-    """Both models on a few tokens, layer by layer in fp32."""
+    """The phase in which both models run on a few tokens, layer by layer in fp32."""
     size = dense_size(dense)
     made = replace(
         size,
@@ -216,11 +180,6 @@ def proof_phase(cost: CalibrationCost, dense: DenseModel, parameters: Counts, wr
     )
     heads = head_gradients(cost, size) * (2 / 3)  # without gradients
     return Phase(PROOF, calibration_forward(cost, size) + calibration_forward(cost, made) + heads)
-
-
-def training_phases(work: Work, size: int, tensors: int) -> Phases:
-    """Steps of an optimizer, and the result of so many bytes and tensors."""
-    return Phase(TRAIN, work), Phase(WRITE, writing(0, size, tensors))
 
 
 # Shared.

@@ -1,0 +1,385 @@
+"""A family whose layout is derived from transformers' own class, by `config.json` alone.
+
+The model is built on the meta device, where it takes no memory. Experts are found by their class and shapes, names on
+disk by turning transformers' conversion of checkpoints round, and numbers are read from the modules. The code of a
+checkpoint (`auto_map`) is never run.
+"""
+
+import ast
+import copy
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from moetool.architectures.base import (
+    EXPERT_KEYS,
+    GATED,
+    GATED_JOINED,
+    GROUP_KEYS,
+    TOP_K_KEYS,
+    WIDTH_KEYS,
+    Architecture,
+    ModelNumbers,
+    MoEShape,
+    Role,
+    whole_number,
+)
+from moetool.architectures.probing import DiskNames, names_in_layers
+from moetool.errors import InvalidInputError, did_you_mean
+from moetool.quiet import quiet
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_IN_LAYER = re.compile(r"(?P<layers>.*?)\.(?P<index>\d+)\.(?P<inside>.+)")
+# What transformers' decorator of classes of experts says of them: the value that moetool computes, and what it means
+# where that is another.
+_FLAGS: Mapping[str, tuple[bool, str]] = {
+    "has_gate": (True, "its experts have no gate"),
+    "has_bias": (False, "its experts have biases"),
+    "is_transposed": (False, "its experts' matrices are transposed, [in, out]"),
+    "is_concatenated": (True, "rows of gate and up are interleaved in its experts"),
+    "has_post_expert_norm": (False, "its experts end in a norm"),
+}
+_PLAIN = "transformers.integrations.moe"  # where act(gate) · up is, which most families' experts compute
+_ROUTERS = ("gate", "router")  # names of the module, in all families of transformers
+# Entries that say nothing of the modules, and one of transformers' own that it does not take back.
+_APART = {"quantization_config", "transformers_version", "architectures", "_name_or_path", "dtype", "torch_dtype"}
+_APART |= {"ignore_keys_at_rope_validation"}
+# Ways in which a shared expert names its matrices, relative to it.
+_SHARED: tuple[Mapping[Role, str], ...] = (
+    GATED,
+    GATED_JOINED,
+    {"gate": "input_linear.weight", "up": "input_linear.weight", "down": "output_linear.weight"},
+)
+
+
+def derive(config: Mapping[str, object]) -> Architecture:
+    """The family and the numbers of an MoE model that transformers can build, from its `config.json` or settings.
+
+    Raises:
+        InvalidInputError: transformers does not know the model type or cannot build the model, or the experts, the
+            router or their names on disk are of a kind that moetool does not handle. The message says which.
+    """
+    entries = {key: value for key, value in config.items() if key not in _APART}
+    return _derived(json.dumps(entries, sort_keys=True, default=_plain))
+
+
+def _plain(value: Any) -> object:
+    return value.to_dict() if hasattr(value, "to_dict") else str(value)
+
+
+@lru_cache(maxsize=32)
+def _derived(entries: str) -> Architecture:
+    config = json.loads(entries)
+    model = empty_model_of(config)
+    try:
+        return _Derivation(config, model).architecture()
+    except InvalidInputError as error:
+        named = f"{type(model).__name__} ({config.get('model_type')})"
+        raise InvalidInputError(f"{named} has experts that moetool does not handle: {error}.") from None
+
+
+@contextmanager
+def _building(model_type: str) -> Iterator[None]:
+    """Whatever transformers raises in the `with` block is an `InvalidInputError`."""
+    try:
+        with quiet():
+            yield
+    except (InvalidInputError, MemoryError):
+        raise
+    except Exception as error:
+        reason = (" ".join(str(error).split())[:300] or type(error).__name__).rstrip(".")
+        raise InvalidInputError(
+            f"transformers cannot build the {model_type} model that config.json describes: {reason}."
+        ) from error
+
+
+def empty_model_of(config: dict[str, Any]) -> "PreTrainedModel":
+    """The language model of a `config.json` on the meta device.
+
+    Raises:
+        InvalidInputError: transformers does not know the model type, has no language model of it, or cannot build it.
+    """
+    import torch
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise InvalidInputError(
+            f"Unknown model family: config.json has model_type {model_type!r}; it should name one, such as 'mixtral'."
+        )
+    if model_type not in CONFIG_MAPPING:
+        own = " Code that comes with the checkpoint (auto_map) is never run." if config.get("auto_map") else ""
+        hint = did_you_mean(model_type, CONFIG_MAPPING)
+        raise InvalidInputError(
+            f"Unknown model family {model_type!r}: transformers {transformers.__version__}, which is installed, has no "
+            f"such model_type; a newer version may have it.{own}{hint}"
+        )
+    with _building(model_type):
+        described = transformers_config(config)
+        loader = language_model_class(model_type)
+        if type(described) not in loader._model_mapping:
+            raise InvalidInputError(
+                f"{model_type} is no language model by itself: it is something else, or has others around it. moetool "
+                "takes language models alone."
+            )
+        with torch.device("meta"):
+            return loader.from_config(described)
+
+
+def language_model_class(model_type: object) -> Any:
+    """The class by which transformers builds and loads a causal language model: `AutoModelForCausalLM`, but for a
+    family (Mistral 4) that it lists among those that see."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto
+
+    alone = model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    seeing = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type, "")
+    return AutoModelForImageTextToText if not alone and str(seeing).endswith("CausalLM") else AutoModelForCausalLM
+
+
+def transformers_config(config: Mapping[str, object]) -> "PreTrainedConfig":
+    """transformers' config of a model, defaults filled in, without its `quantization_config`. Raises what transformers
+    raises where it does not know the `model_type`, or refuses an entry."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    raw: dict[str, Any] = PreTrainedConfig._decode_special_floats(copy.deepcopy(dict(config)))
+    raw.pop("quantization_config", None)
+    return AutoConfig.for_model(**raw)
+
+
+class _Derivation:
+    """What the modules of a model without weights say of its family.
+
+    Every method raises `InvalidInputError` with a clause of an error message for what moetool cannot handle.
+    """
+
+    def __init__(self, config: Mapping[str, object], model: "PreTrainedModel") -> None:
+        self.config, self.model = config, model
+        self.text_config: Any = model.config.get_text_config()
+        self.modules: dict[str, nn.Module] = dict(model.named_modules())
+        self.layers, self.inside, self.moe_layers = self._find_experts()
+        self.block, _, self._experts_name = self.inside.rpartition(".")
+        self.tensors = self._tensors_of_layers()
+
+    def _find_experts(self) -> tuple[str, str, tuple[int, ...]]:
+        """Path of the list of layers, path of the experts in a layer, and the layers that have some."""
+        from torch import nn
+
+        places: dict[tuple[str, str], list[int]] = {}
+        others = set[str]()
+        for name, module in self.modules.items():
+            down, found = getattr(module, "down_proj", None), _IN_LAYER.fullmatch(name)
+            if found is None or not isinstance(down, nn.Parameter) or down.ndim != 3:
+                if re.search("experts", type(module).__name__, re.IGNORECASE):
+                    others.add(type(module).__name__)
+            elif not hasattr(module, "has_gate"):  # not by transformers' decorator
+                others.add(type(module).__name__)
+            else:
+                places.setdefault((found["layers"], found["inside"]), []).append(int(found["index"]))
+        if not places:
+            how = f"transformers runs its experts in a way of their own ({', '.join(sorted(others))})"
+            raise InvalidInputError(how if others else "none of its layers has experts")
+        if len(places) > 1:
+            kinds = ", ".join(inside for _, inside in places)
+            raise InvalidInputError(f"its layers have experts of several kinds ({kinds})")
+        [((layers, inside), found_in)] = places.items()
+        return layers, inside, tuple(sorted(found_in))
+
+    def _layer(self, index: int) -> "nn.Module":
+        return self.modules[f"{self.layers}.{index}"]
+
+    def _tensors_of_layers(self) -> dict[int, dict[str, "Tensor"]]:
+        """Of some layers, the first MoE layer at first, all tensors by name relative to the layer: every name that
+        some layer has is among them."""
+        seen = set[str]()
+        found: dict[int, dict[str, Tensor]] = {}
+        for index in (self.moe_layers[0], *range(self.count)):
+            own = self._layer(index).state_dict(keep_vars=True)
+            if not own.keys() <= seen:
+                found.setdefault(index, own)
+                seen |= own.keys()
+        return found
+
+    @property
+    def count(self) -> int:
+        """Number of decoder layers."""
+        return len(self.modules[self.layers])  # type: ignore[arg-type]
+
+    def architecture(self) -> Architecture:
+        shape = self._shape()
+        names = names_in_layers(self.model, self.inside, self.tensors, f"{self.layers}.{{layer}}")
+        router, router_others, others = self._block_names(shape, names)
+        block = names.own.removesuffix("experts.").rstrip(".")
+        shared_module, shared = self._shared_expert(names)
+        layer = f"{self.layers}.{{layer}}"
+        groups, groups_keys = self._groups(shape)
+        kind = type(self.model).__name__.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
+        model_type = str(self.config["model_type"])
+        return Architecture(
+            name=kind,
+            model_types=(model_type,),
+            reference=f"https://huggingface.co/docs/transformers/model_doc/{model_type}",
+            experts_key=self._keys(EXPERT_KEYS, shape.experts),
+            intermediate_key=next(iter(self._keys(WIDTH_KEYS, shape.intermediate)), ""),
+            top_k_key=next(iter(self._keys(TOP_K_KEYS, shape.top_k)), ""),
+            groups_keys=groups_keys,
+            router_rule=f"as transformers computes it ({type(self._router()[1]).__name__})",
+            layer=names.layer,
+            layer_module="" if layer == names.layer else layer,
+            block=block,
+            weights={role: _within(block, name) for role, name in names.weights.items()},
+            router=router,
+            experts_module=self.inside,
+            router_others=router_others,
+            others=others,
+            shared_expert_module=shared_module,
+            shared_expert=shared,
+            attention=self._attention(names),
+            embeddings=self._embeddings(),
+            returns_tuple=self._returned() > 1,
+            handed_on=self._returned() - 1,
+            given=ModelNumbers(self.count, self.moe_layers, shape, groups),
+        )
+
+    def _shape(self) -> MoEShape:
+        found = {self._shape_of(layer) for layer in self.moe_layers}
+        if len(found) > 1:
+            raise InvalidInputError("its layers have different numbers or sizes of experts")
+        return found.pop()
+
+    def _shape_of(self, layer: int) -> MoEShape:
+        experts: Any = self._layer(layer).get_submodule(self.inside)
+        if wrong := [reason for flag, (value, reason) in _FLAGS.items() if getattr(experts, flag, value) is not value]:
+            raise InvalidInputError(", ".join(wrong))
+        count, hidden, intermediate = experts.down_proj.shape
+        if experts.gate_up_proj.shape != (count, 2 * intermediate, hidden):
+            raise InvalidInputError("its experts' matrices do not have the shapes [2 · width, hidden], [hidden, width]")
+        if extra := [name for name, _ in experts.named_parameters() if name not in ("gate_up_proj", "down_proj")]:
+            raise InvalidInputError(f"its experts have more than matrices ({', '.join(extra)})")
+        if hidden != self.text_config.hidden_size:
+            raise InvalidInputError(f"its experts' inputs have {hidden} channels, its hidden states others")
+        if (top_k := self._top_k(layer)) > count:
+            raise InvalidInputError(f"it routes every token to {top_k} of {count} experts")
+        return MoEShape(count, top_k, hidden, intermediate)
+
+    def _router(self, layer: int | None = None) -> tuple[str, "nn.Module"]:
+        """Name of the router's module in the block, and the module."""
+        block = self._layer(self.moe_layers[0] if layer is None else layer).get_submodule(self.block)
+        found = [(name, module) for name, module in block.named_children() if name in _ROUTERS]
+        if len(found) != 1:
+            raise InvalidInputError(f"its router is not one module beside the experts ({type(block).__name__})")
+        return found[0]
+
+    def _top_k(self, layer: int) -> int:
+        """Experts per token."""
+        router = self._router(layer)[1]
+        block = self._layer(layer).get_submodule(self.block)
+        own = (getattr(module, "top_k", None) for module in (router, *router.modules(), block))
+        found = next((value for value in own if isinstance(value, int)), None)
+        if found is None:
+            found = whole_number(vars(self.text_config), *TOP_K_KEYS)
+        if found is None or found < 1:
+            raise InvalidInputError("nothing says how many experts a token goes to")
+        return found
+
+    def _block_names(self, shape: MoEShape, names: DiskNames) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+        """On disk: the router's weight, relative to the block; what else has an entry per expert, relative to the
+        layer; and beginnings of the names of all other tensors in the block, relative to it."""
+        router_name, router = self._router()
+        start = f"{self.block}." if self.block else ""
+        block = names.own.removesuffix("experts.").rstrip(".")
+        layers = reversed(self.tensors.values())
+        shapes = {name: tuple(tensor.shape) for layer in layers for name, tensor in layer.items()}
+        held = {name for layer in self.moe_layers for name in self._layer(layer).state_dict(keep_vars=True)}
+        inside = {name: places for name, places in names.others.items() if name in held and name.startswith(start)}
+        weights = [
+            name
+            for name in inside
+            if name.startswith(f"{start}{router_name}.") and shapes[name] == (shape.experts, shape.hidden)
+        ]
+        if len(weights) != 1 or len(inside[weights[0]]) != 1:
+            raise InvalidInputError(f"its router is not one matrix [experts, hidden] ({type(router).__name__})")
+        [weight] = inside.pop(weights[0])
+        per_expert, others = set[str](), set[str]()
+        for name, places in inside.items():
+            of_expert = shapes[name] in ((shape.experts,), (1, shape.experts)) and "shared" not in name
+            for place in places:
+                if of_expert:
+                    per_expert.add(place)
+                elif not block or place.startswith(f"{block}."):
+                    own = _within(block, place)
+                    others.add(own.partition(".")[0] + "." if "." in own else own)
+        return _within(block, weight), tuple(sorted(per_expert)), tuple(sorted(others))
+
+    def _shared_expert(self, names: DiskNames) -> tuple[str, Mapping[Role, str]]:
+        """Path of the shared expert, relative to the layer, and its matrices, if they are gate, up and down alone and
+        lie on disk under the names that they have in memory; otherwise an empty path."""
+        layer: Any = self._layer(self.moe_layers[0])
+        if type(layer.get_submodule(self.inside))._apply_gate.__module__ != _PLAIN:
+            return "", GATED  # the shared one may compute something else
+        for path, module in layer.named_modules():
+            if "shared" not in path.rpartition(".")[2]:
+                continue
+            tensors = {f"{path}.{name}" for name in module.state_dict()}
+            for matrices in _SHARED:
+                own = {f"{path}.{name}" for name in matrices.values()}
+                if tensors == own and all(names.others.get(name) == (name,) for name in own):
+                    return path, matrices
+        return "", GATED
+
+    def _attention(self, names: DiskNames) -> tuple[str, ...]:
+        """Projections of attention, relative to the layer, that have the same name on disk and in memory."""
+        from torch import nn
+
+        found: dict[str, None] = {}
+        for index in self.tensors:
+            for path, module in self._layer(index).named_children():
+                if re.search("attn|attention|^conv$", path):
+                    linear = (name for name, child in module.named_children() if type(child) is nn.Linear)
+                    found |= dict.fromkeys(f"{path}.{name}" for name in linear)
+        return tuple(path for path in found if names.others.get(f"{path}.weight") == (f"{path}.weight",))
+
+    def _embeddings(self) -> tuple[str, ...]:
+        """Paths of the embedding of tokens and of the head."""
+        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        return tuple(name for end in ends for name, module in self.modules.items() if module is end)
+
+    def _returned(self) -> int:
+        """How many things a decoder layer gives, by its source."""
+        [function] = ast.parse(textwrap.dedent(inspect.getsource(type(self._layer(0)).forward))).body
+        given = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+        return max(len(value.elts) if isinstance(value, ast.Tuple) else 1 for value in given)
+
+    def _groups(self, shape: MoEShape) -> tuple[tuple[int, int], tuple[str, str] | None]:
+        """Number of groups of experts and of those that are taken, and their keys."""
+        for keys in GROUP_KEYS:
+            groups, taken = (whole_number(vars(self.text_config), key) for key in keys)
+            if groups and taken:
+                if shape.experts % groups or taken > groups:
+                    raise InvalidInputError(
+                        f"{keys[0]} is {groups} and {keys[1]} is {taken}; {shape.experts} experts cannot be divided "
+                        "and chosen so"
+                    )
+                return (groups, taken), keys
+        return (1, 1), None
+
+    def _keys(self, keys: tuple[str, ...], value: int) -> tuple[str, ...]:
+        """Those of the keys under which transformers' config has a number, its own names of it first."""
+        said = [key for key in keys if whole_number({key: getattr(self.text_config, key, None)}, key) == value]
+        return tuple(sorted(said, key=lambda key: key not in vars(self.text_config)))
+
+
+def _within(block: str, name: str) -> str:
+    """A name relative to the block, of one relative to the layer. Raises `InvalidInputError`."""
+    if block and not name.startswith(f"{block}."):
+        raise InvalidInputError(f"on disk {name} lies apart from its experts ({block})")
+    return name.removeprefix(f"{block}.") if block else name

@@ -1,0 +1,166 @@
+"""The bundled text as a tokenizer reads it: without what it cuts into bytes, and no more of it than is asked for."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moetool.calibration.bundled import BundledPiece, pieces
+from moetool.calibration.cutting import shuffled_windows
+from moetool.calibration.opening import Tokenizer
+from moetool.errors import InvalidInputError
+from moetool.numerics.seeding import generator
+
+_LOOKED_AT = 512  # characters of a piece by which it is judged, of which its words count: digits are often cut apart
+_FEWEST = 200  # characters in words, below which nothing is judged
+_TORN = 0.5  # tokens per byte above which a tokenizer that needs half of them elsewhere cannot read a text
+_SPAN = 10  # characters of a span for every token of a window: about two windows, with a line to spare
+
+
+@dataclass(frozen=True)
+class ReadableText:
+    """The bundled text that a tokenizer can read.
+
+    Attributes:
+        texts: by kind, the readable pieces of the kind, one after the other.
+        left_out: `kind/name` of the pieces that the tokenizer cannot read.
+    """
+
+    texts: dict[str, str]
+    left_out: tuple[str, ...]
+
+
+def readable_text(kinds: Collection[str], tokenizer: Tokenizer) -> ReadableText:
+    """The bundled text of some kinds, without the pieces that are torn into bytes: more than half a token per byte, and
+    twice as many as the piece with the fewest."""
+    rates = [_tokens_per_byte(piece, tokenizer) for piece in pieces()]
+    limit = max(_TORN, 2 * min(filter(None, rates), default=0.0))
+    found, torn = dict[str, list[str]](), list[str]()
+    for piece, rate in zip(pieces(), rates, strict=True):
+        if piece.kind not in kinds:
+            continue
+        if rate > limit:
+            torn.append(f"{piece.kind}/{piece.name}")
+        else:
+            found.setdefault(piece.kind, []).append(piece.text)
+    return ReadableText({kind: "".join(own) for kind, own in found.items()}, tuple(torn))
+
+
+def _ids(text: str, tokenizer: Tokenizer) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False, return_attention_mask=False)["input_ids"])
+
+
+def _tokens_per_byte(piece: BundledPiece, tokenizer: Tokenizer) -> float:
+    """Tokens per byte of UTF-8 in a piece's words; what the tokenizer does not know counts as a token per byte. 0 for a
+    piece of hardly any words."""
+    text = "".join(character for character in piece.text[:_LOOKED_AT] if character.isalpha() or character == " ")
+    if len(text) < _FEWEST:
+        return 0.0
+    ids, size = _ids(text, tokenizer), len(text.encode())
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    lost = ids.count(unknown) if unknown is not None else 0
+    return max(len(ids), size * lost / max(1, len(ids))) / size
+
+
+class KindWindows:
+    """Windows of one kind of the bundled text, drawn at random without overlap, and tokenized as they are asked for.
+
+    The text is cut at line breaks into spans of about two windows, which are read in random order. Each gives one
+    window, and its others once all spans have been read. Where that many spans are not there, all of the text is one.
+    """
+
+    def __init__(self, kind: str, text: str, tokenizer: Tokenizer, *, due: int, length: int, seed: int) -> None:
+        """`due` windows of `length` tokens will be taken first; what they are depends on both and the `seed` alone."""
+        self._tokenizer, self._length = tokenizer, length
+        self._generator = generator(seed, "bundled", kind)
+        spans = _spans(text, len(text) // (_SPAN * length))
+        self._each = 1
+        if len(spans) < due:
+            spans, self._each = [text], due
+        order = torch.randperm(len(spans), generator=self._generator).tolist()
+        self._unread = [spans[place] for place in reversed(order)]
+        self._first, self._further = list[Tensor](), list[Tensor]()
+
+    def take(self, count: int) -> list[Tensor]:
+        """The next `count` windows, each `[length]`, or as many as are left."""
+        while len(self._first) < count and self._unread:
+            tokens = torch.tensor(_ids(self._unread.pop(), self._tokenizer), dtype=torch.int64)
+            windows = list(shuffled_windows(tokens, self._each, self._length, self._generator))
+            self._first += windows[:1]
+            self._further += windows[1:]
+        missing = max(0, count - len(self._first))
+        taken = self._first[:count] + self._further[:missing]
+        del self._first[:count], self._further[:missing]
+        return taken
+
+
+def _spans(text: str, count: int) -> list[str]:
+    """A text cut at line breaks into at most `count` spans of about the same length, at least one."""
+    cuts = [0]
+    for number in range(1, count):
+        found = text.find("\n", number * len(text) // count) + 1
+        if cuts[-1] < found < len(text):
+            cuts.append(found)
+    return [text[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(text)], strict=True)]
+
+
+class BundledWindows:
+    """Windows of several kinds of the bundled text, as a tokenizer reads them."""
+
+    def __init__(self, due: Mapping[str, int], tokenizer: Tokenizer, *, length: int, seed: int) -> None:
+        """So many windows of `length` tokens are due of each kind; none is read where none is."""
+        found = readable_text(due, tokenizer) if sum(due.values()) else ReadableText({}, ())
+        self._due, self._left_out = due, found.left_out
+        self._pools = {
+            kind: KindWindows(kind, text, tokenizer, due=due[kind], length=length, seed=seed)
+            for kind, text in found.texts.items()
+        }
+        self.drawn = self.take(due)
+
+    def take(self, due: Mapping[str, int]) -> dict[str, list[Tensor]]:
+        """The next windows of each kind, as many as are due; what one lacks, those of the others that have more take
+        turns to give."""
+        taken = {kind: self._pools[kind].take(count) if kind in self._pools else [] for kind, count in due.items()}
+        missing = sum(due.values()) - sum(map(len, taken.values()))
+        willing = [kind for kind, count in due.items() if kind in self._pools and len(taken[kind]) == count]
+        while missing and willing:
+            more = {kind: self._pools[kind].take(1) for kind in willing[:missing]}
+            willing = [*willing[missing:], *(kind for kind, found in more.items() if found)]
+            for kind, found in more.items():
+                taken[kind] += found
+                missing -= len(found)
+        return taken
+
+    @property
+    def lack(self) -> str | None:
+        """Why there is no window, if there is none."""
+        if any(self.drawn.values()) or not sum(self._due.values()):
+            return None
+        if not self._pools:
+            return "This tokenizer cuts all of the bundled text into bytes"
+        return "No kind of the bundled text is as long as one window"
+
+    def check(self, instead: str) -> None:
+        """Raise `InvalidInputError` if there is no window; `instead` is what to give otherwise."""
+        if (lack := self.lack) is not None:
+            shorter = "a smaller --sequence-length, or " if self._pools else ""
+            raise InvalidInputError(f"{lack}: give {shorter}{instead}.")
+
+    def remarks(self) -> Iterator[str]:
+        """What of the due windows became otherwise, in sentences."""
+        if (lack := self.lack) is not None:
+            yield f"{lack}: the given text alone is used."
+            return
+        if self._left_out:
+            yield (
+                f"This tokenizer cuts {len(self._left_out)} pieces of the bundled text into bytes; they are left out: "
+                f"{', '.join(self._left_out)}."
+            )
+        few = {kind: len(found) for kind, found in self.drawn.items() if len(found) < self._due[kind]}
+        if few:
+            listed = ", ".join(f"{kind} {count} of {self._due[kind]}" for kind, count in few.items())
+            yield f"Kinds of the bundled text with too few windows, for which others stand in: {listed}."
+        due, there = sum(self._due.values()), sum(map(len, self.drawn.values()))
+        if there < due:
+            yield f"The bundled text has {there} windows of this length, not {due}."

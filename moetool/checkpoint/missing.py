@@ -1,0 +1,52 @@
+"""What is said of a directory that lacks what makes it a checkpoint."""
+
+import json
+import shlex
+from pathlib import Path
+
+from moetool.checkpoint.names import ADAPTER, CONFIG, INDEX, PICKLES, SINGLE, UNFINISHED
+
+
+def without_config(path: Path) -> str:
+    """What a directory is that has no `config.json`, and what to give instead, as a sentence."""
+    if (path / ADAPTER).exists():
+        return _adapter_alone(path)
+    if largest := max(path.glob("*.gguf"), key=lambda file: file.stat().st_size, default=None):
+        return f"{path} has no {CONFIG}, but {largest.name}: give that file, {largest}."
+    if not any(path.iterdir()):
+        return f"{path} is empty; expected a checkpoint with {CONFIG} and {SINGLE}."
+    return f"{path} has no {CONFIG}, so it is not a checkpoint of a Hugging Face model."
+
+
+def _adapter_alone(path: Path) -> str:
+    """What to do with an adapter where a model is expected."""
+    try:
+        base = json.loads((path / ADAPTER).read_bytes())["base_model_name_or_path"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        base = None
+    of = base if isinstance(base, str) and base else "another model"
+    made = f"from peft import AutoPeftModelForCausalLM as M; M.from_pretrained({json.dumps(str(path))})"
+    line = shlex.quote(f'{made}.merge_and_unload().save_pretrained("MERGED")')
+    return (
+        f"{path} is an adapter of {of}, not a model. Merge it first (python -c {line}, then copy "
+        "the tokenizer's files of its base to MERGED) and give MERGED; or make "
+        "experts of several adapters: moetool upcycle BASE OUTPUT --method branch-train-mix --source ADAPTER …"
+    )
+
+
+def without_weights(path: Path) -> str:
+    """Why a directory has no weights that can be read, and what to do about it, in sentences."""
+    names = sorted(file.name for file in path.iterdir())
+    if shards := [name for name in names if UNFINISHED.fullmatch(name)]:
+        return (
+            f"{path} has {shards[0]} but neither {SINGLE} nor {INDEX}: "
+            "the run or download that was writing it is not finished. Finish it."
+        )
+    if pickles := [name for name in names if name.endswith(PICKLES)]:
+        return (
+            f"{path} has its weights only as pickles ({pickles[0]}), which can run code when read; moetool never reads "
+            "them. If you trust their origin, convert them with "
+            "`AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)`, which writes safetensors."
+        )
+    found = f" Found {', '.join(names[:8])}{' …' if len(names) > 8 else ''}."
+    return f"{path} has no safetensors weights: expected {SINGLE}, or {INDEX} and its shards.{found}"

@@ -1,0 +1,135 @@
+"""Formats of other tools, one file each. A file in this directory that defines `FORMAT` is known."""
+
+import importlib
+import math
+import pkgutil
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from moetool.checkpoint.header import TensorInfo
+from moetool.checkpoint.stored.matrix import DecodedMatrix
+from moetool.errors import InvalidInputError
+from moetool.format.entry import is_quantized_elsewhere
+
+_LEFT = re.compile(r"(embed|lm_head|\bgate\.weight|router|norm)")
+
+
+@dataclass(frozen=True)
+class QuantizedFiles:
+    """A checkpoint in a format, from its headers.
+
+    Attributes:
+        path: where it lies.
+        entry: `quantization_config` of its `config.json`.
+        tensors: of its files, by name.
+        dtype: of the model.
+    """
+
+    path: Path
+    entry: Mapping[str, object]
+    tensors: Mapping[str, TensorInfo]
+    dtype: torch.dtype
+
+    def refuse(self, what: str) -> InvalidInputError:
+        """What is raised where parts of a tensor, whose name `what` begins with, do not fit."""
+        return InvalidInputError(f"{self.path}: {what}. Download or write it again.")
+
+
+@dataclass(frozen=True)
+class StoredTensors:
+    """What a checkpoint in a format holds.
+
+    Attributes:
+        matrices: those that are stored in it.
+        told: the format with its numbers, for people.
+        unused: names of tensors that only its own engine needs, such as scales of activations.
+    """
+
+    matrices: Collection[DecodedMatrix]
+    told: str
+    unused: Collection[str] = ()
+
+
+@dataclass(frozen=True)
+class StoredFormat:
+    """A format.
+
+    Attributes:
+        methods: what `quantization_config.quant_method` says.
+        find: the matrices of files. It raises `InvalidInputError` where parts are missing or do not fit each other, and
+            where they are in a scheme that it does not decode.
+        bits: per number of the matrix of a module (`model.layers.0.self_attn.q_proj.`), scales included.
+    """
+
+    methods: tuple[str, ...]
+    find: Callable[[QuantizedFiles], StoredTensors]
+    bits: Callable[[QuantizedFiles, str], float]
+
+
+@cache
+def formats() -> Mapping[str, StoredFormat]:
+    """Every format, by what `quant_method` says."""
+    names = [info.name for info in pkgutil.iter_modules([str(Path(__file__).parent)])]
+    modules = [importlib.import_module(f"{__package__}.{name}") for name in names]
+    found = [module.FORMAT for module in modules if hasattr(module, "FORMAT")]
+    return {method: own for own in found for method in own.methods}
+
+
+def matrices_of(config: Mapping[str, object], tensors: Mapping[str, TensorInfo], path: Path) -> StoredTensors | None:
+    """What a checkpoint in another tool's format holds; `None` for one that is in none, or in one that is not known.
+
+    Raises:
+        InvalidInputError: parts of a matrix are missing or do not fit each other, or are in a scheme that is not known.
+    """
+    entry = config.get("quantization_config")
+    if not is_quantized_elsewhere(config) or not isinstance(entry, Mapping):
+        return None
+    method = str(entry.get("quant_method"))
+    if (known := formats().get(method)) is None:
+        return None
+    found = known.find(QuantizedFiles(path, entry, tensors, model_dtype(config, tensors)))
+    if not found.matrices:
+        raise InvalidInputError(
+            f"config.json of {path} says that its weights are quantized (quant_method '{method}'), and no tensor of "
+            "the files is. If they are not, remove quantization_config from it."
+        )
+    return found
+
+
+def expected_bytes(config: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]], path: Path) -> int | None:
+    """About how many bytes the matrices of a model take in the format that its config names; `None` as `matrices_of`.
+
+    Embeddings, heads and routers count in 16 bits, in which all makers leave them, and what the config excepts.
+    Raises `InvalidInputError` for an entry that cannot be used.
+    """
+    entry = config.get("quantization_config")
+    if not is_quantized_elsewhere(config) or not isinstance(entry, Mapping):
+        return None
+    if (known := formats().get(str(entry.get("quant_method")))) is None:
+        return None
+    files = QuantizedFiles(path, entry, {}, model_dtype(config, {}))
+    given = [entry.get(key) for key in ("modules_to_not_convert", "ignored_layers", "ignore")]
+    left = [str(own).removeprefix("re:") for names in given if isinstance(names, list) for own in names]
+    total = 0.0
+    for name, shape in shapes.items():
+        module = name.removesuffix("weight")
+        excepted = any(re.match(rf"(?:{own})\b", module) or module.endswith(f"{own}.") for own in left)
+        stays = len(shape) < 2 or excepted or _LEFT.search(name) is not None
+        bits = files.dtype.itemsize * 8 if stays else known.bits(files, module)
+        total += math.prod(shape) * bits / 8
+    return round(total)
+
+
+def model_dtype(config: Mapping[str, object], tensors: Mapping[str, TensorInfo]) -> torch.dtype:
+    """The dtype of a model: what its config says; where that says nothing, that of its norms, and bf16 if those are in
+    fp32, in which some tools leave them."""
+    said = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
+    if isinstance(said, torch.dtype) and said.is_floating_point and said.itemsize > 1:
+        return said
+    norms = {info.dtype for name, info in tensors.items() if name.endswith("norm.weight")}
+    return torch.float16 if norms == {torch.float16} else torch.bfloat16

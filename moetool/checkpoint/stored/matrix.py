@@ -1,0 +1,49 @@
+"""A matrix that other tensors stand for."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+# Numbers of a tensor in the files, from one on in row-major order, in a shape.
+Spans: TypeAlias = Callable[[str, int, tuple[int, ...]], Tensor]
+
+_ELEMENTS = 1 << 18  # decoded at once: what a decoder needs beside its result stays small, and in the cache
+
+
+@dataclass(frozen=True)
+class DecodedMatrix(ABC):
+    """A matrix, or several of one shape in one tensor, that is decoded when it is read.
+
+    Attributes:
+        name: what it is shown as.
+        shape: of what is shown; rows are counted over all dimensions but the last.
+        dtype: of what is shown.
+        parts: names of the tensors that hold it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[str, ...]
+
+    @abstractmethod
+    def decode(self, spans: Spans, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` (excluded), `[stop - start, columns]`, in `dtype` or, to be rounded to it, in fp32.
+
+        Raises:
+            InvalidInputError: a file has changed since it was opened.
+        """
+
+    def rows(self, spans: Spans, start: int, stop: int) -> Tensor:
+        """The same in `dtype`, some rows at a time."""
+        columns = self.shape[-1]
+        rows = torch.empty(stop - start, columns, dtype=self.dtype)
+        step = max(1, _ELEMENTS // columns)
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            rows[first - start : last - start] = self.decode(spans, first, last)
+        return rows

@@ -1,0 +1,128 @@
+"""The texts of an evaluation: in batches, and whether a model was calibrated on their kinds."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from moetool.architectures.base import whole_number
+from moetool.calibration.bundled import kinds
+from moetool.calibration.data import BUNDLED, TEXT_SUFFIXES, DataSpec, parse_data
+from moetool.calibration.opening import Bos, Tokenizer
+from moetool.calibration.windows import TextWindows, check_vocabulary, evaluation_texts
+from moetool.checkpoint.manifest import manifest_of
+from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.source import is_here
+from moetool.errors import MoetoolError
+from moetool.job.progress import Progress
+
+# Words by which files of one kind of text are told apart, as in `wiki.valid.txt` and `wiki.test.txt`.
+_SPLITS = frozenset(
+    {"train", "training", "valid", "validation", "val", "dev", "eval", "test", "held", "out", "heldout"}
+)
+# What a text's kind goes by: the name of a file or data set, and the configuration of one or the kind of bundled text.
+_Kind = tuple[str, str | None]
+
+
+@dataclass(frozen=True)
+class BatchedTexts:
+    """Texts cut into batches of windows, none of which is of two texts.
+
+    Attributes:
+        texts: with their windows.
+        rows: windows in a batch, or less in a text's last.
+    """
+
+    texts: tuple[TextWindows, ...]
+    rows: int
+
+    @property
+    def batches(self) -> list[Tensor]:
+        """Windows `[batch, length]` of all texts, one text after the other."""
+        return [rows for text in self.texts for rows in text.windows.split(self.rows)]
+
+    @property
+    def of_each(self) -> Iterator[tuple[TextWindows, slice]]:
+        """Every text, and which of the batches are its own."""
+        begin = 0
+        for text in self.texts:
+            end = begin + -(-len(text.windows) // self.rows)
+            yield text, slice(begin, end)
+            begin = end
+
+
+def open_texts(
+    data: str,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    *,
+    sequence_length: int,
+    limit: int | None,
+    bos: Bos,
+    progress: Progress,
+) -> tuple[TextWindows, ...]:
+    """The texts of DATA as a model's tokenizer cuts them; what it cannot read of the bundled text is left out, and
+    said.
+
+    Raises:
+        UsageError, InvalidInputError: as `evaluation_texts`, and where the tokenizer is another model's.
+    """
+    found = evaluation_texts(data, tokenizer, sequence_length=sequence_length, limit=limit, bos=bos)
+    if found.left_out:
+        progress.log(
+            f"This tokenizer cuts {len(found.left_out)} pieces of the bundled text into bytes; they are left "
+            f"out: {', '.join(found.left_out)}."
+        )
+    for text in found.texts:
+        check_vocabulary(text.windows, whole_number(checkpoint.settings, "vocab_size"))
+    return found.texts
+
+
+def calibration_sources(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The texts on which a model was calibrated, in any of the steps that made it, as its manifest names them, with
+    the kinds of the bundled text that the last step mixed in; empty where there is no manifest, or it names none."""
+    if (manifest := manifest_of(checkpoint.path)) is None:
+        return ()
+    earlier = [(origin.chosen or {}).get("calibration") for origin in manifest.origins[1:]]
+    named = [manifest.recipe.get("calibration"), *earlier]
+    sources = [part for data in named if isinstance(data, str) for part in _sources(data)]
+    facts = manifest.statistics.get("calibration")
+    windows = facts.get("kinds") if isinstance(facts, Mapping) else None
+    if isinstance(windows, Mapping) and BUNDLED not in sources:
+        mixed = [kind for kind in kinds() if windows.get(kind)]
+        sources += [BUNDLED] if len(mixed) == len(kinds()) else [f"{BUNDLED}:{kind}" for kind in mixed]
+    return tuple(dict.fromkeys(sources))
+
+
+def is_own_kind(text: str, calibration: Sequence[str]) -> bool | None:
+    """Whether calibration had text of a text's kind, as far as names tell: the same text, another split of it
+    (`wiki.valid.txt` for `wiki.test.txt`, a data set's `validation` for its `test`), or the kind of the bundled text;
+    `None` where calibration had no text."""
+    if not calibration:
+        return None
+    name, part = _kind(text)
+    return any(name == other and own in (part, None) for other, own in map(_kind, calibration))
+
+
+def _sources(data: str) -> list[str]:
+    try:
+        return [spec.written for spec in parse_data(data)]
+    except MoetoolError:  # another version's, or a file's name that was a path elsewhere
+        return data.split(",")
+
+
+def _kind(text: str) -> _Kind:
+    try:
+        spec = DataSpec.parse(text)
+    except MoetoolError:
+        return text, None
+    if spec.is_bundled:
+        return spec.source, spec.config
+    path = Path(spec.source)
+    if path.suffix in TEXT_SUFFIXES:
+        words = re.split(r"[.\s_-]+", path.stem)
+        kept = [word for word in words if word.lower() not in _SPLITS]
+        return "-".join(kept) or path.name, ""
+    return (path.name, "") if is_here(spec.source) else (spec.source, spec.config or "")

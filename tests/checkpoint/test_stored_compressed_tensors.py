@@ -1,0 +1,123 @@
+"""Checkpoints of compressed-tensors, read as that library decompresses them."""
+
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+from checkpoints import change_config
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors.torch import load_file
+from stored_bits import FILE, config_entry, dequantized, rewrite, save_compressed_tensors
+from torch import Tensor
+
+from moetool.checkpoint.reader import Checkpoint
+from moetool.errors import InvalidInputError
+
+UP = "model.layers.1.block_sparse_moe.experts.1.w3.weight"
+SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "int4 groups": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 16}),
+    "int4 zero points": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 8, "symmetric": False}),
+    "int8 groups": ("pack-quantized", {"num_bits": 8, "strategy": "group", "group_size": 16}),
+    "int3 rows": ("pack-quantized", {"num_bits": 3, "strategy": "group", "group_size": 16}),
+    "int4 rows": ("pack-quantized", {"num_bits": 4, "strategy": "channel"}),
+    "int8 rows": ("int-quantized", {"num_bits": 8, "strategy": "channel"}),
+    "float8 rows": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+    "float8 tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
+    "float8 blocks": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "block"}),
+    "nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
+}
+
+
+@pytest.fixture(scope="module")
+def source(save_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(families.build("mixtral", dtype=torch.bfloat16), tmp_path_factory.mktemp("ct") / "source")
+
+
+def decompressed(path: Path, form: str, weights: dict[str, Any]) -> dict[str, Tensor]:
+    """What the library makes of each module."""
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights), format=form)
+    compressor, modules = BaseCompressor.get_value_from_registry(form), {}
+    for name, tensor in load_file(path / FILE).items():
+        module, _, ending = name.rpartition(".")
+        modules.setdefault(module, {})[ending] = tensor
+    return {
+        f"{module}.weight": compressor.decompress(held, scheme)["weight"] if "weight_scale" in held else held["weight"]
+        for module, held in modules.items()
+    }
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_bits_are_those_of_the_library(source: Path, tmp_path: Path, name: str) -> None:
+    form, weights = SCHEMES[name]
+    path, weights = save_compressed_tensors(source, tmp_path / "model", form, weights)
+    shown, expected = Checkpoint.open(path), decompressed(path, form, weights)
+    assert shown.tensors.keys() == expected.keys() == load_file(source / FILE).keys()
+    assert len(shown.forms) == 48
+    for tensor, own in expected.items():
+        assert shown.read(tensor).equal(own.bfloat16())
+    assert shown.read_rows(UP, 5, 19).equal(expected[UP].bfloat16()[5:19])
+    assert shown.stored_as == f"compressed-tensors ({form} with {weights['num_bits']} bits)"
+    error = (shown.read(UP).float() - load_file(source / FILE)[UP].float()).norm()
+    assert error < 0.2 * load_file(source / FILE)[UP].float().norm()
+
+
+@pytest.mark.parametrize("name", ["int4 groups", "float8 rows"])
+def test_bits_are_those_of_transformers(source: Path, tmp_path: Path, name: str) -> None:
+    path, _ = save_compressed_tensors(source, tmp_path / "model", *SCHEMES[name])
+    shown = Checkpoint.open(path)
+    change_config(path, quantization_config={**config_entry(path), "dequantize": True})
+    expected = dequantized(path)
+    assert all(shown.read(tensor).equal(expected[tensor]) for tensor in shown.tensors)
+
+
+@pytest.fixture(scope="module")
+def packed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    form, weights = SCHEMES["int4 groups"]
+    return save_compressed_tensors(source, tmp_path_factory.mktemp("packed") / "model", form, weights)[0]
+
+
+def part(ending: str) -> str:
+    return UP.replace("weight", ending)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda held: held.pop(part("weight_scale")), "weight_scale is missing"),
+        (lambda held: held.update({part("weight_scale"): torch.ones(48, 3)}), "these are not those of groups of 16"),
+        (lambda held: held.update({part("weight_scale"): torch.ones(47, 2)}), "these are not those of the strategy"),
+        (lambda held: held.update({part("weight_packed"): torch.ones(48, 4)}), "stored in torch.float32, expected"),
+        (lambda held: held.update({part("weight_g_idx"): torch.ones(32)}), "which moetool does not decode"),
+    ],
+    ids=["no scales", "groups", "rows", "dtype", "order"],
+)
+def test_what_does_not_fit_is_refused(packed: Path, tmp_path: Path, change: Any, says: str) -> None:
+    held = load_file(packed / FILE)
+    change(held)
+    entry = config_entry(packed)
+    with pytest.raises(InvalidInputError, match=says):
+        Checkpoint.open(rewrite(packed, tmp_path / "model", held, entry))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"config_groups": {}}, "has no config_groups"),
+        ({"format": "marlin-24"}, "in the format 'marlin-24' of compressed-tensors; moetool decodes pack-quantized"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "have a sparsity_config"),
+        ({"transform_config": {"config_groups": {"R1": {}}}}, "have a transform_config"),
+        ({"targets": ["re:.*q_proj"]}, "no group of quantization_config.config_groups has it as a target"),
+        ({"group_size": 0}, "group_size must be above 0"),
+    ],
+)
+def test_schemes_that_are_not_decoded(packed: Path, tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    entry = config_entry(packed)
+    group = entry["config_groups"]["group_0"]
+    for key, value in change.items():
+        held = {"targets": group, "group_size": group["weights"], "format": group}.get(key, entry)
+        held[key] = value
+    with pytest.raises(InvalidInputError, match=says):
+        Checkpoint.open(rewrite(packed, tmp_path / "model", load_file(packed / FILE), entry))

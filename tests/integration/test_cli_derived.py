@@ -1,0 +1,103 @@
+"""Every family whose architecture is derived, through the whole command line on a tiny random model."""
+
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+from checkpoints import WEIGHTS, config_of, logits, weight_bytes
+from derived_families import DERIVED
+from safetensors.torch import load_file
+
+from moetool.job.job import Source
+
+# Gemma 4's small models share keys and values between layers, and give each layer embeddings of the tokens.
+SHARING = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 288,
+}
+
+
+@pytest.fixture(scope="module", params=list(DERIVED))
+def model(request: pytest.FixtureRequest, save_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    built = families.build(request.param, **DERIVED[request.param])
+    return save_model(built, tmp_path_factory.mktemp(request.param) / "model")
+
+
+@pytest.fixture(scope="module")
+def tokens(tiny_tokens: torch.Tensor) -> torch.Tensor:
+    return tiny_tokens[1000:1128].view(2, 64)
+
+
+@pytest.fixture(scope="module")
+def calibration(tiny_text: Path) -> tuple[object, ...]:
+    return "--calibration", tiny_text, "--samples", 4, "--sequence-length", 16
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, error: float = 1e-5) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=error * expected.abs().max().item())
+
+
+def test_all_is_kept_if_nothing_is_asked_for(
+    run_cli: Any, model: Path, calibration: Any, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    made = run_cli("compress", model, tmp_path / "full", "--rank", 10_000, *calibration)
+    assert made.code == 0, made.stderr
+    assert_close(logits(tmp_path / "full", tokens), logits(model, tokens))
+
+
+def test_it_gets_smaller_and_becomes_dense_again(
+    run_cli: Any, model: Path, calibration: Any, tiny_text: Path, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    small = tmp_path / "small"
+    made = run_cli("compress", model, small, "--method", "hybrid", "--ratio", 0.05, *calibration)
+    assert made.code == 0, made.stderr
+    assert -0.05 <= weight_bytes(small) / weight_bytes(model) - 0.95 <= 0
+    assert run_cli("verify", small, "--against", model).code == 0
+    told = run_cli(
+        "eval", small, "--against", model, "--data", tiny_text, "--windows", 2, "--sequence-length", 32, "--json"
+    )
+    assert told.code == 0, told.stderr
+    assert run_cli("export", small, tmp_path / "dense").code == 0
+    assert load_file(tmp_path / "dense" / WEIGHTS).keys() == load_file(model / WEIGHTS).keys()
+    assert_close(logits(tmp_path / "dense", tokens), logits(small, tokens), 2e-5)
+
+
+def test_it_is_quantized(run_cli: Any, model: Path, calibration: Any, tmp_path: Path) -> None:
+    made = run_cli("compress", model, tmp_path / "codes", "--method", "quantize", "--bits", 4, *calibration)
+    assert made.code == 0, made.stderr
+    assert run_cli("verify", tmp_path / "codes", "--against", model).code == 0
+
+
+def test_a_third_of_its_experts_goes(
+    run_cli: Any, model: Path, calibration: Any, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    made = run_cli("compress", model, tmp_path / "fewer", "--method", "reap", "--experts", 4, *calibration)
+    if config_of(model)["model_type"] == "deepseek_v4":
+        assert made.code == 3
+        assert "a row for each of 8 experts" in made.stderr  # some of its layers choose by the token alone
+        return
+    assert made.code == 0, made.stderr
+    assert Source.open(tmp_path / "fewer").experts.shape.experts == 4
+    assert torch.isfinite(logits(tmp_path / "fewer", tokens)).all()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("hy_v4", {"indexer_types": ["full", "full", "shared"]}),
+        ("gemma4_text", SHARING),
+    ],
+)
+def test_layers_that_hand_on_more_than_hidden_states_are_refused(
+    run_cli: Any, save_model: Any, calibration: Any, tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    """One layer after the other on all of the text, they would be given what belongs to another batch, or nothing."""
+    model = save_model(families.build(family, **{**DERIVED[family], **changes}), tmp_path / "model")
+    made = run_cli("compress", model, tmp_path / "out", "--rank", 4, *calibration)
+    assert made.code == 3
+    assert "hand more than hidden states to each other" in made.stderr
