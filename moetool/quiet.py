@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from moetool.errors import InvalidInputError, MoetoolError
+
 
 @contextmanager
 def quiet() -> Iterator[None]:
@@ -18,3 +20,19 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def refused(what: str) -> Iterator[None]:
+    """Whatever transformers raises in the `with` block, quiet otherwise, is an `InvalidInputError` that says
+    "transformers cannot", what it was asked to do, and why: its errors are of every class."""
+    from torch import OutOfMemoryError
+
+    try:
+        with quiet():
+            yield
+    except (MoetoolError, MemoryError, OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = (" ".join(str(error).split())[:300] or type(error).__name__).rstrip(".")
+        raise InvalidInputError(f"transformers cannot {what}: {reason}.") from error

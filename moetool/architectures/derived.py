@@ -11,8 +11,7 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from moetool.architectures.base import (
 )
 from moetool.architectures.probing import DiskNames, names_in_layers
 from moetool.errors import InvalidInputError, did_you_mean
-from moetool.quiet import quiet
+from moetool.quiet import refused
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -86,21 +85,6 @@ def _derived(entries: str) -> Architecture:
         raise InvalidInputError(f"{named} has experts that moetool does not handle: {error}.") from None
 
 
-@contextmanager
-def _building(model_type: str) -> Iterator[None]:
-    """Whatever transformers raises in the `with` block is an `InvalidInputError`."""
-    try:
-        with quiet():
-            yield
-    except (InvalidInputError, MemoryError):
-        raise
-    except Exception as error:
-        reason = (" ".join(str(error).split())[:300] or type(error).__name__).rstrip(".")
-        raise InvalidInputError(
-            f"transformers cannot build the {model_type} model that config.json describes: {reason}."
-        ) from error
-
-
 def empty_model_of(config: dict[str, Any]) -> "PreTrainedModel":
     """The language model of a `config.json` on the meta device.
 
@@ -123,7 +107,7 @@ def empty_model_of(config: dict[str, Any]) -> "PreTrainedModel":
             f"Unknown model family {model_type!r}: transformers {transformers.__version__}, which is installed, has no "
             f"such model_type; a newer version may have it.{own}{hint}"
         )
-    with _building(model_type):
+    with refused(f"build the {model_type} model that config.json describes"):
         described = transformers_config(config)
         loader = language_model_class(model_type)
         if type(described) not in loader._model_mapping:

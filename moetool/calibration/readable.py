@@ -153,10 +153,7 @@ class BundledWindows:
             yield f"{lack}: the given text alone is used."
             return
         if self._left_out:
-            yield (
-                f"This tokenizer cuts {len(self._left_out)} pieces of the bundled text into bytes; they are left out: "
-                f"{', '.join(self._left_out)}."
-            )
+            yield left_out_remark(self._left_out)
         few = {kind: len(found) for kind, found in self.drawn.items() if len(found) < self._due[kind]}
         if few:
             listed = ", ".join(f"{kind} {count} of {self._due[kind]}" for kind, count in few.items())
@@ -164,3 +161,9 @@ class BundledWindows:
         due, there = sum(self._due.values()), sum(map(len, self.drawn.values()))
         if there < due:
             yield f"The bundled text has {there} windows of this length, not {due}."
+
+
+def left_out_remark(names: Collection[str]) -> str:
+    """A sentence that names the pieces of the bundled text that a tokenizer cuts into bytes."""
+    listed = ", ".join(names)
+    return f"This tokenizer cuts {len(names)} pieces of the bundled text into bytes; they are left out: {listed}."

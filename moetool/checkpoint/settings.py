@@ -4,17 +4,14 @@ Every number that moetool computes with comes from here, since the model that ru
 whose config has no `num_key_value_heads` has 8 of them. What is written is patched in the `config.json` as it stands.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from moetool.architectures.base import Settings
 from moetool.architectures.derived import transformers_config
-from moetool.errors import InvalidInputError, MoetoolError
-from moetool.quiet import quiet
+from moetool.quiet import refused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -22,20 +19,10 @@ if TYPE_CHECKING:
 _CONFIG = "config.json"
 
 
-@contextmanager
-def described_in(path: Path) -> Iterator[None]:
+def described_in(path: Path) -> AbstractContextManager[None]:
     """Whatever transformers raises over the files of a checkpoint's directory in a `with` block is an
     `InvalidInputError`: its validation, and the arithmetic of its modules, have errors of every class."""
-    try:
-        with quiet():
-            yield
-    except (MoetoolError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        reason = (" ".join(str(error).split())[:300] or type(error).__name__).rstrip(".")
-        raise InvalidInputError(
-            f"transformers cannot build the model that {path / _CONFIG} describes, or cannot run it: {reason}."
-        ) from error
+    return refused(f"build the model that {path / _CONFIG} describes, or cannot run it")
 
 
 def model_config(config: Mapping[str, object], path: Path) -> "PreTrainedConfig":

@@ -11,6 +11,7 @@ from moetool.architectures.base import whole_number
 from moetool.calibration.bundled import kinds
 from moetool.calibration.data import BUNDLED, TEXT_SUFFIXES, DataSpec, parse_data
 from moetool.calibration.opening import Bos, Tokenizer
+from moetool.calibration.readable import left_out_remark
 from moetool.calibration.windows import TextWindows, check_vocabulary, evaluation_texts
 from moetool.checkpoint.manifest import manifest_of
 from moetool.checkpoint.reader import Checkpoint
@@ -71,10 +72,7 @@ def open_texts(
     """
     found = evaluation_texts(data, tokenizer, sequence_length=sequence_length, limit=limit, bos=bos)
     if found.left_out:
-        progress.log(
-            f"This tokenizer cuts {len(found.left_out)} pieces of the bundled text into bytes; they are left "
-            f"out: {', '.join(found.left_out)}."
-        )
+        progress.log(left_out_remark(found.left_out))
     for text in found.texts:
         check_vocabulary(text.windows, whole_number(checkpoint.settings, "vocab_size"))
     return found.texts
