@@ -48,7 +48,7 @@ class DemoModel(Printed):
 
 @dataclass(frozen=True)
 class DemoResult(Printed):
-    """Every model, and the seconds of all of it."""
+    """Result of `moetool demo`: a row per model, and the seconds that all took."""
 
     models: Sequence[DemoModel]
     seconds: float
@@ -83,7 +83,7 @@ def train_tokenizer(text: Path) -> "PreTrainedTokenizerBase":
 
 
 def build_model(seed: int) -> "PreTrainedModel":
-    """A Llama that knows nothing yet."""
+    """Build the demo's Llama with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, **SIZES)

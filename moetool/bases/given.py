@@ -32,7 +32,7 @@ _KIN = 0.5
 
 
 class GivenBase(ABC):
-    """Gives the base of every MoE layer."""
+    """Source of a given base: reads the base of every MoE layer from checkpoints."""
 
     @property
     @abstractmethod
@@ -40,7 +40,7 @@ class GivenBase(ABC):
         """A string that identifies all that decides the base."""
 
     def inputs(self) -> Mapping[str, Checkpoint]:
-        """The checkpoints that the base is read from."""
+        """Checkpoints that the base is read from, by name."""
         return {}
 
     @abstractmethod

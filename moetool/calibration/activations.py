@@ -29,7 +29,7 @@ class ActivationFile:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file in bytes."""
+        """Size of the file of hidden states in bytes."""
         return self.shape[0] * self._row_bytes
 
     def read(self, start: int, stop: int) -> Tensor:

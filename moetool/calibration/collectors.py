@@ -324,5 +324,5 @@ def _wide(rows: Tensor) -> Tensor:
 
 
 def _energy(rows: Tensor) -> float:
-    """Σ of the squares of a batch's numbers."""
+    """Sum of the squares of all numbers of a batch, as a Python float."""
     return _wide(rows).square().sum().item()

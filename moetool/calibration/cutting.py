@@ -1,4 +1,4 @@
-"""Streams of tokens cut into windows."""
+"""Cuts a stream of token ids into windows of equal length."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""DATA words to text.
+"""Parses the DATA arguments of commands and reads the texts that they name.
 
 A source of text is one stream. A `.txt` file is that stream as it stands; the documents of record files (`.jsonl`,
 `.parquet`, the hub), and the files of a folder, are joined by an empty line, as is the custom for WikiText.
@@ -33,7 +33,7 @@ _LOOKED_AT, _LARGE = 20, 1 << 26  # files of a folder, and bytes of one, that ar
 
 @dataclass(frozen=True)
 class DataSpec:
-    """One source of text.
+    """One source of text, as a part of a DATA argument names it.
 
     Attributes:
         source: a `.txt`, `.jsonl` or `.parquet` file, a folder of those, or the id of a hub data set.
@@ -278,7 +278,7 @@ def records(spec: DataSpec) -> Iterator[Mapping[str, object]]:
 
 
 def _rows(source: str, arguments: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
-    """The records of a streamed data set."""
+    """Iterate over the records of a data set that `datasets` streams."""
     import datasets
 
     try:

@@ -74,7 +74,7 @@ class ExpertGrams:
         self.counts = torch.tensor([gram.count for gram in own])
 
     def __getitem__(self, expert: int) -> Gram:
-        """That of an expert that is held."""
+        """Gram matrix `[size, size]` of an expert that is held."""
         return self._own[expert]
 
     def mean(self) -> Tensor:
@@ -119,7 +119,7 @@ class GramsInSets(Collector):
         return self.inputs.counts.clone()
 
     def hold(self, experts: range) -> None:
-        """Gather the Gram matrices of these next."""
+        """Gather the Gram matrices of these experts in the next pass."""
 
     def seen(self) -> None:
         """All of them have been observed that are gathered now."""

@@ -43,7 +43,7 @@ class HeldExperts:
 
     @classmethod
     def of_layer(cls, native: nn.Module) -> "HeldExperts":
-        """All experts of a loaded layer."""
+        """Hold all experts of a layer that is loaded as a module."""
         module: Any = native
         return cls(native, range(module.num_experts), fused.entering(native), module.down_proj)
 
@@ -57,14 +57,14 @@ class HeldExperts:
         dtype: torch.dtype,
         device: torch.device,
     ) -> "HeldExperts":
-        """Some experts of a layer, from the checkpoint."""
+        """Read some experts of a layer from the checkpoint."""
         read = fused.fused_tensors(reader.shape, partial(reader.dense, layer), dtype, device, experts)
         (_, entering), (_, down) = read
         return cls(native, experts, entering, down)
 
     @property
     def device(self) -> torch.device:
-        """Device of the matrices held."""
+        """Device that the held matrices are on."""
         return self._down.device
 
     def matrix(self, shape: MoEShape, expert: int, role: Role) -> Tensor:

@@ -16,7 +16,7 @@ ONE_KIND = (
 
 @dataclass(frozen=True)
 class TextCounts:
-    """How many windows there are of which text.
+    """Number of windows of each text in a calibration set.
 
     Attributes:
         given: of each source, by name.
@@ -83,7 +83,7 @@ class MixedSources:
 
     @property
     def counts(self) -> TextCounts:
-        """What is due, for a plan."""
+        """Number of windows that are due of each text, which a plan shows before any is read."""
         return TextCounts({name: due for _, name, due in self.given}, self.bundled)
 
 

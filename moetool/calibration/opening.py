@@ -1,4 +1,4 @@
-"""What a text begins with, before its first word."""
+"""The tokens, BOS or none, with which each window of a text begins."""
 
 from typing import TYPE_CHECKING, Literal, TypeAlias
 

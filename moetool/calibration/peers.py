@@ -89,7 +89,7 @@ class Owned:
 
     @classmethod
     def by_expert(cls, shape: MoEShape, peers: Peers) -> "Owned":
-        """All matrices of an expert in one hand."""
+        """Assign all matrices of an expert to one process."""
         own = cls(shape, peers)
         own._owners = {(group, expert): expert % peers.size for group, expert in own._owners}
         return own
@@ -100,7 +100,7 @@ class Owned:
         return self._owners.get((group, expert), 0)
 
     def has(self, role: Role, expert: int) -> bool:
-        """Whether a matrix is this process's."""
+        """Whether this process works on a matrix."""
         return self.owner(role, expert) == self.peers.rank
 
 

@@ -134,7 +134,7 @@ class BundledWindows:
 
     @property
     def lack(self) -> str | None:
-        """Why there is no window, if there is none."""
+        """The reason why no window could be drawn, as a clause; `None` if some could, or if none was due."""
         if any(self.drawn.values()) or not sum(self._due.values()):
             return None
         if not self._pools:

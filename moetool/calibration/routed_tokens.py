@@ -103,12 +103,12 @@ class RoutedTokens(Collector):
 
     @staticmethod
     def nbytes(windows: int, length: int, hidden: int) -> int:
-        """On the disk, for so many windows."""
+        """Bytes on disk that the routed tokens of so many windows take."""
         return windows * length * hidden * _DTYPE.itemsize
 
     @contextmanager
     def kept(self) -> Iterator["RoutedTokens"]:
-        """Remove the files in the end."""
+        """Remove the files of the tokens at the end of the `with` block."""
         try:
             yield self
         finally:

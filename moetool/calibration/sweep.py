@@ -91,7 +91,7 @@ class Sweep:
         return ActivationFile(self.directory / f"{name}-{boundary:05d}.bin", shape, self._kept)
 
     def hidden(self, boundary: int) -> ActivationFile:
-        """Hidden states at a layer boundary."""
+        """Hidden states of all windows at a boundary between two layers."""
         return self._file("hidden", boundary)
 
     def gradient(self, boundary: int) -> ActivationFile:
@@ -114,7 +114,7 @@ class Sweep:
 
     @property
     def _inputs(self) -> Tensor:
-        """The tokens that the model reads."""
+        """Token ids `[windows, length]` that the model reads: an encoder's with the hidden ones masked."""
         return self.windows if self.masked is None else self.masked
 
     def _experts(self, index: int, layer: nn.Module) -> nn.Module | None:
@@ -148,7 +148,7 @@ class Sweep:
 
     @property
     def _bounds(self) -> list[tuple[int, int]]:
-        """First and last window of each batch."""
+        """Index of the first window of each batch, and of the one after its last."""
         return [(start, min(start + self.batch_size, self.count)) for start in self.own[:: self.batch_size]]
 
     def _recorded(

@@ -50,7 +50,7 @@ def token_stream(tokenizer: Tokenizer, text: Iterable[str], chunk_chars: int = W
 
 
 class DrawnWindows(NamedTuple):
-    """Windows of a text.
+    """Windows that were drawn from one text.
 
     Attributes:
         windows: int64 `[samples, length]`, or fewer where there are no more.

@@ -14,7 +14,7 @@ def numbers_in_files(checkpoint: Checkpoint) -> int:
 
 
 def parameter_counts(reader: ExpertReader) -> dict[str, int]:
-    """Numbers in the model.
+    """Count the parameters of a checkpoint: all of them, and those that one token uses.
 
     `stored` counts those in the files. `total` counts the weights these stand for, every expert in full; tensors that
     are tied count once. `active` is the part of `total` that one token uses: everything but the experts, and `top_k`

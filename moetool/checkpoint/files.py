@@ -106,7 +106,7 @@ def free_bytes(path: Path) -> int:
 
 
 def json_bytes(content: Mapping[str, object]) -> bytes:
-    """What `write_json` writes."""
+    """Bytes of the JSON that `write_json` writes."""
     # The default of `json`, pure ASCII, and not UTF-8: it can write every string that it can read.
     return (json.dumps(content, indent=2) + "\n").encode("ascii")
 

@@ -140,7 +140,7 @@ def _digest(file: Path) -> str:
 
 @dataclass(frozen=True)
 class GgufModel:
-    """What a file holds.
+    """Contents of a GGUF file's header: entries and tensors.
 
     Attributes:
         file: where it lies.
@@ -201,7 +201,7 @@ class GgufModel:
 
     @property
     def nbytes(self) -> int:
-        """Of the checkpoint's weights."""
+        """Bytes of all weights in the checkpoint."""
         return sum(tensor.n_elements for tensor in self._reader.tensors) * self.dtype.itemsize
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Who may read what is written."""
+"""Permissions of files that are written: who may read them."""
 
 import os
 from pathlib import Path

@@ -150,7 +150,7 @@ class Checkpoint:
 
     @property
     def on_disk(self) -> Mapping[str, TensorInfo]:
-        """Every tensor of the files."""
+        """Header entries of every tensor in the files, by name."""
         return self.stored if self.forms else self.tensors
 
     def growth(self, without: Collection[str] = ()) -> int:

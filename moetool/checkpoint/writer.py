@@ -31,7 +31,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data."""
+        """Size of the tensor's data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

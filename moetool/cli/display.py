@@ -32,7 +32,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="The result as one JSON obj
 
 
 class _JobRemaining(ProgressColumn):
-    """How long the whole job has still to go."""
+    """Column of the progress bar: the time that the whole job has left."""
 
     def __init__(self, forecast: Forecast) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Display(progress.Progress):
         self._note("unit_done", phase=self._phase, done=self._done, total=self._total)
 
     def skip(self, steps: int) -> None:
-        """Steps that had been done before."""
+        """Count steps of the current phase that an earlier run had finished."""
         self._total -= steps
         if self._forecast is not None:
             self._forecast.skip(steps)

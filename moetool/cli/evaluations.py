@@ -1,4 +1,4 @@
-"""What `moetool eval` prints."""
+"""Renders the results of `moetool eval` as fields and tables."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias

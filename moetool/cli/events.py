@@ -50,7 +50,7 @@ class EventLog:
 
 
 def started(events: EventLog, job: Mapping[str, Json], options: Mapping[str, Json], **more: Json) -> None:
-    """Note what is about to be done."""
+    """Write the event that a command begins, with its arguments."""
     versions: dict[str, Json] = {"events_version": EVENTS_VERSION, "moetool_version": __version__}
     events.write("started", **versions, **job, pid=os.getpid(), options=options, **more)
 

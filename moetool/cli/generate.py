@@ -138,7 +138,7 @@ def guarded(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def parameters_of(model: type[BaseModel]) -> list[inspect.Parameter]:
-    """One keyword parameter per field."""
+    """Turn the fields of an options model into keyword parameters of a command."""
     return [
         inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name, field, _group(model, name))

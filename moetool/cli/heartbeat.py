@@ -73,6 +73,6 @@ class Heartbeat:
                 self._beat(memory, self.peak)
 
     def stop(self) -> None:
-        """No beat comes after this."""
+        """End the heartbeat; no event of it is written after this returns."""
         self._stop.set()
         self._thread.join()

@@ -80,7 +80,7 @@ def preset_method(preset: str | None) -> str | None:
 
 
 def _load(preset: str) -> tuple[str, str, Any]:
-    """File, variant (empty for none) and content."""
+    """Read a preset: its file, its variant (empty for none) and its content."""
     reference = presets().get(preset, preset)
     file, _, variant = reference.rpartition(":") if ":" in Path(reference).name else (reference, "", "")
     path = Path(file)

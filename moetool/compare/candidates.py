@@ -31,7 +31,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """Its row in words."""
+        """Name of the candidate's row in the table."""
         return self.name if self.asked is None else f"{self.name} at {self.asked:.1%}"
 
 

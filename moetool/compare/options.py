@@ -1,4 +1,4 @@
-"""What is compared, and on what."""
+"""Options of `moetool compare`: what is compared, and on which texts."""
 
 from typing import Annotated, Literal
 

@@ -45,7 +45,7 @@ _PANELS: dict[str, _Height] = {
 
 
 def _text_by_text(result: Compared) -> dict[str, _Height]:
-    """A panel of the KL divergence on each text."""
+    """One panel for each text, whose bars are the KL divergence on it."""
 
     def height(number: int) -> _Height:
         return lambda row: ((lost.kl if (lost := row.texts[number].against) else 0.0), 0.0)

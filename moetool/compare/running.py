@@ -78,7 +78,7 @@ def compare(
 
 
 class _Comparing:
-    """One original, one text."""
+    """A run of `moetool compare`: one original, the texts, and all candidates."""
 
     def __init__(self, model: str, options: CompareOptions, work: Path, keep: bool, progress: Progress) -> None:
         self._model, self._work, self._keep, self._progress = model, work, keep, progress
@@ -111,7 +111,7 @@ class _Comparing:
         return replace(told, rows=rows, statistics=tuple(self._statistics()))
 
     def _statistics(self) -> Iterator[SharedStatistics]:
-        """Of all passes that were made."""
+        """Costs of the calibration passes that several rows shared."""
         for shared in dict.fromkeys(one.identity for one in self._passes.values()):
             if self._journal.is_done(f"measured {shared}"):
                 told: dict[str, Any] = self._journal.units[f"measured {shared}"].told
@@ -211,7 +211,7 @@ class _Comparing:
         return self._journal.is_done(f"made {wanted.made}") or self._target(wanted).exists()
 
     def _measure(self, path: str) -> Callable[[], dict[str, object]]:
-        """How to evaluate a model against the original."""
+        """Return what evaluates a model against the original."""
         return lambda: self._evaluated(path, self._evaluation.model_copy(update={"against": self._model}))
 
     def _evaluated(self, path: str, options: EvaluationOptions) -> dict[str, object]:

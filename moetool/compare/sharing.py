@@ -33,7 +33,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class StatisticsPass:
-    """What is measured once for several.
+    """One calibration pass whose statistics several candidates share.
 
     Attributes:
         directory: where it is done.
@@ -47,7 +47,7 @@ class StatisticsPass:
 
     @property
     def rows(self) -> list[str]:
-        """The rows that it is for, in words."""
+        """Labels of the rows that share the pass."""
         return [each.candidate.label for each in self.wanted]
 
     def run(self, progress: Progress) -> float | None:

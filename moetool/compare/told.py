@@ -51,7 +51,7 @@ class ComparedModel(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedStatistics(Printed):
-    """What was measured once for several rows.
+    """Cost of one calibration pass that several rows share.
 
     Attributes:
         rows: in words.
@@ -64,7 +64,7 @@ class SharedStatistics(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class Compared(Printed):
-    """The whole table.
+    """Result of `moetool compare`: the original, and a row per model.
 
     Attributes:
         model, data: as they were given.

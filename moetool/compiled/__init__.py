@@ -1,1 +1,1 @@
-"""C++ that is compiled where it runs."""
+"""C++ kernels for processors, compiled on the machine where they run."""

@@ -33,7 +33,7 @@ class Routing:
 
 @dataclass
 class Run:
-    """A model's answer to some tokens.
+    """Logits, loss and routing of one model on some tokens.
 
     Attributes:
         logits: `[windows, length, vocabulary]` fp32, on the CPU.

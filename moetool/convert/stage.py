@@ -91,7 +91,7 @@ class Conversion(Stage[ConversionT, DenseSource]):
 
     @property
     def dense(self) -> DenseModel:
-        """The model that gives config and tokenizer."""
+        """The dense model whose config and tokenizer the result takes over."""
         return self.source.dense
 
     @property
@@ -120,11 +120,11 @@ class Conversion(Stage[ConversionT, DenseSource]):
 
     @abstractmethod
     def planned(self) -> Converted:
-        """The result as far as its headers go."""
+        """The result as headers alone determine it."""
 
     @abstractmethod
     def converted(self, job: Job[DenseSource]) -> MeasuredModel:
-        """The result, and what was measured for it."""
+        """The result, and the record of what was measured for it."""
 
     @abstractmethod
     def details(self) -> dict[str, Json]:

@@ -1,4 +1,4 @@
-"""A checkpoint on the Hugging Face hub."""
+"""Uploads a checkpoint to the Hugging Face hub."""
 
 import glob
 from collections.abc import Iterator, Sequence

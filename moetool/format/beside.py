@@ -24,7 +24,7 @@ def quantized_name(weight: str, tensor: str) -> str:
 
 
 def weight_of(module: str) -> str:
-    """`….q_proj.weight`"""
+    """Name of the weight of a module, `….q_proj.weight`."""
     return f"{module}.weight"
 
 

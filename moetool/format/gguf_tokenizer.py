@@ -20,7 +20,7 @@ _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 
 @dataclass(frozen=True)
 class Cutting:
-    """A way to cut a text.
+    """A pre-tokenizer of llama.cpp: the way in which a text is cut before BPE.
 
     Attributes:
         pattern: a regular expression that cuts it before bytes become characters; `None` for GPT-2's, which is built

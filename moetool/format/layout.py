@@ -159,13 +159,13 @@ class LayerLayout:
         return self.base_shape(role) if self.has_dense_base(role) else PLACEHOLDER
 
     def compact_bases(self) -> Iterator[tuple[Role, Representation]]:
-        """Every base that is not dense."""
+        """Iterate over the roles whose base is not a dense matrix, with the base's form."""
         for role in self.shape.roles:
             if self.weights[role] is not None and not self.has_dense_base(role):
                 yield role, self.base[role]
 
     def deltas(self) -> Iterator[tuple[int, Role, Representation]]:
-        """Every matrix that is not native."""
+        """Iterate over the matrices that are not native: expert, role and form."""
         for role in self.shape.roles:
             for expert, representation in enumerate(self.weights[role] or ()):
                 yield expert, role, representation
@@ -309,5 +309,5 @@ def _check_rotation(layout: LayerLayout, role: Role) -> None:
 
 
 def native_layout(shape: MoEShape) -> LayerLayout:
-    """A layer as its own checkpoint stores it."""
+    """Layout of a layer whose experts are as in an ordinary checkpoint of the family."""
     return LayerLayout(shape, dict.fromkeys(shape.roles), shape.intermediate)

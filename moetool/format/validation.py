@@ -74,7 +74,7 @@ class _Rope(_Entries):
 
 
 class _Any(_Entries):
-    """What holds for every model of transformers."""
+    """Schema of the `config.json` entries that every model of transformers shares."""
 
     model_type: Name | None = None
     architectures: list[str] | None = None
@@ -229,7 +229,7 @@ def _said(key: str, config: Mapping[str, object], value: object) -> str:
 
 
 def _experts(family: Architecture, settings: Settings) -> tuple[str, int | None]:
-    """The number of experts, and under which key."""
+    """Read the number of experts, and the key that gave it."""
     if family.given is not None:
         return "experts", family.given.shape.experts
     key = next((key for key in family.experts_keys if key in settings), family.experts_keys[0])

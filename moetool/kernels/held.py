@@ -45,7 +45,7 @@ class Held:
         )
 
     def memories(self) -> set[int]:
-        """Where the tensors' memory begins."""
+        """Addresses at which the memory of the held tensors begins."""
         stored = [tensor for _, _, tensor, *_ in self._tensors]
         stored += [tensor for _, derived in self._derived for tensor in derived]
         return {tensor.untyped_storage().data_ptr() for tensor in stored}

@@ -73,7 +73,7 @@ class Launch:
 
 
 class Launches:
-    """Launch every product of a table.
+    """Launches the Triton kernels of all products of a table.
 
     Attributes:
         steps: in order.
@@ -117,7 +117,7 @@ class Launches:
 
 
 def kind(operand: Operand) -> OperandKind:
-    """What a kernel is compiled for.
+    """Key of a compiled kernel: the properties that it is specialised to.
 
     Raises:
         UnsupportedMatrixError: no kernel is.

@@ -24,7 +24,7 @@ class UnsupportedMatrixError(ValueError):
 
 
 def operand_row(operand: Operand) -> list[int]:
-    """What a kernel reads of one operand.
+    """Encode one operand as the row of numbers that a kernel reads.
 
     Raises:
         UnsupportedMatrixError: it cannot.

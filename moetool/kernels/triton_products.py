@@ -34,7 +34,7 @@ def _data(address, FORM: tl.constexpr):
 
 @triton.jit
 def _read(data, at, mask, ALIGNED: tl.constexpr):
-    """A tile; neighbours at once where they lie so."""
+    """Load a tile, with vector loads where neighbours lie next to each other."""
     pointer = data + at
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -43,7 +43,7 @@ def _read(data, at, mask, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _rows(rows, first, SERVED: tl.constexpr, ROWS: tl.constexpr):
-    """The rows of a tile, and whether they are there."""
+    """Row indices of a tile, and the mask of those that exist."""
     each, height = tl.arange(0, SERVED * ROWS), rows // SERVED
     within = first + each % ROWS
     return each // ROWS * height + within, within < height
@@ -75,7 +75,7 @@ def _lowest_two(data, columns, height, stripe, row, column, mask, BACK: tl.const
 
 @triton.jit
 def _third(data, columns, height, stripe, row, column, mask, BACK: tl.constexpr, ALIGNED: tl.constexpr):
-    """The other bit of the same."""
+    """Load the third bit of each code, which lies in a plane of its own."""
     row, stripe = row - (stripe < BACK).to(tl.int32), (stripe - BACK) & 7
     codes = _read(data, (row + 2 * height) * columns + column, mask & (row >= 0), ALIGNED).to(tl.int32)
     return (codes >> stripe) & 0x01010101
@@ -113,7 +113,7 @@ def _windows(data, columns, height, stripe, row, column, mask, BITS: tl.constexp
 
 @triton.jit
 def _looked_up(levels, places):
-    """By the lowest byte."""
+    """Look numbers up in a table by the lowest byte of their state."""
     return tl.load(levels + (places & 255))
 
 

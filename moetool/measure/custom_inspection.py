@@ -1,4 +1,4 @@
-"""What a checkpoint with custom modules holds."""
+"""Inspects a checkpoint with custom modules."""
 
 import math
 from collections.abc import Mapping, Sequence

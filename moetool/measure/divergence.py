@@ -56,7 +56,7 @@ def compared(original: Tensor, logits: Tensor) -> tuple[float, int]:
 
 
 class _Batch(NamedTuple):
-    """One batch of both models.
+    """Losses and divergences of both models on one batch.
 
     Attributes:
         losses, own: of the model and of the original, `[windows]` fp64.
@@ -96,7 +96,7 @@ class AgainstOriginal:
         self._batches.append(_Batch(losses, own, kl, same, logits.shape[0] * logits.shape[1]))
 
     def told(self, batches: slice = slice(None)) -> Divergence:
-        """Of some of the batches; by default of all."""
+        """Summarise some of the batches, by default all of them."""
         found = self._batches[batches]
         losses, own = (torch.cat([getattr(batch, name) for batch in found]) for name in ("losses", "own"))
         deltas, nll = losses - own, own.mean().item()

@@ -96,7 +96,7 @@ class Extra(Printed):
 
 @dataclass(frozen=True)
 class Room(Printed):
-    """A folder where jobs write.
+    """A folder where jobs write, and the free space there.
 
     Attributes:
         use: what is written there: results with their unfinished work, temporary files, downloaded models.
@@ -126,7 +126,7 @@ class Trouble(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis(Printed):
-    """What the environment is like.
+    """Result of `moetool doctor`.
 
     Attributes:
         moetool, python, platform: versions of these.
@@ -225,7 +225,7 @@ def _unfit(library: Library) -> str | None:
 
 
 def _failing(library: Library) -> str | None:
-    """The same of one that cannot be imported."""
+    """Say why a library cannot be imported; `None` if it can."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

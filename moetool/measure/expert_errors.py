@@ -48,12 +48,12 @@ class _Found:
 
     @property
     def of_stored(self) -> float:
-        """Error relative to what the form stores."""
+        """Error of the matrix, relative to the matrix or delta that its form stores."""
         return self.error / self.stored if self.stored else 0.0 if self.error == 0 else float("inf")
 
     @property
     def is_rounding(self) -> bool:
-        """Whether it is no more than rounding."""
+        """Whether the error is no larger than rounding to the dtype explains."""
         return self.error <= ROUNDING * max(self.whole, self.stored)
 
 
@@ -75,7 +75,7 @@ class ExpertErrors:
         self.problems: list[str] = []
 
     def compare(self, progress: Progress) -> None:
-        """Read every matrix of both."""
+        """Compare every expert's matrix of two checkpoints."""
         with phase(progress, "Compare experts", len(self._made.moe_layers)):
             for layer in self._made.moe_layers:
                 self.relative[layer], self.by_expert[layer] = {}, {}

@@ -1,4 +1,4 @@
-"""Text that a model writes after a prompt."""
+"""Generates text with a model, after a prompt."""
 
 import math
 import time
@@ -22,7 +22,7 @@ from moetool.runtime.synthesis import Synthesis, apply_synthesis
 
 
 class GenerationOptions(LoadedOptions):
-    """How to go on after a prompt."""
+    """Options of `moetool generate`."""
 
     max_new_tokens: int = Field(
         128, ge=1, description="At most; the model may end before [default: 128, as far as it goes]."

@@ -104,7 +104,7 @@ class Speed(Printed):
 
 @dataclass(frozen=True)
 class Hardware(Inlined):
-    """What torch can compute on.
+    """The processor and the cards that torch can compute on.
 
     Attributes:
         built_for: what torch was built for: `cpu`, or a version of CUDA or ROCm.

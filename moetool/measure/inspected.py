@@ -1,4 +1,4 @@
-"""What `inspect` tells of a checkpoint."""
+"""Results of `moetool inspect`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -196,7 +196,7 @@ class LayerAnalysis(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis(Printed):
-    """What D²-MoE is motivated by.
+    """Similarity and spectra of experts, of the kind that motivates D²-MoE (arXiv:2502.17298).
 
     Attributes:
         shares: of the singular values, in per cent.
@@ -224,7 +224,7 @@ class QuantizedBeside(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection(Printed):
-    """What a checkpoint holds.
+    """Result of `moetool inspect`: family, files, layers and storage of a checkpoint.
 
     Attributes:
         path: as it was given.

@@ -52,7 +52,7 @@ class LikenessOptions(LoadedOptions):
 
     @property
     def has_limits(self) -> bool:
-        """Whether something may fail."""
+        """Whether any limit is set that a result could exceed."""
         return (self.max_kl, self.min_top1, self.max_layer_error) != (None, None, None)
 
 
@@ -110,7 +110,7 @@ def _incomparable(made: Checkpoint, original: Checkpoint) -> str | None:
 
 
 def _broken(found: Likeness, options: LikenessOptions) -> list[str]:
-    """Limits that are not kept, with the numbers."""
+    """List the limits that are not kept, each with the number that exceeds it."""
     broken = []
     for text in found.texts:
         if (lost := text.against) is None:

@@ -1,4 +1,4 @@
-"""Loading a model as options say it."""
+"""Loads a model for evaluation as options say."""
 
 from typing import Any
 

@@ -31,7 +31,7 @@ from moetool.runtime.modules.batch_dependence import depends_on_batch
 
 
 class EvaluationOptions(EvaluatedOptions):
-    """What to evaluate on, and how."""
+    """Options of an evaluation: texts, windows, dtype, and the model to compare with."""
 
     data: str = Field(
         description="Texts: files, folders, hub data sets or bundled[:KIND], as for --calibration; each of several is "

@@ -110,7 +110,7 @@ def plot_analysis(result: Analysis, path: Path) -> None:
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """Of those that are there; NaN if none is."""
+    """Mean of the values that are there; NaN if none is."""
     found = [value for value in values if value is not None]
     return sum(found) / len(found) if found else math.nan
 

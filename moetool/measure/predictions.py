@@ -56,7 +56,7 @@ class HiddenTokens:
         return torch.cat(found)
 
     def targets(self, windows: Tensor) -> Tensor:
-        """All of them."""
+        """All tokens of the windows: each is hidden and predicted once."""
         return windows
 
 

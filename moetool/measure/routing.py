@@ -24,7 +24,7 @@ from moetool.runtime.modules.simoe_mixing import Interpolation, interpolation_of
 
 
 class RoutingOptions(Options):
-    """What to run, and how."""
+    """Options of `moetool routing`."""
 
     data: str = Field(description="Texts to tell apart: files, folders, hub data sets or bundled[:KIND], with commas.")
     sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
@@ -37,7 +37,7 @@ class RoutingOptions(Options):
 
 
 class _Counter:
-    """Counts what is chosen, whatever chooses."""
+    """Counts how often each expert is chosen, in routers and selectors of any kind."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -144,7 +144,7 @@ def _rounded(matrix: Tensor) -> list[list[float]]:
 
 
 def _shares(counts: Tensor) -> Tensor:
-    """`[..., experts]` that sum to 1."""
+    """Normalise counts `[..., experts]` to shares that sum to 1."""
     return counts / counts.sum(-1, keepdim=True)
 
 

@@ -36,7 +36,7 @@ class SynthesisTold(Printed):
 
     @classmethod
     def of(cls, choice: "SynthesisChoice") -> "SynthesisTold":
-        """What was chosen, as it is told."""
+        """Record of the choice whether experts become dense, and its reason."""
         return cls(reason=choice.reason, needed_bytes=choice.needed, free_bytes=choice.free)
 
 
@@ -173,7 +173,7 @@ class Evaluation(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class Generation(Printed):
-    """What a model wrote.
+    """Result of `moetool generate`.
 
     Attributes:
         model, prompt: as they were given.
@@ -198,7 +198,7 @@ class Generation(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class TextRouting(Printed):
-    """What is chosen on one text.
+    """How often each expert is chosen on one text.
 
     Attributes:
         name: as it was given.
@@ -216,7 +216,7 @@ class TextRouting(Printed):
 
 @dataclass(frozen=True)
 class Clustering(Inlined):
-    """How far several texts are apart.
+    """Distances between the routing of several texts.
 
     Attributes:
         distances: `[texts][texts]` between their shares: mean over the layers of half the L1 norm.
@@ -229,7 +229,7 @@ class Clustering(Inlined):
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingTold(Printed):
-    """Which experts a model chooses.
+    """Result of `moetool routing`.
 
     Attributes:
         model: as it was given.
@@ -248,7 +248,7 @@ class RoutingTold(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Inlined):
-    """A checkpoint beside one that it was made from.
+    """Comparison of a checkpoint's matrices with those of its source.
 
     Attributes:
         against: the source, as it was given.
@@ -269,7 +269,7 @@ class Comparison(Inlined):
 
 @dataclass(frozen=True, kw_only=True)
 class Likeness(Printed):
-    """A checkpoint beside its source on real text.
+    """Comparison of a checkpoint's predictions with its source's on real text.
 
     Attributes:
         text: as it was given.
@@ -296,7 +296,7 @@ class Likeness(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class Verification(Printed):
-    """What was found sound.
+    """Result of `moetool verify`: what was checked and found sound.
 
     Attributes:
         path: as it was given.

@@ -181,7 +181,7 @@ def _moe_source(checkpoint: Checkpoint, *, as_matrices: bool = False) -> Source 
 
 
 def _comparable(made: Source | None, original: Source | None) -> tuple[Source, Source] | None:
-    """Both, if they are of one family and shape."""
+    """Return both sources if they are of one family and shape, else `None`."""
     if made is None or original is None:
         return None
     is_same = made.architecture == original.architecture and made.experts.shape == original.experts.shape

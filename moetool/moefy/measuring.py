@@ -62,7 +62,7 @@ class LayerFiles:
 
 
 class NeuronMeasuring:
-    """The text that neurons are measured on.
+    """Runs the text on which a dense model's neurons are measured, layer by layer.
 
     All processes run windows of it, layer by layer. With clusters, each then settles layers of its own, as soon as
     there is one for every process; a layer whose neurons gradients rank is settled by the first on the way back.
@@ -82,7 +82,7 @@ class NeuronMeasuring:
             )
 
     def run(self, layers: Sequence[int]) -> CalibrationFacts:
-        """Measure and settle these layers."""
+        """Measure the neurons of these layers and settle their experts."""
         if self._gradients:
             self._calibrated.reverse(self._backward, 1, layers)
         else:

@@ -104,5 +104,5 @@ def _lost(trials: Sequence[tuple[Coded, Tensor]], coder: Coder, feedback: Feedba
 
 
 def _times(scales: Tensor, factor: float) -> Tensor:
-    """In the dtype that they are stored in."""
+    """Multiply scales by a factor, in the dtype that they are stored in."""
     return (scales.float() * factor).to(scales.dtype)

@@ -35,7 +35,7 @@ class Fewer:
 
 @dataclass(frozen=True)
 class Merged:
-    """An expert that is left.
+    """An expert that is left, and the experts that were merged into it with their weights.
 
     Attributes:
         members: the experts that it is made of, first the one whose row of the router and order of neurons it has.

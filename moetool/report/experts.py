@@ -102,7 +102,7 @@ def _place(site: str) -> tuple[str, str]:
 
 
 def _weighted(sites: Iterable[MaskedLayer], density: str) -> float:
-    """The mean density, each site by its channels."""
+    """Mean density of the masks, weighted by the channels of each site."""
     every = list(sites)
     return sum(vars(site)[density] * site.channels for site in every) / sum(site.channels for site in every)
 

@@ -203,7 +203,7 @@ def _reached(
 
 
 def _numbers(inspection: Inspection | None, count: int) -> list[int]:
-    """The numbers of the layers that shares are of."""
+    """Indices of the layers that shares of `count` layers are of."""
     own = [layer.layer for layer in _layers(inspection)]
     return own if len(own) == count else list(range(count))
 

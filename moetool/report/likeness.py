@@ -41,7 +41,7 @@ def analysed(told: Analysis) -> Iterator[Section]:
 
 
 def _energies(entry: RoleAnalysis) -> dict[str, Sequence[float]]:
-    """Those that are defined, by what they are of."""
+    """Energies that are defined, by the matrix that they are of."""
     energy = entry.energy
     found = {"experts": energy.experts, f"{entry.base} base": energy.base, "deltas": energy.delta}
     return {name: values for name, values in found.items() if values is not None}

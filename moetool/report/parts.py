@@ -26,7 +26,7 @@ class CodeBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One section.
+    """One section of the page: title, text, tables and charts.
 
     Attributes:
         name: for links to it.
@@ -54,7 +54,7 @@ def count(number: int) -> str:
 
 
 def plain(value: object) -> str:
-    """An option or a number in words."""
+    """Format the value of an option for the page."""
     if value is None:
         return "–"
     if isinstance(value, bool):

@@ -152,7 +152,7 @@ def _heat(axes: "Axes", chart: Heat) -> None:
 
 
 def _values(axes: "Axes", chart: Bars | Lines) -> None:
-    """The axis of what stands upright."""
+    """Draw the vertical axis of the values."""
     if chart.log and _is_wide(chart.series):
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter("")
@@ -201,7 +201,7 @@ def _ticks(labels: Sequence[str]) -> tuple[list[int], list[str]]:
 
 
 def _legend(axes: "Axes", series: int) -> None:
-    """Above the axes, where it hides nothing."""
+    """Draw the legend above the axes."""
     if series > 1:
         columns = 2 if any(len(text) > 12 for text in axes.get_legend_handles_labels()[1]) else 3
         place = {"bbox_to_anchor": (0, 1), "borderaxespad": 0.2}

@@ -44,7 +44,7 @@ def best_evaluation(report: Report) -> Evaluation | None:
 
 
 def how_made(made: HowMade) -> Section:
-    """From what, by what, and how to do it again."""
+    """Section that names sources, stages and the command that makes the model again."""
     commands = [*(step.command for step in made.steps[:-1]), made.command]
     text = "\n".join(_continued(command) for command in commands if command is not None)
     code = [CodeBlock(title="To make it again", text=text)] if text else []
@@ -87,7 +87,7 @@ def _continued(command: str) -> str:
 
 
 def size(report: Report) -> Section:
-    """Bytes, all in all and by kind of tensor."""
+    """Section with the bytes of the files, in total and by kind of tensor."""
     has_before = report.against is not None
     rows = [
         (

@@ -33,7 +33,7 @@ _OF_ACTIVATIONS = re.compile(r"\.((input|output)_(scale|zero_point|global_scale)
 
 @dataclass(frozen=True)
 class StoredScheme:
-    """How the modules of a group are stored.
+    """One `config_group` of compressed-tensors: how the modules that it targets are stored.
 
     Attributes:
         format: of the tensors.
@@ -59,7 +59,7 @@ class StoredScheme:
 
     @property
     def bits(self) -> int:
-        """Bits of a number."""
+        """Number of bits in which one weight is stored."""
         bits = self.weights.get("num_bits", 8)
         if type(bits) is not int or not 1 <= bits <= 8:
             raise InvalidInputError(f"quantization_config: num_bits must be 1 to 8, not {bits!r}.")

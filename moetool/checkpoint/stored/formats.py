@@ -21,7 +21,7 @@ _LEFT = re.compile(r"(embed|lm_head|\bgate\.weight|router|norm)")
 
 @dataclass(frozen=True)
 class QuantizedFiles:
-    """A checkpoint in a format, from its headers.
+    """Headers and `quantization_config` of a quantized checkpoint, which a format is found in.
 
     Attributes:
         path: where it lies.
@@ -42,7 +42,7 @@ class QuantizedFiles:
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """What a checkpoint in a format holds.
+    """Matrices that a quantized checkpoint stands for, and the tensors that are not shown.
 
     Attributes:
         matrices: those that are stored in it.
@@ -57,7 +57,7 @@ class StoredTensors:
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """A format.
+    """A format of quantized checkpoints that can be read: its names, its decoder, its bits per number.
 
     Attributes:
         methods: what `quantization_config.quant_method` says.
@@ -73,7 +73,7 @@ class StoredFormat:
 
 @cache
 def formats() -> Mapping[str, StoredFormat]:
-    """Every format, by what `quant_method` says."""
+    """All formats that can be read, by the `quant_method` of `quantization_config`."""
     names = [info.name for info in pkgutil.iter_modules([str(Path(__file__).parent)])]
     modules = [importlib.import_module(f"{__package__}.{name}") for name in names]
     found = [module.FORMAT for module in modules if hasattr(module, "FORMAT")]

@@ -128,7 +128,7 @@ def _scales_name(name: str, ending: str) -> str:
 
 
 def _matrix(files: QuantizedFiles, codes: TensorInfo, scales: TensorInfo, block: tuple[int, int] | None) -> BlockScaled:
-    """What numbers and scales make, by their headers."""
+    """Describe the matrix that FP8 numbers and their scales stand for, from both headers."""
     is_packed = codes.dtype == torch.int8
     if codes.dtype not in _FP8 and not is_packed:
         raise files.refuse(f"{codes.name} is stored in {codes.dtype}, and has scales, {scales.name}: it is FP8 or not")

@@ -1,4 +1,4 @@
-"""A matrix that other tensors stand for."""
+"""A matrix that is decoded, when it is read, from tensors that hold it in few bits."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -85,7 +85,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
 
     @cached_property
     def _tensors(self) -> list[GgufTensor]:
-        """What is written, of an input that can be."""
+        """Tensors of the GGUF file to write; refuses an input that llama.cpp cannot compute."""
         self.source.check()
         return self.source.tensors(self.options.type, self.options.experts_type or self.options.type)
 

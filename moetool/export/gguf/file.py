@@ -165,7 +165,7 @@ def _write_head(temporary: Path, writer: Any, needed: int) -> None:
 
 
 class _Digested:
-    """A file that is appended to, and its digest."""
+    """A file that is appended to, and the SHA-256 of all that was written to it."""
 
     def __init__(self, handle: IO[bytes], digest: FastDigest, file: Path) -> None:
         self._handle, self._digest, self.file = handle, digest, file

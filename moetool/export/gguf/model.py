@@ -101,7 +101,7 @@ class GgufSource:
 
     @property
     def moe(self) -> Architecture | None:
-        """The family of an MoE model, as checkpoints are."""
+        """The MoE family of the checkpoint; `None` for a dense model."""
         return None if self.experts is None else self.experts.architecture
 
     def check(self) -> None:

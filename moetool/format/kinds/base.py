@@ -99,7 +99,7 @@ class CustomModule(BaseModel, ABC):
     @property
     @abstractmethod
     def rule(self) -> str:
-        """How experts are chosen, in words."""
+        """Sentence that says how experts are chosen for a token."""
 
     def settled(self, channels: Mapping[str, int]) -> Self:
         """This kind after training, with so many channels left of each linear layer that it has closed some of."""
@@ -119,7 +119,7 @@ class CustomModule(BaseModel, ABC):
             raise self.refusal(f"layers has {absent}, and the model has {layers} layers")
 
     def refusal(self, what: str) -> InvalidInputError:
-        """The error that a field is `what`."""
+        """Error that says that a field of `config.json` is `what`."""
         return InvalidInputError(f"quantization_config: {self.key}.{what}.")
 
     @abstractmethod

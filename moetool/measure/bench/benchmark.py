@@ -1,4 +1,4 @@
-"""Timing one model, or two in turns."""
+"""Times one model, or two models in alternating rounds."""
 
 import platform
 import statistics
@@ -25,7 +25,7 @@ from moetool.runtime.timing import Seconds
 
 @dataclass(frozen=True)
 class _Timed:
-    """All rounds of one case."""
+    """Seconds of all rounds of one case, prefill and decode."""
 
     batch: int
     length: int
@@ -129,7 +129,7 @@ def _load(runners: Sequence[Runner], progress: Progress) -> list[Loaded]:
 def _measure(
     runners: Sequence[Runner], options: BenchOptions, progress: Progress
 ) -> tuple[list[Memory], list[list[_Timed]]]:
-    """Memory of every model, and its cases."""
+    """Measure the memory of each model and time its cases."""
     cases = [(batch, length) for length in options.lengths for batch in options.batch]
     memories: list[Memory] = []
     timed: list[list[_Timed]] = [[] for _ in runners]

@@ -30,25 +30,25 @@ from moetool.runtime.timing import keeps_last
 
 
 class Cost(NamedTuple):
-    """Of one token: multiplications, and bytes of weights."""
+    """Cost of one token: multiplications, and bytes of weights that are read."""
 
     multiplications: Fraction = Fraction(0)
     nbytes: Fraction = Fraction(0)
 
     def times(self, factor: int | Fraction) -> "Cost":
-        """Of that many of them."""
+        """The cost of `factor` tokens."""
         return Cost(self.multiplications * factor, self.nbytes * factor)
 
 
 def total(costs: Iterable[Cost]) -> Cost:
-    """Of all of them."""
+    """Sum of several costs."""
     multiplications, nbytes = zip(Cost(), *costs, strict=True)
     return Cost(sum(multiplications, Fraction(0)), sum(nbytes, Fraction(0)))
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One layer's.
+    """Cost of attention in one layer.
 
     Attributes:
         multiplications: of a token and one key that it sees.
@@ -63,13 +63,13 @@ class Attention:
     expansion: int = 0
 
     def keys(self, context: int) -> int:
-        """How many a token sees, itself among them."""
+        """Number of keys that a token sees in a context of so many tokens, itself among them."""
         return context if self.window is None else min(context, self.window)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of a model.
+    """Costs of one model, from which those of a prompt and of a new token are summed.
 
     Attributes:
         body: without its head, per token.
@@ -86,7 +86,7 @@ class Costs:
     keeps_last: bool
 
     def decode_flops(self, context: int) -> int:
-        """Of one new token that sees `context` tokens, itself among them."""
+        """Floating point operations of one new token that sees `context` tokens, itself among them."""
         seen = sum(
             (layer.multiplications + layer.expansion) * layer.keys(context) - layer.expansion  # its own is in the body
             for layer in self.attention
@@ -94,18 +94,18 @@ class Costs:
         return round(2 * (self.body.multiplications + self.head.multiplications + seen))
 
     def decode_bytes(self, context: int) -> int:
-        """What that token reads at batch 1."""
+        """Bytes of weights and cache that one new token reads at batch 1."""
         cached = sum(layer.nbytes * layer.keys(context) for layer in self.attention)
         return round(self.body.nbytes + self.head.nbytes + cached)
 
     def prefill_flops(self, length: int) -> int:
-        """Of one prompt."""
+        """Floating point operations of one prompt of so many tokens."""
         seen = sum(layer.multiplications * self._pairs(layer, length) for layer in self.attention)
         logits = 1 if self.keeps_last else length
         return round(2 * (length * self.body.multiplications + logits * self.head.multiplications + seen))
 
     def _pairs(self, layer: Attention, length: int) -> int:
-        """Of a token and a key that it sees, in a prompt."""
+        """Number of pairs of a token and a key that it sees, in a prompt."""
         if not self.is_causal:
             return length * layer.keys(length)
         within = layer.keys(length)

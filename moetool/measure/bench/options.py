@@ -1,4 +1,4 @@
-"""What to time, and how often."""
+"""Options of `moetool bench`."""
 
 from typing import Annotated
 

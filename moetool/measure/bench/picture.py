@@ -1,4 +1,4 @@
-"""The picture of `moetool bench`."""
+"""Draws the picture of `moetool bench`."""
 
 from pathlib import Path
 

@@ -7,7 +7,7 @@ from moetool.job.result import Inlined, Printed
 
 @dataclass(frozen=True, kw_only=True)
 class Case(Printed):
-    """One batch of prompts of one length.
+    """Speed and cost of one case: a batch of prompts of one length.
 
     Attributes:
         batch: prompts at a time.
@@ -60,7 +60,7 @@ class Memory(Inlined):
 
 @dataclass(frozen=True, kw_only=True)
 class Benched(Printed):
-    """What one model takes and gives.
+    """Memory and speed of one model.
 
     Attributes:
         model: as it was given.
@@ -82,7 +82,7 @@ class Benched(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class CaseRatios(Printed):
-    """Of a `Case`, speeds as medians of the ratios of single rounds."""
+    """A model's numbers over the original's for one `Case`; those of speeds are medians over single rounds."""
 
     batch: int
     length: int
@@ -96,7 +96,7 @@ class CaseRatios(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class Ratios(Printed):
-    """The model's, of the original's."""
+    """A model's numbers over the original's."""
 
     parameters: float
     load_seconds: float
@@ -113,7 +113,7 @@ class Ratios(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResult(Printed):
-    """Of a run of `moetool bench`.
+    """Result of `moetool bench`.
 
     Attributes:
         device: with its name.

@@ -37,7 +37,7 @@ _INTERVAL = 0.005  # seconds between two looks at memory
 
 @dataclass(frozen=True)
 class Loaded:
-    """What is known of a model when it is loaded."""
+    """Facts of a model that its process reports when it has loaded it."""
 
     seconds: float
     dtype: str
@@ -96,7 +96,7 @@ class HereRunner:
         return Loaded(seconds, str(dtype).removeprefix("torch."), synthesized, self._memory, costs)
 
     def time(self, batch: int, length: int) -> Seconds:
-        """Time one pass."""
+        """Time a batch of prompts and the tokens that follow them."""
         return time_decode(self._model, batch, length, self._options.new_tokens, self._options.seed)
 
     def warm_up(self, batch: int, length: int) -> Memory:
@@ -201,7 +201,7 @@ def threads_of(count: int | None) -> Iterator[int]:
 
 
 def compute_dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
-    """`auto` is as it is stored."""
+    """The dtype to compute in; `auto` is the dtype in which the model is stored."""
     stored = stored_dtype(checkpoint)
     return stored if name == "auto" else pick_compute_dtype(name, torch.device("cpu"), stored)
 

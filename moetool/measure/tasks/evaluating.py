@@ -1,4 +1,4 @@
-"""Several models on a text, on tasks, or on both."""
+"""Evaluates several models on texts, on tasks of lm-eval, or on both."""
 
 import gc
 from collections.abc import Callable, Sequence

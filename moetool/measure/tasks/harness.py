@@ -21,7 +21,7 @@ _FILE_FORMATS = {"json", "csv", "parquet", "arrow", "text", "xml", "webdataset",
 
 @dataclass(frozen=True)
 class OpenTasks:
-    """Tasks whose data is there.
+    """Tasks of lm-eval whose data could be opened.
 
     Attributes:
         tasks: tasks and groups as lm-eval has them.
@@ -58,7 +58,7 @@ def open_tasks(options: TaskOptions) -> OpenTasks:
 
 
 def asked(opened: OpenTasks, model: Any, tokenizer: Any, options: TaskOptions) -> Mapping[str, Any]:
-    """What lm-eval finds of a model that is loaded.
+    """Scores that lm-eval finds for a loaded model on the tasks.
 
     Raises:
         InvalidInputError: a task cannot be asked of it.
@@ -150,7 +150,7 @@ def _closed(name: str, config: Mapping[str, Any], error: Exception) -> str:
 
 @contextlib.contextmanager
 def _calm() -> Iterator[None]:
-    """lm-eval tells errors only."""
+    """Silence lm-eval's log below errors for the time of the `with` block."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)

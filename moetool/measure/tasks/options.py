@@ -1,4 +1,4 @@
-"""Which tasks, and how they are asked."""
+"""Options of `moetool eval --tasks`."""
 
 from pydantic import Field
 

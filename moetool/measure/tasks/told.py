@@ -35,7 +35,7 @@ class TaskScore(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class TasksEvaluated(Printed):
-    """What tasks say of a model.
+    """Scores of one model on all tasks.
 
     Attributes:
         scores: every metric of every task.

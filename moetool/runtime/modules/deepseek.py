@@ -68,7 +68,7 @@ class DeepseekPreTrainedModel(LlamaPreTrainedModel):  # type: ignore[misc]
 
 
 class DeepseekModel(DeepseekPreTrainedModel, LlamaModel):  # type: ignore[misc]
-    """The decoder."""
+    """DeepSeekMoE's decoder: embeddings, layers and final norm."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         # Not LlamaModel's: a Llama inside could not be told which implementation of the experts to use.

@@ -199,7 +199,7 @@ class SharedBaseExperts(RoutedExperts):
             return self._forward(hidden, chosen, weights)
 
     def on_kernels(self) -> KernelExperts:
-        """See `RoutedExperts`."""
+        """The experts as kernels run them; see `RoutedExperts`."""
         found = {role: self._bias(role) for role in self.layout.shape.roles}
         biases = {role: bias for role, bias in found.items() if bias is not None}
         return self.kernels_of(range(self.num_experts), biases)
