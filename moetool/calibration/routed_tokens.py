@@ -3,8 +3,8 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,16 +18,32 @@ from moetool.checkpoint.files import storage_errors
 _DTYPE = torch.bfloat16  # products are taken in no more
 
 
-class Given(NamedTuple):
-    """Tokens that one expert is given, window after window.
+@dataclass(frozen=True, eq=False)
+class RoutedText:
+    """Tokens that go to some experts of a layer, window after window.
 
     Attributes:
-        inputs: `[tokens, hidden]` fp32.
-        weights: `[tokens, 1]` fp32, what its outputs are multiplied by.
+        experts: the experts that `weights` has columns of.
+        inputs: `[tokens, hidden]` bf16.
+        weights: `[tokens, experts]` fp32 factors of the experts' outputs, 0 where a token does not go to an expert.
     """
 
+    experts: range
     inputs: Tensor
     weights: Tensor
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, rows: Tensor | slice) -> "RoutedText":
+        """Some of the tokens."""
+        return RoutedText(self.experts, self.inputs[rows], self.weights[rows])
+
+    def of(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens of one expert: their rows `[routed]`, inputs `[routed, hidden]` fp32, and weights `[routed, 1]`."""
+        weights = self.weights[:, self.experts.index(expert)]
+        rows = weights.nonzero()[:, 0]
+        return rows, self.inputs[rows].float(), weights[rows, None]
 
 
 class RoutedTokens(Collector):
@@ -78,20 +94,30 @@ class RoutedTokens(Collector):
             self._parts = [self._mapped(rank, count) for rank, count in enumerate(tokens)]
         self._tokens = tokens
 
-    def of(self, expert: int, windows: range, most: int, device: torch.device) -> Given:
-        """Of one expert, in some windows; about evenly so many tokens of them if there are more."""
-        first, last = windows.start * self.length, windows.stop * self.length
-        tokens, weights = [], []
-        for start, routing in self._routings:
-            pairs, rows = routing.of(expert)
-            inside = (rows + start >= first) & (rows + start < last)
-            tokens.append(rows[inside] + start)
-            weights.append(routing.weights[pairs[inside]].float())
-        found, weighing = torch.cat(tokens), torch.cat(weights)
-        if len(found) > most:
-            few = torch.arange(most) * len(found) // most
-            found, weighing = found[few], weighing[few]
-        return Given(self._rows(found).float().to(device), weighing.to(device))
+    def text(self, experts: range, windows: Tensor, most: int, device: torch.device) -> RoutedText:
+        """Tokens of some windows that go to any of some experts, at most `most` of them, evenly chosen.
+
+        Args:
+            experts: indices of the experts.
+            windows: `[windows]` bool, which windows the tokens are of.
+            most: the largest number of tokens.
+            device: where the text shall be.
+        """
+        found = []
+        for column, expert in enumerate(experts):
+            for start, routing in self._routings:
+                pairs, rows = routing.of(expert)
+                inside = windows[(rows + start) // self.length]
+                weights = routing.weights[pairs[inside], 0].float()
+                found.append((rows[inside] + start, torch.full_like(pairs[inside], column), weights))
+        each, columns, factors = map(torch.cat, zip(*found, strict=True))
+        tokens, rows = each.unique(return_inverse=True)
+        weights = torch.zeros(len(tokens), len(experts))
+        weights[rows, columns] = factors
+        if len(tokens) > most:
+            few = torch.arange(most) * len(tokens) // most
+            tokens, weights = tokens[few], weights[few]
+        return RoutedText(experts, self._rows(tokens).to(device), weights.to(device))
 
     def _rows(self, tokens: Tensor) -> Tensor:
         ends = torch.tensor(self._tokens).cumsum(0)

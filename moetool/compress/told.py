@@ -8,14 +8,17 @@ from moetool.job.result import Printed, Told
 
 
 @dataclass(frozen=True)
-class JointlyRefined(Printed):
-    """A layer whose base and deltas were moved together.
+class RefinedLayer(Printed):
+    """A layer whose experts were refined.
 
     Attributes:
-        before, after: what errors of its experts cost on tokens held out, in nats per token; the same where it was left
-            as it was.
+        experts: number of experts that were changed.
+        kept: number of experts that stayed as they were: no better on the windows held out, or with too few tokens.
+        before, after: loss that the errors of all experts cause on those windows, in nats per token.
     """
 
+    experts: int
+    kept: int
     before: float
     after: float
 
@@ -32,7 +35,7 @@ class RankedLayer(Printed):
 
     tokens: Sequence[int] | None = None
     lost_energy: Mapping[Role, Sequence[float]]
-    refined: JointlyRefined | None = None
+    refined: RefinedLayer | None = None
 
 
 @dataclass(frozen=True)
@@ -44,22 +47,6 @@ class EncodedLayer(Printed):
     """
 
     relative_error: Mapping[Role, Sequence[float]]
-
-
-@dataclass(frozen=True)
-class RefinedLayer(Printed):
-    """A layer whose experts were refined.
-
-    Attributes:
-        experts: that were changed.
-        kept: that stayed as they were: no better on windows held out, or too few tokens to tell.
-        before, after: what errors of both cost on these windows, in nats per token.
-    """
-
-    experts: int
-    kept: int
-    before: float
-    after: float
 
 
 @dataclass(frozen=True)

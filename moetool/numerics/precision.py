@@ -1,6 +1,6 @@
 """Which internal precision fp32 matrix products use on the CPU, and what the processor can do."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -40,3 +40,11 @@ def has_fast_bf16() -> bool:
         return False
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, probe, bool)() for probe in probes)
+
+
+def fast_products(device: torch.device) -> AbstractContextManager[object]:
+    """Within this block `device` multiplies fp32 matrices in bf16 by autocast, backwards as well; a processor without
+    units for bf16, on which fp32 is faster, stays with fp32."""
+    if device.type == "cpu" and not has_fast_bf16():
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)

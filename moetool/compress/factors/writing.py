@@ -1,7 +1,7 @@
 """What `svd-compress` and `compress` share: options, costs, and the way from factorisations to a written checkpoint."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -13,15 +13,15 @@ from moetool.architectures import ROLES, Role
 from moetool.bases.choices import Merge
 from moetool.bases.delta import Deltas
 from moetool.bases.layer_base import LayerBase, base_path
+from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Owned
+from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.budget.items import factors_of
 from moetool.compress.choices import Allocation, Sensitivity, SharedFactor, Svd
 from moetool.compress.encoded import Encoding, encoded_bytes
 from moetool.compress.encoding import agreed_layouts
 from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams
-from moetool.compress.factors.layer_refining import JointRefining
-from moetool.compress.factors.layer_refining import told as refining_told
 from moetool.compress.factors.ranking import (
     FACTORS,
     LayerSpectra,
@@ -32,8 +32,8 @@ from moetool.compress.factors.ranking import (
     least_routed,
     same_rank,
 )
-from moetool.compress.factors.refining import TOKENS_PER_STEP
-from moetool.compress.factors.routed_text import MOST_KEPT, TextCollector
+from moetool.compress.refining.factors import TOKENS_PER_STEP
+from moetool.compress.refining.layer import MOST_KEPT, LayerRefining, Refining
 from moetool.compress.told import RankedLayer, RankedTold
 from moetool.costs.building_blocks import moe_size, refine_together
 from moetool.costs.calibration_cost import CalibrationCost
@@ -208,29 +208,40 @@ def finish(
         )
     layouts = agreed_layouts(job.ranks, factored.layouts(options))
     reader = job.source.experts
+    refining = Refining(reader, job.work, job.device, refine, options.seed) if refine else None
 
-    def encode(layer: int, module: nn.Module, layout: LayerLayout, owned: Owned) -> Iterator[tuple[str, Tensor]]:
-        refining = JointRefining(job.work, layer, layout, job.device, reader.dtype, refine, options.seed)
-        base = refining.base(owned.peers) if refine else LayerBase.load(base_path(job.work, layer))
-        weights, grams, text = reader.weights(layer), None, None
+    def factors(
+        layer: int,
+        module: nn.Module,
+        layout: LayerLayout,
+        base: LayerBase,
+        owned: Owned,
+        others: Sequence[Collector] = (),
+    ) -> Iterator[tuple[str, Tensor]]:
+        weights, grams = reader.weights(layer), None
         if calibrated is not None:
-            text = TextCollector(calibrated.sweep, reader.shape.experts) if refine else None
-            others = [] if text is None else [text]
             grams = measured_grams(calibrated, calibrated.sweep, layer, module, base, owned, keep=True, others=others)
             weights = calibrated.weights(layer, module)
         deltas = Deltas(weights, base, job.device)
-        encoded = LayerFactors(reader.shape, deltas, options, grams, owned).encode(layout, reader.dtype)
-        if calibrated is not None and text is not None:
-            native = calibrated.experts(module)
-            encoded = refining.refined(native, weights, base, text.text(), encoded, owned)
-        yield from encoded
+        return LayerFactors(reader.shape, deltas, options, grams, owned).encode(layout, reader.dtype)
+
+    def encode(layer: int, module: nn.Module, layout: LayerLayout, owned: Owned) -> Iterator[tuple[str, Tensor]]:
+        if refining is None or calibrated is None:
+            yield from factors(layer, module, layout, LayerBase.load(base_path(job.work, layer)), owned)
+            return
+        base = refining.unmoved_base(layer, owned.peers)
+        with RoutedTokens(calibrated.sweep, layer).kept() as examples:
+            encoded = factors(layer, module, layout, base, owned, [examples])
+            native, weights = calibrated.experts(module), calibrated.weights(layer, module)
+            moved = LayerRefining(refining, layer, native, weights, base, layout, examples)
+            yield from moved.refined_together(encoded, owned)
 
     lost = factored.lost(layouts)
 
     def layers() -> dict[int, RankedLayer]:
-        if not refine:
+        if refining is None:
             return lost
-        return {layer: replace(own, refined=refining_told(job.work, layer)) for layer, own in lost.items()}
+        return {layer: replace(own, refined=refining.told(layer)) for layer, own in lost.items()}
 
     encoding = Encoding(job, layouts, encode, calibrated)
     factored.write(encoding, layouts, facts, layers, seed=options.seed, method=method)
@@ -344,6 +355,7 @@ def factor_plan(
     refined = refine_together(moe_size(reader), refine, TOKENS_PER_STEP, output / original) if refine else None
     forward = cost.forward_bytes(hidden) + encoded_bytes(reader, output, options.shard_size)
     forward += cost.recorded_bytes(reader.shape, at_once, gradients=False, sums=False)
+    forward += RoutedTokens.nbytes(cost.samples, cost.length, hidden) if refine else 0
     backward += cost.recorded_bytes(reader.shape, at_once, gradients=True, sums=True) if gradients else 0
     return Plan(
         stage=stage,

@@ -23,7 +23,7 @@ from moetool.compress.mixing.choosing import Choosing, FormLosses, Mix, notes_on
 from moetool.compress.mixing.footings import Footing
 from moetool.compress.mixing.measuring import encoded, loss_name, losses_path, measure
 from moetool.compress.mixing.options import MixingOptions
-from moetool.compress.refining.expert import BATCH_TOKENS
+from moetool.compress.refining.codes import BATCH_TOKENS
 from moetool.compress.refining.layer import MOST_TOKENS, LayerRefining, Refining
 from moetool.compress.refining.metric import OutputGradients, metric_path
 from moetool.compress.told import MixedLayer, MixedTold

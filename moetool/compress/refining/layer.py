@@ -1,8 +1,13 @@
-"""The experts of one layer, refined one after the other as they are encoded."""
+"""Refinement of the experts of a layer between being encoded and being written.
 
-from collections.abc import Mapping
+A layer keeps what its experts were given on the disk (`RoutedTokens`). Coded experts are refined one after the other,
+each by the process that encodes it; base and factors of a layer together, by the first process.
+"""
+
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -10,21 +15,25 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moetool.architectures import Role
-from moetool.bases.layer_base import LayerBase
-from moetool.calibration.peers import Peers
+from moetool.bases.layer_base import LayerBase, agreed, base_path
+from moetool.bases.pruning import spread
+from moetool.calibration.peers import Owned, Peers
 from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.checkpoint.experts import ExpertReader, Weights
 from moetool.checkpoint.files import save_tensors
-from moetool.compress.refining.expert import Refinement, StoredMatrix
+from moetool.compress.owning import encoded_names
+from moetool.compress.refining.codes import CodedExpert, MovingCodes, StoredMatrix
+from moetool.compress.refining.factors import FactoredExperts, MatrixKey, MovingFactors
 from moetool.compress.refining.metric import load_metric, metric_path
-from moetool.compress.refining.running import run_expert
+from moetool.compress.refining.refinement import MovingExperts, RefinableT, Refinement, held_out_windows, run_expert
 from moetool.compress.told import RefinedLayer
-from moetool.format.layout import LayerLayout
+from moetool.format.layout import LayerLayout, delta_name
+from moetool.job.job import to_cpu
 from moetool.numerics.seeding import generator
 
-_HELD_OUT = 8  # of so many windows one is not learnt from
-_MOST, _MOST_HELD_OUT = 16_384, 4_096  # tokens of an expert
-MOST_TOKENS = _MOST + _MOST_HELD_OUT
+_OF_EXPERT = 16_384, 4_096  # most tokens that codes of an expert learn from, and that are held out
+_OF_LAYER = 57_344, 8_192  # the same numbers for base and factors of a layer
+MOST_TOKENS, MOST_KEPT = sum(_OF_EXPERT), sum(_OF_LAYER)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,11 +41,11 @@ class Refining:
     """Refinement of the experts of every layer of a job.
 
     Attributes:
-        reader: of the experts.
-        work: directory.
-        device: to work on.
-        steps: per expert.
-        seed: of which tokens come when.
+        reader: reader of the original experts.
+        work: the work directory.
+        device: the device to work on.
+        steps: steps per expert, or per layer where its experts are refined together.
+        seed: seed of the order of tokens.
     """
 
     reader: ExpertReader
@@ -51,9 +60,15 @@ class Refining:
         before, after, changed = costs.sum(0).tolist()
         return RefinedLayer(int(changed), len(costs) - int(changed), float(f"{before:.4g}"), float(f"{after:.4g}"))
 
+    def unmoved_base(self, layer: int, peers: Peers) -> LayerBase:
+        """The base of a layer as it was measured, however often the layer has been refined."""
+        path = self.work / f"unmoved-{layer:05d}.safetensors"
+        kept = LayerBase.load(path if path.exists() else base_path(self.work, layer))
+        return agreed(peers, path, kept)
+
 
 class LayerRefining:
-    """The same for one layer, with transformers' fused experts `native`, whose matrices `weights` gives."""
+    """Refinement of one layer, with transformers' fused experts `native`, whose matrices `weights` gives."""
 
     def __init__(
         self,
@@ -61,53 +76,111 @@ class LayerRefining:
         layer: int,
         native: nn.Module,
         weights: Weights,
-        base: LayerBase | None,
+        base: LayerBase,
         layout: LayerLayout,
         examples: RoutedTokens,
     ) -> None:
-        self._all, self._layer, self._native, self._layout = refining, layer, native, layout
-        self._examples = examples
-        self._weights, shape, device = weights, refining.reader.shape, refining.device
-        based = [role for role in shape.roles if base is not None and layout.weights[role] is not None]
-        self._base = {role: base.full(role).to(device) for role in based if base is not None}
-        path = metric_path(refining.work, layer)
-        self._metric = load_metric(path, device) if path.exists() else torch.eye(shape.hidden, device=device)
-        self._costs = torch.zeros(shape.experts, 3, dtype=torch.float64)
+        self._all, self._layer, self._layout, self._examples = refining, layer, layout, examples
+        self._weights, self._stored_base = weights, base
+        shape, device = refining.reader.shape, refining.device
+        self._shape, self._device, self._dtype = shape, device, refining.reader.dtype
+        self._run = partial(run_expert, native, shape)
+        self._bases = {role: base.full(role).to(device) for role in shape.roles if layout.weights[role] is not None}
+        self._metric = load_metric(metric_path(refining.work, layer), device)
+        self._costs = torch.zeros(shape.experts, 3, dtype=torch.float64)  # before, after, whether it was changed
 
     def refined(self, expert: int, tensors: Mapping[Role, Mapping[str, Tensor]]) -> Mapping[Role, Mapping[str, Tensor]]:
-        """The tensors of one expert, by role, moved."""
-        shape, device, stored = self._all.reader.shape, self._all.device, dict[Role, StoredMatrix]()
-        original = {role: self._weights(expert, role).to(device).float() for role in shape.roles}
-        for role in shape.roles:
+        """The stored tensors of one expert, by role, with codes and scales moved."""
+        stored = dict[Role, StoredMatrix]()
+        for role, original in self._original(expert).items():
             form = (self._layout.weights[role] or ())[expert]
-            base = self._base.get(role) if form.uses_base else None
-            matrix, turn = original[role] if base is None else original[role] - base, self._layout.turning(role)
-            own = {name: tensor.to(device) for name, tensor in tensors[role].items()}
+            base = self._bases.get(role) if form.uses_base else None
+            matrix, turn = original if base is None else original - base, self._layout.turning(role)
+            own = {name: tensor.to(self._device) for name, tensor in tensors[role].items()}
             stored[role] = StoredMatrix(form, own, matrix if turn is None else turn(matrix), base, turn)
-        task = Refinement(
-            partial(run_expert, self._native, shape, expert),
-            original,
-            self._metric,
-            self._all.steps,
-            self._all.reader.dtype,
+        coded = CodedExpert(stored, self._dtype)
+        stream = generator(self._all.seed, "refine", self._layer, expert)
+        found = self._refine(range(expert, expert + 1), _OF_EXPERT, coded, MovingCodes(coded), stream)
+        return {role: own.tensors for role, own in found.roles.items()}
+
+    def refined_together(self, encoded: Iterator[tuple[str, Tensor]], owned: Owned) -> Iterator[tuple[str, Tensor]]:
+        """The encoded deltas that this process has, of those of all processes, with factors moved; the moved base lies
+        in its place in the work directory."""
+        peers, own = owned.peers, encoded_names(self._layout, owned)
+        every = dict(chain.from_iterable(peers.gather(list(encoded))))
+        if peers.is_first:
+            experts = self._factored(every)
+            stream = generator(self._all.seed, "refine", self._layer)
+            found = self._refine(range(self._shape.experts), _OF_LAYER, experts, MovingFactors(experts), stream)
+            for (role, expert), pair in found.factors.items():
+                for name, factor in zip(("u", "v"), pair, strict=True):
+                    every[delta_name(expert, role, name)] = to_cpu(factor.to(self._dtype))
+            moved = {role: self._kept_channels(role, found.bases[role]) for role in found.masks}
+            self._stored_base.moved(moved).save(base_path(self._all.work, self._layer))
+        every = peers.broadcast(every)
+        self.save(peers)
+        return ((name, tensor) for name, tensor in every.items() if name in own)
+
+    def _refine(
+        self,
+        experts: range,
+        most: tuple[int, int],
+        stored: RefinableT,
+        moving: MovingExperts[RefinableT],
+        stream: torch.Generator,
+    ) -> RefinableT:
+        """Some experts, refined on at most so many tokens and held to at most so many others."""
+        examples, held_out = self._examples, held_out_windows(self._examples.windows)
+        learnt, judged = (
+            examples.text(experts, windows, count, self._device)
+            for windows, count in zip((~held_out, held_out), most, strict=True)
         )
-        examples = self._examples
-        count = examples.windows
-        last = count - max(1, count // _HELD_OUT)
-        given = examples.of(expert, range(last), _MOST, device)
-        held_out = examples.of(expert, range(last, count), _MOST_HELD_OUT, device)
-        found = task.refine(stored, given, held_out, generator(self._all.seed, "refine", self._layer, expert))
-        tokens = examples.length * (count - last)
-        self._costs[expert] = torch.tensor([found.before / tokens, found.after / tokens, float(found.is_better)])
-        return found.tensors
+        task = Refinement(self._run, self._original, learnt, judged, self._metric)
+        found = task.refine(stored, moving, self._all.steps, stream)
+        tokens = examples.length * int(held_out.sum())
+        self._costs[experts.start, :2] = torch.tensor([found.before / tokens, found.after / tokens])
+        self._costs[experts.start : experts.stop, 2] = float(found.is_better)
+        return found.stored
+
+    def _original(self, expert: int) -> dict[Role, Tensor]:
+        return {role: self._weights(expert, role).to(self._device).float() for role in self._shape.roles}
+
+    def _factored(self, encoded: Mapping[str, Tensor]) -> FactoredExperts:
+        base, shape, device = self._stored_base, self._shape, self._device
+        factors: dict[MatrixKey, tuple[Tensor, Tensor]] = {}
+        whole: dict[MatrixKey, Tensor] = {}
+        for role in shape.roles:
+            forms = self._layout.weights[role]
+            for expert in range(shape.experts):
+                if forms is None or not forms[expert].uses_base:
+                    whole[role, expert] = self._weights(expert, role).to(device).float()
+                elif forms[expert].directions:
+                    u, v = (encoded[delta_name(expert, role, name)].to(device).float() for name in ("u", "v"))
+                    factors[role, expert] = u, v
+        masks = {
+            role: spread(
+                torch.ones_like(base.matrices[role], dtype=torch.float32),
+                base.channels,
+                base.intermediate,
+                1 if role == "down" else 0,
+            ).to(device)
+            for role in self._bases
+            if role not in base.compact
+        }
+        return FactoredExperts(shape.roles, self._bases, masks, factors, whole, self._dtype)
+
+    def _kept_channels(self, role: Role, full: Tensor) -> Tensor:
+        """A base `[out, in]` as it is stored, without the channels that are gone."""
+        channels = self._stored_base.channels.to(full.device)
+        return to_cpu(full.index_select(1 if role == "down" else 0, channels).to(self._dtype))
 
     def save(self, peers: Peers) -> None:
-        """Leave in the work directory what was done, by all processes together."""
+        """Leave losses and counts in the work directory, those of all processes together."""
         peers.all_reduce(self._costs)
         if peers.is_first:
             save_tensors(refined_path(self._all.work, self._layer), {"costs": self._costs})
 
 
 def refined_path(work: Path, layer: int) -> Path:
-    """Where what was done to a layer waits for the end of the job."""
+    """File where losses and counts of a refined layer wait for the end of the job."""
     return work / f"refined-{layer:05d}.safetensors"

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moetool.architectures import Role
-from moetool.compress.factors.refining import JointTask, MatrixKey, MovableExperts, outputs
-from moetool.compress.factors.routed_text import RoutedText
+from moetool.calibration.routed_tokens import RoutedText
+from moetool.compress.refining.factors import FactoredExperts, MatrixKey, MovingFactors
+from moetool.compress.refining.refinement import Refined, Refinement
 
 ROLES: tuple[Role, ...] = ("gate", "up", "down")
 EXPERTS, HIDDEN, INTERMEDIATE, RANK = 3, 8, 12, 2
@@ -31,7 +32,7 @@ def original(expert: int) -> dict[Role, Tensor]:
     }
 
 
-def cut() -> MovableExperts:
+def cut() -> FactoredExperts:
     """Factors of deltas to the mean; the second expert's gate stands alone, and the third's up has no delta."""
     all_ = [original(expert) for expert in range(EXPERTS)]
     bases = {role: sum(own[role] for own in all_) / EXPERTS for role in ROLES}
@@ -42,40 +43,47 @@ def cut() -> MovableExperts:
             factors[role, expert] = u[:, :RANK] * s[:RANK], v[:RANK]
     del factors["gate", 1], factors["up", 2]
     masks = {role: torch.ones_like(base) for role, base in bases.items()}
-    return MovableExperts(ROLES, bases, masks, factors, {("gate", 1): all_[1]["gate"]})
+    return FactoredExperts(ROLES, bases, masks, factors, {("gate", 1): all_[1]["gate"]}, torch.bfloat16)
 
 
-def task(tokens: int = 640) -> JointTask:
+def task(tokens: int = 640) -> Refinement:
     weights = random(tokens, EXPERTS, seed=2).softmax(1)
     weights = torch.where(weights >= weights.topk(2).values[:, 1:], weights, 0.0)
-    text = RoutedText(random(tokens, HIDDEN, seed=1).bfloat16(), weights)
-    metric = torch.diag(torch.linspace(0.1, 2, HIDDEN))
-    return JointTask(run, text, outputs(run, original, text), metric, torch.bfloat16)
+    text = RoutedText(range(EXPERTS), random(tokens, HIDDEN, seed=1).bfloat16(), weights)
+    learnt = tokens - tokens // 8
+    return Refinement(run, original, text[:learnt], text[learnt:], torch.diag(torch.linspace(0.1, 2, HIDDEN)))
 
 
-def moved(steps: int = 40, experts: MovableExperts | None = None) -> tuple[MovableExperts, float, float]:
-    found = task().refine(experts or cut(), steps, torch.Generator().manual_seed(0))
-    return found.experts, found.before, found.after
+def moved(experts: FactoredExperts | None = None, tokens: int = 640) -> Refined[FactoredExperts]:
+    given = experts or cut()
+    return task(tokens).refine(given, MovingFactors(given), 40, torch.Generator().manual_seed(0))
+
+
+def loss(experts: FactoredExperts) -> float:
+    """By the definition, on the tokens held out."""
+    own = task()
+    error = own.outputs(experts.matrices, own.held_out) - own.outputs(original, own.held_out)
+    return 0.5 * float((error @ own.metric).square().sum())
 
 
 def test_the_sum_of_the_experts_outputs_is_what_counts() -> None:
-    text = task().text
+    text = task().learnt
     expected = sum(
         text.weights[:, expert, None] * run(expert, original(expert), text.inputs.float()) for expert in range(EXPERTS)
     )
-    assert torch.allclose(outputs(run, original, text), expected, atol=1e-5)
+    assert torch.allclose(task().outputs(original, text), expected, atol=1e-5)
 
 
 def test_it_costs_less_on_tokens_that_were_not_learnt_from() -> None:
-    _, before, after = moved()
-    assert 0 < after < 0.9 * before
-    held_out = slice(560, 640)
-    assert before == pytest.approx(task().cost(cut(), held_out), rel=1e-6)
-    assert after == pytest.approx(task().cost(moved()[0], held_out), rel=1e-6)
+    found = moved()
+    assert found.is_better
+    assert 0 < found.after < 0.9 * found.before
+    assert found.before == pytest.approx(loss(cut()), rel=1e-6)
+    assert found.after == pytest.approx(loss(found.stored), rel=1e-6)
 
 
 def test_what_is_found_is_stored_in_the_model_s_numbers() -> None:
-    found, *_ = moved()
+    found = moved().stored
     tensors = [*found.bases.values(), *(factor for pair in found.factors.values() for factor in pair)]
     assert all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in tensors)
     assert torch.equal(found.whole["gate", 1], original(1)["gate"])
@@ -88,30 +96,42 @@ def test_channels_that_are_gone_stay_away() -> None:
     for role, mask in masks.items():
         mask[(slice(None), 3) if role == "down" else 3] = 0
     pruned = replace(experts, masks=masks, bases={role: experts.bases[role] * masks[role] for role in ROLES})
-    found, before, after = moved(experts=pruned)
-    assert after < before
-    assert all(bool((found.bases[role][masks[role] == 0] == 0).all()) for role in ROLES)
+    found = moved(pruned)
+    assert found.is_better
+    assert all(bool((found.stored.bases[role][masks[role] == 0] == 0).all()) for role in ROLES)
 
 
 def test_a_base_that_may_not_move_does_not() -> None:
     experts = cut()
     fixed = replace(experts, masks={role: experts.masks[role] for role in ("gate", "up")})
-    found, *_ = moved(experts=fixed)
+    found = moved(fixed).stored
     assert torch.equal(found.bases["down"], experts.bases["down"])
     assert not torch.equal(found.bases["up"], experts.bases["up"])
 
 
+class Contradicted(Refinement):
+    """The tokens that are learnt from say the opposite of those held out."""
+
+    def outputs(self, matrices, text: RoutedText) -> Tensor:
+        found = super().outputs(matrices, text)
+        return -3 * found if text is self.learnt else found
+
+
 def test_what_gets_worse_stays_as_it_was() -> None:
-    """The text says one thing to begin with and another in the end."""
-    given = task()
-    turned = given.target.clone()
-    turned[:560] *= -3
-    experts = cut()
-    found = replace(given, target=turned).refine(experts, 40, torch.Generator().manual_seed(0))
-    assert found.experts is experts
+    given, experts = task(), cut()
+    contradicted = Contradicted(run, original, given.learnt, given.held_out, given.metric)
+    found = contradicted.refine(experts, MovingFactors(experts), 40, torch.Generator().manual_seed(0))
+    assert found.stored is experts
     assert found.before == found.after > 0
 
 
 def test_few_tokens_teach_nothing() -> None:
     experts = cut()
-    assert task(tokens=100).refine(experts, 40, torch.Generator()).experts is experts
+    assert moved(experts, tokens=100).stored is experts
+
+
+def test_nothing_to_move() -> None:
+    experts = replace(cut(), factors={})
+    found = moved(experts)
+    assert found.stored is experts
+    assert not found.is_better
