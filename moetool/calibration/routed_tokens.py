@@ -1,4 +1,4 @@
-"""What the experts of a layer are given, kept on the disk for as long as the layer is in hand."""
+"""A store on disk of the inputs that the experts of one layer are given, and of how they are routed."""
 
 import os
 from collections.abc import Iterator
@@ -36,28 +36,28 @@ class RoutedText:
         return len(self.inputs)
 
     def __getitem__(self, rows: Tensor | slice) -> "RoutedText":
-        """Some of the tokens."""
+        """The text of some of the tokens."""
         return RoutedText(self.experts, self.inputs[rows], self.weights[rows])
 
     def of(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens of one expert: their rows `[routed]`, inputs `[routed, hidden]` fp32, and weights `[routed, 1]`."""
+        """The tokens of one expert: rows `[routed]`, inputs `[routed, hidden]` fp32 and weights `[routed, 1]`."""
         weights = self.weights[:, self.experts.index(expert)]
         rows = weights.nonzero()[:, 0]
         return rows, self.inputs[rows].float(), weights[rows, None]
 
 
 class RoutedTokens(Collector):
-    """The inputs of a layer's experts, and by whom each token is processed.
+    """A collector of the inputs of a layer's experts, and of the experts that each token goes to.
 
-    Every process notes its own windows, and after the pass reads those of all.
+    Every process stores its own windows, and after the pass reads those of all.
 
     Attributes:
-        windows: of the text, of all processes.
-        length: tokens in a window.
+        windows: number of windows, of all processes.
+        length: tokens in each window.
     """
 
     def __init__(self, sweep: Sweep, layer: int) -> None:
-        """Of one `layer`, in files beside the hidden states of the pass."""
+        """Collect on one `layer`, into files beside the hidden states of the pass."""
         self._peers, self.length, self.windows = sweep.peers, sweep.length, sweep.count
         self._directory, self._layer, self._hidden = sweep.directory, layer, sweep.model.hidden_size
         self._tokens = [len(sweep.own) * sweep.length]
@@ -95,7 +95,7 @@ class RoutedTokens(Collector):
         self._tokens = tokens
 
     def text(self, experts: range, windows: Tensor, most: int, device: torch.device) -> RoutedText:
-        """Tokens of some windows that go to any of some experts, at most `most` of them, evenly chosen.
+        """The tokens of some windows that go to any of some experts; of more than `most`, so many at even steps.
 
         Args:
             experts: indices of the experts.
@@ -129,12 +129,12 @@ class RoutedTokens(Collector):
 
     @staticmethod
     def nbytes(windows: int, length: int, hidden: int) -> int:
-        """Bytes on disk that the routed tokens of so many windows take."""
+        """Bytes on disk of the inputs of so many windows."""
         return windows * length * hidden * _DTYPE.itemsize
 
     @contextmanager
     def kept(self) -> Iterator["RoutedTokens"]:
-        """Remove the files of the tokens at the end of the `with` block."""
+        """Remove the files when the block ends."""
         try:
             yield self
         finally:

@@ -1,4 +1,4 @@
-"""What the deltas of a layer lose by rank, as a file of the work directory, and their factors once ranks are chosen.
+"""The spectra of a layer's deltas, in a file of the work directory, and their factors, once ranks are chosen.
 
 Which rank a matrix gets depends on all others, in all layers. So each layer leaves its spectra here, and is factorised
 again when the ranks are known.
@@ -49,7 +49,8 @@ TOKENS = "tokens"  # [experts] int64
 
 
 def joint_shape(shape: tuple[int, int], experts: int, share: SharedFactor) -> tuple[int, int]:
-    """Shape of what is factorised at once: one matrix `[out, in]`, or all experts' below or beside each other."""
+    """The shape of the matrix that is factorized: one expert's `[out, in]`, or all experts' below (`v`) or beside (`u`)
+    each other."""
     rows, columns = shape
     return {"none": (rows, columns), "v": (experts * rows, columns), "u": (rows, experts * columns)}[share]
 
@@ -63,21 +64,27 @@ class SpectrumFile:
 
     @property
     def count(self) -> int:
-        """Spectra per role."""
+        """The number of spectra per role."""
         return self._shape.experts if self.share == "none" else 1
 
     def matrix(self, role: Role) -> tuple[int, int]:
-        """Shape of what has a spectrum."""
+        """The shape of the matrix that a spectrum of this role is of."""
         return joint_shape(self._shape.matrix(role), self._shape.experts, self.share)
 
     @property
     def nbytes(self) -> int:
-        """Size on disk, without the header."""
+        """Bytes of the file, without its header."""
         ranks = sum(break_even_rank(self.matrix(role)) + 1 for role in self._shape.roles)
         return 8 * (self.count * ranks + (len(ROLES) + 1) * self._shape.experts)
 
     def write(self, spectra: Iterable[tuple[Role, int, Tensor, float]], energy: Tensor, tokens: Tensor) -> None:
-        """Write all, atomically: by role and expert what each rank removes of the loss, descending, and all of it."""
+        """Write the file atomically.
+
+        Args:
+            spectra: role, expert, the loss that each rank removes, descending, and the loss without any rank.
+            energy: `[3, experts]` fp64, Σ over an expert's tokens of the squared norm of each role's input.
+            tokens: `[experts]` int64, the number of tokens of each expert.
+        """
         tensors = {ENERGY: energy, TOKENS: tokens}
         for role, expert, spectrum, total in spectra:
             tensors[f"{role}.{expert}.spectrum"] = to_cpu(spectrum[: break_even_rank(self.matrix(role))]).double()
@@ -89,15 +96,15 @@ class SpectrumFile:
             return file.get_tensor(name).clone()
 
     def input_energy(self) -> Tensor:
-        """`[3, experts]` fp64; zero where no token came."""
+        """The summed squared norms of each role's input by expert, `[3, experts]` fp64; zero where no token came."""
         return self._read(ENERGY)
 
     def tokens(self) -> Tensor:
-        """`[experts]` int64: how many tokens came; zeros if nothing was measured."""
+        """The number of tokens of each expert, `[experts]` int64; zeros if nothing was measured."""
         return self._read(TOKENS)
 
     def spectrum(self, role: Role, expert: int) -> tuple[Tensor, float]:
-        """Losses that each rank removes, descending, and their sum including those that were not kept."""
+        """The losses that the ranks of a delta remove, descending, and the sum of those of all ranks, stored or not."""
         return self._read(f"{role}.{expert}.spectrum"), self._read(f"{role}.{expert}.total").item()
 
 
@@ -112,8 +119,19 @@ def measured_grams(
     keep: bool,
     others: Sequence[Collector] = (),
 ) -> GramCollector:
-    """Run a loaded layer forwards and collect the second moments its factors need, and what `others` do; `keep` writes
-    its output. What a delta's factors need is gathered for the process that has it."""
+    """Run a loaded layer forwards and collect the second moments that its factors need, each delta's for the process
+    that has it.
+
+    Args:
+        calibrated: the job, with the model.
+        sweep: the windows to run.
+        index: the number of the layer.
+        layer: the loaded layer.
+        base: the base that deltas are taken to.
+        owned: the deltas of each process.
+        keep: whether the layer's output is written.
+        others: collectors that observe the same pass.
+    """
     shape, device, matrix = calibrated.source.experts.shape, calibrated.job.device, calibrated.model.matrix
     down = base.full("down").to(device)
     each = sweep.length * shape.top_k  # of a window
@@ -127,17 +145,13 @@ def measured_grams(
     return grams
 
 
-def _down_delta(weights: Tensor, base: Tensor, expert: int) -> Tensor:
-    return delta(weights[expert], base)
-
-
 def measuring_owners(shape: MoEShape, share: SharedFactor, peers: Peers) -> Owned:
-    """Who factorises which delta of a layer; the first all of them where they are factorised at once."""
+    """Which process factorizes which delta of a layer: the first process all of them if experts share a factor."""
     return Owned(shape, peers) if share == "none" else Owned.by_first(shape, peers)
 
 
 class LayerFactors:
-    """The deltas of one layer, to be measured, or encoded as factors."""
+    """The deltas of one layer, whose spectra are measured or which are encoded as factors."""
 
     def __init__(
         self,
@@ -147,7 +161,8 @@ class LayerFactors:
         grams: GramCollector | None,
         owned: Owned | None = None,
     ) -> None:
-        """`grams` as collected on this layer, if there is a text, by the processes that have `owned` the deltas."""
+        """Take the `grams` that were collected on this layer, if there is a text; `owned` says which process has which
+        deltas, by default this one all."""
         self._owned = owned or Owned(shape, Peers())
         self._shape, self._deltas, self._share = shape, deltas, options.share
         count = shape.experts
@@ -157,7 +172,7 @@ class LayerFactors:
         self._sensitivity = LayerSensitivity(options.sensitivity, deltas.base.statistics, self._energy, self._tokens)
 
     def measure(self, file: SpectrumFile) -> None:
-        """Leave the spectra in a file, those of all processes."""
+        """Write the spectra of all processes to a file."""
         peers = self._owned.peers
         spectra = chain.from_iterable(peers.gather(list(self._spectra())))
         if peers.is_first:
@@ -170,7 +185,7 @@ class LayerFactors:
             yield role, expert, to_cpu(spectrum * sensitivity.weight), energy * sensitivity.weight
 
     def encode(self, layout: LayerLayout, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of every delta that this process has, by name relative to the experts."""
+        """Encode every delta that this process has; gives tensors by their name relative to the experts."""
         jointly = [role for role in self._shape.roles if layout.shared_tensors(role)]
         for role, expert in self._each(jointly):
             if role in jointly:
@@ -180,8 +195,8 @@ class LayerFactors:
                     yield delta_name(expert, role, name), to_cpu(tensor)
 
     def _each(self, jointly: Collection[Role]) -> Iterator[tuple[Role, int]]:
-        """Every delta that this process has, those together whose Gram matrices are in memory together; of the roles
-        that are factorised `jointly` the first."""
+        """The role and expert of every delta that this process has, in the order in which Gram matrices come into
+        memory; of roles that are factorized `jointly`, expert 0 alone."""
         sets = iter([range(self._shape.experts)]) if self._grams is None else self._grams.sets()
         for experts in sets:
             for roles in self._shape.groups:
@@ -191,7 +206,7 @@ class LayerFactors:
                             yield role, expert
 
     def _encoded(self, role: Role, expert: int, form: Representation, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Tensors of one delta in the form chosen for it."""
+        """Encode one delta in the form chosen for it."""
         if not form.directions:
             return form.encode(self._deltas.target(role, expert, form), dtype)
         whitened, sensitivity, [own] = self._whitened(role, expert)
@@ -199,7 +214,7 @@ class LayerFactors:
         return form.encode(own, dtype, Measured(row_scale=sensitivity.row_scale, factorization=found))
 
     def _encoded_jointly(self, role: Role, layout: LayerLayout, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """The factor that all experts share, and each one's own."""
+        """Encode the factor that all experts of a role share, and the factor of each."""
         [form] = set(layout.weights[role] or ())
         whitened, sensitivity, deltas = self._whitened(role, 0)
         found = whitened.factorize(form.directions, coarse=dtype == torch.bfloat16)
@@ -212,7 +227,7 @@ class LayerFactors:
                 yield delta_name(expert, role, name), to_cpu(tensor)
 
     def _whitened(self, role: Role, expert: int) -> tuple[Whitened, MatrixSensitivity, list[Tensor]]:
-        """What is factorised for a delta, or for all experts' together, and the deltas themselves."""
+        """The whitened matrix of a delta, or of the deltas of all experts, its sensitivity, and the deltas."""
         svd, inputs = self._svd, self._shape.matrix(role)[1]
         if self._share == "none":
             own = self._deltas.of(role, expert)

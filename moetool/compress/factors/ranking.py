@@ -1,4 +1,4 @@
-"""From spectra and a byte target to the rank of every matrix and the layout of every layer."""
+"""The choice of a rank for every matrix, and so of every layer's layout, from spectra and a byte target."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,18 @@ FACTORS: Mapping[SharedFactor, Factors] = {"none": LowRank, "v": SharedV, "u": S
 
 @dataclass(frozen=True)
 class LayerSpectra:
-    """Spectra, weights and sizes of one layer, from which ranks are allocated."""
+    """Spectra and sizes of one layer, from which ranks are allocated.
+
+    Attributes:
+        layer: the number of the layer.
+        factors: the file of its spectra.
+        base_channels: intermediate channels that the base still has.
+        dynamic_channels: intermediate channels that every batch skips.
+        statistics: statistics that were measured for the base, if any.
+        base: by role, the representation of the base.
+        trimmed: experts that lose their deltas.
+        bits: bits of the codes that factors are stored in; `None` for the model's dtype.
+    """
 
     layer: int
     factors: SpectrumFile
@@ -33,21 +44,21 @@ class LayerSpectra:
     dynamic_channels: int
     statistics: LayerStatistics | None
     base: Mapping[Role, Representation] = field(default_factory=lambda: DENSE_BASE)
-    trimmed: frozenset[int] = frozenset()  # experts that lose their deltas
-    bits: int | None = None  # of codes that factors are stored in
+    trimmed: frozenset[int] = frozenset()
+    bits: int | None = None
 
     def base_bytes(self, role: Role, shape: MoEShape, dtype: torch.dtype) -> int:
-        """Bytes of the stored base of one role."""
+        """Bytes of the base of one role as it is stored."""
         rows, columns = shape.matrix(role)
         pruned = (rows, self.base_channels) if role == "down" else (self.base_channels, columns)
         return self.base[role].nbytes(pruned, dtype)
 
 
 def build_groups(spectra: Sequence[LayerSpectra], shape: MoEShape, dtype: torch.dtype, multiple: int) -> list[Group]:
-    """Two groups per layer: gate with up, and down. What experts share is the item of expert 0."""
-    ladders: dict[
-        tuple[tuple[int, int], SharedFactor], Ladder
-    ] = {}  # its arrays are the same for all matrices of a shape
+    """The groups between which the budget is shared, two per layer: gate with up, and down. A factor that experts share
+    is the item of expert 0."""
+    # The arrays of a ladder are the same for all matrices of a shape.
+    ladders: dict[tuple[tuple[int, int], SharedFactor], Ladder] = {}
 
     def item(entry: LayerSpectra, role: Role, expert: int) -> Item:
         spectrum, energy = entry.factors.spectrum(role, expert)
@@ -73,7 +84,7 @@ def build_groups(spectra: Sequence[LayerSpectra], shape: MoEShape, dtype: torch.
 
 
 def layouts_from(spectra: Sequence[LayerSpectra], shape: MoEShape, forms: Forms) -> dict[int, LayerLayout]:
-    """The layout of every layer, given the forms of its deltas. A role that has none is left as it was."""
+    """The layout of every layer, given the forms of its deltas. A role without forms keeps its original matrices."""
     layouts = {}
     for entry in spectra:
         weights: dict[Role, tuple[Representation, ...] | None] = {}
@@ -92,7 +103,7 @@ def layouts_from(spectra: Sequence[LayerSpectra], shape: MoEShape, forms: Forms)
 
 
 def same_rank(spectra: Sequence[LayerSpectra], shape: MoEShape, rank: int) -> Forms:
-    """One rank for every matrix, dense where that costs no more."""
+    """The forms of all deltas at one rank; a delta is dense where that takes no more bytes than factors."""
     return {
         (entry.layer, role, expert): LowRank(0)
         if expert in entry.trimmed

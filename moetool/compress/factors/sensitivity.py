@@ -1,4 +1,4 @@
-"""What an error in an expert's output costs in loss, from the Fisher information of its weights.
+"""The loss that errors in an expert's outputs cause, from the Fisher information of its weights.
 
 With gradients δ at the outputs, the Fisher information of row j of a matrix sums to `E[δ_j² ‖x‖²]`. Divided by the
 energy of the inputs, `E‖x‖²`, that is the mean squared gradient of output channel j: an error e_j in that channel costs
@@ -50,7 +50,7 @@ class LayerSensitivity:
     """Sensitivities of one layer's matrices. An expert that no token reached counts as if one average token had."""
 
     def __init__(self, choice: Sensitivity, statistics: LayerStatistics | None, energy: Tensor, tokens: Tensor) -> None:
-        """What was measured on the layer.
+        """Take what was measured on the layer.
 
         Args:
             choice: which errors are told apart; without gradients none are.
@@ -64,7 +64,8 @@ class LayerSensitivity:
         self._energy, self._tokens = energy.double(), int(tokens.sum())
 
     def of(self, role: Role, expert: int, inputs: int, *, whitened: bool) -> MatrixSensitivity:
-        """For one matrix with `inputs` columns, whose spectrum may be that of its own inputs (`whitened`) or plain."""
+        """The sensitivity of one matrix with `inputs` columns, whose spectrum is that on its own inputs (`whitened`) or
+        that of the plain matrix."""
         given = self._given(role)
         if given is None:
             return MatrixSensitivity(None, 1.0)
@@ -77,8 +78,8 @@ class LayerSensitivity:
         return MatrixSensitivity(_scale(channels), weight)
 
     def jointly(self, role: Role, inputs: int, share: SharedFactor, *, whitened: bool) -> MatrixSensitivity:
-        """For the matrices of all experts at once: below each other (`v`) every one keeps its own channels, side by
-        side (`u`) they have the layer's."""
+        """The sensitivity of the matrices of all experts of a role, put together: below each other (`v`) each keeps its
+        own channels, side by side (`u`) all have the layer's."""
         given = self._given(role)
         if given is None:
             return MatrixSensitivity(None, 1.0)
@@ -94,13 +95,14 @@ class LayerSensitivity:
         return MatrixSensitivity(_scale(together), weight)
 
     def _given(self, role: Role) -> Tensor | None:
-        """`[experts]`: energy of the inputs, an average token's where there were none; `None` if not measured."""
+        """The energy of each expert's inputs, `[experts]` fp64, that of an average token where no token came; `None` if
+        it was not measured."""
         own = self._energy[ROLES.index(role)]
         total = own.sum()
         return torch.where(own > 0, own, total / self._tokens) if bool(total > 0) else None
 
     def _channels(self, role: Role) -> Tensor:
-        """`[experts, out]`: mean squared gradient of every output, with a prior of some average tokens."""
+        """The mean squared gradient of every output, with a prior of 32 average tokens, `[experts, out]` fp64."""
         assert self._fisher is not None
         own, rows = self._energy[ROLES.index(role)], self._fisher[role].double()
         prior = _PRIOR_TOKENS * own.sum() / self._tokens
@@ -108,5 +110,5 @@ class LayerSensitivity:
 
 
 def _scale(channels: Tensor) -> Tensor:
-    """Square roots, none of them near zero."""
+    """The square roots of channels' sensitivities, with a floor of a thousandth of their mean, fp32."""
     return channels.clamp(min=_FLOOR * channels.mean().item()).sqrt().float()

@@ -1,4 +1,4 @@
-"""Which norm a delta is approximated in (D²-MoE §3.3, and the two it is compared with in Table 6)."""
+"""The norms in which deltas are approximated: that of D²-MoE §3.3, and the two of Table 6."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,7 +21,14 @@ _ASVD_ALPHA = 0.5
 
 @dataclass(frozen=True, eq=False)
 class Whitened:
-    """What is factorised: a delta `[out, in]`, its rows scaled, and the Gram matrix of its inputs or of its outputs."""
+    """A matrix to be factorized, with the norm in which that is done.
+
+    Attributes:
+        delta: `[out, in]`, with scaled rows.
+        gram: the Gram matrix of the inputs `[in, in]`, if they count.
+        output_gram: the Gram matrix of the delta's outputs `[out, out]`, instead of that of the inputs.
+        root: a square root of `gram`, if one is known.
+    """
 
     delta: Tensor
     gram: Tensor | None = None
@@ -29,18 +36,18 @@ class Whitened:
     root: Tensor | None = None
 
     def factorize(self, rank: int | None = None, *, coarse: bool = False) -> Factorization:
-        """See `numerics.factorize.factorize`."""
+        """The factors of the best approximation of this `rank`; see `numerics.factorize.factorize`."""
         return factorize(
             self.delta, gram=self.gram, output_gram=self.output_gram, rank=rank, root=self.root, coarse=coarse
         )
 
     def spectrum(self) -> tuple[Tensor, float]:
-        """See `numerics.factorize.spectrum`."""
+        """The squared singular values and their sum; see `numerics.factorize.spectrum`."""
         return spectrum(self.delta, gram=self.gram, output_gram=self.output_gram, root=self.root)
 
 
 class LayerSvd:
-    """Factorises every delta of one layer in the norm of its own calibration inputs.
+    """The factorizations of one layer's deltas, each in the norm of its own calibration inputs.
 
     The Gram matrix of a rarely used expert says little about the tokens it will meet; it is shrunk towards the mean of
     the layer. An expert that no token reached has none at all; it gets the layer's mean, as if it had been given one
@@ -49,7 +56,7 @@ class LayerSvd:
     """
 
     def __init__(self, method: Svd, grams: GramCollector | None) -> None:
-        """`grams` as collected on this layer; not needed by `vanilla`."""
+        """Take the Gram matrices that were collected on this layer; `vanilla` needs none."""
         if method != "vanilla" and grams is None:
             raise ValueError(f"{method} SVD needs calibration statistics")
         self._method, self._grams = method, grams
@@ -62,13 +69,13 @@ class LayerSvd:
 
     @property
     def is_whitened(self) -> bool:
-        """Whether spectra account for inputs."""
+        """Whether spectra are squared outputs on the calibration inputs."""
         return self._method != "vanilla" and self._grams is not None
 
     def whitened(self, role: Role, expert: int, delta: Tensor, row_scale: Tensor | None = None) -> Whitened:
-        """Δ `[out, in]` fp32 with what says how much losing its directions would cost.
+        """One expert's delta `[out, in]` fp32 with the norm in which it is to be factorized.
 
-        With `row_scale` `[out]` what is factorised is `row_scale[:, None] * delta`.
+        With a `row_scale` `[out]`, the matrix is `row_scale[:, None] * delta`.
         """
         grams = self._grams
         scaled = delta if row_scale is None else row_scale.to(delta.device)[:, None] * delta
@@ -86,7 +93,8 @@ class LayerSvd:
         return Whitened(scaled, output_gram=gram)
 
     def _inputs(self, role: Role, expert: int, *, wide: bool) -> tuple[Tensor, Tensor | None]:
-        """`[in, in]` fp64, and its square root if there are more outputs; kept for the other matrix on these inputs."""
+        """The Gram matrix of an expert's inputs `[in, in]` fp64, and its square root if the matrix is `wide`, with more
+        outputs than inputs. The last pair is kept, since gate and up have the same inputs."""
         key = expert, role == "down"
         if self._last is None or self._last[0] != key:
             assert self._grams is not None
@@ -98,7 +106,8 @@ class LayerSvd:
         return self._last[1:]
 
     def _outputs(self, expert: int, delta: Tensor) -> Tensor:
-        """`[out, out]` fp64: of what down's delta loses, shrunk towards that on the sample of all activations.
+        """The Gram matrix of the outputs of down's delta, `[out, out]` fp64, shrunk towards that on a sample of all
+        experts' activations.
 
         The sample makes up for what few tokens do not say; what its rounding to bf16 does to that is less than what
         other samples would.
@@ -112,7 +121,7 @@ class LayerSvd:
         return shrink(own.matrix(), own.count, mean, 0.25 * delta.shape[1])
 
     def _channel_energy(self, role: Role, expert: int) -> Tensor:
-        """`[in]`: the energy of an expert's inputs, shared out among the channels by ASVD's scales."""
+        """The energy of an expert's inputs, shared out among the channels by ASVD's scales: `[in]` fp64."""
         assert self._grams is not None
         magnitudes, tokens = self._grams.magnitude["activation" if role == "down" else "input"], self._grams.tokens()
         energies = self._grams.energy[ROLES.index(role)]
@@ -126,7 +135,7 @@ class LayerSvd:
     def whitened_jointly(
         self, role: Role, deltas: list[Tensor], share: SharedFactor, row_scales: list[Tensor | None]
     ) -> Whitened:
-        """What has the directions that all deltas of a role have in common (Appendix A.6).
+        """The deltas of a role in one matrix, whose leading directions they have in common (Appendix A.6).
 
         `v`: of the deltas one below the other `[experts · out, in]`, on the summed Gram of the inputs (for a wide
         down, on the sample of all activations). `u`: of the deltas side by side `[out, experts · in]`, on the sum

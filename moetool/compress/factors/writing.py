@@ -1,4 +1,4 @@
-"""What `svd-compress` and `compress` share: options, costs, and the way from factorisations to a written checkpoint."""
+"""Options, plans and writing of low-rank factors, which `svd-compress`, `compress --method d2moe` and others share."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +53,7 @@ from moetool.representations.low_rank import LowRank
 
 
 class FactorOptions(RunOptions, TextOptions):
-    """Options by which deltas become low-rank factors."""
+    """The options that decide how deltas become low-rank factors."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("ratio", "rank")
 
@@ -96,12 +96,12 @@ class FactorOptions(RunOptions, TextOptions):
 
     @property
     def coded_bits(self) -> int | None:
-        """Bits of codes that factors are stored in, if they are."""
+        """Bits of the codes that factors are stored in; `None` if they are stored in the model's dtype."""
         return None if self.factor_bits == 16 else self.factor_bits
 
 
 class FactoredLayers:
-    """Layers whose bases and spectra lie in the work directory, to be cut to ranks and written."""
+    """All MoE layers of a job, whose bases and spectra lie in the work directory, on their way to ranks and files."""
 
     def __init__(self, job: Job, dynamic_channels: int | Mapping[int, int], options: FactorOptions) -> None:
         self.job, self.reader = job, job.source.experts
@@ -130,7 +130,7 @@ class FactoredLayers:
         return OutputPlan(self.job.source, layouts, self.job.options.shard_size)
 
     def layouts(self, options: FactorOptions) -> dict[int, LayerLayout]:
-        """Ranks for a ratio of the original's bytes, or one rank everywhere."""
+        """The layout of every layer, with ranks that keep to a ratio of the original's bytes, or with one rank."""
         shape = self.reader.shape
         groups = build_groups(self.spectra, shape, self.reader.dtype, options.rank_multiple)
         if options.rank is not None:
@@ -151,7 +151,7 @@ class FactoredLayers:
         seed: int,
         method: str,
     ) -> None:
-        """Write the checkpoint, encoding its layers on the way."""
+        """Write the checkpoint; its layers are encoded on the way."""
         statistics = {entry.layer: entry.statistics for entry in self.spectra if entry.statistics is not None}
         write_model(
             self.job,
@@ -166,14 +166,14 @@ class FactoredLayers:
         )
 
     def trim_note(self, layouts: Mapping[int, LayerLayout], options: FactorOptions) -> str | None:
-        """That the result is smaller than it was to be, if all deltas that `--trim` has left are whole."""
+        """The note that the result is smaller than was asked for, if all deltas that `--trim` has left are whole."""
         dropped = sum(_is_cut(form) for layout in layouts.values() for _, _, form in layout.deltas())
         if dropped > options.trim * len(self.reader.shape.roles) * len(layouts):
             return None
         return _trim_note(options, self._plan(layouts).nbytes, original_bytes(self.job.source))
 
     def lost(self, layouts: Mapping[int, LayerLayout]) -> dict[int, RankedLayer]:
-        """Per layer: tokens per expert, and the share of each delta's energy that its rank loses."""
+        """The tokens of each expert, and the share of each delta's energy that its rank loses, by layer."""
         lost = {}
         for entry in self.spectra:
             layout = layouts[entry.layer]
@@ -199,7 +199,7 @@ def finish(
     facts: CalibrationFacts | None,
     refine: int = 0,
 ) -> RankedTold:
-    """Choose ranks, encode, write, and report; with `refine` move what was encoded in so many steps per layer."""
+    """Choose ranks, encode, write, and report; base and factors are refined in `refine` steps per layer."""
     missed = [f"layer {entry.layer} expert {expert}" for entry in factored.spectra for expert in unreached(entry)]
     if missed:
         job.progress.log(
@@ -256,12 +256,12 @@ def finish(
 
 
 def _is_cut(form: Representation) -> bool:
-    """Whether directions of a delta are lost, or all."""
+    """Whether the form of a delta loses some or all of its directions."""
     return form.uses_base and (form.is_plain or form.directions > 0)
 
 
 def _trim_note(options: FactorOptions, largest: int, original: int) -> str | None:
-    """What to say if `--trim` alone, with `largest` bytes left of `original`, takes more than `--ratio` asks for."""
+    """The note that `--trim` alone, which leaves at most `largest` of `original` bytes, takes more than `--ratio`."""
     if not options.trim or options.ratio is None or largest >= round(original * (1 - options.ratio)):
         return None
     return (
@@ -271,18 +271,20 @@ def _trim_note(options: FactorOptions, largest: int, original: int) -> str | Non
 
 
 def unreached(entry: LayerSpectra) -> list[int]:
-    """Experts of a layer that no calibration token reached."""
+    """The experts of a layer that no calibration token reached."""
     energy = entry.factors.input_energy()[ROLES.index("up")]
     return [expert for expert, given in enumerate(energy.tolist()) if given == 0] if bool(energy.any()) else []
 
 
 def factor_cost(source: Source, options: FactorOptions, *, gradients: bool) -> CalibrationCost:
-    """Costs of calibrating for factors."""
+    """The cost of the calibration passes that factors need."""
     return calibration_cost(source, options, options if options.calibration else None, gradients=gradients)
 
 
 def factor_memory(source: Source, options: FactorOptions, merge: Merge | None, *, refine: int = 0) -> LayerMemory:
-    """What a stage needs that calibrates and factorises, and if it has a `merge` makes the bases so."""
+    """The memory that a layer takes while it is calibrated and factorized, and, with a `merge`, its base is made.
+
+    With `refine`, base and factors are then refined."""
     reader, gradients = source.experts, merge is not None
     factors = Measuring.factors(reader.shape, jointly=options.share != "none")
     if refine:
@@ -295,7 +297,7 @@ def factor_memory(source: Source, options: FactorOptions, merge: Merge | None, *
 
 
 def factors_at_once(memory: LayerMemory, options: FactorOptions) -> int:
-    """How many experts of a layer are in memory together: all, if they are to share a factor."""
+    """The number of experts of a layer that are in memory together: all if they share a factor."""
     return memory.experts if options.share != "none" else experts_at_once(memory, options)
 
 
@@ -311,7 +313,11 @@ def factor_plan(
     base: Mapping[Role, Representation] | None = None,
     refine: int = 0,
 ) -> Plan:
-    """Costs of a stage that calibrates and factorises; raises `UsageError` for a ratio that cannot be reached."""
+    """The plan of a stage that calibrates and factorizes.
+
+    Raises:
+        UsageError: the ratio cannot be reached.
+    """
     reader, checkpoint = source.experts, source.checkpoint
     original = original_bytes(source)
     if options.trim > reader.shape.experts:

@@ -42,7 +42,7 @@ class StoredMatrix:
         return rows, columns
 
     def trainable(self) -> Trainable | None:
-        """The tensors as gradients can move them, if the representation has a way."""
+        """The tensors as gradients can move them; `None` if the representation has no way."""
         return self.form.trainable(self.tensors, self._shape, self.matrix)
 
     def value(self, dtype: torch.dtype) -> Tensor:

@@ -30,11 +30,12 @@ class FactoredExperts(RefinableExperts):
     """The experts of a layer, by the tensors that they are stored as, fp32.
 
     Attributes:
-        roles: of their matrices.
-        bases: by role that deltas are taken to, `[out, in]`.
-        masks: by role whose base may be moved, 1 where it has numbers and 0 where channels are gone, to be multiplied.
-        factors: U `[out, rank]` and V `[rank, in]` of each low-rank delta; the others on a base are nothing.
-        whole: `[out, in]`, every matrix that is on no base.
+        roles: the roles of each expert's matrices.
+        bases: by role, the base `[out, in]`.
+        masks: by role whose base may move, a matrix `[out, in]` that is 1 where the base has numbers and 0 where
+            channels were pruned.
+        factors: U `[out, rank]` and V `[rank, in]` of every low-rank delta; without them a matrix is the base.
+        whole: every matrix `[out, in]` that is on no base.
         dtype: the dtype that bases and factors are stored in.
     """
 

@@ -1,4 +1,4 @@
-"""What an error in the output of a layer's experts costs, by the gradients of the loss there.
+"""The loss that errors in the output of a layer's experts cause, from the gradients of the loss at that output.
 
 With the gradient g of a token's output, an error e in it costs about ½ (g·e)² beside a first-order term that averages
 out; over all tokens ½ eᵀ H e with H = E[g gᵀ]. The whole matrix is kept, not its diagonal: errors may go where the loss
@@ -21,10 +21,10 @@ _DAMPING = 0.01  # of the mean of the diagonal: a direction that no gradient sho
 
 
 class OutputGradients(Collector):
-    """`Σ g gᵀ [hidden, hidden]` of the gradients of the summed loss of a window at the experts' outputs."""
+    """A collector of `Σ g gᵀ [hidden, hidden]` of the gradients g of a window's summed loss at the experts' output."""
 
     def __init__(self, sweep: Sweep, device: torch.device) -> None:
-        """For a pass of `sweep` backwards."""
+        """Collect in a pass of `sweep` backwards, on `device`."""
         self._gram = Gram(sweep.model.hidden_size, device)
         self._scale = (max(sweep.length - 1, 1) / sweep.loss_scale) ** 2
         self._tokens = sweep.count * sweep.length
@@ -36,22 +36,23 @@ class OutputGradients(Collector):
         peers.all_reduce(self._gram.matrix())
 
     def save(self, path: Path) -> None:
-        """Leave the mean over all tokens in a file."""
+        """Write the mean over all tokens to a file."""
         save_tensors(path, {"mean": (self._gram.matrix() * (self._scale / self._tokens)).float().cpu()})
 
 
 def metric_path(work: Path, layer: int) -> Path:
-    """Where a layer's metric waits for the layer to be refined."""
+    """The file in which a layer's mean of `g gᵀ` waits for the layer to be refined."""
     return work / f"metric-{layer:05d}.safetensors"
 
 
 def load_metric(path: Path, device: torch.device) -> Tensor:
-    """C `[hidden, hidden]` fp32, so that errors e `[tokens, hidden]` cost `½ ‖e C‖²`."""
+    """Read C `[hidden, hidden]` fp32, with which errors e `[tokens, hidden]` cost `½ ‖e C‖²` nats."""
     return root(load_file(path)["mean"]).to(device)
 
 
 def root(moment: Tensor) -> Tensor:
-    """C of H = C Cᵀ, a bit of the mean added to its diagonal; of ones where no gradient was seen. fp32."""
+    """The Cholesky factor C of a second moment H = C Cᵀ, fp32; a hundredth of the mean of H's diagonal is added to the
+    diagonal first. C is the identity where no gradient was seen."""
     mean = float(moment.diagonal().double().mean())
     if not mean > 0:
         return torch.eye(len(moment))
