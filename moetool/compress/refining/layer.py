@@ -32,7 +32,7 @@ from moetool.job.job import to_cpu
 from moetool.numerics.seeding import generator
 
 _OF_EXPERT = 16_384, 4_096  # most tokens that codes of an expert learn from, and that are held out
-_OF_LAYER = 57_344, 8_192  # the same numbers for base and factors of a layer
+_OF_LAYER = 57_344, 8_192  # most tokens that base and factors of a layer learn from, and that are held out
 MOST_TOKENS, MOST_KEPT = sum(_OF_EXPERT), sum(_OF_LAYER)
 
 
