@@ -9,6 +9,7 @@ fall below what fp16 can hold.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,12 @@ class Sweep:
         self.peers = peers or Peers()
         batches = self.peers.part(-(-self.count // self.batch_size))
         self.own = range(self.batch_size * batches.start, min(self.batch_size * batches.stop, self.count))
+
+    def within(self, directory: Path) -> "Sweep":
+        """The same windows and model, with hidden states in another directory."""
+        other = copy(self)
+        other.directory, other.digests = directory, {}
+        return other
 
     @property
     def loss_scale(self) -> float:

@@ -4,6 +4,6 @@ from typing import Literal
 
 Svd = Literal["truncation-aware", "vanilla", "activation-aware"]
 Allocation = Literal["water-filling", "adaptive", "uniform"]
-Scheme = Literal["matrix", "role", "layer"]
+Granularity = Literal["matrix", "role", "layer"]
 Sensitivity = Literal["channel", "matrix", "none"]
 SharedFactor = Literal["none", "v", "u"]

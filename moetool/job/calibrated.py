@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Collection
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -176,6 +177,12 @@ class CalibratedJob:
         if gradients:
             directory.mkdir(exist_ok=True)
             self.facts = replace(self.facts, gradient_windows=few)
+
+    def within(self, part: Job) -> "CalibratedJob":
+        """The same text and model for a `part` of the job, in whose work directory hidden states lie."""
+        other = copy(self)
+        other.job, other.sweep = part, self.sweep.within(part.work)
+        return other
 
     def note_text(self) -> None:
         """Note which text this is, before the first thing is made of it."""

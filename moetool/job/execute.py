@@ -216,8 +216,7 @@ def _lead(
             meter.keep(resumed=workspace.is_resumed)
         with _storage_explained(directory, plan.disk_bytes), meter, listening() as interrupt, with_threads(threads):
             job = Job(stage.source, workspace, options, stage.recipe(), meter, interrupt, ranks)
-            if not isinstance(progress, Meter):  # a job within another, which has told how long all of it takes
-                meter.expect(() if progress is SILENT else estimate(plan, options, directory).phases)
+            meter.expect(() if progress is SILENT else estimate(plan, options, directory).phases)
             if workspace.is_resumed:
                 progress.log(f"Going on with the run in {directory}.")
             elif measured is not None:

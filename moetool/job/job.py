@@ -1,7 +1,7 @@
 """One job: an input that was checked, an output that is being made, and what is needed on the way."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Generic, Protocol, Self
@@ -24,7 +24,7 @@ from moetool.job.options import RunOptions
 from moetool.job.progress import SILENT, Progress
 from moetool.job.ranks import Ranks
 from moetool.job.result import LoadedLayer
-from moetool.job.workspace import Outcome, Workspace
+from moetool.job.workspace import Outcome, PartWorkspace, Workspace
 from moetool.representations.quantized import QuantizedMatrix
 from moetool.runtime.dense import DenseModel
 from moetool.runtime.memory import return_heap
@@ -134,6 +134,14 @@ class Job(Generic[SourceT]):
     def work(self) -> Path:
         """The directory of unfinished files."""
         return self.workspace.work
+
+    def part(self, name: str) -> "Job[SourceT]":
+        """A part of this job that writes a model of its own, without a proof, into `NAME` in the work directory; its
+        units are kept in the journal of the whole."""
+        options = self.options.model_copy(update={"proof": False})
+        return replace(
+            self, workspace=PartWorkspace(self.workspace, name), options=options, loaded=None, _together=set()
+        )
 
     def unit(self, name: str, steps: int = 0) -> bool:
         """Whether a unit is still to be done, by this process: of several by the first, unless they `share` it or do it

@@ -25,10 +25,9 @@ from moetool.job.ranks import Ranks
 WORK_DIRECTORY = ".moetool"
 FINISHED = "finished"  # the journal's last unit
 TRAINER = "trainer"  # checkpoints of a training, which have digests of their own
-TRIALS = "trials"  # outputs of other jobs, which have journals of their own
 SPENT = "costs.json"  # what runs have cost, which has a digest of its own
 _LOCK, _JOURNAL = "lock", "journal.jsonl"
-_UNJOURNALED = {_LOCK, _JOURNAL, TRAINER, TRIALS, SPENT, SPENT + TEMPORARY}
+_UNJOURNALED = {_LOCK, _JOURNAL, TRAINER, SPENT, SPENT + TEMPORARY}
 
 
 class Outcome(NamedTuple):
@@ -275,6 +274,28 @@ class FollowingWorkspace(Workspace):
 
     def close(self) -> None:
         pass
+
+
+class PartWorkspace(FollowingWorkspace):
+    """A directory in a job's work directory, for a part of the job: the job's journal keeps its units as NAME/UNIT."""
+
+    def __init__(self, whole: Workspace, name: str) -> None:
+        super().__init__(whole.work / name)
+        self.fingerprint, self._whole, self._part = whole.fingerprint, whole, name
+        with storage_errors(self.work):
+            self.work.mkdir(parents=True, exist_ok=True)
+
+    def is_done(self, unit: str) -> bool:
+        return self._whole.is_done(f"{self._part}/{unit}")
+
+    def told(self, unit: str) -> Mapping[str, object]:
+        return self._whole.told(f"{self._part}/{unit}")
+
+    def done(self, unit: str, **made: Any) -> None:
+        self._whole.done(f"{self._part}/{unit}", **made)
+
+    def catch_up(self, ranks: Ranks) -> None:
+        self._whole.catch_up(ranks)
 
 
 class RankWorkspace(FollowingWorkspace):

@@ -163,9 +163,12 @@ def test_a_matrix_of_its_own_on_a_base(run_cli: Any, calibration: Any, alike: Pa
 
 
 def test_plan_and_run_mix_the_same(alike: Path, tiny_text: Path) -> None:
-    """What depends on the memory that is free is asked for once."""
+    """What both go by is computed once: target, schemes on offer, experts in memory."""
     stage = Auto(Source.open(alike), AutoOptions(ratio=0.5, calibration=str(tiny_text), group_size=16))
-    assert stage.mixing is stage.mixing
+    plan = stage.plan()
+    assert stage.offered is stage.offered
+    assert stage.target == plan.output_bytes
+    assert stage.experts_at_once == plan.experts_at_once
 
 
 def test_killed_runs_resume_to_the_same_bytes(

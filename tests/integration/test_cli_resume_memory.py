@@ -128,15 +128,15 @@ def test_it_goes_on_with_the_threads_that_it_began_with(crash, run_cli, argument
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(before + 1)
-        from moetool.compress.mixing import mixing
+        from moetool.compress.methods.hybrid import Hybrid
 
-        run = mixing.Mixing.run
+        run = Hybrid.run
 
         def noting(self: Any, *arguments: Any) -> Any:
             seen.append(torch.get_num_threads())
             return run(self, *arguments)
 
-        monkeypatch.setattr(mixing.Mixing, "run", noting)
+        monkeypatch.setattr(Hybrid, "run", noting)
         result = run_cli(command, source, again, *options, "--resume")
         assert result.code == 0, result.stderr
         assert torch.get_num_threads() == before + 1

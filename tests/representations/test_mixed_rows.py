@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moetool.compress.mixing.row_mixtures import row_mixtures
+from moetool.compress.mixing.schemes import row_mixtures
 from moetool.errors import InvalidInputError
 from moetool.representations import Measured, parse_representation
 from moetool.representations.mixed_rows import MixedRows, TrellisRows

@@ -1,4 +1,4 @@
-"""What a budget of bytes can buy: for every matrix its forms with their bytes and losses, and groups that go together.
+"""Items of a byte budget: the forms of every matrix with their bytes and losses, and groups of matrices.
 
 An item is one matrix. Its forms come from a spectrum, where the loss at every rank is known in advance: the energy
 beyond the k largest whitened singular values, weighted by how sensitive the model is to errors in that matrix. Or they
@@ -26,19 +26,19 @@ from moetool.representations.quantized import Quantized
 from moetool.representations.shared_factor import SharedU, SharedV
 
 Key = tuple[int, Role, int]  # layer, role, expert
-Forms = dict[Key, Representation]  # what every matrix gets; those of groups that are left as they were are missing
+Forms = dict[Key, Representation]  # the form of every matrix; those of groups that stay as they were are missing
 CODED_GROUP = 128  # numbers of a coded factor that share a scale
 Factors = type[LowRank] | type[SharedU] | type[SharedV]  # how factors of a rank above 0 are stored
 
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """One matrix, and the n forms it is offered in.
+    """One matrix with the n forms that it is offered in.
 
     Attributes:
-        forms: from the smallest to the best; items of one kind may hold the same sequence.
+        forms: forms from the smallest to the best; items of one kind may hold the same sequence.
         nbytes: `[n]`, stored bytes of each form, rising.
-        losses: `[n]`, what each loses, falling.
+        losses: `[n]`, estimated loss of each form, falling.
         slopes: loss removed per byte on every edge of the lower convex hull of (bytes, loss), falling. The hull has all
             forms up to some place, and the last.
         steps: how many of the ways from one form to the next are small; a leap to the last form may go beyond.
@@ -71,12 +71,12 @@ class Item:
 
 
 def whole_of(shape: tuple[int, int], bits: int | None = None) -> Representation:
-    """A matrix `[out, in]` none of whose directions is lost: itself, or its delta in codes of `bits`."""
+    """Full-rank form of a matrix `[out, in]`: the matrix itself, or its delta in codes of `bits`."""
     return Dense() if bits is None else Quantized(bits, CODED_GROUP).fitted(shape)
 
 
 def factors_of(shape: tuple[int, int], rank: int, factors: Factors, bits: int | None = None) -> Representation:
-    """A matrix `[out, in]` at a given rank, in codes of `bits` if any, or whole where that costs no more."""
+    """Form of a matrix `[out, in]` at a given rank, in codes of `bits` if any, or whole where that costs no more."""
     if rank > break_even_rank(shape):
         return whole_of(shape, bits)
     plain = factors(rank) if rank else LowRank(0)
@@ -131,7 +131,7 @@ class Ladder:
         return np.append(np.arange(self.steps + 1, dtype=np.int64) * self.step_bytes, self.dense_bytes)
 
     def item(self, spectrum: Tensor, energy: float) -> Item:
-        """A matrix of that shape.
+        """The item of one matrix of that shape.
 
         Args:
             spectrum: fp64, weighted squared whitened singular values, descending, at least as many as ranks pay.
@@ -148,12 +148,12 @@ class Ladder:
 
 
 def dropped(energy: float) -> Item:
-    """A matrix whose delta is to be dropped, whatever that loses."""
+    """The item of a matrix whose delta is to be dropped, whatever that loses."""
     return Item([LowRank(0)], np.zeros(1, dtype=np.int64), np.array([energy]), np.empty(0), 0)
 
 
 def offered(forms: Sequence[Representation], nbytes: Sequence[int], losses: Sequence[float]) -> Item:
-    """A matrix whose forms were made and measured, in any order. Those that are best at no price are left out."""
+    """The item of a matrix whose forms were measured, in any order; forms that are best at no price are left out."""
 
     def slope(smaller: int, larger: int) -> float:
         return (losses[smaller] - losses[larger]) / (nbytes[larger] - nbytes[smaller])
@@ -176,12 +176,12 @@ def offered(forms: Sequence[Representation], nbytes: Sequence[int], losses: Sequ
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Matrices that share a decision: to stand on a base, or to be left as they were without loss.
+    """Matrices that share a decision: to be deltas to a base, or to be left as they were without loss.
 
     Attributes:
         items: by layer, role and expert.
-        base_bytes: what they take together beside their forms.
-        native_bytes: what they take if nothing is done to them; `None` if that is not offered.
+        base_bytes: bytes that they take together beside their forms.
+        native_bytes: bytes that they take if nothing is done to them; `None` if that is not offered.
     """
 
     items: Mapping[Key, Item]
@@ -202,7 +202,7 @@ class Group:
 
     @cached_property
     def _edges(self) -> tuple[Floats, Integers, Floats]:
-        """Of all items' hulls together, steepest first: slopes, and bytes and loss once so many edges are taken."""
+        """Edges of all items' hulls, steepest first: slopes, and bytes and loss after so many edges are taken."""
         slopes, sizes, gains = [np.empty(0)], [np.empty(0, dtype=np.int64)], [np.empty(0)]
         for item in self.items.values():
             hull = np.append(np.arange(len(item.slopes)), item.last)
@@ -231,5 +231,5 @@ class Group:
 
 
 def byte_range(groups: Sequence[Group]) -> tuple[int, int]:
-    """The least and the most bytes the groups can take: all forms at their smallest, and at their best."""
+    """Least and most bytes that the groups can take: all forms at their smallest, and at their best."""
     return sum(group.least for group in groups), sum(group.most for group in groups)

@@ -16,12 +16,12 @@ from moetool.compress.budget.items import Forms, Group, Item, Key, byte_range
 from moetool.compress.choices import Allocation
 from moetool.errors import UsageError
 
-_CORRECTIONS = 32  # of a budget by what is left or missing; then by halves
-_Row = dict[Key, int]  # of a group: which form each item has
+_CORRECTIONS = 32  # times that a budget is corrected by what is left or missing; then by halves
+_Row = dict[Key, int]  # the number of the form that each item of a group has
 
 
 def allocate(method: Allocation, groups: Sequence[Group], budget: int) -> Forms:
-    """The form of every item within `budget` bytes by the named method; items of a group left native are missing.
+    """Choose a form for every item within `budget` bytes by the named method; items of a group left native are missing.
 
     Raises:
         UsageError: not even the smallest forms fit.
@@ -36,7 +36,7 @@ def allocate(method: Allocation, groups: Sequence[Group], budget: int) -> Forms:
 
 
 def fit(method: Allocation, groups: Sequence[Group], target: int, planned: Callable[[Forms], int]) -> Forms:
-    """Forms whose weight files, headers included, come as close to `target` bytes from below as choices allow.
+    """Choose forms whose weight files, headers included, come as close to `target` bytes from below as choices allow.
 
     What the items say of their bytes need not be the whole: headers and alignment depend a little on all forms. So the
     budget is corrected until `planned`, the exact bytes of all files, fits: between one that does and one that does
@@ -69,6 +69,34 @@ def fit(method: Allocation, groups: Sequence[Group], target: int, planned: Calla
     return best[1]
 
 
+def cheapest(places: Sequence[Sequence[Group]], budget: int) -> list[int]:
+    """Choose one of several groups for every place, so that least is lost within `budget` bytes.
+
+    As in water-filling all are decided by one price per byte, the lowest at which everything fits: a place takes the
+    group whose best forms have the least loss + price · bytes. If nothing fits each takes its smallest.
+
+    Args:
+        places: for every place the groups that it can be: its matrices on one base, on another, on none.
+        budget: bytes.
+
+    Returns:
+        The number of the group of every place.
+    """
+
+    def taken(price: float) -> list[int]:
+        costs = [[loss + price * nbytes for nbytes, loss in (group.spent(price) for group in own)] for own in places]
+        return [own.index(min(own)) for own in costs]
+
+    def size(price: float) -> int:
+        return sum(own[index].spent(price)[0] for own, index in zip(places, taken(price), strict=True))
+
+    low, high = -300.0, 300.0  # log of the price; sizes fall as it rises
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if size(math.exp(middle)) <= budget else (middle, high)
+    return taken(math.exp(high))
+
+
 def _row(group: Group, choose: Callable[[Key, Item], int]) -> _Row:
     return {key: choose(key, item) for key, item in group.items.items()}
 
@@ -83,7 +111,7 @@ def _forms(groups: Sequence[Group], rows: Sequence[_Row | None]) -> Forms:
 
 
 def _water_filling(groups: Sequence[Group], budget: int) -> Forms:
-    """Forms of least estimated loss within the budget, by water-filling."""
+    """Choose forms of least estimated loss within the budget, by water-filling."""
 
     def size(price: float) -> int:
         sizes = ((group, group.at(price)) for group in groups)
@@ -104,12 +132,12 @@ def _water_filling(groups: Sequence[Group], budget: int) -> Forms:
 
 
 def _uniform(groups: Sequence[Group], budget: int) -> Forms:
-    """The same share of every matrix, as the paper's code does, filled up one rank at a time."""
+    """Keep the same share of every matrix, as the paper's code does, filled up one rank at a time."""
     return _by_shares(groups, budget, {layer: 1.0 for group in groups for layer, _, _ in group.items})
 
 
 def _adaptive(groups: Sequence[Group], budget: int) -> Forms:
-    """A share per layer that grows with what the layer loses without its deltas, uniform within it (A.7).
+    """Keep a share per layer that grows with what the layer loses without its deltas, uniform within it (A.7).
 
     The paper measures this sensitivity and says which layers get more, not how much more; here a layer's share is
     proportional to the square root of its loss.
@@ -124,7 +152,7 @@ def _adaptive(groups: Sequence[Group], budget: int) -> Forms:
 
 
 def _by_shares(groups: Sequence[Group], budget: int, weights: Mapping[int, float]) -> Forms:
-    """Every matrix keeps a share of its bytes proportional to its layer's weight; then single steps on top.
+    """Keep a share of every matrix that is proportional to its layer's weight; then add single steps.
 
     The forms are those of ladders: all steps have the same bytes.
     """
@@ -162,7 +190,7 @@ def _size(group: Group, row: _Row) -> int:
 
 
 class _Purse:
-    """What is left of a budget: spent on larger forms, and on groups that do without a base.
+    """Spends what is left of a budget on larger forms, and on groups that do without a base.
 
     Of the purchases that still fit always the one that removes most loss per byte, until none fits.
     """
@@ -214,7 +242,7 @@ class _Purse:
         return True
 
     def _offer(self, index: int, key: Key, only_steps: bool) -> None:
-        """What can be had next for one item: the next form, and the best one there is."""
+        """Queue what can be bought next for one item: the next form, and the best one there is."""
         item, row = self._groups[index].items[key], self.rows[index]
         before = item.last if row is None else row[key]
         if before < item.last and not only_steps:

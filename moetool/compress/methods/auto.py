@@ -1,9 +1,9 @@
 """The best that a budget of bytes can buy: a base or none, rotated inputs or not, bits and ranks.
 
-Every form of every matrix is measured on every footing, in one pass; then each group of matrices gets the footing, and
-each matrix the form, with which all lose least together. Whether a base earns its bytes is thereby measured and not
-assumed: experts that were upcycled from one network have one in common, experts that were trained as such mostly do not
-(arXiv:2606.03465).
+Every form of every matrix is measured in every storage scheme, in one pass; then each group of matrices gets the
+scheme, and each matrix the form, with which all lose least together. Whether a base earns its bytes is thereby measured
+and not assumed: experts that were upcycled from one network have one in common, experts that were trained as such
+mostly do not (arXiv:2606.03465).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,20 +14,19 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from moetool.bases.choices import Merge
 from moetool.checkpoint.files import atomically
 from moetool.checkpoint.sizes import ByteSize, format_bytes
 from moetool.checkpoint.source import local_path
 from moetool.compress.encoding import BaseBits
-from moetool.compress.mixing.choosing import Choosing, FormLosses, Mix
-from moetool.compress.mixing.footings import Footing, average_bits, on_base, without_base
-from moetool.compress.mixing.increase import MOST_TRIALS, Increase, SizeSearch
-from moetool.compress.mixing.mixing import Mixing
-from moetool.compress.mixing.options import MixingOptions
+from moetool.compress.mixing.layers import MixedLayers
+from moetool.compress.mixing.measuring import MixingOptions
 from moetool.compress.mixing.plan_file import plan_text, read_plan
+from moetool.compress.mixing.schemes import StorageScheme, on_base, without_base
 from moetool.compress.mixing.stage import MixingStage
-from moetool.compress.mixing.trials import Trials, in_words
+from moetool.compress.mixing.trials import MOST_TRIALS, Increase, SizeSearch, Trials, in_words
 from moetool.compress.told import MixedTold, Trial
 from moetool.costs.building_blocks import calibration_forward, moe_size
 from moetool.costs.phases import ENCODE
@@ -36,20 +35,19 @@ from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout
 from moetool.job.calibrated import EVALUATE, held_out
 from moetool.job.estimate import estimate
-from moetool.job.execute import run_stage
 from moetool.job.job import Job
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan, calibration_cost
 from moetool.job.processes import processes
 from moetool.job.result import Json, PhaseTime
 from moetool.job.shards import OutputPlan
-from moetool.job.writing import original_bytes, original_size
+from moetool.job.writing import original_bytes
 
-_TIMES = MOST_TRIALS + 1  # of encoding: the trials, and the result; of evaluating: the original, and the trials
+_TIMES = MOST_TRIALS + 1  # encodings: the trials, and the result; evaluations: the original, and the trials
 
 
 class AutoOptions(MixingOptions):
-    """A budget, and what it may be spent on."""
+    """Options of `auto`: a budget of bytes or of perplexity, and what it may be spent on."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("ratio", "bytes", "max_increase", "plan")
 
@@ -85,7 +83,7 @@ class AutoOptions(MixingOptions):
 
 
 class Auto(MixingStage[AutoOptions]):
-    """What loses least for its bytes."""
+    """Chooses whatever loses least for its bytes, with a base or without."""
 
     name: ClassVar[str] = "auto"
     summary: ClassVar[str] = "a base or none, bits and ranks: whatever loses least within a budget"
@@ -93,32 +91,76 @@ class Auto(MixingStage[AutoOptions]):
     method_of: ClassVar[str | None] = "compress"
     is_parallel: ClassVar[bool] = True
 
+    def schemes(self, delta_bits: float | None, matrix_bits: float | None) -> Sequence[StorageScheme]:
+        options, shape = self.options, self.source.experts.shape
+        seeds = [None, options.seed] if options.rotate else [None]
+        return [
+            scheme
+            for seed in seeds
+            for scheme in (
+                on_base(shape, options.base_bits, delta_bits, options.group_size, seed, options.trellis),
+                without_base(shape, matrix_bits, options.group_size, seed, trellis=options.trellis),
+            )
+        ]
+
+    @property
+    def ratio(self) -> float | None:
+        return self.options.ratio
+
+    @property
+    def merge(self) -> Merge:
+        return self.options.merge
+
+    @cached_property
+    def given(self) -> Mapping[int, LayerLayout] | None:
+        if self.options.plan is None:
+            return None
+        reader = self.source.experts
+        return read_plan(local_path(self.options.plan), reader.shape, tuple(reader.moe_layers))
+
+    @cached_property
+    def target(self) -> int:
+        if self.given is not None:
+            return OutputPlan(self.source, self.given, self.options.shard_size).nbytes
+        if self._is_search:
+            alone = next(scheme for scheme in self.offered if not scheme.has_base)
+            return min(self.choosing([alone]).largest, original_bytes(self.source) - 1)
+        return self.options.bytes or super().target
+
+    @cached_property
+    def offered(self) -> Sequence[StorageScheme]:
+        return self.schemes(None, None) if self._is_search else super().offered
+
+    @property
+    def asked(self) -> str | None:
+        if self.given is not None or self.ratio is not None:
+            return super().asked
+        return f"--bytes {format_bytes(self.target)}"
+
+    @property
+    def _is_search(self) -> bool:
+        """Whether the size is to be found that keeps to a limit on perplexity."""
+        return self.options.max_increase is not None
+
     def reads(self) -> list[Path]:
         own = [] if self.options.plan is None else [local_path(self.options.plan)]
         return [*super().reads(), *own]
 
     def plan(self) -> Plan:
-        mixing, original = self.mixing, original_bytes(self.source)
-        mixing.check()
         if self._is_search and processes() > 1:
             raise UsageError(f"--max-increase runs in one process; this is one of {processes()}.")
-        if self.given is None and not self._smallest <= self._target < original:
-            ratio, highest = self.options.ratio, int((1 - self._smallest / original) * 1000) / 1000
-            asked = f"--bytes {format_bytes(self._target)}" if ratio is None else f"--ratio {ratio:g}"
-            raise UsageError(
-                f"{asked} is not possible here: the weight files take {original_size(self.source)}, and "
-                f"{format_bytes(self._smallest)} at the least, so the ratio must be above 0 and at most {highest:g}."
-            )
-        details: dict[str, Json] = {"smallest_possible_bytes": self._smallest}
-        if not self._is_search:
-            details["bits_per_number"] = round(self._bits_on(0), 2)
-        plan = mixing.plan(self._target, details if self.given is None else {})
+        plan = super().plan()
         return self._plan_of_trials(plan) if self._is_search else plan
 
+    def budget_details(self) -> Mapping[str, Json]:
+        if self.given is not None:
+            return {}
+        return {"smallest_possible_bytes": self.smallest} if self._is_search else super().budget_details()
+
     def _plan_of_trials(self, plan: Plan) -> Plan:
-        """Costs of as many trials as there can be, each of the largest size, and of the result."""
+        """The plan with the costs of as many trials as there can be, each of the largest size, and of the result."""
         cost = calibration_cost(self.source, self.options, self.options, gradients=True)
-        size = moe_size(self.source.experts, self.mixing.experts_at_once)
+        size = moe_size(self.source.experts, self.experts_at_once)
         evaluated = calibration_forward(replace(cost, samples=self.options.held_out), size)
         phases = {phase.name: phase.work for phase in plan.phases}
         phases = {**phases, EVALUATE: evaluated * _TIMES, ENCODE: phases[ENCODE] * _TIMES}
@@ -129,44 +171,39 @@ class Auto(MixingStage[AutoOptions]):
             details={**plan.details, "most_trials": MOST_TRIALS},
         )
 
-    @property
-    def _is_search(self) -> bool:
-        """Whether the budget is to be found: that of a trial is given."""
-        return self.options.max_increase is not None and self.options.bytes is None
-
     def shared_recipe(self) -> Mapping[str, object] | None:
-        return None if self.options.max_increase is not None else super().shared_recipe()
+        return None if self._is_search else super().shared_recipe()
 
-    def _tried(self, job: Job) -> Sequence[Trial]:
-        """Sizes that were tried, once everything is measured that they need; the one to keep comes last."""
-        options, mixing = self.options, self.mixing
-        assert options.max_increase is not None
-        windows = held_out(self.source, options, options.held_out)
-        mixing.measure(job)
+    def run(self, job: Job) -> MixedTold:
+        windows = held_out(self.source, self.options, self.options.held_out) if self._is_search else None
+        layers = self.measured(job)
+        trials = () if windows is None else self._search(job, layers, windows)
+        target = trials[-1].bytes if trials else self.target
+        mix = self.mix(layers, target)
+        if self.options.save_plan is not None and job.ranks.is_first:
+            with atomically(local_path(self.options.save_plan)) as temporary:
+                temporary.write_text(plan_text(mix.layouts), encoding="utf-8")
+        told = self.write(job, layers, mix, target)
+        kept = [f"Kept of {len(trials)} sizes: {in_words(trials[-1])}"] if trials else []
+        return replace(told, notes=[*told.notes, *kept], trials=trials)
 
-        def make(size: int, directory: Path) -> None:
+    def _search(self, job: Job, layers: MixedLayers, windows: Tensor) -> Sequence[Trial]:
+        """Try sizes on windows held out, until the smallest within the limit is found, which comes last."""
+        assert self.options.max_increase is not None
+
+        def make(size: int, part: Job) -> None:
             self._expect(job, (ENCODE, EVALUATE) * next(left))
-            own = options.model_copy(update={"bytes": size, "save_plan": None})
-            path = self.source.checkpoint.path
-            run_stage(
-                type(self),
-                path,
-                directory,
-                own,
-                resume=True,
-                progress=job.progress,
-                measured=job.output,
-                same_input=True,  # or this job would not have gone on
-            )
+            within = layers.within(part)
+            self.write(part, within, self.mix(within, size), size)
 
         reader = self.source.experts
         per_bit = reader.shape.expert_parameters * reader.shape.experts * len(reader.moe_layers) / 8
-        search = SizeSearch(options.max_increase, self._smallest, self._target, per_bit)
+        search = SizeSearch(self.options.max_increase, self.smallest, self.target, per_bit)
         left = count(MOST_TRIALS, -1)
         self._expect(job, (EVALUATE, *(ENCODE, EVALUATE) * MOST_TRIALS))
-        tried = Trials(job, windows, make, mixing.experts_at_once).search(search)
+        trials = Trials(job, windows, make, self.experts_at_once).search(search)
         self._expect(job, ())
-        return tried
+        return trials
 
     def _expect(self, job: Job, trials: Sequence[str]) -> None:
         """Tell what is still to come: phases of `trials`, as many as there can be, and of the result."""
@@ -174,77 +211,3 @@ class Auto(MixingStage[AutoOptions]):
         seconds = {phase.name: phase.seconds / _TIMES for phase in told.phases}
         if seconds:
             job.progress.expect([PhaseTime(name, round(seconds[name], 2)) for name in (*trials, ENCODE)])
-
-    def run(self, job: Job) -> MixedTold:
-        mixing, trials = self.mixing, self._tried(job) if self._is_search else ()
-        target = trials[-1].bytes if trials else self._target
-
-        def choose(losses: FormLosses) -> Mix:
-            mix = self._choosing(mixing.footings).mix(target, losses)
-            if self.options.save_plan is not None and job.ranks.is_first:
-                file = local_path(self.options.save_plan)
-                with atomically(file) as temporary:
-                    temporary.write_text(plan_text(mix.layouts), encoding="utf-8")
-            return mix
-
-        told = mixing.run(job, choose, 1 - target / original_bytes(self.source))
-        kept = [f"Kept of {len(trials)} sizes: {in_words(trials[-1])}"] if trials else []
-        return replace(told, notes=[*told.notes, *kept], trials=trials)
-
-    @cached_property
-    def given(self) -> Mapping[int, LayerLayout] | None:
-        """The layouts of a plan that is to be followed."""
-        if self.options.plan is None:
-            return None
-        reader = self.source.experts
-        return read_plan(local_path(self.options.plan), reader.shape, tuple(reader.moe_layers))
-
-    @cached_property
-    def _target(self) -> int:
-        if self.given is not None:
-            return OutputPlan(self.source, self.given, self.options.shard_size).nbytes
-        options, original = self.options, original_bytes(self.source)
-        if self._is_search:
-            return min(self._choosing([self._offered[1]]).largest, original - 1)
-        return options.bytes or round(original * (1 - (options.ratio or 0)))
-
-    def _choosing(self, footings: Sequence[Footing]) -> Choosing:
-        return Choosing(self.source, footings, "matrix", self.options.shard_size)
-
-    @cached_property
-    def _offered(self) -> list[Footing]:
-        """What suits the budget; everything where that is to be found."""
-        if self.options.max_increase is not None:
-            return self._footings(None, None)
-        return self._footings(self._bits_on(0), 1 + self._bits_on(1))
-
-    def _footings(self, on: float | None, alone: float | None) -> list[Footing]:
-        """What is offered where numbers of deltas, and of matrices on their own, can have so many bits on average."""
-        options, shape = self.options, self.source.experts.shape
-        turns = [None, options.seed] if options.rotate else [None]
-        return [
-            footing
-            for seed in turns
-            for footing in (
-                on_base(shape, options.base_bits, on, options.group_size, seed, options.trellis),
-                without_base(shape, alone, options.group_size, seed, trellis=options.trellis),
-            )
-        ]
-
-    @cached_property
-    def _least(self) -> tuple[int, int]:
-        """Bytes of the smallest forms: of no deltas to a base, and of the fewest bits without one."""
-        first, second = self._footings(1.0, 1.0)[:2]
-        on, alone = self._choosing([first]), self._choosing([second])
-        return on.smallest, alone.smallest
-
-    @property
-    def _smallest(self) -> int:
-        return min(self._least)
-
-    def _bits_on(self, place: int) -> float:
-        return average_bits(self.source.experts, self._target - self._least[place])
-
-    @cached_property
-    def mixing(self) -> Mixing:
-        return Mixing(self.name, self.source, self.options, self._offered, self.options.merge, self.given)

@@ -1,4 +1,4 @@
-"""Truncated SVDs without a text: of each expert by itself here, of its delta to the mean in `mean_svd`.
+"""Truncated SVDs without a text: of each expert by itself here, or of its delta to the experts' mean.
 
 What every low-rank method is measured against: factors that are best in the plain norm, ‖W − U V‖_F, and the same share
 of every matrix (the baselines of D²-MoE, arXiv:2502.17298, Table 1).
@@ -13,7 +13,7 @@ from pydantic import Field
 
 from moetool.architectures import Role
 from moetool.bases.delta import Deltas
-from moetool.bases.layer_base import LayerBase, base_path, no_base
+from moetool.bases.layer_base import LayerBase, base_path, no_base, unweighted_base
 from moetool.checkpoint.experts import Weights
 from moetool.compress.encoding import refuse_compressed
 from moetool.compress.factors.files import LayerFactors, SpectrumFile
@@ -30,7 +30,7 @@ from moetool.representations import Representation
 
 
 class PlainSvdOptions(RunOptions):
-    """A budget of bytes, or one rank."""
+    """Options of `plain-svd` and `mean-svd`: a budget of bytes, or one rank."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("ratio", "rank")
 
@@ -41,13 +41,13 @@ class PlainSvdOptions(RunOptions):
 
     @property
     def factors(self) -> FactorOptions:
-        """The same for those who make factors: nothing is measured, and no matrix counts more than another."""
+        """Options for making factors when nothing is measured, and no matrix counts more than another."""
         own = self.model_dump()
         return FactorOptions(**own, svd="vanilla", allocation="uniform", sensitivity="none")
 
 
 class UnmeasuredSvd(Stage[PlainSvdOptions]):
-    """A base that no text is needed for, and factors of deltas to it."""
+    """A stage whose base needs no text, and which stores factors of deltas to it."""
 
     options_type: ClassVar[type[RunOptions]] = PlainSvdOptions
     method_of: ClassVar[str | None] = "compress"
@@ -96,7 +96,7 @@ class UnmeasuredSvd(Stage[PlainSvdOptions]):
 
 
 class PlainSvd(UnmeasuredSvd):
-    """Factors of the experts' own matrices."""
+    """Stores factors of the experts' own matrices."""
 
     name: ClassVar[str] = "plain-svd"
     summary: ClassVar[str] = "every expert's own truncated SVD, without a base"
@@ -107,3 +107,17 @@ class PlainSvd(UnmeasuredSvd):
 
     def _base(self, weights: Weights) -> LayerBase:
         return no_base(self.source.experts.shape, self.source.experts.dtype)
+
+
+class MeanSvd(UnmeasuredSvd):
+    """Stores the experts' mean and factors of deltas to it: D²-MoE without anything that it measures."""
+
+    name: ClassVar[str] = "mean-svd"
+    summary: ClassVar[str] = "the experts' mean plus truncated SVDs of deltas to it"
+
+    @property
+    def _bases(self) -> Mapping[Role, Representation] | None:
+        return None
+
+    def _base(self, weights: Weights) -> LayerBase:
+        return unweighted_base(weights, self.source.experts.shape, self.source.experts.dtype, "mean")

@@ -1,4 +1,4 @@
-"""Every expert on its own, in few bits: what deltas to a base are measured against, and often all that is needed.
+"""Quantizes every expert on its own, without a base: the baseline of methods with one, and often all that is needed.
 
 Codes are those of `representations.quantized`: a scale per group of inputs, and levels that suit normal weights. With a
 text they are chosen one input after the other, each making good for the errors of those before it (GPTQ, Frantar et
@@ -9,7 +9,7 @@ compressed-tensors' `pack-quantized` stores as q + 128. At 1 to 4 bits levels ar
 integer group W = s · (q − 2^(b−1)) expresses them: `export --format compressed-tensors` chooses those anew.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar, Literal
 
@@ -19,8 +19,7 @@ from moetool.architectures import Role
 from moetool.bases.given import base_form
 from moetool.bases.layer_base import LayerBase, no_base
 from moetool.checkpoint.experts import Weights
-from moetool.checkpoint.sizes import format_bytes
-from moetool.compress.choices import Scheme
+from moetool.compress.choices import Granularity
 from moetool.compress.encoding import (
     BaseBits,
     encoding_memory,
@@ -29,26 +28,21 @@ from moetool.compress.encoding import (
     run_encoding,
     with_text,
 )
-from moetool.compress.mixing.choosing import Choosing
-from moetool.compress.mixing.footings import Footing, average_bits, codes_form, without_base
-from moetool.compress.mixing.mixing import Mixing
-from moetool.compress.mixing.options import MixingOptions
+from moetool.compress.mixing.measuring import MixingOptions
+from moetool.compress.mixing.schemes import StorageScheme, codes_form, rotation_seeds, without_base
 from moetool.compress.mixing.stage import MixingStage
-from moetool.compress.rotated import seeds
 from moetool.compress.told import LayersTold
-from moetool.errors import UsageError
 from moetool.format.layout import NO_BASE, LayerLayout
 from moetool.job.job import Job
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import Plan, experts_at_once
-from moetool.job.writing import original_bytes, original_size
 from moetool.representations import Representation
 
 Rounding = Literal["nearest", "error-feedback"]
 
 
 class QuantizeOptions(MixingOptions):
-    """Bits for all, or a budget of bytes."""
+    """Options of `quantize`: the same bits for all experts, or a budget of bytes."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("bits", "ratio")
 
@@ -67,7 +61,7 @@ class QuantizeOptions(MixingOptions):
         description="nearest: round each number by itself. error-feedback: choose codes that cancel each other's "
         "errors on the calibration text (the default where one is given).",
     )
-    scheme: Scheme = Field(
+    scheme: Granularity = Field(
         "matrix",
         description="With a ratio: bits for each matrix by itself, or the same for all experts of a layer in one role, "
         "or in all roles, as engines with fused experts want it.",
@@ -94,7 +88,7 @@ class QuantizeOptions(MixingOptions):
 
 
 class Quantize(MixingStage[QuantizeOptions]):
-    """Codes of each expert's own matrices; no base."""
+    """Quantizes each expert's own matrices, without a base."""
 
     name: ClassVar[str] = "quantize"
     summary: ClassVar[str] = "every expert on its own in few bits, without a base"
@@ -108,20 +102,20 @@ class Quantize(MixingStage[QuantizeOptions]):
 
     def plan(self) -> Plan:
         source, options = self.source, self.options
-        refuse_compressed(source)
         if self._is_mixed:
-            return self._mixing_plan()
-        return encoding_plan(self.name, source, options, self._alike(), self._text, self._experts_at_once)
+            return super().plan()
+        refuse_compressed(source)
+        return encoding_plan(self.name, source, options, self._uniform(), self._text, self._experts_at_once)
 
     def run(self, job: Job) -> LayersTold:
-        reader, options = self.source.experts, self.options
         if self._is_mixed:
-            return self._mix(job)
+            return super().run(job)
+        reader, options = self.source.experts, self.options
 
         def base(layer: int, weights: Weights) -> LayerBase:
             return no_base(reader.shape, reader.dtype)
 
-        return run_encoding(job, self.name, self._alike(), base, {}, options.seed, self._text, self._experts_at_once)
+        return run_encoding(job, self.name, self._uniform(), base, {}, options.seed, self._text, self._experts_at_once)
 
     @property
     def _is_mixed(self) -> bool:
@@ -133,7 +127,8 @@ class Quantize(MixingStage[QuantizeOptions]):
 
     # The same bits for all.
 
-    def _alike(self) -> dict[int, LayerLayout]:
+    def _uniform(self) -> dict[int, LayerLayout]:
+        """Layouts with the same form for all matrices of a role."""
         reader, options = self.source.experts, self.options
         assert options.bits is not None
         forms: dict[Role, Representation] = {}
@@ -144,12 +139,12 @@ class Quantize(MixingStage[QuantizeOptions]):
             else:
                 forms[role] = base_form(options.bits, 0, matrix)
         weights = {role: (form,) * reader.shape.experts for role, form in forms.items()}
-        return {layer: self._layout(layer, weights) for layer in reader.moe_layers}
 
-    def _layout(self, layer: int, weights: Mapping[Role, tuple[Representation, ...]]) -> LayerLayout:
-        shape, options = self.source.experts.shape, self.options
-        rotation = seeds(shape, layer, options.seed) if options.rotate else {}
-        return LayerLayout(shape, weights, shape.intermediate, base=NO_BASE, rotation=rotation)
+        def layout(layer: int) -> LayerLayout:
+            rotation = rotation_seeds(reader.shape, layer, options.seed) if options.rotate else {}
+            return LayerLayout(reader.shape, weights, reader.shape.intermediate, base=NO_BASE, rotation=rotation)
+
+        return {layer: layout(layer) for layer in reader.moe_layers}
 
     @property
     def _text(self) -> TextOptions | None:
@@ -164,48 +159,18 @@ class Quantize(MixingStage[QuantizeOptions]):
 
     # A budget, or codes that are refined: everything is measured.
 
-    @property
-    def _target(self) -> int:
-        ratio = self.options.ratio
-        return self._smallest if ratio is None else round(original_bytes(self.source) * (1 - ratio))
-
-    def _footing(self, bits: float) -> Footing:
+    def schemes(self, delta_bits: float | None, matrix_bits: float | None) -> Sequence[StorageScheme]:
         options, shape = self.options, self.source.experts.shape
         rotated_by = options.seed if options.rotate else None
         exact = None if options.bits is None else int(options.bits)
-        return without_base(shape, bits, options.group_size, rotated_by, exact, options.trellis, options.scheme)
+        return [
+            without_base(shape, matrix_bits, options.group_size, rotated_by, exact, options.trellis, options.scheme)
+        ]
 
-    def _choosing(self, footing: Footing) -> Choosing:
-        scheme = self.options.scheme if self.options.bits is None else "matrix"
-        return Choosing(self.source, [footing], scheme, self.options.shard_size)
+    @property
+    def ratio(self) -> float | None:
+        return self.options.ratio
 
-    @cached_property
-    def _smallest(self) -> int:
-        """Bytes of the result with the fewest bits on offer, or as many as were asked for."""
-        return self._choosing(self._footing(1.0)).smallest
-
-    @cached_property
-    def _bits(self) -> float:
-        """Bits that the budget leaves for every number beside its share of a scale."""
-        return 1 + average_bits(self.source.experts, self._target - self._smallest)
-
-    @cached_property
-    def mixing(self) -> Mixing:
-        return Mixing(self.name, self.source, self.options, [self._footing(self._bits)], "fisher")
-
-    def _mixing_plan(self) -> Plan:
-        options, original = self.options, original_bytes(self.source)
-        if options.ratio is not None and options.ratio > (highest := 1 - self._smallest / original):
-            raise UsageError(
-                f"--ratio {options.ratio:g} is not possible here: of {original_size(self.source)}, "
-                f"{format_bytes(self._smallest)} are left with the fewest bits on offer for the experts, so the ratio "
-                f"can be at most {int(highest * 1000) / 1000:g}."
-            )
-        details = {"smallest_possible_bytes": self._smallest, "bits_per_number": round(self._bits, 2)}
-        return self.mixing.plan(self._target, details)
-
-    def _mix(self, job: Job) -> LayersTold:
-        mixing, options = self.mixing, self.options
-        choosing, target = self._choosing(mixing.footings[0]), self._target
-        ratio = 1 - target / original_bytes(self.source) if options.ratio is None else options.ratio
-        return mixing.run(job, lambda losses: choosing.mix(target, losses), ratio)
+    @property
+    def granularity(self) -> Granularity:
+        return self.options.scheme if self.options.bits is None else "matrix"

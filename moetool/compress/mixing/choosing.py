@@ -1,7 +1,6 @@
-"""Which footing the experts of each group get within a budget, and which form each of their matrices."""
+"""Chooses, within a budget of bytes, a storage scheme for each group of matrices and a form for each matrix."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,142 +8,145 @@ from functools import cached_property
 from moetool.architectures import Role
 from moetool.checkpoint.writer import TensorSpec, entry_nbytes
 from moetool.compress.budget.items import Group, Key, offered
-from moetool.compress.budget.places import cheapest
-from moetool.compress.budget.spending import fit
-from moetool.compress.choices import Scheme
-from moetool.compress.mixing.footings import NONE, Footing
+from moetool.compress.budget.spending import cheapest, fit
+from moetool.compress.choices import Granularity
+from moetool.compress.mixing.schemes import StorageScheme
 from moetool.format.layout import LayerLayout, base_name, delta_name
 from moetool.job.job import Source
 from moetool.job.shards import OutputPlan
 from moetool.representations import Representation
 
-_SPENT = 0.98  # of the bytes that a result may take: what is left of less is worth a word
-Place = tuple[int, tuple[Role, ...]]  # a layer, and the roles that have one footing there
-FormLosses = Callable[[int, Footing, Role, int], Sequence[float]]  # of every form: layer, footing, role, expert
+_SPENT = 0.98  # share of the bytes that a result may take; one that takes less gets a note
+Place = tuple[int, tuple[Role, ...]]  # a layer, and the roles that have one scheme there
+# The estimated loss of every form that a scheme offers to a matrix, by layer, scheme, role and expert.
+FormLosses = Callable[[int, StorageScheme, Role, int], Sequence[float]]
 
 
 @dataclass(frozen=True)
 class Mix:
-    """What was chosen.
+    """A choice of forms for all matrices of a model.
 
     Attributes:
-        layouts: by layer.
-        footings: by layer and role, the name of the footing.
-        losses: by layer and role, what the forms of all experts are estimated to lose together, to four digits.
+        layouts: layout of each layer.
+        schemes: name of the scheme, by layer and role; empty where nothing was chosen.
+        losses: estimated loss of the forms of all experts together, by layer and role, to four digits.
     """
 
     layouts: Mapping[int, LayerLayout]
-    footings: Mapping[int, Mapping[Role, str]]
+    schemes: Mapping[int, Mapping[Role, str]]
     losses: Mapping[int, Mapping[Role, float]]
 
 
 @dataclass(frozen=True, eq=False)
 class Choosing:
-    """What there is to choose from.
+    """A choice among storage schemes and their forms.
 
     Attributes:
         source: the model.
-        footings: that experts can stand on.
-        scheme: which matrices have to be of one form.
-        shard_size: of the files that are written.
+        schemes: schemes on offer.
+        granularity: which matrices have to have the same form.
+        shard_size: bytes of a weight file, at most.
     """
 
     source: Source
-    footings: Sequence[Footing]
-    scheme: Scheme
+    schemes: Sequence[StorageScheme]
+    granularity: Granularity
     shard_size: int
 
     @property
     def smallest(self) -> int:
-        """Bytes of all weight files with the smallest form of everything, all on the footing where that is least."""
-        return min(map(self._smallest_on, self.footings))
+        """Bytes of all weight files with the smallest form of every matrix, in the scheme where that is least."""
+        return min(map(self._smallest_in, self.schemes))
 
     @property
     def largest(self) -> int:
-        """The same with the last form of everything, all on the footing where that is most."""
+        """Bytes of all weight files with the last form of every matrix, in the scheme where that is most."""
         return max(
-            self.planned(
+            self._planned(
                 dict.fromkeys(self._places, own),
                 {key: len(own.forms[key[1]]) - 1 for key in self._units},
             )
-            for own in self.footings
+            for own in self.schemes
         )
 
-    def _smallest_on(self, footing: Footing) -> int:
-        return self.planned(dict.fromkeys(self._places, footing), dict.fromkeys(self._units, 0))
+    def _smallest_in(self, scheme: StorageScheme) -> int:
+        return self._planned(dict.fromkeys(self._places, scheme), dict.fromkeys(self._units, 0))
 
-    def planned(self, standing: Mapping[Place, Footing], chosen: Mapping[Key, int]) -> int:
-        """Exact bytes of all weight files."""
-        return OutputPlan(self.source, self._layouts(standing, chosen), self.shard_size).nbytes
+    def _planned(self, assigned: Mapping[Place, StorageScheme], chosen: Mapping[Key, int]) -> int:
+        """Exact bytes of all weight files with a scheme for each place, and the number of each unit's form in it."""
+        return OutputPlan(self.source, self._layouts(assigned, chosen), self.shard_size).nbytes
 
     def mix(self, target: int, losses: FormLosses) -> Mix:
-        """The mix of at most `target` bytes that loses least.
+        """The mix of at most `target` bytes whose estimated loss is least.
+
+        First each place gets the scheme that is cheapest at one price per byte, then the bytes that are left after the
+        bases buy forms (`budget.spending`), counted exactly as the files will have them.
 
         Raises:
-            UsageError: none is as small as that.
+            UsageError: no mix is as small as that.
         """
-        groups = {place: [self._group(place, own, target, losses) for own in self.footings] for place in self._places}
-        least = self.footings[0]
-        beside = self._smallest_on(least) - sum(own[0].least for own in groups.values())
+        groups = {place: [self._group(place, own, target, losses) for own in self.schemes] for place in self._places}
+        least = self.schemes[0]
+        beside = self._smallest_in(least) - sum(own[0].least for own in groups.values())
         taken = cheapest(list(groups.values()), target - beside)
-        standing = {place: self.footings[index] for place, index in zip(self._places, taken, strict=True)}
+        assigned = {place: self.schemes[index] for place, index in zip(self._places, taken, strict=True)}
         chosen = [groups[place][index] for place, index in zip(self._places, taken, strict=True)]
         items = {key: item for group in chosen for key, item in group.items.items()}
 
         def numbers(forms: Mapping[Key, Representation]) -> dict[Key, int]:
-            return {key: list(standing[self._place(key)].forms[key[1]]).index(form) for key, form in forms.items()}
+            return {key: list(assigned[self._place(key)].forms[key[1]]).index(form) for key, form in forms.items()}
 
         found = numbers(
-            fit("water-filling", [Group(items)], target, lambda forms: self.planned(standing, numbers(forms)))
+            fit("water-filling", [Group(items)], target, lambda forms: self._planned(assigned, numbers(forms)))
         )
         lost = summed(
-            (key, losses(key[0], standing[self._place(key)], key[1], key[2])[found[first]])
+            (key, losses(key[0], assigned[self._place(key)], key[1], key[2])[found[first]])
             for first, keys in self._units.items()
             for key in keys
         )
-        footings: dict[int, dict[Role, str]] = {layer: {} for layer in self.source.experts.moe_layers}
-        for (layer, roles), footing in standing.items():
-            footings[layer].update(dict.fromkeys(roles, footing.name))
-        return Mix(self._layouts(standing, found), footings, lost)
+        schemes: dict[int, dict[Role, str]] = {layer: {} for layer in self.source.experts.moe_layers}
+        for (layer, roles), scheme in assigned.items():
+            schemes[layer].update(dict.fromkeys(roles, scheme.name))
+        return Mix(self._layouts(assigned, found), schemes, lost)
 
     @cached_property
     def _places(self) -> list[Place]:
         reader = self.source.experts
-        groups = [reader.shape.roles] if self.scheme == "layer" else reader.shape.groups
+        groups = [reader.shape.roles] if self.granularity == "layer" else reader.shape.groups
         return [(layer, tuple(roles)) for layer in reader.moe_layers for roles in groups]
 
     def _place(self, key: Key) -> Place:
         shape = self.source.experts.shape
-        return key[0], tuple(shape.roles if self.scheme == "layer" else shape.group(key[1]))
+        return key[0], tuple(shape.roles if self.granularity == "layer" else shape.group(key[1]))
 
     @cached_property
     def _units(self) -> dict[Key, list[Key]]:
-        """The matrices that get the same form, by the first of them."""
+        """Units: the matrices that get the same form, by the first of them."""
         reader, units = self.source.experts, dict[Key, list[Key]]()
         for layer in reader.moe_layers:
             for role in reader.shape.roles:
                 for expert in range(reader.shape.experts):
-                    first = reader.shape.roles[0] if self.scheme == "layer" else role
-                    unit = layer, first, expert if self.scheme == "matrix" else 0
+                    first = reader.shape.roles[0] if self.granularity == "layer" else role
+                    unit = layer, first, expert if self.granularity == "matrix" else 0
                     units.setdefault(unit, []).append((layer, role, expert))
         return units
 
     @cached_property
     def _units_at(self) -> dict[Place, list[Key]]:
-        """The first of every unit, by place."""
+        """The first matrix of every unit, by place."""
         found: dict[Place, list[Key]] = {place: [] for place in self._places}
         for first in self._units:
             found[self._place(first)].append(first)
         return found
 
-    def _layouts(self, standing: Mapping[Place, Footing], chosen: Mapping[Key, int]) -> dict[int, LayerLayout]:
-        """With the number of every unit's form on its footing."""
+    def _layouts(self, assigned: Mapping[Place, StorageScheme], chosen: Mapping[Key, int]) -> dict[int, LayerLayout]:
+        """Layouts with a scheme for each place, and the number of each unit's form in it."""
         reader, forms, layouts = self.source.experts, dict[Key, Representation](), dict[int, LayerLayout]()
         for first, keys in self._units.items():
             for key in keys:
-                forms[key] = standing[self._place(key)].forms[key[1]][chosen[first]]
+                forms[key] = assigned[self._place(key)].forms[key[1]][chosen[first]]
         for layer in reader.moe_layers:
-            own = {role: standing[self._place((layer, role, 0))] for role in reader.shape.roles}
+            own = {role: assigned[self._place((layer, role, 0))] for role in reader.shape.roles}
             layouts[layer] = LayerLayout(
                 reader.shape,
                 {
@@ -152,33 +154,34 @@ class Choosing:
                     for role in reader.shape.roles
                 },
                 reader.shape.intermediate,
-                base={role: footing.base[role] for role, footing in own.items()},
+                base={role: scheme.base[role] for role, scheme in own.items()},
                 rotation={
                     role: seed
-                    for role, footing in own.items()
-                    for other, seed in footing.rotation(reader.shape, layer).items()
+                    for role, scheme in own.items()
+                    for other, seed in scheme.rotation_seeds(reader.shape, layer).items()
                     if other == role
                 },
             )
         return layouts
 
-    def _group(self, place: Place, footing: Footing, target: int, losses: FormLosses) -> Group:
-        (layer, roles), start = place, min(target, self.shard_size)  # of a tensor's data, no further
+    def _group(self, place: Place, scheme: StorageScheme, target: int, losses: FormLosses) -> Group:
+        """The matrices of a place in one scheme, with bytes and estimated losses of their forms."""
+        (layer, roles), start = place, min(target, self.shard_size)  # no tensor's data starts further into a file
         items = {}
         for first in self._units_at[place]:
             keys = self._units[first]
             sizes = [
-                sum(self._bytes(layer, role, delta_name(expert, role, ""), footing.forms[role][index], start)
+                sum(self._bytes(layer, role, delta_name(expert, role, ""), scheme.forms[role][index], start)
                     for _, role, expert in keys)
-                for index in range(len(footing.forms[first[1]]))
+                for index in range(len(scheme.forms[first[1]]))
             ]  # fmt: skip
-            lost = [losses(layer, footing, role, expert) for _, role, expert in keys]
-            items[first] = offered(footing.forms[first[1]], sizes, [math.fsum(own) for own in zip(*lost, strict=True)])
-        base = sum(self._bytes(layer, role, base_name(role, ""), footing.base[role], start) for role in roles)
+            lost = [losses(layer, scheme, role, expert) for _, role, expert in keys]
+            items[first] = offered(scheme.forms[first[1]], sizes, [math.fsum(own) for own in zip(*lost, strict=True)])
+        base = sum(self._bytes(layer, role, base_name(role, ""), scheme.base[role], start) for role in roles)
         return Group(items, base)
 
     def _bytes(self, layer: int, role: Role, name: str, form: Representation, start: int) -> int:
-        """Of a form with its entries in the file's header, which small matrices notice."""
+        """Bytes of a form with its entries in the header of a file, where its data starts `start` bytes in."""
         reader = self.source.experts
         specs = [
             TensorSpec(
@@ -190,9 +193,9 @@ class Choosing:
 
 
 def notes_on(mix: Mix) -> Sequence[str]:
-    """What was chosen, and what that says of the model."""
-    counts = Counter(name for by_role in mix.footings.values() for name in by_role.values())
-    total, none = sum(counts.values()), sum(count for name, count in counts.items() if name.startswith(NONE))
+    """A sentence on where a base was chosen, and what that says of the model."""
+    chosen = [layout.has_base(role) for layer, layout in mix.layouts.items() for role in mix.schemes.get(layer, ())]
+    total, none = len(chosen), chosen.count(False)
     if not total:
         return ()
     if none == total:
@@ -205,14 +208,14 @@ def notes_on(mix: Mix) -> Sequence[str]:
 
 
 def notes_on_size(output: int, original: int, ratio: float) -> Sequence[str]:
-    """Whether an `output` of so many bytes leaves much of what the `ratio` allows."""
+    """A sentence where an `output` of so many bytes leaves much of what the `ratio` of the `original` bytes allows."""
     if output >= _SPENT * (1 - ratio) * original:
         return ()
     return [f"Smaller than asked for, by {1 - output / original:.1%} and not {ratio:.1%}: no form on offer takes more."]
 
 
 def summed(losses: Iterable[tuple[Key, float]]) -> dict[int, dict[Role, float]]:
-    """What all experts lose together, by layer and role, to four digits; given by layer, role and expert."""
+    """Losses of all experts together, by layer and role, to four digits; given by layer, role and expert."""
     parts: dict[int, dict[Role, list[float]]] = {}
     for (layer, role, _), loss in losses:
         parts.setdefault(layer, {}).setdefault(role, []).append(loss)

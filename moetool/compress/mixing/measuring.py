@@ -1,10 +1,11 @@
-"""What every form of every matrix of a layer would lose, and the tensors of those that were chosen."""
+"""Estimates the loss of every form of a layer's matrices, and encodes the forms that were chosen."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from moetool.architectures import Role
@@ -16,23 +17,46 @@ from moetool.checkpoint.files import save_tensors
 from moetool.compress.choices import Sensitivity
 from moetool.compress.factors.sensitivity import LayerSensitivity
 from moetool.compress.menu import losses, prepared
-from moetool.compress.mixing.footings import Footing
+from moetool.compress.mixing.schemes import StorageScheme
 from moetool.compress.refining.layer import LayerRefining
 from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.job import to_cpu
+from moetool.job.options import CalibrationOptions, IncludeOptions, RunOptions
 from moetool.numerics.rotation import Rotation
 from moetool.representations import Measured
 
 
+class MixingOptions(RunOptions, IncludeOptions, CalibrationOptions):
+    """Options of all methods that choose among forms within a budget: how forms are made and measured."""
+
+    group_size: int = Field(
+        128, ge=1, description="Inputs that share a scale; the largest divisor below if it does not divide a row."
+    )
+    sensitivity: Sensitivity = Field(
+        "channel", description="Weigh errors by what they cost in loss: by output channel, by matrix, or not at all."
+    )
+    trellis: bool = Field(
+        False,
+        description="Trellis-coded quantization (1 to 4 bits): less error at the same size; slower to compress and "
+        "to run.",
+    )
+    refine: int = Field(
+        0,
+        ge=0,
+        description="Fine-tune each expert's codes and scales for so many steps; kept only where the held-out error "
+        "improves (0: off).",
+    )
+
+
 def losses_path(work: Path, layer: int) -> Path:
-    """Where what the forms of a layer's matrices lose waits for the choice."""
+    """The file of the work directory that holds the estimated losses of a layer's forms."""
     return work / f"losses-{layer:05d}.safetensors"
 
 
 def measure(
     reader: ExpertReader,
     layer: int,
-    footings: Sequence[tuple[Footing, Deltas]],
+    schemes: Sequence[tuple[StorageScheme, Deltas]],
     grams: InputGramCollector,
     choice: Sensitivity,
     path: Path,
@@ -40,13 +64,22 @@ def measure(
     *,
     refined: bool,
 ) -> None:
-    """Leave in the work directory what every form on every footing would lose, by all processes together.
+    """Write the estimated loss of every form in every scheme to a file, by all processes together.
 
-    Of each footing `Deltas` gives what is to be stored there, before inputs are rotated. What footings of one name lose
-    is to the last bit what each of them would alone. What is to be `refined` need not have outputs of the right size.
+    Losses of several schemes are to the last bit those that each of them has alone.
+
+    Args:
+        reader: reader of the model's experts.
+        layer: number of the layer.
+        schemes: schemes on offer, each with the layer's deltas to its base, before inputs are rotated.
+        grams: Gram matrices of the experts' inputs on the text.
+        choice: how errors of outputs are weighed.
+        path: file to write.
+        owned: matrices that this process measures.
+        refined: whether codes are refined later, which corrects the size of outputs that quantization shrinks.
     """
     shape, lost = reader.shape, dict[str, Tensor]()
-    statistics = footings[0][1].base.statistics
+    statistics = schemes[0][1].base.statistics
     sensitivity = LayerSensitivity(choice, statistics, grams.energy(), grams.tokens())
     for expert in (expert for experts in grams.sets() for expert in experts):
         for group in shape.groups:
@@ -54,34 +87,34 @@ def measure(
                 continue
             gram, inputs = grams.gram(expert, group[0]), dict[int | None, Measured]()
             for role in group:
-                known = dict[tuple[str, int], Measured]()  # by footing's name and rank
+                known = dict[tuple[str, int], Measured]()  # by the scheme's name and rank
                 counts = sensitivity.of(role, expert, shape.matrix(role)[1], whitened=True)
-                for footing, deltas in footings:
-                    turn, forms = footing.turning(shape, layer, role), footing.forms[role]
-                    if footing.seed not in inputs:
-                        inputs[footing.seed] = _inputs(gram, turn, refined=refined)
-                    delta = _turned(deltas.of(role, expert), turn)
-                    key = footing.name, max(form.directions for form in forms)
+                for scheme, deltas in schemes:
+                    rotation, forms = scheme.rotation(shape, layer, role), scheme.forms[role]
+                    if scheme.seed not in inputs:
+                        inputs[scheme.seed] = _inputs(gram, rotation, refined=refined)
+                    delta = _rotated(deltas.of(role, expert), rotation)
+                    key = scheme.name, max(form.directions for form in forms)
                     if key not in known:
-                        known[key] = prepared(delta, forms, replace(inputs[footing.seed], row_scale=counts.row_scale))
+                        known[key] = prepared(delta, forms, replace(inputs[scheme.seed], row_scale=counts.row_scale))
                     own = losses(delta, forms, reader.dtype, known[key], counts)
-                    lost[loss_name(footing, role, expert)] = torch.tensor(own, dtype=torch.float64)
+                    lost[loss_name(scheme, role, expert)] = torch.tensor(own, dtype=torch.float64)
     found = {name: own for others in owned.peers.gather(lost) for name, own in others.items()}
     if owned.peers.is_first:
         save_tensors(path, found)
 
 
-def loss_name(footing: Footing, role: Role, expert: int) -> str:
-    """By which the losses of a matrix on a footing are found in their file."""
-    return f"{footing.menu}.{role}.{expert}"
+def loss_name(scheme: StorageScheme, role: Role, expert: int) -> str:
+    """The name of a matrix's losses in their file, for the forms of one scheme."""
+    return f"{scheme.identity}.{role}.{expert}"
 
 
-def _inputs(gram: Tensor, turn: Rotation | None, *, refined: bool) -> Measured:
-    return Measured(gram if turn is None else turn.gram(gram), keeps_size=not refined).with_feedback()
+def _inputs(gram: Tensor, rotation: Rotation | None, *, refined: bool) -> Measured:
+    return Measured(gram if rotation is None else rotation.gram(gram), keeps_size=not refined).with_feedback()
 
 
-def _turned(matrix: Tensor, turn: Rotation | None) -> Tensor:
-    return matrix if turn is None else turn(matrix)
+def _rotated(matrix: Tensor, rotation: Rotation | None) -> Tensor:
+    return matrix if rotation is None else rotation(matrix)
 
 
 def encoded(
@@ -93,8 +126,20 @@ def encoded(
     owned: Owned,
     refining: LayerRefining | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of every delta of a layer that this process has in the form it got, by name relative to the
-    experts; with `refining` moved, for which it has whole experts."""
+    """Encode each delta of a layer that this process has, in its form of the layout.
+
+    Args:
+        reader: reader of the model's experts.
+        deltas: deltas to the layer's base.
+        layout: form of every delta.
+        grams: Gram matrices of the experts' inputs on the text.
+        choice: how errors of outputs are weighed.
+        owned: matrices that this process encodes; whole experts where they are refined.
+        refining: optimizer that moves each expert's tensors after they are encoded.
+
+    Yields:
+        Tensors, by name relative to the experts.
+    """
     sensitivity = LayerSensitivity(choice, deltas.base.statistics, grams.energy(), grams.tokens())
 
     def own(expert: int) -> dict[Role, dict[str, Tensor]]:
@@ -103,15 +148,16 @@ def encoded(
         for role in reader.shape.roles:
             if not owned.has(role, expert):
                 continue
-            form, matrix, turn = (layout.weights[role] or ())[expert], reader.shape.matrix(role), layout.turning(role)
-            target = _turned(deltas.target(role, expert, form), turn)
+            form, matrix = (layout.weights[role] or ())[expert], reader.shape.matrix(role)
+            rotation = layout.turning(role)
+            target = _rotated(deltas.target(role, expert, form), rotation)
             if form.is_whole:
                 found[role] = form.encode(target, reader.dtype)
                 continue
             counts = sensitivity.of(role, expert, matrix[1], whitened=True)
-            if (role == "down") not in inputs:  # gate and up of an expert are given the same
+            if (role == "down") not in inputs:  # gate and up of an expert have the same inputs
                 gram = grams.gram(expert, role)
-                inputs = {role == "down": _inputs(gram, turn, refined=refining is not None)}
+                inputs = {role == "down": _inputs(gram, rotation, refined=refining is not None)}
             measured = prepared(target, [form], replace(inputs[role == "down"], row_scale=counts.row_scale))
             found[role] = form.encode(target, reader.dtype, measured)
         return found

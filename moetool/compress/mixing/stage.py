@@ -1,31 +1,269 @@
-"""What stages that mix forms have in common."""
+"""Stages that measure what every form of every matrix loses, buy the mix that loses least, and write it.
+
+The order of a compression, from object to object (`d2moe` has `LayerFactors` at 4, `FactoredLayers` at 7 and 9):
+
+ 1. `MixingStage.plan` takes target, schemes and costs from file headers; `run` goes by the same cached values.
+ 2. `CalibratedJob` draws the windows of text and opens the model, one layer of which is in memory at a time.
+ 3. `CalibratedJob.reverse` runs the gradient windows forwards to the loss and back, and stops at each MoE layer, where
+ 4. `MixedLayers` merges the base, takes deltas to it in every scheme, and writes the estimated losses of all forms.
+ 5. `Choosing.mix` spends the target on all layers at once (`budget.spending`): a `LayerLayout` for each layer.
+ 6. `MixedLayers.keep_bases` keeps, of each layer's bases, the one of the scheme that was chosen.
+ 7. `write_model` goes through the shards of an `OutputPlan`, and has `Encoding` (`EncodedLayers`) make their layers.
+ 8. `EncodedLayers.make` moves its `ForwardPass` on, which runs all windows through the model up to that layer, where
+ 9. `MixedLayers` collects the Gram matrices of inputs and encodes the deltas into a file, refined if that is asked for.
+10. Base and encoded deltas go into the shard, whose file ends those of its layers; config and index come last.
+"""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TypeVar
 
-from moetool.compress.mixing.mixing import Mixing
-from moetool.compress.mixing.options import MixingOptions
+from moetool.bases.choices import Merge
+from moetool.calibration.routed_tokens import RoutedTokens
+from moetool.checkpoint.sizes import format_bytes
+from moetool.compress.choices import Granularity
+from moetool.compress.encoded import encoded_bytes
+from moetool.compress.encoding import agreed_layouts, refuse_compressed
+from moetool.compress.mixing.choosing import Choosing, Mix, notes_on, notes_on_size
+from moetool.compress.mixing.layers import MixedLayers
+from moetool.compress.mixing.measuring import MixingOptions
+from moetool.compress.mixing.schemes import StorageScheme, average_bits
+from moetool.compress.refining.codes import BATCH_TOKENS
+from moetool.compress.refining.layer import MOST_TOKENS
+from moetool.compress.told import LayersTold, MixedTold
+from moetool.costs.building_blocks import moe_size
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.layer_memory import LayerMemory, Measuring
+from moetool.costs.matrix_work import refine
+from moetool.costs.phases import menu_phases
+from moetool.errors import UsageError
+from moetool.format.layout import LayerLayout
+from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
+from moetool.job.options import CalibrationOptions, IncludeOptions
+from moetool.job.plan import Plan, calibration_cost, experts_at_once
+from moetool.job.result import Json
+from moetool.job.shards import OutputPlan
 from moetool.job.stage import AnyStage, Stage
+from moetool.job.writing import entry_for, original_bytes, original_size, write_model
 
 MixingOptionsT = TypeVar("MixingOptionsT", bound=MixingOptions)
+_MEASURING = {
+    *CalibrationOptions.model_fields,
+    *IncludeOptions.model_fields,
+    "compute_dtype",
+    "group_size",
+    "sensitivity",
+    "trellis",
+}
 
 
 class MixingStage(Stage[MixingOptionsT]):
-    """A stage that measures what forms lose, and then chooses among them: with others it shares the measuring."""
+    """A stage that chooses a form for each matrix within a budget. Methods differ in the schemes that they offer, and
+    in how the target is given."""
+
+    @abstractmethod
+    def schemes(self, delta_bits: float | None, matrix_bits: float | None) -> Sequence[StorageScheme]:
+        """Storage schemes to choose from, the unrotated ones first.
+
+        Args:
+            delta_bits: average bits that the target leaves for each number of a delta; `None` if that is not known.
+            matrix_bits: average bits that it leaves for each number of a matrix without a base.
+        """
 
     @property
     @abstractmethod
-    def mixing(self) -> Mixing:
-        """What is mixed."""
+    def ratio(self) -> float | None:
+        """Share of the weight files' bytes that is to be saved; `None` where the target is given otherwise."""
+
+    @property
+    def merge(self) -> Merge:
+        """How bases are made of the experts."""
+        return "fisher"
+
+    @property
+    def granularity(self) -> Granularity:
+        """Which matrices have to have the same form."""
+        return "matrix"
+
+    @property
+    def given(self) -> Mapping[int, LayerLayout] | None:
+        """Layouts by layer that are to be followed; `None` if forms are to be chosen."""
+        return None
+
+    @property
+    def asked(self) -> str | None:
+        """The option by which the user has set the target, as typed; `None` if it follows from other options."""
+        return None if self.ratio is None else f"--ratio {self.ratio:g}"
 
     @property
     def needs_text(self) -> bool:
         return True
 
+    # What plan and run both go by.
+
+    @cached_property
+    def target(self) -> int:
+        """Bytes that the weight files may take at most."""
+        return self.smallest if self.ratio is None else round(original_bytes(self.source) * (1 - self.ratio))
+
+    @property
+    def smallest(self) -> int:
+        """Bytes of the weight files with the smallest form of every matrix."""
+        return min(self._smallest.values())
+
+    @cached_property
+    def _smallest(self) -> dict[bool, int]:
+        """Bytes of the weight files with the smallest forms on a base (`True`), and without one (`False`)."""
+        first: dict[bool, StorageScheme] = {}
+        for scheme in self.schemes(1.0, 1.0):
+            first.setdefault(scheme.has_base, scheme)
+        return {has_base: self.choosing([scheme]).smallest for has_base, scheme in first.items()}
+
+    @cached_property
+    def average_bits(self) -> dict[bool, float]:
+        """Average bits of a number on a base (`True`) and without one (`False`) that the target leaves, beside scales.
+
+        The smallest form of a delta has no bits, that of a matrix without a base one.
+        """
+        return {
+            has_base: (0 if has_base else 1) + average_bits(self.source.experts, self.target - smallest)
+            for has_base, smallest in self._smallest.items()
+        }
+
+    @cached_property
+    def offered(self) -> Sequence[StorageScheme]:
+        """The schemes that are measured and chosen from."""
+        return self.schemes(self.average_bits.get(True), self.average_bits.get(False))
+
+    def choosing(self, schemes: Sequence[StorageScheme]) -> Choosing:
+        """A choice among these schemes."""
+        return Choosing(self.source, schemes, self.granularity, self.options.shard_size)
+
+    @cached_property
+    def experts_at_once(self) -> int:
+        """How many of a layer's experts are in memory together."""
+        return experts_at_once(self._memory, self.options)
+
+    # Plan.
+
+    def plan(self) -> Plan:
+        refuse_compressed(self.source)
+        for scheme in self.offered:
+            scheme.rotation_seeds(self.source.experts.shape, 0)  # refuses inputs that cannot be rotated
+        self._check_target()
+        source, options, reader = self.source, self.options, self.source.experts
+        output = self.target if self.given is not None else min(self.target, self.choosing(self.offered).largest)
+        cost, shape, at_once = self._cost, reader.shape, self.experts_at_once
+        layers = source.architecture.layers(source.checkpoint.settings)
+        stored = [(role, form) for scheme in self.offered for role, form in scheme.base.items()]
+        bases = sum(form.nbytes(shape.matrix(role), reader.dtype) for role, form in stored)
+        forward = cost.forward_bytes(shape.hidden) + encoded_bytes(reader, output, options.shard_size)
+        backward = cost.gradient_bytes(shape.hidden, layers)
+        forward += cost.recorded_bytes(shape, at_once, gradients=False, sums=False)
+        backward += cost.recorded_bytes(shape, at_once, gradients=True, sums=True)
+        if options.refine:
+            forward += RoutedTokens.nbytes(cost.samples, cost.length, shape.hidden)
+        metrics = 4 * shape.hidden**2 if options.refine else 0
+        forms = {role: [form for scheme in self.offered for form in scheme.forms[role]] for role in shape.roles}
+        refining = refine(shape, options.refine, BATCH_TOKENS) if options.refine else None
+        return Plan(
+            stage=self.name,
+            input_bytes=source.checkpoint.weight_bytes,
+            output_bytes=output,
+            scratch_bytes=max(backward, forward) + len(reader.moe_layers) * (bases + metrics),
+            memory_bytes=self._memory.nbytes(at_once),
+            phases=menu_phases(cost, moe_size(reader, at_once), output, forms, self.offered[0].base, refining),
+            details={
+                "original_bytes": original_bytes(source),
+                **self.budget_details(),
+                "moe_layers": len(reader.moe_layers),
+                "experts": shape.experts,
+                "experts_at_once": at_once,
+                "forms_per_matrix": len(forms["down"]),
+            },
+        )
+
+    def budget_details(self) -> Mapping[str, Json]:
+        """What the plan says of the budget."""
+        bits = next(iter(self.average_bits.values()))
+        return {"smallest_possible_bytes": self.smallest, "bits_per_number": round(bits, 2)}
+
+    def _check_target(self) -> None:
+        """Raise `UsageError` for a target that the smallest forms exceed, or that is no smaller than the original."""
+        original = original_bytes(self.source)
+        if self.asked is None or self.smallest <= self.target < original:
+            return
+        highest = int((1 - self.smallest / original) * 1000) / 1000
+        raise UsageError(
+            f"{self.asked} is not possible here: the weight files take {original_size(self.source)}, and "
+            f"{format_bytes(self.smallest)} at the least, so the ratio must be above 0 and at most {highest:g}."
+        )
+
+    @cached_property
+    def _cost(self) -> CalibrationCost:
+        return calibration_cost(self.source, self.options, self.options, gradients=True)
+
+    @cached_property
+    def _memory(self) -> LayerMemory:
+        reader, regression = self.source.experts, self.merge == "regmean"
+        base = Measuring.fisher(reader.shape, regression=regression)
+        codes = Measuring.codes(reader.shape, refined_on=MOST_TOKENS if self.options.refine else 0)
+        return self._cost.layer_memory(reader, base, codes, gradients=True)
+
+    # Run.
+
     def shared_recipe(self) -> Mapping[str, object] | None:
-        return self.mixing.shared_recipe()
+        """The options that decide what a form loses, whatever else is offered; `None` if there is nothing to choose."""
+        if self.given is not None:
+            return None
+        own = self.options.model_dump(mode="json", include=_MEASURING)
+        return {"stage": "mixing", **own, "merge": self.merge, "refined": self.options.refine > 0}
 
     def measure(self, job: Job, beside: Sequence[AnyStage]) -> None:
-        self.mixing.beside(other.mixing for other in beside if isinstance(other, MixingStage)).measure(job)
+        others = [scheme for other in beside if isinstance(other, MixingStage) for scheme in other.offered]
+        self.measured(job, others)
+
+    def measured(self, job: Job, more: Sequence[StorageScheme] = ()) -> MixedLayers:
+        """The layers with the losses of all forms that are offered, and of those of `more` schemes."""
+        calibrated = CalibratedJob(job, self.options, gradients=True, experts_at_once=self.experts_at_once)
+        schemes = {scheme.identity: scheme for scheme in (*self.offered, *more)}
+        return MixedLayers(job, calibrated, self.options, list(schemes.values()), self.merge, self.given)
+
+    def run(self, job: Job) -> LayersTold:
+        layers = self.measured(job)
+        return self.write(job, layers, self.mix(layers, self.target), self.target)
+
+    def mix(self, layers: MixedLayers, target: int) -> Mix:
+        """The mix of at most `target` bytes that loses least, the same in all processes; or what was given."""
+        if self.given is not None:
+            return Mix(self.given, {}, {layer: {} for layer in self.given})
+        ranks, found = layers.job.ranks, self.choosing(self.offered).mix(target, layers.losses())
+        schemes, losses = ranks.broadcast((dict(found.schemes), dict(found.losses)))
+        return Mix(agreed_layouts(ranks, found.layouts), schemes, losses)
+
+    def write(self, job: Job, layers: MixedLayers, mix: Mix, target: int) -> MixedTold:
+        """Encode all layers in the forms of a mix for a `target`, and write the model."""
+        if job.ranks.is_first:
+            layers.keep_bases(mix)
+        job.ranks.barrier()
+        encoding, output = layers.encoding(mix.layouts), OutputPlan(self.source, mix.layouts, self.options.shard_size)
+        several = len(self.offered) > 1
+        write_model(
+            job,
+            output,
+            encoding.tensors,
+            entry=entry_for(mix.layouts, self.source, method=self.name),
+            statistics=layers.statistics,
+            calibration=layers.facts,
+            layers=lambda: layers.results(mix, with_schemes=several),
+            seed=self.options.seed,
+            making=encoding,
+        )
+        original = original_bytes(self.source)
+        ratio = 1 - target / original if self.ratio is None else self.ratio
+        notes = [*(notes_on(mix) if several else ()), *notes_on_size(output.nbytes, original, ratio)]
+        return MixedTold(
+            calibration=layers.facts, ratio=ratio, layers=layers.results(mix, with_schemes=several), notes=notes
+        )

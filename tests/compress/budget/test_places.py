@@ -1,4 +1,4 @@
-"""Which footing a place takes, against all choices there are."""
+"""The group that a place takes, against all choices there are."""
 
 import itertools
 import random
@@ -6,7 +6,7 @@ import random
 import pytest
 
 from moetool.compress.budget.items import Group, offered
-from moetool.compress.budget.places import cheapest
+from moetool.compress.budget.spending import cheapest
 from moetool.representations.low_rank import LowRank
 
 

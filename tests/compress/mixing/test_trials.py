@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from moetool.compress.mixing.increase import MOST_TRIALS, Increase, SizeSearch
+from moetool.compress.mixing.trials import MOST_TRIALS, Increase, SizeSearch
 from moetool.compress.told import Trial
 
 LEAST, LARGEST, PER_BIT = 1_000_000, 9_000_000, 1_000_000.0
