@@ -21,12 +21,13 @@ from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
 
 Named = Iterator[tuple[str, Tensor]]
-# Of a layer, the same loaded, those deltas that this process has; names relative to the experts.
+# Encodes those deltas of a layer that this process has: number, loaded layer, layout, matrices of this process. Names
+# are relative to the experts.
 Encode = Callable[[int, nn.Module, LayerLayout, Owned], Named]
 
 
 def write_encoded(work: Path, layer: int, rank: int, specs: Sequence[TensorSpec], encoded: Named) -> None:
-    """What one process has encoded of a layer: these tensors, of which there may be none, one at a time, atomically."""
+    """Write what one process has encoded of a layer, which may be nothing: one tensor at a time, atomically."""
     if specs:
         CheckpointWriter(work / f"encoded-{layer:05d}-{rank}", [specs]).write_shard(0, encoded)
     else:
@@ -39,7 +40,7 @@ def encoded_files(work: Path, layer: int) -> list[Path]:
 
 
 def encoded_bytes(reader: ExpertReader, output: int, shard_size: int) -> int:
-    """Most bytes of encoded layers that wait at any time, for an `output` of so many: those of one shard."""
+    """Most bytes of encoded layers that wait at any time for an `output` of so many bytes: those of one shard."""
     layer = reader.shape.experts * reader.shape.expert_parameters * reader.dtype.itemsize
     return min(output, max(shard_size, layer))
 
@@ -48,14 +49,14 @@ class EncodedLayers(ABC):
     """Encodes the layers of a job as their shards come to be written: a `Making`."""
 
     def __init__(self, job: Job, layers: Collection[int], calibrated: CalibratedJob | None) -> None:
-        """With a text all processes encode each of `layers` together, else each those of its shards."""
+        """With a text all processes encode each of `layers` together; without one each encodes those of its shards."""
         self._job, self._layers = job, layers
         self._pass = calibrated.forward_pass(self._visit, layers, name="encode") if calibrated else None
         self.steps = len(layers) if self._pass is None else self._pass.steps
 
     @abstractmethod
     def _visit(self, layer: int, module: nn.Module) -> None:
-        """Encode a layer, which is loaded and to be run if there is a text, else empty, and `write_encoded` it."""
+        """Encode a layer and `write_encoded` it. With a text it is loaded, and to be run here; else it is empty."""
 
     @property
     def is_chain(self) -> bool:
@@ -73,16 +74,16 @@ class EncodedLayers(ABC):
             self._job.progress.advance()
 
     def _made(self, layer: int) -> list[Path]:
-        """All that lies in the work directory with the layer's number in its name."""
+        """The files of the work directory that have the layer's number in their name."""
         tops = self._job.work.glob(f"*-{layer:05d}*")
         return [path for top in tops for path in [top, *top.rglob("*")] if path.is_file()]
 
     def spent(self, layer: int) -> list[Path]:
-        """What the file that the layer is written to makes superfluous."""
+        """The files that are not needed any more once the layer has been written."""
         return encoded_files(self._job.work, layer)
 
     def encoded(self, layer: int) -> Named:
-        """What was encoded of a layer, by full name on disk."""
+        """The encoded tensors of a layer, by full name on disk."""
         for path in encoded_files(self._job.work, layer):
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118  # not a mapping
@@ -90,7 +91,7 @@ class EncodedLayers(ABC):
 
 
 class Encoding(EncodedLayers):
-    """The same for deltas in the forms of layouts."""
+    """Encodes deltas in the forms that layouts give them."""
 
     def __init__(
         self,

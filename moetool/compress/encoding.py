@@ -49,7 +49,7 @@ Form = Callable[[int, int, Role, Representation], Representation]  # layer, expe
 
 
 class BaseOptions(Options):
-    """Which base, and how it is stored."""
+    """Options of the base: where it comes from, and how it is stored."""
 
     base: str = Field(
         "mean",
@@ -64,7 +64,7 @@ class BaseOptions(Options):
 
 
 class ExtendedOptions(BaseOptions):
-    """The same, for stages that can store the shared expert on the base."""
+    """Options of the base for stages that can store the shared expert relative to it."""
 
     shared_expert: bool = Field(
         False, description="Store the shared expert, if it is as wide as the others, as a delta to the same base."
@@ -72,7 +72,7 @@ class ExtendedOptions(BaseOptions):
 
 
 class CodeOptions(Options):
-    """Bits per number, and how codes are chosen."""
+    """Options of codes: bits per number, and inputs that share a scale."""
 
     bits: Bits = Field(4, description="Bits per number of a delta.")
     group_size: int = Field(
@@ -81,7 +81,7 @@ class CodeOptions(Options):
 
 
 class SparsityOptions(Options):
-    """Which share of a delta is dropped, and which elements."""
+    """Options of sparse deltas: which share is dropped, and which elements."""
 
     drop: float = Field(0.9, gt=0, lt=1, description="Share of each delta that is dropped.")
     select: Literal["random", "magnitude"] = Field(
@@ -105,7 +105,7 @@ def refuse_compressed(source: Source) -> None:
 def base_representations(
     shape: MoEShape, bits: str | None, group: int, trellis: bool = False
 ) -> dict[Role, Representation]:
-    """How the base of each role is stored. Raises `UsageError` if it cannot be cut into groups."""
+    """Representation of the base of each role. Raises `UsageError` if it cannot be cut into groups."""
     return {
         role: Dense() if bits is None else base_form(bits, group, shape.matrix(role), trellis) for role in shape.roles
     }
@@ -156,7 +156,7 @@ def decomposed_layouts(
 
 
 def quantized(bits: int, group: int, shape: MoEShape) -> Form:
-    """Full deltas as codes; the factors of low-rank ones, too."""
+    """A form that stores full deltas, and the factors of low-rank ones, as codes."""
 
     def form(layer: int, expert: int, role: Role, old: Representation) -> Representation:
         return in_groups(old.quantized(bits, group), shape.matrix(role), group)
@@ -165,7 +165,7 @@ def quantized(bits: int, group: int, shape: MoEShape) -> Form:
 
 
 def in_groups(form: Representation, matrix: tuple[int, int], group: int) -> Representation:
-    """A form with groups of `group`, with the largest groups up to these that a matrix `[out, in]` can be cut into.
+    """Fit a form to a matrix `[out, in]`: with the largest groups, up to `group`, that its rows can be cut into.
 
     Raises:
         UsageError: only groups of one would fit.
@@ -177,7 +177,7 @@ def in_groups(form: Representation, matrix: tuple[int, int], group: int) -> Repr
 
 
 def sparse(options: SparsityOptions) -> Form:
-    """A sparse form of each full delta."""
+    """A form that stores full deltas sparse."""
 
     def form(layer: int, expert: int, role: Role, old: Representation) -> Representation:
         if not old.is_whole:
@@ -194,7 +194,7 @@ def sparse(options: SparsityOptions) -> Form:
 
 
 def agreed_layouts(peers: Peers, layouts: Mapping[int, LayerLayout]) -> dict[int, LayerLayout]:
-    """The first process's, in all of them: what each would choose may differ in the last digit of a loss."""
+    """Give all processes the layouts of the first, since the last digit of a loss may make them choose differently."""
     if peers.size == 1:
         return dict(layouts)
     shapes = {layer: layout.shape for layer, layout in layouts.items()}
@@ -203,7 +203,7 @@ def agreed_layouts(peers: Peers, layouts: Mapping[int, LayerLayout]) -> dict[int
 
 
 def encoding_memory(source: Source, options: RunOptions, text: TextOptions | None) -> LayerMemory:
-    """What encoding needs, on a text if there is one."""
+    """Memory that encoding needs, on a text if there is one."""
     reader = source.experts
     measuring = [] if text is None else [Measuring.codes(reader.shape)]
     return calibration_cost(source, options, text).layer_memory(reader, *measuring, gradients=False)
@@ -327,7 +327,7 @@ def _encoded(
 
 
 def _errors(work: Path, layer: int) -> dict[Role, list[float]]:
-    """By role and expert: the norm of a delta's error, relative to the delta."""
+    """Norm of each delta's error relative to the delta, by role and expert."""
     found = load_file(_errors_path(work, layer))
     return {
         role: [float(f"{(lost / total) ** 0.5 if total else 0.0:.4g}") for lost, total in found[role].tolist()]
@@ -337,5 +337,5 @@ def _errors(work: Path, layer: int) -> dict[Role, list[float]]:
 
 
 def with_text(options: TextOptions) -> TextOptions | None:
-    """The calibration options if they name a text."""
+    """The calibration options if they name a text; else `None`."""
     return options if options.calibration is not None else None

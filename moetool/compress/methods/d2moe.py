@@ -43,7 +43,7 @@ _LATER = {*_SPENDING, "device", "memory", "disk", "shard_size"}
 
 
 class D2MoEOptions(FactorOptions, IncludeOptions, CalibrationOptions):
-    """Everything that decides a D²-MoE compression."""
+    """Options of `d2moe`: base, pruning, budget of ranks, refinement."""
 
     merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
     prune_base: float = Field(
@@ -84,7 +84,7 @@ class D2MoEOptions(FactorOptions, IncludeOptions, CalibrationOptions):
 
 
 class D2MoE(Stage[D2MoEOptions]):
-    """Fisher-weighted base, truncation-aware low-rank deltas, pruned base."""
+    """Stores a Fisher-weighted base, pruned if asked for, and truncation-aware low-rank deltas to it."""
 
     name: ClassVar[str] = "d2moe"
     summary: ClassVar[str] = "one shared base per layer plus low-rank deltas"
@@ -147,7 +147,7 @@ class D2MoE(Stage[D2MoEOptions]):
 
     @property
     def _counted(self) -> D2MoEOptions:
-        """The options with a ratio of the paper's turned into the rank it stands for."""
+        """The options, with a ratio as the paper counts it replaced by the rank that it stands for."""
         if not self.options.paper_counting:
             return self.options
         return self.options.model_copy(update={"ratio": None, "rank": self._paper_rank.rank})
@@ -168,7 +168,7 @@ class D2MoE(Stage[D2MoEOptions]):
         return finish(job, factored, options, self.name, calibrated, calibrated.facts_with_loss, options.refine)
 
     def _measured(self, job: Job) -> CalibratedJob:
-        """Leave base and spectra of every layer in the work directory."""
+        """Write base and spectra of every layer to the work directory."""
         options, reader = self._counted, self.source.experts
         pruning = plan_pruning(reader.shape.intermediate, options.prune_base, options.pruning)
         calibrated = CalibratedJob(job, options, gradients=True, experts_at_once=self._experts_at_once)

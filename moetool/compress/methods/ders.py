@@ -51,7 +51,7 @@ DersT = TypeVar("DersT", DersQuantizeOptions, DersSparsifyOptions)
 
 
 class _Ders(Stage[DersT]):
-    """`decompose` and the stage that encodes deltas, in one pass."""
+    """Does in one pass what `decompose` and a stage that encodes deltas do."""
 
     method_of: ClassVar[str | None] = "compress"
     is_parallel: ClassVar[bool] = True
@@ -108,7 +108,7 @@ class _Ders(Stage[DersT]):
 
 
 class DersQuantize(_Ders[DersQuantizeOptions]):
-    """`decompose` and `quantize-delta`."""
+    """Does in one pass what `decompose` and `quantize-delta` do."""
 
     name: ClassVar[str] = "ders-quantize"
     summary: ClassVar[str] = "one shared base per layer plus quantized deltas"
@@ -125,7 +125,7 @@ class DersQuantize(_Ders[DersQuantizeOptions]):
 
 
 class DersSparsify(_Ders[DersSparsifyOptions]):
-    """`decompose` and `sparsify-delta`."""
+    """Does in one pass what `decompose` and `sparsify-delta` do."""
 
     name: ClassVar[str] = "ders-sparsify"
     summary: ClassVar[str] = "one shared base per layer plus sparse deltas"

@@ -1,4 +1,4 @@
-"""What was chosen, as a file that a user can read, edit and give back."""
+"""Plan file: the forms that were chosen, which a user can read, edit and give back."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ _VERSION = 1
 
 
 def plan_text(layouts: Mapping[int, LayerLayout]) -> str:
-    """The file."""
+    """The text of a plan file for these layouts by layer."""
     layers = {
         layer: {str(role): _entry(layout, role) for role in layout.shape.roles} for layer, layout in layouts.items()
     }
@@ -33,8 +33,8 @@ def _entry(layout: LayerLayout, role: Role) -> dict[str, object]:
     forms: dict[str, list[int]] = {}
     for expert, form in enumerate(layout.weights[role] or ()):
         forms.setdefault(form.spec, []).append(expert)
-    turned = {"rotation": layout.rotation[role]} if role in layout.rotation else {}
-    return {"base": layout.base[role].spec if layout.has_base(role) else "none", **turned, "forms": forms}
+    rotation = {"rotation": layout.rotation[role]} if role in layout.rotation else {}
+    return {"base": layout.base[role].spec if layout.has_base(role) else "none", **rotation, "forms": forms}
 
 
 def read_plan(file: Path, shape: MoEShape, layers: tuple[int, ...]) -> dict[int, LayerLayout]:
