@@ -274,7 +274,7 @@ class ExpertReader:
         kept, because all experts of a layer are read one after the other."""
         if self._last_base is None or self._last_base[0] != (layer, role):
             base = self.base(layer, role).float()
-            if (turn := self.layout(layer).turning(role)) is not None:
+            if (turn := self.layout(layer).input_rotation(role)) is not None:
                 base = turn.back(base)
             if self.layout(layer).is_pruned:
                 dimension = 1 if role == "down" else 0
@@ -303,7 +303,7 @@ class ExpertReader:
             lambda tensor: shared_name(role, tensor),
         ).float()
         layout = self.layout(layer)
-        if (turn := layout.turning(role)) is not None:
+        if (turn := layout.input_rotation(role)) is not None:
             matrix = turn.back(matrix)
         has_base = representation.uses_base and layout.has_base(role)
         whole = self.full_base(layer, role) + matrix if has_base else matrix

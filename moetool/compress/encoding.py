@@ -309,8 +309,8 @@ def _encoded(
         representation = (layout.weights[role] or ())[expert]
         target = deltas.target(role, expert, representation)
         gram = grams.gram(expert, role) if grams is not None and expert < routed else None
-        if (turn := layout.turning(role)) is not None:
-            target, gram = turn(target), None if gram is None else turn.gram(gram)
+        if (rotation := layout.input_rotation(role)) is not None:
+            target, gram = rotation(target), None if gram is None else rotation.gram(gram)
         factors = reader.factors(layer, expert, role)
         basis = None if factors is None else factors[0].float().to(job.device)
         encoded = representation.encode(target, reader.dtype, Measured(gram, basis=basis))

@@ -136,7 +136,7 @@ class LayerLayout:
         """Whether experts are stored by moetool and nothing is their base."""
         return not self.is_native and not any(self.has_base(role) for role in self.shape.roles)
 
-    def turning(self, role: Role) -> Rotation | None:
+    def input_rotation(self, role: Role) -> Rotation | None:
         """The rotation of a role's inputs, if they are rotated."""
         return Rotation(self.shape.matrix(role)[1], self.rotation[role]) if role in self.rotation else None
 

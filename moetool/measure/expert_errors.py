@@ -159,6 +159,6 @@ class ExpertErrors:
 
 
 def _turned(layout: LayerLayout, role: Role, matrix: Tensor) -> Tensor:
-    turn = layout.turning(role)
+    turn = layout.input_rotation(role)
     with torch.no_grad():
         return matrix if turn is None else turn(matrix)

@@ -93,7 +93,7 @@ def deserved(made: Path, source: Path) -> None:
             target = matrix
             if form.uses_base and layout.has_base(role):
                 target = matrix - stored.full_base(layer, role)
-            turn = layout.turning(role)
+            turn = layout.input_rotation(role)
             target = target if turn is None else turn(target)
             fresh = form.decode(form.encode(target, stored.dtype), stored.shape.matrix(role), stored.dtype)
             limit = 3 * (fresh.float() - target).norm() + 1e-3 * matrix.norm()

@@ -90,7 +90,7 @@ def measure(
                 known = dict[tuple[str, int], Measured]()  # by the scheme's name and rank
                 counts = sensitivity.of(role, expert, shape.matrix(role)[1], whitened=True)
                 for scheme, deltas in schemes:
-                    rotation, forms = scheme.rotation(shape, layer, role), scheme.forms[role]
+                    rotation, forms = scheme.input_rotation(shape, layer, role), scheme.forms[role]
                     if scheme.seed not in inputs:
                         inputs[scheme.seed] = _inputs(gram, rotation, refined=refined)
                     delta = _rotated(deltas.of(role, expert), rotation)
@@ -149,7 +149,7 @@ def encoded(
             if not owned.has(role, expert):
                 continue
             form, matrix = (layout.weights[role] or ())[expert], reader.shape.matrix(role)
-            rotation = layout.turning(role)
+            rotation = layout.input_rotation(role)
             target = _rotated(deltas.target(role, expert, form), rotation)
             if form.is_whole:
                 found[role] = form.encode(target, reader.dtype)

@@ -71,7 +71,7 @@ class StorageScheme:
         """Seeds of the rotations of a layer's inputs by role; empty where inputs are not rotated."""
         return {} if self.seed is None else rotation_seeds(shape, layer, self.seed)
 
-    def rotation(self, shape: MoEShape, layer: int, role: Role) -> Rotation | None:
+    def input_rotation(self, shape: MoEShape, layer: int, role: Role) -> Rotation | None:
         """The rotation of a role's inputs; `None` where inputs are not rotated."""
         found = self.rotation_seeds(shape, layer)
         return Rotation(shape.matrix(role)[1], found[role]) if found else None

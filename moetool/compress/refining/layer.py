@@ -95,7 +95,7 @@ class LayerRefining:
         for role, original in self._original(expert).items():
             form = (self._layout.weights[role] or ())[expert]
             base = self._bases.get(role) if form.uses_base else None
-            matrix, turn = original if base is None else original - base, self._layout.turning(role)
+            matrix, turn = original if base is None else original - base, self._layout.input_rotation(role)
             own = {name: tensor.to(self._device) for name, tensor in tensors[role].items()}
             stored[role] = StoredMatrix(form, own, matrix if turn is None else turn(matrix), base, turn)
         coded = CodedExpert(stored, self._dtype)

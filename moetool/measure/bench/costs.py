@@ -204,7 +204,7 @@ def _bases(module: SharedBaseExperts) -> Cost:
 
 def _rotations(layout: LayerLayout, chosen: int) -> Cost:
     """Of a token's input once for gate and up, and of the activations of the experts that it chose."""
-    turns = {role: turn for role in ("up", "down") if (turn := layout.turning(role)) is not None}
+    turns = {role: turn for role in ("up", "down") if (turn := layout.input_rotation(role)) is not None}
     return total(
         Cost(Fraction(turn.multiplications * (chosen if role == "down" else 1))) for role, turn in turns.items()
     )

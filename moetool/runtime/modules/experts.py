@@ -54,7 +54,7 @@ class SharedBaseExperts(RoutedExperts):
         )
         self.native_class = type(native)
         self._has_base = {role: layout.has_base(role) for role in shape.roles}
-        self._turns = {role: turn for role in shape.roles if (turn := layout.turning(role)) is not None}
+        self._turns = {role: turn for role in shape.roles if (turn := layout.input_rotation(role)) is not None}
         for roles in shape.groups:
             is_native = layout.weights[roles[0]] is None
             rows, columns = shape.matrix(roles[0]) if is_native else layout.native_shape(roles[0])
