@@ -1,4 +1,4 @@
-"""What compression tells, as a whole and layer by layer."""
+"""Results of compression, as a whole and by layer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,12 +51,12 @@ class EncodedLayer(Printed):
 
 @dataclass(frozen=True)
 class MixedLayer(Printed):
-    """A layer whose deltas were each given the form that loses least.
+    """A layer whose matrices each got the form that loses least within the budget.
 
     Attributes:
-        loss: by role, what all experts are estimated to lose together.
-        refined: what refinement made of it.
-        base: by role, what its deltas are to, where there was a choice.
+        loss: estimated loss of all experts together, by role.
+        refined: what refinement has changed.
+        base: name of the storage scheme, by role, where there was a choice.
     """
 
     loss: Mapping[Role, float]
@@ -66,24 +66,24 @@ class MixedLayer(Printed):
 
 @dataclass(frozen=True)
 class MergedLayer(Printed):
-    """A layer that got a base, of which there is nothing to say."""
+    """A layer that got a base, with no fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayersTold(Told):
-    """What a stage tells that says something of every layer, by its number."""
+    """Result of a stage with an entry for every layer, by its number."""
 
     layers: Mapping[int, Printed]
 
 
 @dataclass(frozen=True)
 class Trial(Printed):
-    """A size that was tried.
+    """A model of one size that was made and measured.
 
     Attributes:
-        bytes: of all weight files, at most.
-        increase: of the perplexity on windows held out: the model's / the original's − 1.
-        increase_error: standard error of that, from the pairs of losses of each window.
+        bytes: bytes of all weight files, at most.
+        increase: increase of perplexity on windows held out, as a share: the model's / the original's − 1.
+        increase_error: standard error of the increase, from the pairs of losses of each window.
     """
 
     bytes: int
@@ -93,12 +93,12 @@ class Trial(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class MixedTold(LayersTold):
-    """What a stage tells that keeps to a budget.
+    """Result of a stage that chooses forms within a budget of bytes.
 
     Attributes:
-        ratio: of the bytes, as it was asked for.
-        notes: on what was chosen.
-        trials: sizes that were tried, where it was measured how small it can be.
+        ratio: share of the bytes to save, as it was asked for.
+        notes: sentences on what was chosen.
+        trials: sizes that were tried for a limit on perplexity, the one that was kept last.
     """
 
     ratio: float
@@ -108,13 +108,13 @@ class MixedTold(LayersTold):
 
 @dataclass(frozen=True, kw_only=True)
 class RankedTold(LayersTold):
-    """What a stage tells that cuts to ranks.
+    """Result of a stage that cuts deltas to ranks.
 
     Attributes:
-        ratio: as it was asked for, unless a rank was.
+        ratio: share of the bytes to save; `None` where a rank was asked for.
         unreached_experts: experts that saw no calibration token, in words.
         depends_on_batch: whether a token's result depends on the others of its batch.
-        notes: where the result is not what was asked for.
+        notes: sentences on where the result is not what was asked for.
     """
 
     ratio: float | None
@@ -125,10 +125,10 @@ class RankedTold(LayersTold):
 
 @dataclass(frozen=True, kw_only=True)
 class PrunedTold(Told):
-    """What pruning of a base tells.
+    """Result of pruning a base.
 
     Attributes:
-        static_channels: channels that went from the file.
+        static_channels: channels that were removed from the file.
         dynamic_channels: channels that each batch skips.
         depends_on_batch: whether a token's result depends on the others of its batch.
     """
