@@ -23,7 +23,7 @@ from moetool.calibration.peers import Owned, Peers
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.files import save_tensors
 from moetool.compress.encoded import Encoding, encoded_bytes
-from moetool.compress.told import EncodedLayer, LayersTold
+from moetool.compress.results import EncodedLayer, LayersResult
 from moetool.costs.building_blocks import moe_size
 from moetool.costs.layer_memory import LayerMemory, Measuring
 from moetool.costs.phases import encoding_phases
@@ -253,7 +253,7 @@ def run_encoding(
     seed: int,
     text: TextOptions | None = None,
     at_once: int | None = None,
-) -> LayersTold:
+) -> LayersResult:
     """Encode every layer, on the text if there is one with so many experts `at_once`, and write the result."""
 
     reader = job.source.experts
@@ -285,7 +285,7 @@ def run_encoding(
         seed=seed,
         making=encoding,
     )
-    return LayersTold(calibration=facts, layers=told())
+    return LayersResult(calibration=facts, layers=told())
 
 
 def _errors_path(work: Path, layer: int) -> Path:

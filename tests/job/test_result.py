@@ -6,7 +6,7 @@ from typing import get_type_hints
 
 import pytest
 
-from moetool.compress.told import EncodedLayer, LayersTold, RankedLayer, RankedTold
+from moetool.compress.results import EncodedLayer, LayersResult, RankedLayer, RankedResult
 from moetool.convert.told import Activations, ConversionTold, Losses, Parameters, Proof, Shares
 from moetool.job.result import CalibrationFacts, Keyed, PhaseTime, Printed, Result, Sizes, Told
 from moetool.stages import stages
@@ -20,7 +20,7 @@ def test_fields_at_their_default_are_not_printed() -> None:
 
 
 def test_inlined_fields_stand_among_those_around_them() -> None:
-    told = LayersTold(calibration=CalibrationFacts(4, 256, None), layers={3: EncodedLayer({"up": [0.5, 0.25]})})
+    told = LayersResult(calibration=CalibrationFacts(4, 256, None), layers={3: EncodedLayer({"up": [0.5, 0.25]})})
     result = Result(
         stage="quantize-delta",
         input="a",
@@ -76,7 +76,7 @@ def test_what_finished_before_says_so() -> None:
 
 def test_a_ratio_that_was_not_asked_for_is_null() -> None:
     layers = {0: RankedLayer(tokens=[3, 1], lost_energy={})}
-    told = RankedTold(ratio=None, unreached_experts=[], depends_on_batch=False, layers=layers)
+    told = RankedResult(ratio=None, unreached_experts=[], depends_on_batch=False, layers=layers)
     assert told.to_json() == {
         "ratio": None,
         "unreached_experts": [],

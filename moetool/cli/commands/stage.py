@@ -19,7 +19,7 @@ from moetool.cli.display import Display, print_fields, print_json
 from moetool.cli.events import LOG_HELP, EventLog, logged, started
 from moetool.cli.generate import HintingCommand, build_options, make_command
 from moetool.cli.presets import preset_method, preset_options
-from moetool.compress.told import MixedTold, RankedTold
+from moetool.compress.results import MixedResult, RankedResult
 from moetool.convert.told import Activations, ConversionTold, Proof
 from moetool.errors import MoetoolError, UsageError, did_you_mean
 from moetool.job.forecast import format_seconds
@@ -254,7 +254,7 @@ def _print_result(result: Result) -> None:
         fields.append(("size", _size(sizes)))
     if isinstance(result.told, ConversionTold):
         fields += _conversion(result.told)
-    if isinstance(result.told, RankedTold | ReducedTold | MixedTold):
+    if isinstance(result.told, RankedResult | ReducedTold | MixedResult):
         fields += [("note", note) for note in result.told.notes]
     if result.status == "finished":
         print_fields([*fields, ("status", "finished already; nothing was done")])

@@ -34,7 +34,7 @@ from moetool.compress.factors.ranking import (
 )
 from moetool.compress.refining.factors import TOKENS_PER_STEP
 from moetool.compress.refining.layer import MOST_KEPT, LayerRefining, Refining
-from moetool.compress.told import RankedLayer, RankedTold
+from moetool.compress.results import RankedLayer, RankedResult
 from moetool.costs.building_blocks import moe_size, refine_together
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.layer_memory import LayerMemory, Measuring
@@ -198,7 +198,7 @@ def finish(
     calibrated: CalibratedJob | None,
     facts: CalibrationFacts | None,
     refine: int = 0,
-) -> RankedTold:
+) -> RankedResult:
     """Choose ranks, encode, write, and report; base and factors are refined in `refine` steps per layer."""
     missed = [f"layer {entry.layer} expert {expert}" for entry in factored.spectra for expert in unreached(entry)]
     if missed:
@@ -245,7 +245,7 @@ def finish(
 
     encoding = Encoding(job, layouts, encode, calibrated)
     factored.write(encoding, layouts, facts, layers, seed=options.seed, method=method)
-    return RankedTold(
+    return RankedResult(
         calibration=facts,
         ratio=options.ratio,
         unreached_experts=missed,

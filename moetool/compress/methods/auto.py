@@ -27,7 +27,7 @@ from moetool.compress.mixing.plan_file import plan_text, read_plan
 from moetool.compress.mixing.schemes import StorageScheme, on_base, without_base
 from moetool.compress.mixing.stage import MixingStage
 from moetool.compress.mixing.trials import MOST_TRIALS, Increase, SizeSearch, Trials, in_words
-from moetool.compress.told import MixedTold, Trial
+from moetool.compress.results import MixedResult, Trial
 from moetool.costs.building_blocks import calibration_forward, moe_size
 from moetool.costs.phases import ENCODE
 from moetool.costs.work import Phase
@@ -174,7 +174,7 @@ class Auto(MixingStage[AutoOptions]):
     def shared_recipe(self) -> Mapping[str, object] | None:
         return None if self._is_search else super().shared_recipe()
 
-    def run(self, job: Job) -> MixedTold:
+    def run(self, job: Job) -> MixedResult:
         windows = held_out(self.source, self.options, self.options.held_out) if self._is_search else None
         layers = self.measured(job)
         trials = () if windows is None else self._search(job, layers, windows)

@@ -25,7 +25,7 @@ from moetool.compress.factors.writing import (
 )
 from moetool.compress.paper_counting import PaperRank, paper_rank
 from moetool.compress.refining.metric import OutputGradients, metric_path
-from moetool.compress.told import RankedTold
+from moetool.compress.results import RankedResult
 from moetool.costs.layer_memory import LayerMemory
 from moetool.errors import UsageError
 from moetool.job.calibrated import CalibratedJob
@@ -158,7 +158,7 @@ class D2MoE(Stage[D2MoEOptions]):
     def measure(self, job: Job, beside: Sequence[AnyStage]) -> None:
         self._measured(job)
 
-    def run(self, job: Job) -> RankedTold:
+    def run(self, job: Job) -> RankedResult:
         options = self._counted
         pruning = plan_pruning(self.source.experts.shape.intermediate, options.prune_base, options.pruning)
         if pruning.dynamic:

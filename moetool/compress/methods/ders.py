@@ -29,7 +29,7 @@ from moetool.compress.encoding import (
     sparse,
     with_text,
 )
-from moetool.compress.told import LayersTold
+from moetool.compress.results import LayersResult
 from moetool.format.layout import LayerLayout
 from moetool.job.job import Job
 from moetool.job.options import RunOptions, TextOptions
@@ -94,7 +94,7 @@ class _Ders(Stage[DersT]):
         text, at_once = self._text(), self._experts_at_once
         return encoding_plan(self.name, self.source, self.options, self._layouts(), text, at_once)
 
-    def run(self, job: Job) -> LayersTold:
+    def run(self, job: Job) -> LayersResult:
         reader, given, options = self.source.experts, self._base(), self.options
         if warning := kinship_warning(given):
             job.progress.log(warning)

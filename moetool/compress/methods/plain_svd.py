@@ -18,7 +18,7 @@ from moetool.checkpoint.experts import Weights
 from moetool.compress.encoding import refuse_compressed
 from moetool.compress.factors.files import LayerFactors, SpectrumFile
 from moetool.compress.factors.writing import FactoredLayers, FactorOptions, factor_memory, factor_plan, finish
-from moetool.compress.told import RankedTold
+from moetool.compress.results import RankedResult
 from moetool.costs.phases import FACTORIZE
 from moetool.format.layout import NO_BASE
 from moetool.job.job import Job
@@ -81,7 +81,7 @@ class UnmeasuredSvd(Stage[PlainSvdOptions]):
             base=self._bases,
         )
 
-    def run(self, job: Job) -> RankedTold:
+    def run(self, job: Job) -> RankedResult:
         reader, options = self.source.experts, self._factors
         once = dict.fromkeys(reader.moe_layers, 1)
         with phase(job.progress, FACTORIZE, len(once)):

@@ -31,7 +31,7 @@ from moetool.compress.encoding import (
 from moetool.compress.mixing.measuring import MixingOptions
 from moetool.compress.mixing.schemes import StorageScheme, codes_form, rotation_seeds, without_base
 from moetool.compress.mixing.stage import MixingStage
-from moetool.compress.told import LayersTold
+from moetool.compress.results import LayersResult
 from moetool.format.layout import NO_BASE, LayerLayout
 from moetool.job.job import Job
 from moetool.job.options import RunOptions, TextOptions
@@ -107,7 +107,7 @@ class Quantize(MixingStage[QuantizeOptions]):
         refuse_compressed(source)
         return encoding_plan(self.name, source, options, self._uniform(), self._text, self._experts_at_once)
 
-    def run(self, job: Job) -> LayersTold:
+    def run(self, job: Job) -> LayersResult:
         if self._is_mixed:
             return super().run(job)
         reader, options = self.source.experts, self.options

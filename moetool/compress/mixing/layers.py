@@ -25,7 +25,7 @@ from moetool.compress.mixing.measuring import MixingOptions, encoded, loss_name,
 from moetool.compress.mixing.schemes import StorageScheme
 from moetool.compress.refining.layer import LayerRefining, Refining
 from moetool.compress.refining.metric import OutputGradients, metric_path
-from moetool.compress.told import MixedLayer
+from moetool.compress.results import MixedLayer
 from moetool.format.layout import LayerLayout
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job

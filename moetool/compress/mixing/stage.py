@@ -31,7 +31,7 @@ from moetool.compress.mixing.measuring import MixingOptions
 from moetool.compress.mixing.schemes import StorageScheme, average_bits
 from moetool.compress.refining.codes import BATCH_TOKENS
 from moetool.compress.refining.layer import MOST_TOKENS
-from moetool.compress.told import LayersTold, MixedTold
+from moetool.compress.results import LayersResult, MixedResult
 from moetool.costs.building_blocks import moe_size
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.layer_memory import LayerMemory, Measuring
@@ -231,7 +231,7 @@ class MixingStage(Stage[MixingOptionsT]):
         schemes = {scheme.identity: scheme for scheme in (*self.offered, *more)}
         return MixedLayers(job, calibrated, self.options, list(schemes.values()), self.merge, self.given)
 
-    def run(self, job: Job) -> LayersTold:
+    def run(self, job: Job) -> LayersResult:
         layers = self.measured(job)
         return self.write(job, layers, self.mix(layers, self.target), self.target)
 
@@ -243,7 +243,7 @@ class MixingStage(Stage[MixingOptionsT]):
         schemes, losses = ranks.broadcast((dict(found.schemes), dict(found.losses)))
         return Mix(agreed_layouts(ranks, found.layouts), schemes, losses)
 
-    def write(self, job: Job, layers: MixedLayers, mix: Mix, target: int) -> MixedTold:
+    def write(self, job: Job, layers: MixedLayers, mix: Mix, target: int) -> MixedResult:
         """Encode all layers in the forms of a mix for a `target`, and write the model."""
         if job.ranks.is_first:
             layers.keep_bases(mix)
@@ -264,6 +264,6 @@ class MixingStage(Stage[MixingOptionsT]):
         original = original_bytes(self.source)
         ratio = 1 - target / original if self.ratio is None else self.ratio
         notes = [*(notes_on(mix) if several else ()), *notes_on_size(output.nbytes, original, ratio)]
-        return MixedTold(
+        return MixedResult(
             calibration=layers.facts, ratio=ratio, layers=layers.results(mix, with_schemes=several), notes=notes
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
-from moetool.compress.told import Trial
+from moetool.compress.results import Trial
 from moetool.errors import UsageError
 from moetool.job.calibrated import streamed_losses
 from moetool.job.job import Job

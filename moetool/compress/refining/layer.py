@@ -26,7 +26,7 @@ from moetool.compress.refining.codes import CodedExpert, MovingCodes, StoredMatr
 from moetool.compress.refining.factors import FactoredExperts, MatrixKey, MovingFactors
 from moetool.compress.refining.metric import load_metric, metric_path
 from moetool.compress.refining.refinement import MovingExperts, RefinableT, Refinement, held_out_windows, run_expert
-from moetool.compress.told import RefinedLayer
+from moetool.compress.results import RefinedLayer
 from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.job import to_cpu
 from moetool.numerics.seeding import generator

@@ -9,7 +9,7 @@ from torch import nn
 from moetool.bases.choices import UNMEASURED_MERGES, Merge
 from moetool.bases.layer_base import agreed, base_path, measured_base, unweighted_base
 from moetool.checkpoint.files import place
-from moetool.compress.told import LayersTold, MergedLayer
+from moetool.compress.results import LayersResult, MergedLayer
 from moetool.costs.building_blocks import moe_size
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.layer_memory import LayerMemory, Measuring
@@ -89,7 +89,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
         measured = self.options.calibration is not None
         return experts_at_once(self._memory, self.options) if measured else self._memory.experts
 
-    def run(self, job: Job) -> LayersTold:
+    def run(self, job: Job) -> LayersResult:
         reader, options = self.source.experts, self.options
         facts = None
         if options.calibration is None:
@@ -106,7 +106,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
 
             calibrated.reverse(visit, passes=1)
             facts = calibrated.facts_with_loss
-        told = LayersTold(calibration=facts, layers=dict.fromkeys(reader.moe_layers, MergedLayer()))
+        told = LayersResult(calibration=facts, layers=dict.fromkeys(reader.moe_layers, MergedLayer()))
         if not job.ranks.is_first:
             return told
         paths = [base_path(job.work, layer) for layer in reader.moe_layers]

@@ -14,7 +14,7 @@ from moetool.bases.layer_base import base_tensors, stored_base
 from moetool.bases.pruning import PruningPlan, plan_pruning
 from moetool.calibration.collectors import LayerStatistics, UsageCollector
 from moetool.checkpoint.files import save_tensors
-from moetool.compress.told import PrunedTold
+from moetool.compress.results import PrunedResult
 from moetool.costs.building_blocks import moe_size
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.layer_memory import LayerMemory
@@ -122,7 +122,7 @@ class PruneBase(Stage[PruneBaseOptions]):
     def _experts_at_once(self) -> int:
         return experts_at_once(self._memory, self.options)
 
-    def run(self, job: Job) -> PrunedTold:
+    def run(self, job: Job) -> PrunedResult:
         reader, pruning = self.source.experts, self._pruning()
         statistics, facts = read_statistics(self.source), None
         if not statistics:
@@ -153,7 +153,7 @@ class PruneBase(Stage[PruneBaseOptions]):
             calibration=facts,
             seed=self.options.seed,
         )
-        return PrunedTold(
+        return PrunedResult(
             calibration=facts,
             static_channels=pruning.static,
             dynamic_channels=pruning.dynamic,

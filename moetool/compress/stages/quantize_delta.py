@@ -14,7 +14,7 @@ from moetool.compress.encoding import (
     run_encoding,
     with_text,
 )
-from moetool.compress.told import LayersTold
+from moetool.compress.results import LayersResult
 from moetool.format.layout import LayerLayout
 from moetool.job.job import Job
 from moetool.job.options import RunOptions, TextOptions
@@ -48,7 +48,7 @@ class QuantizeDelta(Stage[QuantizeDeltaOptions]):
     def _experts_at_once(self) -> int:
         return experts_at_once(encoding_memory(self.source, self.options, with_text(self.options)), self.options)
 
-    def run(self, job: Job) -> LayersTold:
+    def run(self, job: Job) -> LayersResult:
         reader, options = self.source.experts, self.options
         statistics = read_statistics(self.source)
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 from moetool.bases.layer_base import LayerBase, stored_base
 from moetool.checkpoint.experts import Weights
 from moetool.compress.encoding import SparsityOptions, encoded_layouts, encoding_plan, run_encoding, sparse
-from moetool.compress.told import LayersTold
+from moetool.compress.results import LayersResult
 from moetool.format.layout import LayerLayout
 from moetool.job.job import Job
 from moetool.job.options import RunOptions
@@ -32,7 +32,7 @@ class SparsifyDelta(Stage[SparsifyDeltaOptions]):
     def plan(self) -> Plan:
         return encoding_plan(self.name, self.source, self.options, self._layouts(), drop=self.options.drop)
 
-    def run(self, job: Job) -> LayersTold:
+    def run(self, job: Job) -> LayersResult:
         reader = self.source.experts
         statistics = read_statistics(self.source)
 

@@ -16,7 +16,7 @@ from moetool.compress.factors.writing import (
     factors_at_once,
     finish,
 )
-from moetool.compress.told import RankedTold
+from moetool.compress.results import RankedResult
 from moetool.costs.layer_memory import LayerMemory
 from moetool.costs.phases import FACTORIZE
 from moetool.errors import InvalidInputError, UsageError
@@ -68,7 +68,7 @@ class SvdCompress(Stage[FactorOptions]):
     def _experts_at_once(self) -> int:
         return factors_at_once(self._memory, self.options)
 
-    def run(self, job: Job) -> RankedTold:
+    def run(self, job: Job) -> RankedResult:
         reader, options = self.source.experts, self.options
         statistics = read_statistics(self.source)
         if options.sensitivity != "none" and not any(measured.has_fisher for measured in statistics.values()):

@@ -7,7 +7,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from moetool.compress.mixing.trials import MOST_TRIALS, Increase, SizeSearch
-from moetool.compress.told import Trial
+from moetool.compress.results import Trial
 
 LEAST, LARGEST, PER_BIT = 1_000_000, 9_000_000, 1_000_000.0
 

@@ -70,7 +70,7 @@ class MergedLayer(Printed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayersTold(Told):
+class LayersResult(Told):
     """Result of a stage with an entry for every layer, by its number."""
 
     layers: Mapping[int, Printed]
@@ -92,7 +92,7 @@ class Trial(Printed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixedTold(LayersTold):
+class MixedResult(LayersResult):
     """Result of a stage that chooses forms within a budget of bytes.
 
     Attributes:
@@ -107,7 +107,7 @@ class MixedTold(LayersTold):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankedTold(LayersTold):
+class RankedResult(LayersResult):
     """Result of a stage that cuts deltas to ranks.
 
     Attributes:
@@ -124,7 +124,7 @@ class RankedTold(LayersTold):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrunedTold(Told):
+class PrunedResult(Told):
     """Result of pruning a base.
 
     Attributes:
