@@ -137,6 +137,11 @@ class MixingStage(Stage[MixingOptionsT]):
         """The schemes that are measured and chosen from."""
         return self.schemes(self.average_bits.get(True), self.average_bits.get(False))
 
+    @cached_property
+    def _choice(self) -> Choosing:
+        """The choice among the schemes that are offered, which counts the same bytes for plan, trials and result."""
+        return self.choosing(self.offered)
+
     def choosing(self, schemes: Sequence[StorageScheme]) -> Choosing:
         """A choice among these schemes."""
         return Choosing(self.source, schemes, self.granularity, self.options.shard_size)
@@ -154,7 +159,7 @@ class MixingStage(Stage[MixingOptionsT]):
             scheme.rotation_seeds(self.source.experts.shape, 0)  # refuses inputs that cannot be rotated
         self._check_target()
         source, options, reader = self.source, self.options, self.source.experts
-        output = self.target if self.given is not None else min(self.target, self.choosing(self.offered).largest)
+        output = self.target if self.given is not None else min(self.target, self._choice.largest)
         cost, shape, at_once = self._cost, reader.shape, self.experts_at_once
         layers = source.architecture.layers(source.checkpoint.settings)
         stored = [(role, form) for scheme in self.offered for role, form in scheme.base.items()]
@@ -239,7 +244,7 @@ class MixingStage(Stage[MixingOptionsT]):
         """The mix of at most `target` bytes that loses least, the same in all processes; or what was given."""
         if self.given is not None:
             return Mix(self.given, {}, {layer: {} for layer in self.given})
-        ranks, found = layers.job.ranks, self.choosing(self.offered).mix(target, layers.losses())
+        ranks, found = layers.job.ranks, self._choice.mix(target, layers.losses())
         schemes, losses = ranks.broadcast((dict(found.schemes), dict(found.losses)))
         return Mix(agreed_layouts(ranks, found.layouts), schemes, losses)
 
