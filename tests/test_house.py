@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import moetool
+from moetool.representations import Representation, representations
 
 PACKAGE = Path(moetool.__file__).parent
 ROOT = ""  # files beside the rooms
@@ -99,6 +100,26 @@ def test_no_room_is_too_large() -> None:
         lines[room(module)] += len(path.read_text().splitlines())
     largest, size = lines.most_common(1)[0]
     assert size <= LARGEST * lines.total(), f"{largest} holds {size / lines.total():.1%} of the package"
+
+
+def test_no_room_asks_which_representation_it_has() -> None:
+    """A representation says what it takes: outside its room nothing asks for one of them, or for a run-time form."""
+    forms = {member for form in representations().values() for member in form.__mro__}
+    names = {form.__name__ for form in forms if issubclass(form, Representation)}
+    for module, path in modules().items():
+        if room(module) == "representations":
+            defined = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
+            names |= {node.name for node in defined if node.name.endswith("Weight") and node.name != "Weight"}
+    asked = {
+        f"{module}:{node.lineno}"
+        for module, path in modules().items()
+        if room(module) != "representations"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance"
+        if names & {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}
+    }
+    assert {"Quantized", "LowRank", "MixedRows", "QuantizedWeight"} <= names
+    assert not asked
 
 
 def test_classes_and_constants_have_names_of_their_own() -> None:

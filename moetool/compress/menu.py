@@ -19,9 +19,8 @@ from moetool.numerics.error_feedback import Feedback
 from moetool.numerics.factorize import factorize, leading
 from moetool.numerics.trellis import WIDTHS, rows_served
 from moetool.representations import Measured, Representation
-from moetool.representations.mixed_rows import MixedRows
-from moetool.representations.quantized import Quantized, encode_together
-from moetool.representations.quantized_low_rank import QuantizedLowRank
+from moetool.representations.base import RowPart
+from moetool.representations.quantized import encode_together
 
 _ROWS = 192  # of a matrix that are quantized on trial: the mean of so many was right within a few percent
 _SERVED = max(map(rows_served, WIDTHS))  # rows that come together in a trellis
@@ -74,29 +73,30 @@ def losses(
     def extended(errors: Tensor) -> float:
         return _extended(errors * scale[few], size[few], size)
 
-    mixed = [form for form in forms if isinstance(form, MixedRows)]
-    in_parts = [form for own in mixed for form, _ in own.coded((len(delta), delta.shape[1]))]
-    by_row = list(dict.fromkeys([*(form for form in forms if isinstance(form, Quantized)), *in_parts]))
+    parts = [(form, form.row_parts((len(delta), delta.shape[1]))) for form in forms]
+    whole_first = sorted((part for _, own in parts for part in own), key=lambda part: part.rows < len(delta))
+    by_row = list(dict.fromkeys(part.form for part in whole_first if part.form is not None))
     # All of these rows in one go: few rows of one form take as long.
     errors = trial.errors([(delta[few], form) for form in by_row] + [(each.rows, each.form) for each in brackets])
-    by_form: dict[Quantized | None, float] = {form: extended(own) for form, own in zip(by_row, errors, strict=False)}
-    if mixed:
+    by_form: dict[Representation | None, float] = {
+        form: extended(own) for form, own in zip(by_row, errors, strict=False)
+    }
+    if any(part.form is None for part in whole_first):
         by_form[None] = extended(feedback.output_errors(delta[few]))
-        up_to = torch.cat([size.new_zeros(1), size.sort().values]).double().cumsum(0)
+    up_to = torch.cat([size.new_zeros(1), size.sort().values]).double().cumsum(0)
     by_rank, added = {}, 0.0
     for bracket, own in zip(brackets, errors[len(by_row) :], strict=True):
         added += _extended(own, bracket.few_sizes, bracket.sizes)
         by_rank[bracket.rank] = bracket.left + added
 
-    def lost(form: Representation) -> float:
+    def lost(form: Representation, parts: Sequence[RowPart]) -> float:
         if form.is_whole:
             return 0.0
-        if form.directions in by_rank:
+        if form.nested is not None and form.directions in by_rank:
             return by_rank[form.directions]
-        if isinstance(form, Quantized):
-            return by_form[form]
-        if isinstance(form, MixedRows):
-            parts = form.parts((len(delta), delta.shape[1]))
+        if len(parts) == 1:
+            return by_form[parts[0].form]
+        if parts:
             shares = ((up_to[part.last] - up_to[part.first]) / up_to[-1].clamp_min(_TINY) for part in parts)
             return sum(float(share) * by_form[part.form] for share, part in zip(shares, parts, strict=True))
         if not form.directions:
@@ -107,7 +107,7 @@ def losses(
         encoded = form.encode(rows, dtype, measured)
         return feedback.output_errors(rows - form.decode(encoded, (rows.shape[0], rows.shape[1]), dtype).to(rows))
 
-    return [counts.weight * lost(form) for form in forms]
+    return [counts.weight * lost(form, own) for form, own in parts]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,12 +118,9 @@ class _Trial:
     measured: Measured
     feedback: Feedback
 
-    def errors(self, parts: Sequence[tuple[Tensor, Quantized]]) -> list[Tensor]:
+    def errors(self, parts: Sequence[tuple[Tensor, Representation]]) -> list[Tensor]:
         """Output errors of the rows of matrices [rows, in], each in its form: [rows] of every one."""
-        together = iter(encode_together([own for own in parts if not own[1].is_alone], self.dtype, self.measured))
-        encoded = [
-            form.encode(rows, self.dtype, self.measured) if form.is_alone else next(together) for rows, form in parts
-        ]
+        encoded = encode_together(parts, self.dtype, self.measured)
         lost = [
             rows - form.decode(tensors, (rows.shape[0], rows.shape[1]), self.dtype).to(rows)
             for (rows, form), tensors in zip(parts, encoded, strict=True)
@@ -147,21 +144,20 @@ class _Bracket:
     rank: int
     left: float
     rows: Tensor
-    form: Quantized
+    form: Representation
     few_sizes: Tensor
     sizes: Tensor
 
 
 def _brackets(delta: Tensor, forms: Sequence[Representation], measured: Measured, trial: _Trial) -> list[_Bracket]:
     """By rank on offer, ascending; none where U does not have full rank."""
-    offered = {form.rank: form for form in forms if isinstance(form, QuantizedLowRank) and form.rank}
+    offered = {form.directions: form.nested for form in forms if form.nested is not None}
     if not offered or measured.factorization is None or measured.basis is None:
         return []
-    form = offered[max(offered)]
     scale = torch.ones(1, 1) if measured.row_scale is None else measured.row_scale[:, None]
     scale = scale.to(delta)
-    u = form.u.decode(form.encode_u(measured.basis, trial.dtype), (form.rank, len(delta)), trial.dtype).T.to(delta)
-    u = scale * u
+    stored_u, v = offered[max(offered)]
+    u = scale * stored_u(measured.basis, trial.dtype).to(delta)
     factor, failed = torch.linalg.cholesky_ex(u.T.double() @ u.double())
     if int(failed):
         return []
@@ -172,5 +168,5 @@ def _brackets(delta: Tensor, forms: Sequence[Representation], measured: Measured
     for first, last in pairwise([0, *sorted(offered)]):
         few = slice(first, last, max(1, (last - first) // _BRACKET_ROWS))
         left = max(0.0, measured.factorization.energy - float(explained[last - 1]))
-        found.append(_Bracket(last, left, parts[few].contiguous(), form.v, sizes[few], sizes[first:last]))
+        found.append(_Bracket(last, left, parts[few].contiguous(), v, sizes[few], sizes[first:last]))
     return found

@@ -2,9 +2,9 @@
 
 from moetool.architectures import Role
 from moetool.calibration.peers import Owned, Peers
-from moetool.costs.matrix_work import encode, factorize
-from moetool.costs.work import Work
+from moetool.costs.matrix_work import factorize
 from moetool.format.layout import LayerLayout, delta_name, shared_name
+from moetool.numerics.work import Work
 from moetool.representations import Representation
 
 
@@ -40,7 +40,7 @@ def encoded_names(layout: LayerLayout, owned: Owned) -> set[str]:
 def _work(form: Representation, matrix: tuple[int, int]) -> Work:
     if form.is_whole:
         return Work(moved=8.0 * matrix[0] * matrix[1])
-    return encode(form, matrix, fed_back=True) + (factorize(matrix, form.directions) if form.directions else Work())
+    return form.work(matrix, fed_back=True) + (factorize(matrix, form.directions) if form.directions else Work())
 
 
 def _effort(work: Work) -> float:

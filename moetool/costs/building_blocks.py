@@ -15,7 +15,7 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.coefficients import COEFFICIENTS
-from moetool.costs.work import Precision, Work
+from moetool.numerics.work import Precision, Work
 from moetool.runtime.dense import DenseModel
 
 

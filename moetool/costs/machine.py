@@ -19,7 +19,7 @@ import torch
 from pydantic import Field, TypeAdapter
 
 from moetool.compiled.compiler import cache_directories
-from moetool.costs.work import PRECISIONS, Precision, Work
+from moetool.numerics.work import PRECISIONS, Precision, Work
 
 _PRODUCT = {"cpu": 1024, "cuda": 4096}  # size of the matrices that are multiplied
 _SOLVED = {"cpu": (96, 384), "cuda": (256, 1024)}

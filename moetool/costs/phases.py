@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from moetool.architectures import MoEShape, Role
 from moetool.calibration.boundaries import stretch
@@ -22,18 +22,27 @@ from moetool.costs.building_blocks import (
     writing,
 )
 from moetool.costs.calibration_cost import CalibrationCost
-from moetool.costs.matrix_work import cut, encode, factorize, spectrum, tried
-from moetool.costs.work import Phase, Work, altogether
+from moetool.costs.matrix_work import factorize, spectrum, tried
 from moetool.format.kinds.base import Counts
 from moetool.format.layout import LayerLayout
+from moetool.numerics.work import Work, altogether
 from moetool.representations import Representation
-from moetool.representations.dense import Dense
 from moetool.representations.low_rank import break_even_rank
+from moetool.representations.work import cutting
 from moetool.runtime.dense import DenseModel
 
 FORWARD, BACKWARD, FACTORIZE = "Forward", "Backward", "Factorize"
 ENCODE, WRITE, ROUTERS = "Encode and write", "Write", "Routers"
 PROOF = "Compare with the dense model"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a job, and its work: progress shows it under its name."""
+
+    name: str
+    work: Work
+
 
 Phases = tuple[Phase, ...]
 
@@ -78,7 +87,7 @@ def factor_phases(
         on_outputs = whitened and role == "down" and matrix[0] < matrix[1]
         spectra += spectrum(matrix, on_outputs=on_outputs, whitened=whitened) * deltas
         found = factorize(matrix, rank(matrix), on_outputs=on_outputs, whitened=whitened)
-        factors += (found + cut(matrix, rank(matrix))) * deltas
+        factors += (found + cutting(matrix, rank(matrix))) * deltas
     write = writing(size.nbytes, written, size.tensors)
     if cost is None:
         return Phase(FACTORIZE, Work(read=size.nbytes) + spectra), Phase(ENCODE, factors + write)
@@ -114,7 +123,7 @@ def menu_phases(
     for role, offered in forms.items():
         matrix = shape.matrix(role)
         made = [form for form in offered if not form.is_whole]
-        works = [encode(form, matrix, fed_back=True) for form in made]
+        works = [form.work(matrix, fed_back=True) for form in made]
         measured += tried(made, matrix) * deltas
         chosen += altogether(works) * (deltas / max(1, len(works)))
     running = calibration_forward(cost, size) + input_grams(cost, size) + (refined or Work()) * deltas
@@ -132,7 +141,7 @@ def encoding_phases(
     stored = {(role, form.label): form for layout in layouts.values() for _, role, form in layout.deltas()}
     forms = Counter((role, form.label) for layout in layouts.values() for _, role, form in layout.deltas())
     fed_back = cost is not None
-    works = [encode(stored[key], shape.matrix(key[0]), fed_back=fed_back) * count for key, count in forms.items()]
+    works = [stored[key].work(shape.matrix(key[0]), fed_back=fed_back) * count for key, count in forms.items()]
     bases = altogether(_bases(shape, layout.base) for layout in layouts.values())
     encoded = altogether(works) + bases
     if not all(layout.is_baseless for layout in layouts.values()):
@@ -187,9 +196,9 @@ def proof_phase(cost: CalibrationCost, dense: DenseModel, parameters: Counts, wr
 
 def _bases(shape: MoEShape, base: Mapping[Role, Representation]) -> Work:
     """Bases of one layer that are not stored as they are."""
-    compact = {role: form for role, form in base.items() if not isinstance(form, Dense)}
+    compact = {role: form for role, form in base.items() if not form.is_whole}
     made = {role: matrix for role, form in compact.items() if form.tensors(matrix := shape.matrix(role))}
-    return altogether(encode(compact[role], matrix) for role, matrix in made.items())
+    return altogether(compact[role].work(matrix) for role, matrix in made.items())
 
 
 def _rank_for(size: ModelSize, written: int) -> Callable[[tuple[int, int]], float]:

@@ -12,7 +12,7 @@ from moetool.errors import InvalidInputError
 from moetool.format.families import architecture_of
 from moetool.format.marker import BESIDE, moetool_entry
 from moetool.representations import parse_representation
-from moetool.representations.quantized import QuantizedMatrix
+from moetool.representations.quantized import QuantizedMatrix, coded_by_rows
 
 WHOLE_BITS, GROUP = 8, 128  # codes of 8 bits lie row by row, so that an embedding's rows can be looked up
 TENSORS = ("codes", "scales")  # of such a form
@@ -57,8 +57,8 @@ def quantized_beside(config: Settings) -> dict[str, QuantizedMatrix]:
             raise InvalidInputError(
                 f"quantization_config.{BESIDE} has {name!r}: {architecture.name} has no such attention or embedding."
             )
-        form = parse_representation(str(spec))
-        if not isinstance(form, QuantizedMatrix) or form.bits != WHOLE_BITS:
+        form = coded_by_rows(parse_representation(str(spec)))
+        if form is None:
             raise InvalidInputError(
                 f"quantization_config.{BESIDE}: {name} is stored as '{spec}'; this moetool reads "
                 f"'{QuantizedMatrix.kind}:{WHOLE_BITS}:GROUP' there."

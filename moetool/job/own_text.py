@@ -22,13 +22,14 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.costs.building_blocks import ModelSize, dense_size, loading, moe_size
 from moetool.costs.calibration_cost import BASELINE
 from moetool.costs.coefficients import COEFFICIENTS
-from moetool.costs.work import Phase, Work
+from moetool.costs.phases import Phase
 from moetool.errors import UsageError
 from moetool.job.job import DenseSource, Job, Source, pick_compute_dtype, pick_device
 from moetool.job.options import TextOptions
 from moetool.job.plan import Plan
 from moetool.job.progress import phase
 from moetool.job.stage import AnyStage
+from moetool.numerics.work import Work
 from moetool.runtime.loading import load_model, loading_memory
 
 SAMPLE = "Sample"

@@ -16,7 +16,7 @@ from moetool.calibration.boundaries import kept_dtype
 from moetool.checkpoint.sizes import format_bytes
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.layer_memory import USABLE, LayerMemory
-from moetool.costs.work import Phase
+from moetool.costs.phases import Phase
 from moetool.errors import ResourceError, UsageError
 from moetool.job.job import Source, pick_compute_dtype, pick_device
 from moetool.job.options import CalibrationOptions, RunOptions, TextOptions

@@ -14,11 +14,11 @@ import torch
 
 from moetool.compiled import compiler
 from moetool.costs.machine import Machine, this_machine
-from moetool.costs.work import PRECISIONS, Precision, Work
 from moetool.job.forecast import format_seconds
 from moetool.job.job import pick_device
 from moetool.job.result import Inlined, Printed
 from moetool.kernels import card, cpu
+from moetool.numerics.work import PRECISIONS, Precision, Work
 from moetool.runtime.memory import free_bytes
 
 _SOLVED = 4096  # the width of usual models

@@ -5,8 +5,8 @@ from collections.abc import Collection
 from moetool.costs.building_blocks import calibration_backward, calibration_forward, dense_size, loading
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.coefficients import COEFFICIENTS
-from moetool.costs.phases import BACKWARD, FORWARD, Phases
-from moetool.costs.work import Phase, Work
+from moetool.costs.phases import BACKWARD, FORWARD, Phase, Phases
+from moetool.numerics.work import Work
 from moetool.runtime.dense import DenseModel
 
 

@@ -3,7 +3,7 @@
 from moetool.architectures import MoEShape
 from moetool.costs.building_blocks import ModelSize
 from moetool.costs.calibration_cost import CalibrationCost
-from moetool.costs.work import Work
+from moetool.numerics.work import Work
 
 
 def tokens_in_layers(cost: CalibrationCost, size: ModelSize) -> int:

@@ -13,8 +13,7 @@ from moetool.checkpoint.files import save_tensors
 from moetool.costs.building_blocks import ModelSize, calibration_forward, moe_size
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.layer_memory import LayerMemory, Measuring
-from moetool.costs.phases import FORWARD, rewriting_phases
-from moetool.costs.work import Phase, Work
+from moetool.costs.phases import FORWARD, Phase, rewriting_phases
 from moetool.errors import VerificationError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, Source
@@ -22,6 +21,7 @@ from moetool.job.plan import Plan, calibration_cost, experts_at_once
 from moetool.job.result import Json, Sizes
 from moetool.job.stage import Stage
 from moetool.job.writing import original_bytes, with_the_rest, write_checkpoint
+from moetool.numerics.work import Work
 from moetool.reduce.choosing import Fewer, Merged
 from moetool.reduce.costs import merging_work
 from moetool.reduce.counting import check_reducible, experts_left

@@ -4,14 +4,16 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
+from moetool.numerics.work import Work
 from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.operand import Products
 from moetool.representations.trainable import Trainable
+from moetool.representations.work import handling, trial
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,32 @@ class Weight(nn.Module, ABC):
         return None
 
 
+class RowPart(NamedTuple):
+    """Rows that are stored in one form, independently of all others: from `first` to `last`, counted from those that
+    count least. Without a form they are not stored."""
+
+    form: "Representation | None"
+    first: int
+    last: int
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return self.last - self.first
+
+
+class NestedFactors(NamedTuple):
+    """Factors U V of which a smaller rank has the first directions: how each is stored.
+
+    Attributes:
+        u: makes of a basis `[out, k]` the U `[out, rank]` that is stored, in a model of some dtype.
+        v: the form of V `[rank, in]`, whose rows are independent of each other.
+    """
+
+    u: Callable[[Tensor, torch.dtype], Tensor]
+    v: "Representation"
+
+
 class Representation(ABC):
     """How one matrix is stored, as a value that fits into `config.json`.
 
@@ -84,6 +112,7 @@ class Representation(ABC):
         is_whole: whether it is the matrix itself, as its one tensor.
         is_plain: whether its numbers are the model's own, none of them packed, dropped or shared, so that they can
             still be encoded further.
+        is_alone: whether several matrices are encoded one by one, and not sooner together (`encode_together`).
         examples: specs of some members for a matrix [24, 32], which tests take through this contract.
     """
 
@@ -92,6 +121,7 @@ class Representation(ABC):
     is_cheap: ClassVar[bool]
     is_whole: ClassVar[bool] = False
     is_plain: ClassVar[bool] = False
+    is_alone: ClassVar[bool] = True
     examples: ClassVar[tuple[str, ...]]
 
     @property
@@ -131,6 +161,16 @@ class Representation(ABC):
     def factors(self) -> tuple[str, str] | None:
         """Names of the tensors U `[out, rank]` and V `[rank, in]` whose product is all there is, if there are such."""
         return None
+
+    @property
+    def nested(self) -> NestedFactors | None:
+        """How U and V are stored, if they are all there is and smaller ranks have the first of their directions."""
+        return None
+
+    def row_parts(self, shape: tuple[int, int]) -> Sequence[RowPart]:
+        """The parts of a matrix `[out, in]` whose rows are encoded independently of each other, from those that count
+        least on; none where they are not."""
+        return ()
 
     def fitted(self, shape: tuple[int, int]) -> Self:
         """This representation with the largest groups, up to its own, that a matrix `[out, in]` can be cut into.
@@ -193,6 +233,14 @@ class Representation(ABC):
         """Stored tensors of a matrix `[out, in]` for gradients to move, `matrix` being what they were made of; `None`
         if there is nothing to move, or no way to."""
         return None
+
+    def work(self, matrix: tuple[int, int], *, fed_back: bool = False) -> Work:
+        """The work of encoding a `matrix` `[out, in]`; codes `fed_back` make up for each other's errors."""
+        return handling(matrix)
+
+    def trial_work(self, columns: int) -> Work:
+        """The work of encoding some rows of a matrix of so many `columns`, which tell what all of them would lose."""
+        return trial(columns)
 
     def multiplications(self, shape: tuple[int, int]) -> int:
         """Multiplications in the product with one input: one per element, unless it runs as something smaller."""

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moetool.numerics.work import Work
 from moetool.representations.base import KeepsWide, Representation, Stored, Weight
 from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.operand import Operand, Products
+from moetool.representations.work import nearest_codes
 
 BLOCK = 64  # numbers that share an absmax in NF4
 _CHUNK = 1 << 18  # bytes unpacked at a time
@@ -61,6 +63,9 @@ class NF4(Representation):
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         return NF4Weight(shape, self.tensors(shape), device)
 
+    def work(self, matrix: tuple[int, int], *, fed_back: bool = False) -> Work:
+        return super().work(matrix) + nearest_codes(matrix[0] * matrix[1])
+
     def damage(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str | None:
         return _negative(tensors["absmax"])
 
@@ -89,6 +94,9 @@ class Int8(Representation):
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         return Int8Weight(shape, self.tensors(shape), device)
+
+    def work(self, matrix: tuple[int, int], *, fed_back: bool = False) -> Work:
+        return super().work(matrix) + nearest_codes(matrix[0] * matrix[1])
 
     def damage(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str | None:
         beyond = int((tensors["codes"] == -128).sum())

@@ -7,10 +7,12 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from moetool.numerics.work import Work
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
 from moetool.representations.measured import NOTHING, Measured, cut
 from moetool.representations.operand import Products, factors
 from moetool.representations.quantized_low_rank import QuantizedLowRank
+from moetool.representations.work import cutting
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,9 @@ class LowRank(Representation):
 
     def multiplications(self, shape: tuple[int, int]) -> int:
         return self.rank * sum(shape)
+
+    def work(self, matrix: tuple[int, int], *, fed_back: bool = False) -> Work:
+        return super().work(matrix) + cutting(matrix, self.rank)
 
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         return dict(zip(("u", "v"), cut(matrix, self.rank, dtype, measured), strict=True)) if self.rank else {}

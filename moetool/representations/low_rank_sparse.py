@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from moetool.numerics.work import Work
 from moetool.representations.base import Representation, Stored, Weight
 from moetool.representations.low_rank import LowRank
 from moetool.representations.measured import NOTHING, Measured
@@ -68,6 +69,12 @@ class LowRankSparse(Representation):
 
     def multiplications(self, shape: tuple[int, int]) -> int:
         return self.low_rank.multiplications(shape) + self.residual.multiplications(shape)
+
+    def work(self, matrix: tuple[int, int], *, fed_back: bool = False) -> Work:
+        narrow = min(matrix)
+        products = matrix[0] * matrix[1] * (0.625 * narrow + self.rank)
+        factors = Work(products={"float32": products}, eigen={narrow: 1.0})
+        return super().work(matrix) + factors + self.residual.work(matrix)
 
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         """The residual is what the factors leave over as they will be stored."""

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from moetool.numerics.packing import pack, packed_size, unpack
-from moetool.representations.base import Representation, Stored, Weight, counted, empty_parameter
+from moetool.numerics.work import Work
+from moetool.representations.base import Representation, RowPart, Stored, Weight, counted, empty_parameter
 from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.operand import Products
 from moetool.representations.quantized import (
@@ -37,11 +38,11 @@ ROW_UNIT = 8  # rows: as many as share a byte of codes of 1 bit
 MOST_WIDTHS = 3  # different numbers of bits, beside none: kernels have room for as many products
 
 
-class Part(NamedTuple):
-    """Rows that have the same bits: how they are stored, None without any, and where they are from the fewest bits on;
-    where their codes begin and end."""
+class CodedPart(NamedTuple):
+    """Rows that have the same bits: how they are stored, where they are from the fewest bits on, and where their codes
+    begin and end."""
 
-    form: Quantized | None
+    form: Quantized
     first: int
     last: int
     codes: slice
@@ -106,35 +107,34 @@ class MixedRows(Representation):
 
     def fitted(self, shape: tuple[int, int]) -> Self:
         found = type(self)(self.shares, fitting_group(self.group, shape[1]))
-        for part in found.parts(shape):
-            if part.form is not None:
-                part.form.fitted((part.rows, shape[1]))
+        for part in found.coded(shape):
+            part.form.fitted((part.rows, shape[1]))
         return found
 
-    def parts(self, shape: tuple[int, int]) -> list[Part]:
+    def row_parts(self, shape: tuple[int, int]) -> list[RowPart]:
         """The rows of a matrix `[out, in]`, from the fewest bits on.
 
         Raises:
             ValueError: there are so few that none have any.
         """
-        rows, columns = shape
+        rows, found = shape[0], []
         ends = [min(rows, round(rows * end / ROW_SHARES / ROW_UNIT) * ROW_UNIT) for end in accumulate(self.shares)]
-        found, start = [], 0
         for bits, (first, last) in enumerate(pairwise([0, *ends[:-1], rows])):
-            if first == last:
-                continue
-            size = packed_size((last - first) * columns, bits) if bits else 0
-            found.append(Part(self.part(bits, self.group) if bits else None, first, last, slice(start, start + size)))
-            start += size
-        if not start:
+            if first < last:
+                found.append(RowPart(self.part(bits, self.group) if bits else None, first, last))
+        if not any(part.form for part in found):
             raise ValueError(f"of {rows} rows '{self.spec}' stores none")
         return found
 
-    def coded(self, shape: tuple[int, int]) -> Iterator[tuple[Quantized, Part]]:
+    def coded(self, shape: tuple[int, int]) -> Iterator[CodedPart]:
         """The parts that have any bits."""
-        for part in self.parts(shape):
+        start = 0
+        for part in self.row_parts(shape):
             if part.form is not None:
-                yield part.form, part
+                assert isinstance(part.form, Quantized)
+                size = packed_size(part.rows * shape[1], part.form.bits)
+                yield CodedPart(part.form, part.first, part.last, slice(start, start + size))
+                start += size
 
     @cached_property
     def _index_bits(self) -> int:
@@ -143,15 +143,25 @@ class MixedRows(Representation):
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         rows, columns = shape
         coded = list(self.coded(shape))
-        [groups] = {form.tensors((part.rows, columns))["scales"].shape[1] for form, part in coded}
+        [groups] = {part.form.tensors((part.rows, columns))["scales"].shape[1] for part in coded}
         return {
-            "codes": Stored((coded[-1][1].codes.stop,), torch.uint8),
-            "scales": Stored((rows - coded[0][1].first, groups)),
+            "codes": Stored((coded[-1].codes.stop,), torch.uint8),
+            "scales": Stored((rows - coded[0].first, groups)),
             "row_bits": Stored((packed_size(rows, self._index_bits),), torch.uint8),
         }
 
     def counted_parameters(self, shape: tuple[int, int]) -> float:
-        return sum(form.counted_parameters((part.rows, shape[1])) for form, part in self.coded(shape))
+        return sum(part.form.counted_parameters((part.rows, shape[1])) for part in self.coded(shape))
+
+    def work(self, matrix: tuple[int, int], *, fed_back: bool = False) -> Work:
+        """The work of encoding all rows in most bits, and of ranking them."""
+        *_, most = self.coded(matrix)
+        ranking = Work(products={"float32": matrix[0] * matrix[1] ** 2}) if fed_back else Work()
+        return ranking + most.form.work(matrix, fed_back=fed_back)
+
+    def trial_work(self, columns: int) -> Work:
+        """No work: what its rows lose follows from the rows of its parts."""
+        return Work()
 
     def order(self, row_bits: Tensor, rows: int) -> Tensor:
         """Numbers of rows [out] in the order in which they are stored, from the numbers of their parts, packed."""
@@ -162,7 +172,7 @@ class MixedRows(Representation):
         bits."""
         rows, places = len(counts), torch.empty(len(counts), dtype=torch.uint8, device=counts.device)
         rising = counts.argsort(stable=True)
-        for index, part in enumerate(self.parts((rows, 1))):
+        for index, part in enumerate(self.row_parts((rows, 1))):
             places[rising[part.first : part.last]] = index
         return places
 
@@ -173,11 +183,8 @@ class MixedRows(Representation):
         measured = measured.with_feedback()
         places = self.ranked(self.counts(matrix, measured))
         order = places.argsort(stable=True)
-        parts = [(matrix[order[part.first : part.last]], form) for form, part in self.coded(shape)]
-        if self.part.is_alone:
-            found = [form.encode(rows, dtype, measured) for rows, form in parts]
-        else:
-            found = encode_together(parts, dtype, measured)
+        parts = [(matrix[order[part.first : part.last]], part.form) for part in self.coded(shape)]
+        found = encode_together(parts, dtype, measured)
         return {
             "codes": torch.cat([own["codes"] for own in found]),
             "scales": torch.cat([own["scales"] for own in found]),
@@ -195,7 +202,7 @@ class MixedRows(Representation):
         counts = torch.bincount(
             unpack(tensors["row_bits"], self._index_bits, shape[0]), minlength=MOST_WIDTHS + 1
         ).tolist()
-        expected = [part.rows for part in self.parts(shape)]
+        expected = [part.rows for part in self.row_parts(shape)]
         if counts != expected + [0] * (len(counts) - len(expected)):
             return f"rows have other numbers of bits than '{self.spec}' says"
         return None
@@ -211,8 +218,8 @@ class MixedRows(Representation):
     def part_tensors(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Iterator[dict[str, Tensor]]:
         """The codes and scales of the parts that have any bits."""
         coded = list(self.coded(shape))
-        for _, part in coded:
-            skipped = coded[0][1].first
+        for part in coded:
+            skipped = coded[0].first
             scales = tensors["scales"][part.first - skipped : part.last - skipped]
             yield {"codes": tensors["codes"][part.codes], "scales": scales}
 
@@ -235,10 +242,9 @@ class TrainableRows(Trainable):
         self._shape, self._row_bits = shape, tensors["row_bits"]
         order = form.order(self._row_bits, shape[0])
         self._parts: list[tuple[Tensor, Trainable]] = []
-        for (own, part), stored in zip(form.coded(shape), form.part_tensors(tensors, shape), strict=True):
+        for part, stored in zip(form.coded(shape), form.part_tensors(tensors, shape), strict=True):
             rows = order[part.first : part.last]
-            moved = own.trainable(stored, (part.rows, shape[1]), None if matrix is None else matrix[rows])
-            assert moved is not None
+            moved = part.form.trainable(stored, (part.rows, shape[1]), None if matrix is None else matrix[rows])
             self._parts.append((rows, moved))
 
     def dense(self) -> Tensor:
@@ -276,7 +282,7 @@ class MixedRowsWeight(Weight):
         self._places: Tensor | None = None
         # In a tuple: what they are made of is this module's.
         self._weights = tuple(
-            (part, _without_tensors(form, (part.rows, shape[1]), dtype)) for form, part in representation.coded(shape)
+            (part, _without_tensors(part.form, (part.rows, shape[1]), dtype)) for part in representation.coded(shape)
         )
 
     def places(self) -> Tensor:
@@ -326,6 +332,5 @@ class MixedRowsWeight(Weight):
 def _without_tensors(form: Quantized, shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight:
     """A weight whose codes and scales are parts of others', given whenever it is used."""
     weight = form.build(shape, dtype, torch.device("meta"))
-    assert isinstance(weight, QuantizedWeight)
     del weight.codes, weight.scales
     return weight

@@ -16,11 +16,14 @@ from moetool.numerics.level_codes import LevelCodes
 from moetool.numerics.output_codes import coded_for_outputs
 from moetool.numerics.packing import pack, packed_size, unpack
 from moetool.numerics.quantization import BITS, dequantize, quantize
-from moetool.representations.base import Representation, Stored, Weight, empty_parameter
+from moetool.numerics.work import Work
+from moetool.representations.base import Representation, RowPart, Stored, Weight, empty_parameter
 from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.operand import Operand, Products
 from moetool.representations.trainable import Trainable, TrainableCodes
+from moetool.representations.work import feeding_back, fitting_scales, nearest_codes, widening_scales
 
+WHOLE = 8  # bits of a code that is a byte
 ROW = "row"  # how a spec says that a whole row shares one scale
 
 
@@ -38,7 +41,7 @@ class Quantized(Representation):
     kind: ClassVar[str] = "quantised"
     uses_base: ClassVar[bool] = True
     is_cheap: ClassVar[bool] = False
-    is_alone: ClassVar[bool] = False  # whether it cannot be encoded together with others
+    is_alone: ClassVar[bool] = False
     examples: ClassVar[tuple[str, ...]] = ("quantised:4:8", "quantised:3:row", "quantised:1:32")
 
     def __post_init__(self) -> None:
@@ -80,21 +83,58 @@ class Quantized(Representation):
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         """`matrix` is floating and finite, scales are in `dtype`. With a Gram matrix errors are chosen to cancel in the
         output, see `numerics.error_feedback`."""
-        return encode_together([(matrix, self)], dtype, measured)[0]
+        return _coded([(matrix, self)], dtype, measured)[0]
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether its codes are so few that scales are fitted to outputs and widened with error feedback."""
+        return self.bits in LevelCodes.noise
+
+    def row_parts(self, shape: tuple[int, int]) -> Sequence[RowPart]:
+        return (RowPart(self, 0, shape[0]),)
+
+    def work(self, matrix: tuple[int, int], *, fed_back: bool = False) -> Work:
+        return self.coding_work(matrix, fed_back=fed_back) + nearest_codes(matrix[0] * matrix[1], self.bits)
+
+    def coding_work(self, matrix: tuple[int, int], *, fed_back: bool) -> Work:
+        """The work of encoding a `matrix`, without that of finding the codes nearest to it."""
+        found = super().work(matrix)
+        if fed_back:
+            found += feeding_back(matrix)
+        if fed_back and self.is_coarse:
+            groups = matrix[1] // group_size(self.group, matrix[1])
+            found += widening_scales(matrix[1]) + fitting_scales(matrix, groups)
+        return found
+
+    def trial_work(self, columns: int) -> Work:
+        widening = widening_scales(columns).moved if self.is_coarse else 0.0  # called once for all forms
+        return super().trial_work(columns) + Work(moved=widening)
 
     def trainable(
         self, tensors: Mapping[str, Tensor], shape: tuple[int, int], matrix: Tensor | None = None
     ) -> Trainable:
         return TrainableCodes(tensors["codes"], tensors["scales"], self.bits, shape, matrix)
 
-    def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
+    def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> "QuantizedWeight":
         return QuantizedWeight(self, shape, dtype, device)
 
 
 def encode_together(
-    parts: Sequence[tuple[Tensor, Quantized]], dtype: torch.dtype, measured: Measured
+    parts: Sequence[tuple[Tensor, Representation]], dtype: torch.dtype, measured: Measured
 ) -> list[dict[str, Tensor]]:
     """What `encode` of each form says of its matrix, all on the same measured inputs; sooner, if there are few rows."""
+    together = iter(_coded([own for own in parts if not own[1].is_alone], dtype, measured))
+    return [form.encode(matrix, dtype, measured) if form.is_alone else next(together) for matrix, form in parts]
+
+
+def _coded(
+    forms: Sequence[tuple[Tensor, Representation]], dtype: torch.dtype, measured: Measured
+) -> list[dict[str, Tensor]]:
+    """The codes and scales of matrices whose codes are looked for in one go."""
+    parts = [(matrix, form) for matrix, form in forms if isinstance(form, Quantized)]
+    assert len(parts) == len(forms), "what is not encoded alone is quantized"
+    if not parts:
+        return []
     found = []
     for matrix, form in parts:
         group = group_size(form.group, matrix.shape[1])
@@ -122,6 +162,11 @@ class QuantizedMatrix(Quantized):
     @classmethod
     def describe(cls, forms: Sequence[Self]) -> list[str]:
         return super(Quantized, cls).describe(forms)
+
+
+def coded_by_rows(form: Representation) -> QuantizedMatrix | None:
+    """The form, if one row of a matrix can be decoded alone: bytes of shorter codes serve rows that are far apart."""
+    return form if isinstance(form, QuantizedMatrix) and form.bits == WHOLE else None
 
 
 class QuantizedWeight(Weight):

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from moetool.numerics.factorize import balancing_powers, refit, unit_columns
 from moetool.numerics.precision import fp32_products_are_exact
-from moetool.representations.base import Representation, Stored, Weight
+from moetool.numerics.work import Work, altogether
+from moetool.representations.base import NestedFactors, Representation, Stored, Weight
 from moetool.representations.measured import NOTHING, Measured, cut
 from moetool.representations.operand import Products
 from moetool.representations.quantized import (
@@ -131,6 +132,19 @@ class QuantizedLowRank(Representation):
         v /= powers
         tensors = {"u": u, "v": self.v.encode(v, dtype, measured)}
         return {f"{factor}.{name}": tensor for factor, part in tensors.items() for name, tensor in part.items()}
+
+    @property
+    def nested(self) -> NestedFactors | None:
+        return NestedFactors(self._stored_u, self.v) if self.rank else None
+
+    def _stored_u(self, basis: Tensor, dtype: torch.dtype) -> Tensor:
+        """The U `[out, rank]` that is stored for a basis `[out, k]`."""
+        return self.u.decode(self.encode_u(basis, dtype), (self.rank, len(basis)), dtype).T
+
+    def work(self, matrix: tuple[int, int], *, fed_back: bool = False) -> Work:
+        rows, columns = matrix
+        factors = [self.u.work((rows, self.rank)), self.v.work((self.rank, columns))]
+        return super().work(matrix) + altogether(factors) + Work(products={"float32": 2 * rows * columns * self.rank})
 
     def encode_u(self, basis: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """U^T for a basis [out, k] of at least `rank` columns, of root mean squares near 1; every direction by itself,

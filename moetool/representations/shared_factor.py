@@ -11,9 +11,11 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from moetool.numerics.work import Work
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
 from moetool.representations.measured import NOTHING, Measured, cut
 from moetool.representations.operand import Products, factors
+from moetool.representations.work import cutting
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ class _SharedFactor(Representation):
 
     def multiplications(self, shape: tuple[int, int]) -> int:
         return self.rank * sum(shape)
+
+    def work(self, matrix: tuple[int, int], *, fed_back: bool = False) -> Work:
+        return super().work(matrix) + cutting(matrix, self.rank)
 
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         """Encode the matrix of a layer's only expert."""

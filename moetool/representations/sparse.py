@@ -14,9 +14,11 @@ from moetool.numerics.counter import key
 from moetool.numerics.index_sets import decode_indices, encode_indices, index_sizes
 from moetool.numerics.sampling import sample, scatter
 from moetool.numerics.sparse_product import sparse_linear
+from moetool.numerics.work import Work
 from moetool.representations.base import Representation, Stored, Weight, empty_parameter
 from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.operand import Operand, Products, marked
+from moetool.representations.work import sampling, sorting
 
 _SEEDS = 1 << 64
 
@@ -78,6 +80,9 @@ class Sparse(Representation):
     def multiplications(self, shape: tuple[int, int]) -> int:
         return self.count(shape)
 
+    def work(self, matrix: tuple[int, int], *, fed_back: bool = False) -> Work:
+        return super().work(matrix) + sampling(matrix[0] * matrix[1], self.count(matrix))
+
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         rows, columns = matrix.shape
         chosen = matrix.detach().reshape(-1)[self.indices((rows, columns)).to(matrix.device).long()]
@@ -125,6 +130,9 @@ class MagnitudeSparse(Representation):
 
     def multiplications(self, shape: tuple[int, int]) -> int:
         return self.count(shape)
+
+    def work(self, matrix: tuple[int, int], *, fed_back: bool = False) -> Work:
+        return super().work(matrix) + sorting(matrix[0] * matrix[1])
 
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         """Where the importance of inputs was measured, the largest elements are those with most matrix^2 * importance.

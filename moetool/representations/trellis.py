@@ -11,11 +11,13 @@ from moetool.numerics import trellis
 from moetool.numerics.error_feedback import Coded
 from moetool.numerics.output_codes import coded_for_outputs
 from moetool.numerics.packing import pack, unpack
+from moetool.numerics.work import Work
 from moetool.representations.base import Stored
 from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.operand import Operand
 from moetool.representations.quantized import Quantized, QuantizedWeight, group_size
 from moetool.representations.trainable import TrainableScales
+from moetool.representations.work import TRIAL_ROWS, trellis_paths
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,12 @@ class Trellis(Quantized):
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         trellis.check_rows(shape[0], self.bits)
         return super().tensors(shape)
+
+    def work(self, matrix: tuple[int, int], *, fed_back: bool = False) -> Work:
+        return self.coding_work(matrix, fed_back=fed_back) + trellis_paths(matrix)
+
+    def trial_work(self, columns: int) -> Work:
+        return super().trial_work(columns) + trellis_paths((TRIAL_ROWS, columns))
 
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         """`matrix` is floating and finite, scales are in `dtype`. With a Gram matrix errors are chosen to cancel in the

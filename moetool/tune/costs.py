@@ -6,8 +6,8 @@ from moetool.architectures.base import EXPERT_KEYS, TOP_K_KEYS, whole_number
 from moetool.checkpoint.reader import Checkpoint
 from moetool.costs.building_blocks import writing
 from moetool.costs.coefficients import COEFFICIENTS
-from moetool.costs.phases import WRITE, Phases
-from moetool.costs.work import Phase, Work
+from moetool.costs.phases import WRITE, Phase, Phases
+from moetool.numerics.work import Work
 
 TRAIN = "Train"
 

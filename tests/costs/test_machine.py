@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from moetool.costs import machine
 from moetool.costs.machine import DeviceSpeeds, DiskSpeeds, Machine, this_machine
-from moetool.costs.work import PRECISIONS, Work
+from moetool.numerics.work import PRECISIONS, Work
 
 CPU = torch.device("cpu")
 SPEEDS = {

@@ -23,13 +23,14 @@ from moetool.costs.building_blocks import (
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.coefficients import COEFFICIENTS
 from moetool.costs.machine import Machine
-from moetool.costs.matrix_work import encode, factorize, feed_back, spectrum
-from moetool.costs.phases import encoding_phases, factor_phases, gradient_phases, menu_phases
-from moetool.costs.work import Phase, Work, altogether
+from moetool.costs.matrix_work import factorize, spectrum
+from moetool.costs.phases import Phase, encoding_phases, factor_phases, gradient_phases, menu_phases
 from moetool.format.layout import LayerLayout
+from moetool.numerics.work import Work, altogether
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
 from moetool.representations.quantized import Quantized
+from moetool.representations.work import GRAM_FACTOR, feeding_back
 
 SHAPE = MoEShape(experts=8, top_k=2, hidden=64, intermediate=192)
 OUTSIDE = 4 * 64 * 64
@@ -103,17 +104,17 @@ def test_one_eigen_decomposition_per_matrix() -> None:
     size = model(3)
     measure = factor_phases(text(8), size, size.nbytes // 2, gradients=False)[0].work
     assert measure.eigen == {64: pytest.approx(3 * 8 * 3 * COEFFICIENTS.eigenvalues)}
-    assert factorize((192, 64), 16).cholesky == spectrum((192, 64)).cholesky == {64: COEFFICIENTS.root}
+    assert factorize((192, 64), 16).cholesky == spectrum((192, 64)).cholesky == {64: GRAM_FACTOR}
     assert not factorize((64, 192), 16, whitened=False).cholesky
 
 
 def test_codes_that_make_good_for_each_other_take_longer(measured_machine: Machine) -> None:
     form, matrix = Quantized(4, 64), (192, 64)
-    plain, fed_back = encode(form, matrix), encode(form, matrix, fed_back=True)
+    plain, fed_back = form.work(matrix), form.work(matrix, fed_back=True)
     assert measured_machine.seconds(fed_back) == pytest.approx(
-        measured_machine.seconds(plain) + measured_machine.seconds(feed_back(matrix))
+        measured_machine.seconds(plain) + measured_machine.seconds(feeding_back(matrix))
     )
-    one = encode(Quantized(1, 64), matrix)
+    one = Quantized(1, 64).work(matrix)
     assert one.moved < plain.moved
 
 
@@ -132,7 +133,7 @@ def test_every_delta_is_encoded_once() -> None:
     size = model(2)
     layouts = {layer: LayerLayout.uniform(SHAPE, Quantized(4, 64)) for layer in range(2)}
     [encoding] = encoding_phases(None, size, layouts, 1000)
-    each = altogether(encode(Quantized(4, 64), SHAPE.matrix(role)) for role in SHAPE.roles)
+    each = altogether(Quantized(4, 64).work(SHAPE.matrix(role)) for role in SHAPE.roles)
     rest = writing(size.nbytes, 1000, size.tensors + 2 * 48)
     assert encoding.work == 16 * each + merging(size) + rest
     on_text = encoding_phases(text(4), size, layouts, 1000)[0].work

@@ -39,7 +39,7 @@ def test_rows_that_count_most_have_most_bits() -> None:
     counts = FORM.counts(matrix(), measured)
     encoded = FORM.encode(matrix(), torch.float32, measured)
     order = FORM.order(encoded["row_bits"], SHAPE[0])
-    bits = [0 if part.form is None else part.form.bits for part in FORM.parts(SHAPE) for _ in range(part.rows)]
+    bits = [0 if part.form is None else part.form.bits for part in FORM.row_parts(SHAPE) for _ in range(part.rows)]
     assert bits == [0] * 16 + [1] * 32 + [3] * 16
     assert counts[order[:16]].max() < counts[order[16:48]].min() < counts[order[16:48]].max() < counts[order[48:]].min()
 
@@ -49,10 +49,10 @@ def test_each_part_is_what_its_form_makes_of_these_rows() -> None:
     encoded = FORM.encode(matrix(), torch.bfloat16, measured)
     found, order = FORM.decode(encoded, SHAPE, torch.bfloat16), FORM.order(encoded["row_bits"], SHAPE[0])
     assert not found[order[:16]].any()
-    for form, part in FORM.coded(SHAPE):
+    for part in FORM.coded(SHAPE):
         rows = order[part.first : part.last]
-        alone = form.encode(matrix()[rows], torch.bfloat16, measured)
-        assert found[rows].equal(form.decode(alone, (part.rows, SHAPE[1]), torch.bfloat16))
+        alone = part.form.encode(matrix()[rows], torch.bfloat16, measured)
+        assert found[rows].equal(part.form.decode(alone, (part.rows, SHAPE[1]), torch.bfloat16))
 
 
 def test_loses_less_than_as_many_bits_for_all_rows() -> None:
@@ -64,7 +64,7 @@ def test_loses_less_than_as_many_bits_for_all_rows() -> None:
 @pytest.mark.parametrize("rows", [20, 24, 30, 100, 129, 1000])
 def test_parts_have_all_rows(rows: int) -> None:
     for form in (FORM, MixedRows((0, 1, 15), 8), MixedRows((8, 8), 0), MixedRows((0, 15, 1), 0)):
-        parts = form.parts((rows, 16))
+        parts = form.row_parts((rows, 16))
         assert [part.first for part in parts[1:]] == [part.last for part in parts[:-1]]
         assert (parts[0].first, parts[-1].last) == (0, rows)
         assert all(part.rows for part in parts)

@@ -29,8 +29,7 @@ from moetool.compress.mixing.stage import MixingStage
 from moetool.compress.mixing.trials import MOST_TRIALS, Increase, SizeSearch, Trials, in_words
 from moetool.compress.results import MixedResult, Trial
 from moetool.costs.building_blocks import calibration_forward, moe_size
-from moetool.costs.phases import ENCODE
-from moetool.costs.work import Phase
+from moetool.costs.phases import ENCODE, Phase
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout
 from moetool.job.calibrated import EVALUATE, held_out

@@ -28,9 +28,7 @@ from moetool.costs.building_blocks import (
     writing,
 )
 from moetool.costs.calibration_cost import CalibrationCost
-from moetool.costs.matrix_work import encode
-from moetool.costs.phases import ENCODE, rewriting_phases
-from moetool.costs.work import Phase, Work, altogether
+from moetool.costs.phases import ENCODE, Phase, rewriting_phases
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.export.packing import PackedLayers, nearest_layer
 from moetool.format.compressed_tensors import (
@@ -51,6 +49,7 @@ from moetool.job.shards import OutputPlan, ShardPlan
 from moetool.job.stage import Stage
 from moetool.job.writing import with_the_rest, write_checkpoint
 from moetool.numerics.whole_codes import WHOLE_BITS
+from moetool.numerics.work import Work, altogether
 from moetool.representations.quantized import Quantized
 
 
@@ -206,7 +205,7 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
     def _coding(self, size: ModelSize) -> Work:
         shape, form = self.source.experts.shape, Quantized(self.options.bits, self.options.group_size)
         fed_back = self._text is not None
-        return altogether(encode(form, shape.matrix(role), fed_back=fed_back) for role in shape.roles) * size.experts
+        return altogether(form.work(shape.matrix(role), fed_back=fed_back) for role in shape.roles) * size.experts
 
     def run(self, job: Job) -> Told:
         reader, plan, options = self.source.experts, self._shards, self.options

@@ -23,8 +23,7 @@ from moetool.costs.building_blocks import (
     moe_size,
 )
 from moetool.costs.calibration_cost import CalibrationCost
-from moetool.costs.phases import BACKWARD, FORWARD, WRITE, Phases, rewriting_phases
-from moetool.costs.work import Phase, Work
+from moetool.costs.phases import BACKWARD, FORWARD, WRITE, Phase, Phases, rewriting_phases
 from moetool.errors import UsageError, VerificationError
 from moetool.export.gguf.file import GgufTensor, NumberType, data_bytes, write_gguf
 from moetool.export.gguf.imatrix import write_imatrix
@@ -41,6 +40,7 @@ from moetool.job.progress import phase
 from moetool.job.result import Sizes, Told
 from moetool.job.stage import Stage
 from moetool.job.writing import record_origin
+from moetool.numerics.work import Work
 
 _REQUANTIZED = ("f32", "f16", "bf16")  # what llama-quantize starts from
 _DIGEST = "digest"  # of the file so far, in what its units tell

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from moetool.calibration.held_experts import HeldExperts
 from moetool.costs.building_blocks import ModelSize
 from moetool.costs.calibration_cost import CalibrationCost
-from moetool.costs.work import Work
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.options import RunOptions
+from moetool.numerics.work import Work
 from moetool.reduce.choosing import Merged, clustered
 from moetool.reduce.costs import every_expert
 from moetool.reduce.options import ReduceOptions

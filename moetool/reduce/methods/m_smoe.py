@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from moetool.costs.building_blocks import ModelSize
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.layer_memory import Measuring
-from moetool.costs.work import Work
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.options import RunOptions
+from moetool.numerics.work import Work
 from moetool.reduce.choosing import Merged, around_dominant
 from moetool.reduce.costs import tokens_in_layers
 from moetool.reduce.options import ReduceOptions

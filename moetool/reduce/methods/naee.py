@@ -11,11 +11,11 @@ from moetool.calibration.held_experts import HeldExperts
 from moetool.costs.building_blocks import ModelSize
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.layer_memory import Measuring
-from moetool.costs.work import Work
 from moetool.errors import UsageError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
+from moetool.numerics.work import Work
 from moetool.reduce.choosing import Merged, pruned
 from moetool.reduce.costs import every_expert, tokens_in_layers
 from moetool.reduce.options import ReduceOptions

@@ -270,7 +270,6 @@ def _quantized(name: str, native: nn.Module, form: QuantizedMatrix) -> Quantized
         stored = form.build((rows, columns), native.weight.dtype, native.weight.device)
     except ValueError as error:
         raise InvalidInputError(f"quantization_config: {name} cannot be stored as '{form.spec}': {error}.") from error
-    assert isinstance(stored, QuantizedWeight)
     return _around(stored, native)
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from moetool.costs.work import Phase, Work, altogether
+from moetool.costs.phases import Phase
+from moetool.numerics.work import Work, altogether
 
 SOME = Work({"float32": 3.0}, {4: 1.0}, {8: 2.0}, moved=5.0, calls=7.0, hashed=11.0, read=13.0, written=17.0)
 MORE = Work({"float32": 1.0, "bfloat16": 2.0}, {4: 1.0, 5: 1.0}, moved=1.0)

@@ -41,14 +41,6 @@ class Work:
     __rmul__ = __mul__
 
 
-@dataclass(frozen=True)
-class Phase:
-    """A part of a job that its progress shows under that name."""
-
-    name: str
-    work: Work
-
-
 def altogether(works: Iterable[Work]) -> Work:
     """The sum of several amounts of work."""
     return sum(works, Work())

@@ -1,0 +1,93 @@
+"""Work of encoding matrices `[out, in]`, from their shapes.
+
+Products and decompositions follow from the maths. How many bytes are moved per number and how many operations are
+called was fitted to measured runs: `scripts/benchmarks/estimates.py` shows by phase how far off the estimates are.
+"""
+
+from moetool.numerics.output_codes import POWERS, TRIED_ROWS
+from moetool.numerics.work import Work
+
+GRAM_FACTOR = 0.65  # a Cholesky factor of a Gram matrix in Cholesky factors in fp64
+TRIAL_ROWS = 200  # of a matrix that are encoded on trial
+_CUT_CALLS = 300  # around the cut of one matrix to a rank
+_ERROR_BYTES = 1300  # per number, to take a delta and to measure its error
+_FEEDBACK_BYTES = 2000  # per number, in error feedback
+_FEEDBACK_CALLS = 14  # per column, in error feedback
+_NEAREST_BYTES = 1060  # per number, to find its code and to pack it
+_PATH_BYTES = 3600  # per number, to find its code in a trellis
+_PATH_CALLS = 8  # per column of a trellis
+_SAMPLE_BYTES = 600  # per number that is chosen at random
+_SCALE_BYTES = 400  # per number and scale that is tried for it, in a cache
+_SCALES = {1: 1.0, 8: 2.5}  # how many scales are tried, by bits
+_MOST_SCALES = 16.0  # how many are tried for codes of other bits
+_SCATTER_BYTES = 250  # per number of a sparse matrix, stored or not
+_SORT_BYTES = 5700  # per number that is sorted
+
+
+def handling(matrix: tuple[int, int]) -> Work:
+    """The work of taking a delta and measuring its error, whatever it is encoded in."""
+    return Work(moved=_ERROR_BYTES * matrix[0] * matrix[1], calls=100)
+
+
+def cutting(matrix: tuple[int, int], rank: float) -> Work:
+    """The work of cutting a factorized delta to factors of one rank."""
+    rows, columns = matrix
+    products = 2 * rows * columns * rank + rank**2 * (rows + columns)
+    return Work(
+        products={"float32": products},
+        cholesky={max(1, round(rank)): 1.0},
+        moved=(_ERROR_BYTES + 24) * rows * columns,
+        calls=_CUT_CALLS,
+        read=4 * min(matrix) * rows * columns / (rows + columns),
+    )
+
+
+def nearest_codes(numbers: int, bits: int = 0) -> Work:
+    """The work of finding and packing the codes of so many numbers. With `bits`, several scales are tried for each."""
+    tried = _SCALES.get(bits, _MOST_SCALES) if bits else 0.0
+    return Work(moved=(_SCALE_BYTES * tried + _NEAREST_BYTES) * numbers)
+
+
+def feeding_back(matrix: tuple[int, int]) -> Work:
+    """The work of choosing codes one input after the other, and of measuring what they and the nearest codes lose."""
+    rows, columns = matrix
+    numbers = rows * columns
+    return Work(
+        products={"float32": 1.5 * numbers * columns},
+        cholesky={columns: GRAM_FACTOR},
+        moved=_FEEDBACK_BYTES * numbers,
+        calls=_FEEDBACK_CALLS * columns,
+    )
+
+
+def fitting_scales(matrix: tuple[int, int], groups: int) -> Work:
+    """The work of refitting the scales of so many `groups` in every row to the outputs of the matrix."""
+    rows, columns = matrix
+    return Work(products={"bfloat16": 1.5 * rows * columns**2}, moved=8.0 * groups * rows * columns + 4.0 * columns**2)
+
+
+def widening_scales(columns: int) -> Work:
+    """The work of encoding a few rows under several scales, to see by how much these have to grow."""
+    rows = TRIED_ROWS * (1 + len(POWERS))
+    return Work(moved=_FEEDBACK_BYTES * rows * columns, calls=_FEEDBACK_CALLS * columns)
+
+
+def trellis_paths(matrix: tuple[int, int]) -> Work:
+    """The work of finding the codes of a matrix in a trellis."""
+    rows, columns = matrix
+    return Work(moved=_PATH_BYTES * rows * columns, calls=_PATH_CALLS * columns)
+
+
+def trial(columns: int) -> Work:
+    """The work of encoding some rows with so many `columns` together with the rows of other forms."""
+    return Work(moved=_FEEDBACK_BYTES * TRIAL_ROWS * columns)
+
+
+def sampling(numbers: int, chosen: int) -> Work:
+    """The work of storing so many elements, chosen at random, of a matrix of so many `numbers`."""
+    return Work(moved=_SAMPLE_BYTES * chosen + _SCATTER_BYTES * numbers)
+
+
+def sorting(numbers: int) -> Work:
+    """The work of finding the largest elements of a matrix of so many `numbers`, and of storing these."""
+    return Work(moved=_SORT_BYTES * numbers)
