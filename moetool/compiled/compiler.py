@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from moetool.compiled import forms
+
 _LOGGER = logging.getLogger(__name__)
 _SOURCES = [Path(__file__).with_name(name) for name in ("routed.cpp", "many.cpp", "trellis.cpp")]
 _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
@@ -25,6 +27,21 @@ _SECONDS = 60  # that a compiler may take; it takes about ten
 # Not `-ffast-math`: older compilers then let the library turn off denormal numbers for the whole process.
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-w")
 _VARIANTS = (("-march=native", "-fopenmp"), ("-march=native",), ())  # the first that compiles and loads is taken
+
+
+@cache
+def added_forms() -> dict[str, Path]:
+    """The headers of the forms that are one header each, by name, in the order in which they are numbered."""
+    headers = [file for folder in forms.__path__ for file in Path(folder).glob("*.h")]
+    return {file.stem: file for file in sorted(headers, key=lambda file: file.stem)}
+
+
+def _added_header() -> str:
+    """The C++ by which `matrices.h` knows them."""
+    sources = [(name, file.read_text()) for name, file in added_forms().items()]
+    structs = [f"{text}\ntemplate <> struct Added<{i}> : {name} {{}};" for i, (name, text) in enumerate(sources)]
+    cases = "".join(f" each((Form)(ADDED + {number}))" for number in range(len(structs)))
+    return "\n".join([*structs, f"#define ADDED_FORMS(each){cases}\n"])
 
 
 def library() -> ctypes.CDLL:
@@ -90,6 +107,7 @@ def load(compiler: Sequence[str], flags: Sequence[str]) -> ctypes.CDLL:
     """
     made_from = [
         *(source.read_text() for source in (*_SOURCES, *_HEADERS)),
+        added := _added_header(),
         _run([*compiler, "--version"]),
         *(*_FLAGS, *flags, platform.machine(), _processor()),
     ]
@@ -105,7 +123,8 @@ def load(compiler: Sequence[str], flags: Sequence[str]) -> ctypes.CDLL:
     _LOGGER.info("compiling kernels with %s, once", compiler[0])
     with tempfile.TemporaryDirectory(dir=folder) as made:
         target = Path(made) / f"{name}.so"
-        _run([*compiler, *_FLAGS, *flags, *map(str, _SOURCES), "-o", str(target)])
+        (Path(made) / "added_forms.h").write_text(added)
+        _run([*compiler, *_FLAGS, *flags, "-I", made, *map(str, _SOURCES), "-o", str(target)])
         file = folder / _named(name, target)
         target.replace(file)  # whole or not at all, whoever else compiles now
     return ctypes.CDLL(str(file))

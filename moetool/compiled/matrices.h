@@ -12,8 +12,9 @@
 #include "vectors.h"
 
 // As moetool/kernels/operands.py numbers them.
-enum Form : int64_t { NONE, F32, BF16, F16, CODES1, CODES2, CODES3, CODES4, CODES8, NF4, INT8, SPARSE, TRELLIS1, TRELLIS2, TRELLIS3, TRELLIS4 };
+enum Form : int64_t { NONE, F32, BF16, F16, CODES1, CODES2, CODES3, CODES4, CODES8, NF4, INT8, SPARSE, TRELLIS1, TRELLIS2, TRELLIS3, TRELLIS4, ADDED };
 
+// From ADDED on come the forms that are one header each (forms/__init__.py), by the template `Added<number from there>`.
 struct Operand {            // one stored matrix [rows, columns]
   int64_t form, rows, columns, group, transposed;  // transposed: y = x M instead of y = x Mᵀ
   const uint8_t* data;      // numbers or codes; of a sparse matrix its values
@@ -39,11 +40,22 @@ static inline float scale(const Operand& m, long index) {
   const float s = number(m.scales, m.numbers, index);
   return m.form == INT8 ? s / 127 : s;
 }
-constexpr bool in_trellis(Form f) { return f >= TRELLIS1; }
+template <int N> struct Added;
+#include "added_forms.h"
+#define FORMS(each) \
+  each(F32) each(BF16) each(F16) each(CODES1) each(CODES2) each(CODES3) each(CODES4) each(CODES8) each(NF4) each(INT8) \
+  each(TRELLIS1) each(TRELLIS2) each(TRELLIS3) each(TRELLIS4) ADDED_FORMS(each)
+static float added_number(const Operand& m, long row, long column) {
+#define EACH(F) case F: return Added<F - ADDED>::number(m, row, column);
+  switch (m.form) { ADDED_FORMS(EACH) }
+#undef EACH
+  return 0;
+}
+constexpr bool in_trellis(Form f) { return f >= TRELLIS1 && f < ADDED; }
 constexpr int bits(Form f) {
   return in_trellis(f) ? f - TRELLIS1 + 1 : f == CODES1 ? 1 : f == CODES2 ? 2 : f == CODES3 ? 3 : f == CODES4 || f == NF4 ? 4 : f == CODES8 ? 8 : 0;
 }
-constexpr bool coded(Form f) { return bits(f) || f == INT8; }
+constexpr bool coded(Form f) { return bits(f) || f == INT8 || f >= ADDED; }
 constexpr bool looked_up(Form f) { return bits(f) && f != CODES8 && !in_trellis(f); }
 // Rows that one byte serves in what `decode` makes of it, and bytes that are decoded beside each other: four rows.
 constexpr int served(Form f) { return bits(f) == 4 && f != NF4 ? 2 : bits(f) && bits(f) < 4 ? 4 : 1; }
@@ -106,6 +118,7 @@ template <Form F> static inline vi windows(const Operand& m, long q, int j, long
 // 16 columns from `column` on of the rows row_of(q, 0…), unscaled.
 template <Form F> static inline void decode(const Operand& m, vf levels, long q, long column, vf* out) {
   const long n = m.columns;
+  if constexpr (F >= ADDED) { out[0] = Added<F - ADDED>::decode(m, q, column); return; }
   if (F == F32) { out[0] = load((const float*)m.data + q * n + column); return; }
   if (F == BF16) { out[0] = (vf)((vu)shorts((const uint16_t*)m.data + q * n + column) << 16); return; }
   if (F == F16) { out[0] = halves((const uint16_t*)m.data + q * n + column); return; }
@@ -183,6 +196,8 @@ static void unpack(const Operand& m, long row, long column, long length, float* 
   }
   if (in_trellis((Form)m.form)) {
     for (long i = 0; i < length; i++) out[i] = m.levels[window(m, row, column + i)];
+  } else if (m.form >= ADDED) {
+    for (long i = 0; i < length; i++) out[i] = added_number(m, row, column + i);
   } else if (m.form == INT8 || m.form == CODES8) {
     for (long i = 0; i < length; i++) out[i] = m.form == INT8 ? (int8_t)m.data[first + i] : m.data[first + i] - 127;
   } else {

@@ -178,22 +178,9 @@ template <Form F> static void product(const Operand& m, long begin, long end, co
 static void product(const Operand& m, long begin, long end, const Batch& batch) {
   if (m.form == SPARSE) return sparse_dots(m, begin, end, batch);
   if (!aligned(m)) return m.transposed ? unaligned_mix(m, begin, end, batch) : unaligned_dots(m, begin, end, batch);
-  switch (m.form) {
-    case F32: return product<F32>(m, begin, end, batch);
-    case BF16: return product<BF16>(m, begin, end, batch);
-    case F16: return product<F16>(m, begin, end, batch);
-    case CODES1: return product<CODES1>(m, begin, end, batch);
-    case CODES2: return product<CODES2>(m, begin, end, batch);
-    case CODES3: return product<CODES3>(m, begin, end, batch);
-    case CODES4: return product<CODES4>(m, begin, end, batch);
-    case CODES8: return product<CODES8>(m, begin, end, batch);
-    case NF4: return product<NF4>(m, begin, end, batch);
-    case INT8: return product<INT8>(m, begin, end, batch);
-    case TRELLIS1: return product<TRELLIS1>(m, begin, end, batch);
-    case TRELLIS2: return product<TRELLIS2>(m, begin, end, batch);
-    case TRELLIS3: return product<TRELLIS3>(m, begin, end, batch);
-    case TRELLIS4: return product<TRELLIS4>(m, begin, end, batch);
-  }
+#define EACH(F) case F: return product<F>(m, begin, end, batch);
+  switch (m.form) { FORMS(EACH) }
+#undef EACH
 }
 
 // --------------------------------------------------------------------------------------------------------------- work

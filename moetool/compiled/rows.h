@@ -29,22 +29,9 @@ static void add_row(const Operand& m, long r, long begin, long end, float* row, 
     for (long i = 0; i < end - begin; i++) row[i] += spare[i];
     return;
   }
-  switch (m.form) {
-    case F32: return add_row<F32>(m, r, begin, end, row);
-    case BF16: return add_row<BF16>(m, r, begin, end, row);
-    case F16: return add_row<F16>(m, r, begin, end, row);
-    case CODES1: return add_row<CODES1>(m, r, begin, end, row);
-    case CODES2: return add_row<CODES2>(m, r, begin, end, row);
-    case CODES3: return add_row<CODES3>(m, r, begin, end, row);
-    case CODES4: return add_row<CODES4>(m, r, begin, end, row);
-    case CODES8: return add_row<CODES8>(m, r, begin, end, row);
-    case NF4: return add_row<NF4>(m, r, begin, end, row);
-    case INT8: return add_row<INT8>(m, r, begin, end, row);
-    case TRELLIS1: return add_row<TRELLIS1>(m, r, begin, end, row);
-    case TRELLIS2: return add_row<TRELLIS2>(m, r, begin, end, row);
-    case TRELLIS3: return add_row<TRELLIS3>(m, r, begin, end, row);
-    case TRELLIS4: return add_row<TRELLIS4>(m, r, begin, end, row);
-  }
+#define EACH(F) case F: return add_row<F>(m, r, begin, end, row);
+  switch (m.form) { FORMS(EACH) }
+#undef EACH
 }
 // `row` has room for whole vectors.
 static void round_row(const float* row, long columns, int64_t form, uint8_t* out) {

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,6 +96,7 @@ def _launch(
         *arguments,
         **fixed,
         FORM=own.form,
+        DECODE=own.decode,
         SERVED=own.served,
         ALIGNED=own.is_aligned,
         WHOLE=own.is_whole,
@@ -139,11 +141,16 @@ def _unpack(operands: Sequence[Operand], out: Tensor, *, adds: bool) -> None:
 
     first, second = operands[0], operands[-1]
     rows, columns = first.shape
-    fixed: dict[str, int] = {}
+    fixed: dict[str, Any] = {}
     served = 1
     for name, operand in zip(("FIRST", "SECOND"), (first, second), strict=True):
         own = kind(replace(operand, transposed=False))
-        fixed |= {name: own.form, f"{name}_ALIGNED": own.is_aligned, f"{name}_WHOLE": own.is_whole}
+        fixed |= {
+            name: own.form,
+            f"{name}_DECODE": own.decode,
+            f"{name}_ALIGNED": own.is_aligned,
+            f"{name}_WHOLE": own.is_whole,
+        }
         served = max(served, own.served)
     if len(operands) == 1:
         fixed["SECOND"] = 0

@@ -7,11 +7,14 @@ one, stands in a table on the card. So nothing on the host depends on what token
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moetool.kernels.forms import decoder
 from moetool.kernels.operands import (
+    ADDED,
     FIELDS,
     FORMS,
     OPERANDS,
@@ -35,6 +38,7 @@ class OperandKind:
 
     Attributes:
         form, numbers: of what is stored, and of scales or values (operands.py).
+        name: of a form that is a file of its own, else nothing.
         served: rows that one byte of codes serves, if rows can be cut into as many stripes; else 1.
         is_aligned: addresses of rows are multiples of 16, and rows of codes lie in whole stripes.
         is_whole: a tile lies in one group of columns.
@@ -49,6 +53,12 @@ class OperandKind:
     is_whole: bool
     transposed: bool
     is_placed: bool
+    name: str = ""
+
+    @property
+    def decode(self) -> Any:
+        """The function of Triton by which its numbers are decoded, if it is a file of its own."""
+        return decoder(self.name) if self.name else None
 
 
 @dataclass(frozen=True)
@@ -129,12 +139,15 @@ def kind(operand: Operand) -> OperandKind:
         if transposed:
             raise UnsupportedMatrixError("a sparse matrix is transposed")
         return OperandKind(form, numbers, 1, False, False, False, False)
+    name = operand.kind if form >= ADDED else ""
+    if name and decoder(name) is None:
+        raise UnsupportedMatrixError(f"no kernel of cards reads '{name}'")
     is_packed = operand.kind in ("codes", "trellis") and operand.bits < 8
     stripes = trellis.rows_served(operand.bits) if is_packed else 1
     served = stripes if rows % stripes == 0 else 1
     aligned = columns % 16 == 0 and served == stripes and data % 16 == 0
     whole = group == columns or group % (COLUMNS_TRANSPOSED if transposed else COLUMNS) == 0
-    return OperandKind(form, numbers, served, aligned, whole, bool(transposed), operand.places is not None)
+    return OperandKind(form, numbers, served, aligned, whole, bool(transposed), operand.places is not None, name)
 
 
 def card_levels(operand: Operand) -> Tensor | None:

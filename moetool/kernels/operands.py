@@ -5,9 +5,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from moetool.compiled.compiler import added_forms
 from moetool.numerics import trellis
 from moetool.numerics.quantization import levels
-from moetool.representations.bitsandbytes_formats import NF4_LEVELS
 from moetool.representations.operand import Operand
 
 # As matrices.h has them.
@@ -16,6 +16,7 @@ NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 CODES = {1: 4, 2: 5, 3: 6, 4: 7, 8: 8}
 TRELLIS = {1: 12, 2: 13, 3: 14, 4: 15}
 FORMS = {"nf4": 9, "int8": 10, "sparse": 11}
+ADDED = 16  # and the next ones: forms that are files of their own
 _LEVELS = 16
 
 
@@ -36,14 +37,9 @@ def operand_row(operand: Operand) -> list[int]:
     values = data if operand.kind == "sparse" or scales is None else scales
     if values.dtype not in NUMBERS:
         raise UnsupportedMatrixError(f"numbers are {values.dtype}")
-    if operand.kind == "numbers":
-        form = NUMBERS[data.dtype]
-    else:
-        by_bits = {"codes": CODES, "trellis": TRELLIS}.get(operand.kind)
-        form = FORMS[operand.kind] if by_bits is None else by_bits[operand.bits]
     table = operand_levels(operand)
     return [
-        form,
+        form_number(operand),
         *operand.shape,
         operand.group or 1,
         operand.transposed,
@@ -56,19 +52,39 @@ def operand_row(operand: Operand) -> list[int]:
     ]
 
 
+def form_number(operand: Operand) -> int:
+    """The number by which kernels know how an operand is stored.
+
+    Raises:
+        UnsupportedMatrixError: they do not.
+    """
+    match operand.kind:
+        case "numbers":
+            return NUMBERS[operand.data.dtype]
+        case "codes":
+            return CODES[operand.bits]
+        case "trellis":
+            return TRELLIS[operand.bits]
+        case kind if kind in FORMS:
+            return FORMS[kind]
+        case kind if kind in added_forms():
+            return ADDED + [*added_forms()].index(kind)
+    raise UnsupportedMatrixError(f"no kernel reads '{operand.kind}'")
+
+
 def operand_levels(operand: Operand) -> Tensor | None:
-    """What codes stand for, [16] fp32 on their device, or of those in a trellis what windows do; None where they are
+    """What codes stand for, [16] fp32 on their device, or of those in a trellis what windows do; `None` where they are
     numbers themselves. Kept for good."""
     if operand.kind == "trellis":
         return trellis.values(operand.bits, operand.data.device)
-    if operand.kind not in ("codes", "nf4") or operand.bits == 8:
-        return None
-    return _levels(operand.kind, operand.bits, operand.data.device)
+    if operand.kind != "codes" or operand.bits == 8:
+        return operand.levels
+    return _levels(operand.bits, operand.data.device)
 
 
 @cache
-def _levels(kind: str, bits: int, device: torch.device) -> Tensor:
+def _levels(bits: int, device: torch.device) -> Tensor:
     """[16] fp32, repeated where codes are shorter: kernels do not clear the bits of a code's neighbours."""
     with torch.inference_mode(False):
-        values = NF4_LEVELS if kind == "nf4" else levels(bits, torch.float32, torch.device("cpu")).tolist()
+        values = levels(bits, torch.float32, torch.device("cpu")).tolist()
         return torch.tensor([*values] * (_LEVELS // len(values)), device=device)

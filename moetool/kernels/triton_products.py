@@ -13,7 +13,7 @@ import triton.language as tl
 F32, BF16, F16 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 CODES1, CODES2, CODES3, CODES4, CODES8 = (tl.constexpr(4 + i) for i in range(5))
 NF4, INT8, SPARSE = tl.constexpr(9), tl.constexpr(10), tl.constexpr(11)
-TRELLIS1, TRELLIS2, TRELLIS3, TRELLIS4 = (tl.constexpr(12 + i) for i in range(4))
+TRELLIS1, TRELLIS2, TRELLIS3, TRELLIS4, ADDED = (tl.constexpr(12 + i) for i in range(5))
 
 
 @triton.jit
@@ -159,7 +159,7 @@ def _few_bits(
 @triton.jit
 def _tile(
     data, scales, levels, rows, columns, group, first, start,
-    FORM: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
+    FORM: tl.constexpr, DECODE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
     SERVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The columns from `start` on of `ROWS` rows from `first` on of each of `SERVED` stripes: fp32 [rows, columns], any
@@ -178,6 +178,8 @@ def _tile(
         values = _read(data, at, mask, ALIGNED)
     elif FORM == CODES8:
         values = _read(data, at, mask, ALIGNED).to(tl.float32) - 127
+    elif FORM >= ADDED:
+        values = DECODE(data, levels, row, column, at, mask)
     else:
         values = _few_bits(data, levels, rows, columns, first, start, FORM, ALIGNED, SERVED, ROWS, COLUMNS)
     values = tl.reshape(values.to(tl.float32), (SERVED * ROWS, COLUMNS))
@@ -213,8 +215,8 @@ def _tokens(chosen, order, places, pairs, slot, TOKENS: tl.constexpr):
 def products(
     table, chosen, order, places, x, y, pairs, matrices, x_length, y_length, number,
     SLOT: tl.constexpr, SLOTS: tl.constexpr, FIELDS: tl.constexpr, NUMBERS: tl.constexpr, TOKENS: tl.constexpr,
-    FORM: tl.constexpr, SERVED: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PLACED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    FORM: tl.constexpr, DECODE: tl.constexpr, SERVED: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
+    TRANSPOSED: tl.constexpr, PLACED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """y[pair] += M(chosen[pair]) · x[pair], for matrices that have this operand. Programs: blocks of outputs, pairs."""
     block = tl.program_id(0)
@@ -230,15 +232,16 @@ def products(
         columns = columns // 16 * 16  # says that it is a multiple of 16
     data = _data(tl.load(own + 5), FORM)
     scales = _data(tl.load(own + 6), NUMBERS)
-    levels = _data(tl.load(own + 8), BF16 if FORM >= TRELLIS1 else F32)
+    levels = _data(tl.load(own + 8), BF16 if (FORM >= TRELLIS1) & (FORM < ADDED) else F32)
     source, target = x + pair[:, None] * x_length, y + pair[:, None] * y_length
     total = tl.zeros((TOKENS, SERVED * ROWS, COLUMNS), tl.float32)
     if TRANSPOSED:
         start = block * COLUMNS
         for first in range(0, rows // SERVED, ROWS):
             tile = _tile(
-                data, scales, levels, rows, columns, group, first, start, FORM, ALIGNED, WHOLE, SERVED, ROWS, COLUMNS
-            )
+                data, scales, levels, rows, columns, group, first, start,
+                FORM, DECODE, ALIGNED, WHOLE, SERVED, ROWS, COLUMNS,
+            )  # fmt: skip
             row, inside = _rows(rows, first, SERVED, ROWS)
             given = tl.load(source + row[None, :], exists[:, None] & inside[None, :], 0)
             total += given[:, :, None] * tl.reshape(tile, (1, SERVED * ROWS, COLUMNS))
@@ -249,8 +252,9 @@ def products(
         first = block * ROWS
         for start in range(0, columns, COLUMNS):
             tile = _tile(
-                data, scales, levels, rows, columns, group, first, start, FORM, ALIGNED, WHOLE, SERVED, ROWS, COLUMNS
-            )
+                data, scales, levels, rows, columns, group, first, start,
+                FORM, DECODE, ALIGNED, WHOLE, SERVED, ROWS, COLUMNS,
+            )  # fmt: skip
             column = start + tl.arange(0, COLUMNS)
             given = tl.load(source + column[None, :], exists[:, None] & (column < columns)[None, :], 0)
             total += given[:, None, :] * tl.reshape(tile, (1, SERVED * ROWS, COLUMNS))
@@ -295,20 +299,20 @@ def sparse_products(
 @triton.jit
 def unpack(
     data, scales, levels, group, more_data, more_scales, more_levels, more_group, out, rows, columns,
-    FIRST: tl.constexpr, FIRST_ALIGNED: tl.constexpr, FIRST_WHOLE: tl.constexpr,
-    SECOND: tl.constexpr, SECOND_ALIGNED: tl.constexpr, SECOND_WHOLE: tl.constexpr,
+    FIRST: tl.constexpr, FIRST_DECODE: tl.constexpr, FIRST_ALIGNED: tl.constexpr, FIRST_WHOLE: tl.constexpr,
+    SECOND: tl.constexpr, SECOND_DECODE: tl.constexpr, SECOND_ALIGNED: tl.constexpr, SECOND_WHOLE: tl.constexpr,
     ADDS: tl.constexpr, SERVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """out [rows, columns] = M, plus a second matrix if there is one, plus what is there if `ADDS`. Programs: tiles."""
     first, start = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
     values = _tile(
         data, scales, levels, rows, columns, group, first, start,
-        FIRST, FIRST_ALIGNED, FIRST_WHOLE, SERVED, ROWS, COLUMNS,
+        FIRST, FIRST_DECODE, FIRST_ALIGNED, FIRST_WHOLE, SERVED, ROWS, COLUMNS,
     )  # fmt: skip
     if SECOND:
         values += _tile(
             more_data, more_scales, more_levels, rows, columns, more_group, first, start,
-            SECOND, SECOND_ALIGNED, SECOND_WHOLE, SERVED, ROWS, COLUMNS,
+            SECOND, SECOND_DECODE, SECOND_ALIGNED, SECOND_WHOLE, SERVED, ROWS, COLUMNS,
         )  # fmt: skip
     row, exists = _rows(rows, first, SERVED, ROWS)
     column = start + tl.arange(0, COLUMNS)

@@ -5,6 +5,7 @@ Made and read by plain torch on any device; on a card bitsandbytes' own kernels 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -161,7 +162,14 @@ class NF4Weight(_FormatWeight):
         return values[:numbers].view(self.shape)
 
     def products(self) -> Products:
-        return ((Operand("nf4", self.shape, self.codes, self.absmax, bits=4, group=BLOCK),),)
+        levels = _levels(self.codes.device)
+        return ((Operand("nf4", self.shape, self.codes, self.absmax, bits=4, group=BLOCK, levels=levels),),)
+
+
+@cache
+def _levels(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(NF4_LEVELS, device=device)
 
 
 class Int8Weight(_FormatWeight):

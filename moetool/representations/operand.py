@@ -1,13 +1,11 @@
 """What a stored matrix is made of for those who multiply by it as it lies in memory."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Kind = Literal["numbers", "codes", "trellis", "nf4", "int8", "sparse"]
 WORD = 64  # columns of a sparse matrix whose bits lie in one number
 
 
@@ -17,7 +15,8 @@ class Operand:
 
     Attributes:
         kind: how `data` stands for it: `numbers` as they are, packed `codes` of `bits` bits (`numerics.packing`), the
-            same in a `trellis`, `nf4` or `int8` as bitsandbytes has them, or the values of a `sparse` matrix.
+            same in a `trellis`, `nf4` or `int8` as bitsandbytes has them, the values of a `sparse` matrix, or bytes for
+            which the kernels have a file of this name (`kernels.forms`).
         shape: rows and columns.
         data: the stored numbers, codes or values.
         scales: what codes are multiplied by, one per `group` of a row (of the flattened matrix for nf4); of a sparse
@@ -27,9 +26,11 @@ class Operand:
         group: columns that share a scale.
         transposed: inputs `[tokens, rows]` are multiplied by M instead of inputs `[tokens, columns]` by its transpose.
         places: [rows] int32, which of more outputs these are; `None` for all of them in their order.
+        levels: fp32, what the bytes of `nf4` or of a kind with a file of its own stand for, if a table says that; to be
+            kept for good.
     """
 
-    kind: Kind
+    kind: str
     shape: tuple[int, int]
     data: Tensor
     scales: Tensor | None = None
@@ -37,6 +38,7 @@ class Operand:
     group: int = 0
     transposed: bool = False
     places: Tensor | None = None
+    levels: Tensor | None = None
 
     @property
     def inputs(self) -> int:

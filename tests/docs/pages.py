@@ -206,7 +206,7 @@ def sections(page: str) -> dict[str, list[list[str]]]:
 
 
 # Their commands need their files: test_adding.py runs both.
-ADDING = ("docs/adding.md", "docs/adding-kinds.md", "docs/adding-stages.md")
+ADDING = ("docs/adding.md", "docs/adding-kernels.md", "docs/adding-kinds.md", "docs/adding-stages.md")
 RUNNING = [
     page for page in PAGES if page not in ADDING and any(block.language in (*SHELL, "python") for block in blocks(page))
 ]

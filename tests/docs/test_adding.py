@@ -10,9 +10,11 @@ import os
 import re
 import runpy
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,10 @@ from moetool.calibration.streaming import StreamedModel
 from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
+from moetool.compiled import compiler
 from moetool.format.kinds import kinds
+from moetool.kernels import products
+from moetool.kernels.forms import decoder
 from moetool.quiet import quiet
 from moetool.representations import parse_representation, representations
 from moetool.stages import stages
@@ -71,7 +76,7 @@ def examples(page: str) -> Iterator[Example]:
 
 
 EXAMPLES = [example for page in ADDING for example in examples(page)]
-DENSE, FAMILY, TARGET, REPRESENTATION, METHOD, KIND, STAGE = EXAMPLES
+DENSE, FAMILY, TARGET, REPRESENTATION, METHOD, KERNELS, KIND, STAGE = EXAMPLES
 SIZES: dict[str, Any] = {
     "vocab_size": 288,
     "hidden_size": 64,
@@ -108,7 +113,7 @@ def added(root: Path, files: Sequence[Block]) -> Iterator[None]:
             path = root / block.file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("\n".join(block.lines) + "\n")
-            home, _, name = block.file.removesuffix(".py").replace("/", ".").rpartition(".")
+            home, name = block.file.rpartition("/")[0].replace("/", "."), path.stem
             package = importlib.import_module(home)
             package.__path__.append(str(path.parent))
             placed.append((package, name, str(path.parent)))
@@ -125,8 +130,11 @@ def added(root: Path, files: Sequence[Block]) -> Iterator[None]:
 def forget() -> None:
     """What was found in directories before."""
     importlib.invalidate_caches()
-    for found in (architectures, dense_architectures, targets, representations, kinds, stages):
+    for found in (architectures, dense_architectures, targets, representations, kinds, stages, decoder):
         found.cache_clear()
+    compiler.added_forms.cache_clear()
+    compiler.problem.cache_clear()
+    compiler._LOADED.clear()
 
 
 class Section:
@@ -213,11 +221,11 @@ def test_all_that_is_added_is_new_files() -> None:
 def test_what_is_added_keeps_to_the_floors() -> None:
     house = runpy.run_path(str(ROOT / "tests" / "test_house.py"))
     room, floor = house["room"], house["floor"]
-    for block in (block for example in EXAMPLES for block in example.files):
+    for block in (block for example in EXAMPLES for block in example.files if block.language == "python"):
         here = room(block.file.replace("/", "."))
         nodes = (node for node in ast.walk(ast.parse("\n".join(block.lines))) if isinstance(node, ast.ImportFrom))
         there = {room(node.module) for node in nodes if node.module and node.module.startswith("moetool.")}
-        assert there, block.file
+        assert there or here == "kernels", block.file
         assert {other for other in there if other != here and floor(other) >= floor(here)} == set(), block.file
 
 
@@ -283,6 +291,25 @@ def test_a_representation(section: Section) -> None:
     weight.load_state_dict(stored)
     inputs = torch.randn(5, 32, generator=generator)
     torch.testing.assert_close(weight(inputs), inputs @ exact.T, rtol=1e-5, atol=1e-4)
+
+
+@about(KERNELS)
+def test_a_representation_with_kernels(section: Section) -> None:
+    """On a CPU as compiled, and, where there is Triton, as its interpreter has it: what dense matrices give."""
+    [told] = section.run(KERNELS)
+    assert {"representation": "fp8", "stands for": "the matrix itself"} in told["representations"]
+    form: Any = parse_representation("fp8")
+    contract = runpy.run_path(str(ROOT / "tests" / "representations" / "test_contract.py"))
+    assert "fp8" in contract["SPECS"]
+    contract["test_encoded_as_promised"](form, contract["NOTHING"], torch.bfloat16)
+    assert not compiler.problem()
+    kernels = runpy.run_path(str(Path(__file__).with_name("added_kernels.py")))
+    for shape in ((24, 64), (9, 40)):  # in vectors, and number by number
+        kernels["check"](products, shape)
+    if find_spec("triton") is not None:
+        command = [sys.executable, str(Path(__file__).with_name("added_kernels.py")), str(section.root / "files")]
+        finished = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+        assert finished.returncode == 0, finished.stderr
 
 
 @about(METHOD)
