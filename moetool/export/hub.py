@@ -11,9 +11,9 @@ from moetool.checkpoint.names import WEIGHTS
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.source import first_line, local_path
 from moetool.errors import InvalidInputError, MoetoolError, UsageError
+from moetool.job.books import WORK_DIRECTORY
 from moetool.job.progress import Progress
 from moetool.job.result import Printed
-from moetool.job.workspace import WORK_DIRECTORY
 from moetool.measure.verification import verify_files
 
 

@@ -16,6 +16,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import MoetoolError, UsageError, VerificationError
 from moetool.job.blueprint import open_for_planning
+from moetool.job.books import Books, RankBooks
 from moetool.job.calibrated import calibration_windows
 from moetool.job.checks import check_job, check_output, identity, output_directory
 from moetool.job.conditions import Conditions, with_threads
@@ -28,15 +29,13 @@ from moetool.job.metering import Meter, inputs_read, write_costs
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.own_text import blank_text, planned
 from moetool.job.plan import Plan
-from moetool.job.processes import is_first_process, processes
+from moetool.job.processes import processes
 from moetool.job.progress import SILENT, Progress
-from moetool.job.ranks import JoinedRanks, Ranks
+from moetool.job.ranks import Ranks, joined
 from moetool.job.records import check_records
 from moetool.job.result import Json, Result, Sizes, Told
 from moetool.job.stage import AnyStage
 from moetool.job.workspace import (
-    FollowingWorkspace,
-    RankWorkspace,
     Workspace,
     check_finished,
     is_finished,
@@ -149,8 +148,8 @@ def run_stage(
         raise UsageError(f"{kind.name} runs in one process; this is one of {processes()}. Start it without a launcher.")
     return_freed_memory()
     keep_few_programs()
-    with JoinedRanks() if processes() > 1 and not kind.has_trainer else Ranks() as ranks:
-        if ranks.is_first:
+    with joined(has_trainer=kind.has_trainer) as ranks:
+        if ranks.is_first or kind.has_trainer:
             return _lead(kind, source, output, options, ranks, resume, overwrite, progress, measured, same_input)
         return _follow(kind, source, output, options, ranks)
 
@@ -185,7 +184,7 @@ def _lead(
     made_by = identity(stage)
     inputs = Inputs(stage.inputs(), said_same=same_input)
     if resume and not overwrite and is_finished(directory):
-        if is_first_process():
+        if ranks.is_first:
             check_finished(directory, made_by, opened.checkpoint)
             inputs.check(inputs_read(directory))
         ranks.broadcast(None)
@@ -206,13 +205,13 @@ def _lead(
             inputs=inputs,
             conditions=Conditions.now(plan).to_json(),
         )
-        if is_first_process()
-        else FollowingWorkspace(directory)
+        if ranks.is_first
+        else Books(directory)
     )
     try:
         threads = _threads(workspace)
         ranks.broadcast(threads)
-        if is_first_process():
+        if ranks.is_first:
             meter.keep(resumed=workspace.is_resumed)
         with _storage_explained(directory, plan.disk_bytes), meter, listening() as interrupt, with_threads(threads):
             job = Job(stage.source, workspace, options, stage.recipe(), meter, interrupt, ranks)
@@ -223,7 +222,7 @@ def _lead(
                 workspace.begin_with(measured)
             told = stage.run(job)
             result = replace(_result(kind, source, directory, began, told), loaded=job.loaded)
-            if is_first_process():
+            if ranks.is_first:
                 result = replace(result, sizes=_verified(stage, directory))
                 write_costs(directory, opened.checkpoint.path, meter, plan, result, inputs)
             workspace.close()
@@ -241,7 +240,7 @@ def _lead(
     )
 
 
-def _threads(workspace: Workspace) -> int:
+def _threads(workspace: Books) -> int:
     """The number of torch's threads to work with: that with which the run was begun."""
     begun = Conditions.noted(workspace.conditions)
     return torch.get_num_threads() if begun is None else begun.threads_here
@@ -307,7 +306,7 @@ def _follow(kind: type[AnyStage], source: str | Path, output: str | Path, option
     directory, told = output_directory(output), Told()
     if threads is not None:
         stage = kind(kind.source_type.of(Checkpoint.open(source)), options)
-        workspace = RankWorkspace(directory, ranks)
+        workspace = RankBooks(directory, ranks)
         with _storage_explained(directory), listening() as interrupt, with_threads(threads):
             job = Job(stage.source, workspace, options, stage.recipe(), interrupt=interrupt, ranks=ranks)
             told = stage.run(job)

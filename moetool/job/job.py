@@ -19,12 +19,12 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.families import architecture_of
 from moetool.job.blueprint import check_against_config
+from moetool.job.books import Books, Outcome, PartBooks
 from moetool.job.interrupt import Interrupt
 from moetool.job.options import RunOptions
 from moetool.job.progress import SILENT, Progress
 from moetool.job.ranks import Ranks
 from moetool.job.result import LoadedLayer
-from moetool.job.workspace import Outcome, PartWorkspace, Workspace
 from moetool.representations.quantized import QuantizedMatrix
 from moetool.runtime.dense import DenseModel
 from moetool.runtime.memory import return_heap
@@ -115,7 +115,7 @@ class Job(Generic[SourceT]):
     """One run of a stage: its input, its workspace, and what it does between units."""
 
     source: SourceT
-    workspace: Workspace
+    workspace: Books
     options: RunOptions
     recipe: Mapping[str, object]  # the options that decide the result, for the manifest
     progress: Progress = SILENT
@@ -139,9 +139,7 @@ class Job(Generic[SourceT]):
         """A part of this job that writes a model of its own, without a proof, into `NAME` in the work directory; its
         units are kept in the journal of the whole."""
         options = self.options.model_copy(update={"proof": False})
-        return replace(
-            self, workspace=PartWorkspace(self.workspace, name), options=options, loaded=None, _together=set()
-        )
+        return replace(self, workspace=PartBooks(self.workspace, name), options=options, loaded=None, _together=set())
 
     def unit(self, name: str, steps: int = 0) -> bool:
         """Whether a unit is still to be done, by this process: of several by the first, unless they `share` it or do it
@@ -230,7 +228,7 @@ class Job(Generic[SourceT]):
         spent: Iterable[Path] = (),
         told: Mapping[str, object] | None = None,
     ) -> None:
-        """A unit's files are in place; see `Workspace.done`. Of a unit that was done `together` all say so."""
+        """A unit's files are in place; see `Books.done`. Of a unit that was done `together` all say so."""
         if name in self._together:
             self._together.remove(name)
             self.ranks.barrier()

@@ -15,12 +15,13 @@ from pydantic import TypeAdapter, ValidationError
 from moetool.checkpoint.names import COSTS
 from moetool.checkpoint.sealed import BROKEN_SEAL, read_sealed, write_sealed
 from moetool.errors import ResourceError
+from moetool.job.books import WORK_DIRECTORY
 from moetool.job.inputs import Inputs
 from moetool.job.memory import PeakMemory
 from moetool.job.plan import Plan, bytes_below
 from moetool.job.progress import Progress
 from moetool.job.result import Json, PhaseCost, PhaseTime, Printed, Result
-from moetool.job.workspace import SPENT, WORK_DIRECTORY
+from moetool.job.workspace import SPENT
 
 COSTS_VERSION = 1
 _SAVED_SECONDS = 10.0  # of its account, that a run may lose which is killed

@@ -77,6 +77,42 @@ class Ranks(Peers):
                 self.fail(error)
 
 
+def joined(*, has_trainer: bool) -> Ranks:
+    """The processes of this job, by what a launcher has told this one: a Trainer's, several that meet here, or one."""
+    if has_trainer:
+        return TrainerRanks()
+    return JoinedRanks() if processes() > 1 else Ranks()
+
+
+class TrainerRanks(Ranks):
+    """The processes that transformers' Trainer brings together, each of which goes through all of a job.
+
+    They share batches, and no units of work: as far as units go, each is alone (`size` is 1) and the first keeps the
+    books. They meet when the Trainer is made, which is when they can tell one another something.
+    """
+
+    def __init__(self) -> None:
+        self.rank = rank()
+
+    def barrier(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+
+    def is_stopping(self, asked: bool) -> bool:
+        """Whether any process was asked to stop: they have to stop at the same step."""
+        if not dist.is_initialized():
+            return asked
+        flag = torch.tensor(float(asked), device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def close(self) -> None:
+        """End their communication when all have come here: the first goes on alone, and others may end before it."""
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
+
 class JoinedRanks(Ranks):
     """One of several processes, by what their launcher has told each.
 

@@ -10,11 +10,11 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
 
-from moetool.checkpoint.files import TEMPORARY, fast_digest, is_intact, place, storage_errors
+from moetool.checkpoint.files import TEMPORARY, is_intact, place, storage_errors
 from moetool.checkpoint.names import MANIFEST
 from moetool.checkpoint.reader import Checkpoint
+from moetool.job.books import WORK_DIRECTORY, Books, Outcome
 from moetool.job.inputs import Inputs
 from moetool.job.journal import Journal, hand_on
 from moetool.job.lock import Lock
@@ -22,7 +22,6 @@ from moetool.job.place import check_directory, check_made_by, check_occupied, ch
 from moetool.job.progress import SILENT, Progress, phase
 from moetool.job.ranks import Ranks
 
-WORK_DIRECTORY = ".moetool"
 FINISHED = "finished"  # the journal's last unit
 TRAINER = "trainer"  # checkpoints of a training, which have digests of their own
 SPENT = "costs.json"  # what runs have cost, which has a digest of its own
@@ -30,23 +29,7 @@ _LOCK, _JOURNAL = "lock", "journal.jsonl"
 _UNJOURNALED = {_LOCK, _JOURNAL, TRAINER, SPENT, SPENT + TEMPORARY}
 
 
-class Outcome(NamedTuple):
-    """What a unit leaves: `FastDigest`s of its files by name, names of those that it used up, and what it notes."""
-
-    unit: str
-    files: dict[str, str]
-    spent: list[str]
-    told: dict[str, object]
-
-
-class Notes(NamedTuple):
-    """What the processes beside the first know of the journal: which units are done, and what each has noted."""
-
-    done: set[str]
-    told: dict[str, dict[str, object]]
-
-
-class Workspace:
+class Workspace(Books):
     """One job's output directory, locked until `close`, `abandon` or the end of the process.
 
     Args:
@@ -76,7 +59,8 @@ class Workspace:
         inputs: Inputs | None = None,
         conditions: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
-        self.output, self.work, self.fingerprint = output, output / WORK_DIRECTORY, fingerprint
+        super().__init__(output)
+        self.fingerprint = fingerprint
         self._progress, self._inputs, self._conditions = progress, inputs or Inputs(), conditions
         check_directory(output, resume=resume, overwrite=overwrite)
         self._is_new = not output.exists()
@@ -165,62 +149,30 @@ class Workspace:
         self._seen = {path: _signature(path) for path in self._working_files()}
 
     def is_done(self, unit: str) -> bool:
-        """Whether a unit's files are in place."""
         return self._journal.is_done(unit)
 
     @property
     def is_resumed(self) -> bool:
-        """Whether anything had been finished before this process began."""
         return bool(self._journal.units)
 
     @property
     def conditions(self) -> Mapping[str, object]:
-        """The conditions under which this run was begun, as the journal has noted them."""
         return self._journal.conditions
 
     def told(self, unit: str) -> Mapping[str, object]:
-        """What a unit noted when it was done, though it may have to be made again; empty if it never was."""
         found = self._journal.units.get(unit)
         return {} if found is None else found.told
 
-    def done(
-        self,
-        unit: str,
-        *,
-        made: Iterable[Path] = (),
-        digests: Mapping[Path, str] | None = None,
-        spent: Iterable[Path] = (),
-        told: Mapping[str, object] | None = None,
-        alone: bool = True,
-    ) -> None:
-        """Note that a unit's files are in place.
-
-        Args:
-            unit: its name.
-            made: what it wrote into the output; what is new in the work directory is found.
-            digests: `FastDigest`s that are known already.
-            spent: files that only this unit needed; they are deleted.
-            told: what it has to note, in words of JSON.
-            alone: whether nothing else is being made meanwhile; if not, `made` is all.
-        """
-        fresh = [path for path in self._working_files() if self._seen.get(path) != _signature(path)] if alone else []
-        known, used = digests or {}, list(spent)
-        files = (path for path in [*fresh, *made] if path not in used)
-        found = {self._name(path): known.get(path) or fast_digest(path) for path in files}
-        self.note(Outcome(unit, found, [self._name(path) for path in used], dict(told or {})))
-
-    def _name(self, path: Path) -> str:
-        return path.relative_to(self.output).as_posix()
+    def _fresh(self) -> list[Path]:
+        return [path for path in self._working_files() if self._seen.get(path) != _signature(path)]
 
     def note(self, made: Outcome) -> None:
-        """Note what a unit has made, here or in another process."""
         self._journal.done(*made)
         paths = [self.output / name for name in made.files]
         self._seen |= {path: _signature(path) for path in paths if path.is_relative_to(self.work)}
         _delete(self.output / name for name in made.spent)
 
     def catch_up(self, ranks: Ranks) -> None:
-        """Wait for all processes of the job; what the first has noted by then, all know."""
         units = self._journal.units
         told = {name: unit.told for name, unit in units.items()}
         ranks.broadcast(({name for name in units if self.is_done(name)}, told))
@@ -244,82 +196,6 @@ class Workspace:
         _delete(_entries(self.work) - {path, self._lock.path})
         _delete([path])
         self._lock.release(remove=True)
-
-
-class FollowingWorkspace(Workspace):
-    """The workspace of a process beside the first of a job, which works in the same place and keeps no books."""
-
-    def __init__(self, output: Path) -> None:
-        self.output, self.work, self.fingerprint = output, output / WORK_DIRECTORY, ""
-
-    def is_done(self, unit: str) -> bool:
-        return False
-
-    @property
-    def is_resumed(self) -> bool:
-        return False
-
-    @property
-    def conditions(self) -> Mapping[str, object]:
-        return {}
-
-    def told(self, unit: str) -> Mapping[str, object]:
-        return {}
-
-    def done(self, unit: str, **_: object) -> None:
-        pass
-
-    def abandon(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class PartWorkspace(FollowingWorkspace):
-    """A directory in a job's work directory, for a part of the job: the job's journal keeps its units as NAME/UNIT."""
-
-    def __init__(self, whole: Workspace, name: str) -> None:
-        super().__init__(whole.work / name)
-        self.fingerprint, self._whole, self._part = whole.fingerprint, whole, name
-        with storage_errors(self.work):
-            self.work.mkdir(parents=True, exist_ok=True)
-
-    def is_done(self, unit: str) -> bool:
-        return self._whole.is_done(f"{self._part}/{unit}")
-
-    def told(self, unit: str) -> Mapping[str, object]:
-        return self._whole.told(f"{self._part}/{unit}")
-
-    def done(self, unit: str, **made: Any) -> None:
-        self._whole.done(f"{self._part}/{unit}", **made)
-
-    def catch_up(self, ranks: Ranks) -> None:
-        self._whole.catch_up(ranks)
-
-
-class RankWorkspace(FollowingWorkspace):
-    """The workspace where processes share units: what this one makes goes to the first, whose notes come back."""
-
-    def __init__(self, output: Path, ranks: Ranks) -> None:
-        super().__init__(output)
-        self._ranks, self._notes = ranks, Notes(set(), {})
-
-    def is_done(self, unit: str) -> bool:
-        return unit in self._notes.done
-
-    def told(self, unit: str) -> Mapping[str, object]:
-        return self._notes.told.get(unit, {})
-
-    def done(self, unit: str, **made: Any) -> None:
-        Workspace.done(self, unit, **made)
-
-    def note(self, made: Outcome) -> None:
-        self._ranks.post(made)
-
-    def catch_up(self, ranks: Ranks) -> None:
-        done, told = ranks.broadcast((self._notes.done, self._notes.told))
-        self._notes = Notes(done, told)
 
 
 def check_place(

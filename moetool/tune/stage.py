@@ -29,7 +29,7 @@ from moetool.job.blueprint import layer_of
 from moetool.job.job import Input, Job
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
-from moetool.job.processes import is_first_process, sharding
+from moetool.job.processes import sharding
 from moetool.job.result import Sizes, Told
 from moetool.job.shards import ShardPlan
 from moetool.job.stage import Stage
@@ -184,10 +184,10 @@ class Tune(Stage[TuneOptions, AnySource]):
         trained = self._prepare(job, model)
         if job.unit("data"):  # from here on there may be a checkpoint to go on with
             job.finish("data", told={"examples": examples.digest()})
-        elif job.workspace.told("data")["examples"] != examples.digest():
+        elif job.ranks.is_first and job.workspace.told("data")["examples"] != examples.digest():
             raise UsageError("The data has changed since this run began. Start again with --overwrite.")
         told, weights = train(job, model, self.options, examples.items, held_out.items if held_out else None)
-        if not is_first_process():
+        if not job.ranks.is_first:
             return Told()
         if told.mask_sparsity is not None and all_closed(model):
             raise VerificationError(

@@ -214,14 +214,13 @@ class Reporter(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self._job.progress.advance()
-        if _by_any(self._job.interrupt.requested):
+        if self._job.ranks.is_stopping(self._job.interrupt.requested):
             control.should_save = True
             control.should_training_stop = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """The checkpoint is there: note what its files hold, and only then let go of the one before it."""
-        if torch.distributed.is_initialized():
-            torch.distributed.barrier()  # other processes have written parts of it
+        self._job.ranks.barrier()  # other processes have written parts of it
         if state.is_world_process_zero:
             directory = Path(args.output_dir)
             last = directory / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -244,15 +243,6 @@ class Reporter(TrainerCallback):  # type: ignore[misc]
         if found:
             values = ", ".join(f"{name} {float(value):.4g}" for name, value in found.items())
             self._job.progress.log(f"step {state.global_step}: {values}")
-
-
-def _by_any(asked: bool) -> bool:
-    """Whether any process of the job was asked: they have to stop at the same step."""
-    if not torch.distributed.is_initialized():
-        return asked
-    flag = torch.tensor(float(asked), device="cuda" if torch.distributed.get_backend() == "nccl" else "cpu")
-    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-    return bool(flag)
 
 
 @torch.no_grad()

@@ -113,9 +113,7 @@ def train(
                     "asked for: more --steps, or a higher --multiplier-rate, would."
                 )
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_sharded else None
-    if torch.distributed.is_initialized():  # the first process writes alone, and others may end before it
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+    job.ranks.close()
     return found, weights
 
 

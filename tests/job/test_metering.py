@@ -5,10 +5,10 @@ from pathlib import Path
 
 from moetool.checkpoint.names import COSTS
 from moetool.checkpoint.sealed import read_sealed, write_sealed
+from moetool.job.books import WORK_DIRECTORY
 from moetool.job.metering import JobCosts, Meter, read_costs
 from moetool.job.progress import Progress, phase
 from moetool.job.result import PhaseCost, PhaseTime
-from moetool.job.workspace import WORK_DIRECTORY
 
 
 def test_a_phase_that_comes_again_adds_to_the_first(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from moetool.checkpoint.manifest import Manifest, write_manifest
 from moetool.errors import UsageError
+from moetool.job.books import WORK_DIRECTORY
 from moetool.job.inputs import Inputs
-from moetool.job.workspace import WORK_DIRECTORY, PartWorkspace, Workspace, check_finished, is_finished
+from moetool.job.workspace import PartWorkspace, Workspace, check_finished, is_finished
 
 
 @pytest.fixture
