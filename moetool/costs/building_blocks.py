@@ -1,4 +1,4 @@
-"""What the parts that jobs are made of take, from shapes alone: calibration, statistics, writing.
+"""Cost model of the parts that jobs are made of, calibration, statistics and writing, from tensor shapes alone.
 
 Products and decompositions follow from the maths; what cannot be derived stands in `COEFFICIENTS`.
 """
@@ -21,7 +21,7 @@ from moetool.runtime.dense import DenseModel
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A model as it runs, all layers together.
+    """Widths, weights and bytes of a model as it runs, all layers together.
 
     Attributes:
         layers: decoder layers, of which `moe_layers` have experts of `shape`.
@@ -109,24 +109,24 @@ def _precision(cost: CalibrationCost) -> Precision:
 
 
 def _gram_precision(cost: CalibrationCost) -> Precision:
-    """In which Gram matrices of such rows are multiplied."""
+    """The precision in which Gram matrices of rows of this dtype are multiplied."""
     return "float32" if cost.itemsize == 2 else "float64"
 
 
 def loading(size: ModelSize) -> Work:
-    """Every layer's weights, from disk into place, once the model is built."""
+    """The work of reading every layer's weights from the disk and putting them in place, once the model is built."""
     each, expert = COEFFICIENTS.load_calls
     calls = COEFFICIENTS.open_calls + size.layers * each + size.experts * expert
     return Work(moved=COEFFICIENTS.load_bytes * size.numbers, calls=calls, read=size.nbytes)
 
 
 def _pass(cost: CalibrationCost, size: ModelSize) -> Work:
-    """All windows through all layers that are there."""
+    """The work of running all windows through all layers that are there."""
     return _around(cost, size) + _inside(cost, size)
 
 
 def _around(cost: CalibrationCost, size: ModelSize) -> Work:
-    """All windows through all layers, but for their experts."""
+    """The work of running all windows through all layers, experts left out."""
     tokens, made = cost.samples * cost.length, COEFFICIENTS
     products = tokens * (size.active - size.active_in_experts + size.layers * cost.length * size.hidden)
     scores = made.score_bytes * size.layers * size.heads * cost.length
@@ -138,7 +138,7 @@ def _around(cost: CalibrationCost, size: ModelSize) -> Work:
 
 
 def _inside(cost: CalibrationCost, size: ModelSize) -> Work:
-    """All windows through the experts of all layers."""
+    """The work of running all windows through the experts of all layers."""
     if size.shape is None:
         return Work()
     made = COEFFICIENTS
@@ -150,8 +150,8 @@ def _inside(cost: CalibrationCost, size: ModelSize) -> Work:
 
 
 def calibration_forward(cost: CalibrationCost, size: ModelSize, kept: int = 1, *, measures: bool = False) -> Work:
-    """One sweep over the text, `kept` of whose layer boundaries go to the disk; each is read again. Where it only
-    `measures`, nobody wants what layers give."""
+    """The work of one forward pass of the text. The hidden states at `kept` layer boundaries are written to the disk
+    and read again. A pass that only `measures` does not need the outputs of its layers."""
     boundaries = kept * cost.boundary_bytes(size.hidden)
     work = loading(size) + _pass(cost, size) + Work(read=boundaries, written=boundaries)
     if not size.in_sets:
@@ -161,7 +161,7 @@ def calibration_forward(cost: CalibrationCost, size: ModelSize, kept: int = 1, *
 
 
 def head_gradients(cost: CalibrationCost, size: ModelSize) -> Work:
-    """The work of the losses, and of their gradients at the last layer's output."""
+    """The work of computing the losses and their gradients at the last layer's output."""
     tokens = cost.samples * cost.length
     logits = tokens * size.vocabulary
     return Work(
@@ -172,7 +172,8 @@ def head_gradients(cost: CalibrationCost, size: ModelSize) -> Work:
 
 
 def calibration_backward(cost: CalibrationCost, size: ModelSize) -> Work:
-    """From the loss back to the first layer: every layer forwards again, and backwards."""
+    """The work of the backward pass from the loss to the first layer, in which every layer runs forwards again and then
+    backwards."""
     both = _pass(cost, size) * (1 + COEFFICIENTS.backward)
     boundaries = size.layers * cost.boundary_bytes(size.hidden)
     work = head_gradients(cost, size) + loading(size) + both + Work(read=2 * boundaries, written=boundaries)
@@ -187,30 +188,32 @@ def calibration_backward(cost: CalibrationCost, size: ModelSize) -> Work:
 
 
 def _around_experts(cost: CalibrationCost, size: ModelSize) -> Work:
-    """All windows through all layers that have experts, but for these."""
+    """The work of running all windows through the layers that have experts, experts left out."""
     return _around(cost, size) * (size.moe_layers / size.layers)
 
 
 def _experts_again(cost: CalibrationCost, size: ModelSize) -> Work:
-    """All experts, from the disk, on what they were given."""
+    """The work of reading all experts from the disk and running them again on their inputs."""
     return _reading_experts(size) + _inside(cost, size)
 
 
 def _reading_experts(size: ModelSize) -> Work:
-    """Every expert from the disk."""
+    """The work of reading every expert from the disk."""
     calls = size.experts * COEFFICIENTS.load_calls[1]
     share = size.expert_numbers / max(1, size.numbers)
     return Work(moved=COEFFICIENTS.load_bytes * size.expert_numbers, calls=calls, read=share * size.nbytes)
 
 
 def _noted(cost: CalibrationCost, size: ModelSize) -> Work:
-    """Work of one vector as wide as hidden states, for all tokens and each MoE layer, to the disk and back."""
+    """The work of writing one vector as wide as a hidden state per token and MoE layer to the disk and reading it
+    back."""
     nbytes = cost.samples * cost.length * size.hidden * cost.itemsize * size.moe_layers
     return Work(moved=4 * nbytes, read=nbytes, written=nbytes)
 
 
 def weights_again(size: ModelSize) -> Work:
-    """Every matrix of every expert, where it is wanted when the text has gone by, and is no longer in memory."""
+    """The work of reading every expert's matrices again after the text has passed, where they did not stay in
+    memory."""
     return _reading_experts(size) if size.in_sets else Work()
 
 
@@ -218,8 +221,8 @@ def weights_again(size: ModelSize) -> Work:
 
 
 def fisher(cost: CalibrationCost, size: ModelSize) -> Work:
-    """Squared gradients of every expert's matrices, window by window (in fp32 whatever the model runs in), and the
-    merge of all experts by them."""
+    """The work of squaring the gradients of every expert's matrices window by window, in fp32 whatever the model runs
+    in, and of merging all experts by them."""
     if size.shape is None:
         return Work()
     shape = size.shape
@@ -238,7 +241,8 @@ def merging(size: ModelSize) -> Work:
 
 
 def factor_grams(cost: CalibrationCost, size: ModelSize) -> Work:
-    """Second moments of every expert's inputs, and of what its down delta makes of them where that is narrower."""
+    """The work of summing the second moments of every expert's inputs, and of the outputs of its down delta where these
+    are narrower."""
     shape, routed = size.moe, _routed(cost, size)
     narrow = min(shape.hidden, shape.intermediate)
     lost = shape.hidden * shape.intermediate if shape.intermediate > shape.hidden else 0
@@ -257,7 +261,7 @@ def decoding(size: ModelSize) -> Work:
 
 
 def input_grams(cost: CalibrationCost, size: ModelSize) -> Work:
-    """Second moments of what every matrix of every expert is given."""
+    """The work of summing the second moments of the inputs of every matrix of every expert."""
     shape, routed = size.moe, _routed(cost, size)
     work = Work(
         products={"float32": COEFFICIENTS.narrow * routed * (shape.hidden**2 + shape.intermediate**2) / 2},
@@ -268,8 +272,8 @@ def input_grams(cost: CalibrationCost, size: ModelSize) -> Work:
 
 
 def _grams_in_sets(cost: CalibrationCost, size: ModelSize, precision: Precision, *, down: bool) -> Work:
-    """Experts run once for what is common to them, the mean of second moments of inputs and of `down`'s among it, and
-    once more, set by set, for their own."""
+    """The additional work where experts are in memory set by set: they run once for the means of second moments that
+    they share, `down`'s among them, and once more for their own."""
     if not size.in_sets:
         return Work()
     shape, tokens = size.moe, cost.samples * cost.length * size.moe_layers
@@ -290,7 +294,7 @@ def usage(cost: CalibrationCost, size: ModelSize) -> Work:
 
 
 def _routed(cost: CalibrationCost, size: ModelSize) -> int:
-    """Tokens that experts are given, in all layers."""
+    """The number of tokens that experts are given, summed over all layers."""
     return cost.samples * cost.length * size.moe.top_k * size.moe_layers
 
 
@@ -302,8 +306,8 @@ def _batches(cost: CalibrationCost) -> int:
 
 
 def refine_together(size: ModelSize, steps: int, tokens: int, share: float) -> Work:
-    """Bases and deltas, that have a `share` of the experts' numbers, moved in so many steps of so many tokens: what the
-    experts give forwards and backwards, and a dozen numbers for each that is moved."""
+    """The work of moving bases and deltas, which have a `share` of the experts' numbers, in so many steps of so many
+    tokens: outputs and gradients of the experts, and a dozen numbers read and written for each that is moved."""
     shape = size.moe
     numbers = share * shape.experts * shape.expert_parameters
     products = 3.0 * tokens * (shape.top_k * shape.expert_parameters + shape.hidden**2)
@@ -317,7 +321,8 @@ def refine_together(size: ModelSize, steps: int, tokens: int, share: float) -> W
 
 
 def writing(read: int, written: int, tensors: int) -> Work:
-    """Weight files: what is read for them, and what is written, hashed as it is and once more for the manifest."""
+    """The work of writing weight files: bytes that are `read` for them and `written`, hashed as they are written and
+    once more for the manifest."""
     return Work(
         moved=COEFFICIENTS.write_bytes * written,
         calls=COEFFICIENTS.write_calls * tensors,

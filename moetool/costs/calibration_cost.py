@@ -1,4 +1,4 @@
-"""What a calibration text takes on the disk and in memory while it goes through a model layer by layer."""
+"""Bytes on the disk and in memory that a calibration text takes while it goes through a model layer by layer."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ _STREAMING = 470_000_000
 
 @dataclass(frozen=True)
 class CalibrationCost:
-    """What calibrating on `samples` windows of `length` tokens takes.
+    """Sizes of a calibration on `samples` windows of `length` tokens.
 
     Attributes:
         samples, length: windows, and tokens in each.
@@ -38,21 +38,21 @@ class CalibrationCost:
     gradient_samples: int = 0
 
     def boundary_bytes(self, hidden: int) -> int:
-        """Hidden states of the whole calibration set at one layer boundary."""
+        """Bytes of the hidden states of the whole calibration set at one layer boundary."""
         return self.samples * self.length * hidden * self.kept_itemsize
 
     def forward_bytes(self, hidden: int) -> int:
-        """Most that is on the disk at any time while the set goes forward through the model."""
+        """Peak bytes on the disk while the set goes forward through the model."""
         return 2 * self.boundary_bytes(hidden)
 
     def gradient_bytes(self, hidden: int, layers: int) -> int:
-        """Most that is on the disk while the windows with gradients go forward through `layers`, and back."""
+        """Peak bytes on the disk while the windows with gradients go forward through `layers`, and back."""
         one = self.gradient_samples * self.length * hidden * self.kept_itemsize
         return boundaries_at_once(layers) * one
 
     def dense_memory_bytes(self, dense: DenseModel, *, runs: bool, calibrated: bool) -> int:
-        """Estimated peak of anonymous memory of converting a dense model, which `runs` layer by layer in fp32, and if
-        `calibrated` on the whole calibration text."""
+        """Estimated peak bytes of anonymous memory of converting a dense model, which `runs` layer by layer in fp32,
+        and if `calibrated` on the whole calibration text."""
         matrix = dense.hidden * dense.intermediate
         if not runs:
             return BASELINE + 4 * 3 * matrix
@@ -68,8 +68,8 @@ class CalibrationCost:
         return BASELINE + 4 * (rest + layer + 3 * matrix) + read + activations + logits
 
     def layer_memory(self, experts: ExpertReader, *measuring: Measuring, gradients: bool = False) -> LayerMemory:
-        """Estimated peak of anonymous memory, by parts, of a job that measures this, one after the other: all of one
-        layer, one batch, statistics, and what is not a layer."""
+        """Estimated peak bytes of anonymous memory, by parts, of a job that takes these measurements one after the
+        other: all of one layer, one batch, statistics, and what is not a layer."""
         shape, config = experts.shape, experts.checkpoint.settings
         outside, largest, other = layer_numbers(experts)
         windows = batch_size(self.samples, self.length)
@@ -89,9 +89,9 @@ class CalibrationCost:
         )
 
     def recorded_bytes(self, shape: MoEShape, at_once: int, *, gradients: bool, sums: bool) -> int:
-        """What is on the disk beside the hidden states while a layer's experts, so many `at_once`, run on what they
-        were given: that, and what they give; for `gradients` these of both; for some measurements the `sums` of their
-        activations. Nothing where all experts are in memory."""
+        """Bytes on the disk, beside the hidden states, while a layer's experts run so many `at_once`: their inputs and
+        outputs, for `gradients` those of both, and for some measurements the `sums` of their activations. Zero where
+        all experts are in memory."""
         if at_once >= shape.experts:
             return 0
         windows = self.gradient_samples if gradients else self.samples

@@ -1,4 +1,5 @@
-"""How often numbers are passed over and how many operations a layer is: what was fitted to measured runs.
+"""Coefficients of the cost model that shapes do not give: bytes moved per number and operations called per layer,
+fitted to measured runs.
 
 To fit them again: `scripts/benchmarks/estimates.py` on a quiet machine shows by phase how far off the estimate is, and
 which kind of work it thinks takes the time. All numbers that are not maths stand here.
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Bytes that are moved, operations that are called, and how much of each kind of work something is."""
+    """Bytes that are moved, operations that are called, and shares of decompositions, as fitted to measured runs."""
 
     open_calls: float = 60_000  # to build a model without its weights
     load_calls: tuple[float, float] = (5000, 60)  # to put a layer's weights in place, and one expert's

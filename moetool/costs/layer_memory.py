@@ -1,4 +1,4 @@
-"""What going through a model layer by layer takes at its peak, and how many experts of a layer that leaves room for."""
+"""Peak memory of going through a model layer by layer, and how many experts of a layer that leaves room for."""
 
 from dataclasses import dataclass, replace
 
@@ -14,7 +14,7 @@ _FP64 = 8
 
 @dataclass(frozen=True)
 class Measuring:
-    """Bytes of one thing that is measured of a layer, and of what is made of it.
+    """Bytes of one measurement of a layer, and of what is made of it.
 
     Attributes:
         common: once for the layer.
@@ -27,12 +27,13 @@ class Measuring:
     work: int = 0
 
     def nbytes(self, at_once: int) -> int:
-        """Bytes of memory with so many experts of the layer in it."""
+        """Bytes of memory that the measurement takes with so many experts of the layer in it."""
         return self.common + at_once * self.each + self.work
 
     @classmethod
     def fisher(cls, shape: MoEShape, *, regression: bool = False) -> "Measuring":
-        """Fisher-weighted sums of the experts' matrices; with `regression` what RegMean needs."""
+        """The measurement of Fisher-weighted sums of the experts' matrices; with `regression`, of the Gram matrices of
+        RegMean, too."""
         common = 4 * (2 * shape.expert_parameters + 2 * shape.hidden * shape.intermediate)
         if regression:
             squares = 2 * (shape.hidden**2 + shape.intermediate**2)  # to be solved, and the sums
@@ -41,7 +42,8 @@ class Measuring:
 
     @classmethod
     def factors(cls, shape: MoEShape, *, jointly: bool = False) -> "Measuring":
-        """Gram matrices for low-rank deltas, and their factorisation, one after the other or `jointly`."""
+        """The measurement of Gram matrices for low-rank deltas, with the factorization of these one after the other or
+        `jointly`."""
         small, large = sorted((shape.hidden, shape.intermediate))
         grams = _FP64 * (shape.hidden**2 + small**2)  # for one expert, or the mean
         sample = _FP64 * small * shape.intermediate
@@ -49,8 +51,8 @@ class Measuring:
         return cls(grams + sample + 4 * shape.expert_parameters, grams + together, _FP64 * small * 6 * large)
 
     def refined(self, shape: MoEShape, share: float, tokens: int) -> "Measuring":
-        """This measurement, when then a base and deltas with that `share` of the experts' numbers are moved by
-        gradients on so many tokens."""
+        """The measurement followed by a refinement that moves a base and deltas with a `share` of the experts' numbers
+        by gradients on so many tokens."""
         numbers = shape.experts * shape.expert_parameters
         moved = 4 * round(5 * share * numbers)  # as they were, as they are, and what Adam keeps
         text = tokens * (10 * shape.hidden + 4 * shape.experts)
@@ -58,7 +60,8 @@ class Measuring:
 
     @classmethod
     def codes(cls, shape: MoEShape, *, refined_on: int = 0) -> "Measuring":
-        """Gram matrices for quantized deltas, and rounding on them; an expert that is `refined_on` so many tokens."""
+        """The measurement of Gram matrices for quantized deltas, with error feedback; an expert is `refined_on` so many
+        tokens."""
         each_down = shape.intermediate**2 if keeps_each_down(shape) else 0
         means = GRAM_DTYPE.itemsize * (shape.hidden**2 + shape.intermediate**2)
         work = 4 * 5 * max(shape.hidden, shape.intermediate) ** 2
@@ -71,7 +74,7 @@ class Measuring:
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Bytes at the peak of a job that goes through an MoE model on a text, layer by layer.
+    """Peak bytes, by parts, of a job that takes an MoE model through a text layer by layer.
 
     Attributes:
         rest: whatever a layer holds: the process, embeddings and head, a layer without its experts.
@@ -108,7 +111,8 @@ class LayerMemory:
 
 
 def layer_numbers(experts: ExpertReader) -> tuple[int, int, int]:
-    """Numbers outside of all layers, in the largest layer without its experts, and in the largest MoE layer so."""
+    """How many numbers are outside of all layers, in the largest layer without its experts, and in the largest MoE
+    layer without its experts."""
     architecture, tensors = experts.architecture, experts.checkpoint.tensors
     start = architecture.layer.partition("{")[0]
     sizes = {name: info.nbytes // info.dtype.itemsize for name, info in tensors.items() if name not in experts.names}
@@ -121,9 +125,9 @@ def layer_numbers(experts: ExpertReader) -> tuple[int, int, int]:
 
 
 def attention_bytes(config: Settings, windows: int, length: int) -> int:
-    """Bytes of latent attention in some windows: queries, keys, values and their gradients, and where values are not
-    as wide as keys the scores between all tokens, which torch then forms on a processor; three times these, by
-    measurement."""
+    """Bytes of latent attention in some windows: queries, keys, values and their gradients, and, where values are
+    narrower or wider than keys, the scores between all tokens, which torch then forms on a processor. A factor of three
+    was measured for these."""
     heads, values = (whole_number(config, key) for key in ("num_attention_heads", "v_head_dim"))
     keys = [whole_number(config, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim")]
     if heads is None or values is None or None in keys:

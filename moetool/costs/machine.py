@@ -1,4 +1,4 @@
-"""How fast this machine is: measured in two or three seconds, and kept in the user's cache."""
+"""Speeds of this machine, measured in two or three seconds and kept in the user's cache."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ BySize = Annotated[dict[int, Measure], Field(min_length=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpeeds:
-    """What a device and the memory do in a second.
+    """Speeds of the device that computes, and of memory.
 
     Attributes:
         products: multiply-adds per second, by precision.
@@ -56,7 +56,7 @@ class DeviceSpeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskSpeeds:
-    """What the disk beside an output reads and writes, in bytes per second."""
+    """Speeds of the disk beside an output, in bytes per second."""
 
     read: Measure
     written: Measure
@@ -67,14 +67,14 @@ SpeedsT = TypeVar("SpeedsT", DeviceSpeeds, DiskSpeeds)
 
 @dataclass(frozen=True, kw_only=True)
 class Machine(DeviceSpeeds, DiskSpeeds):
-    """How fast this machine does each kind of work."""
+    """Speeds of this machine by kind of work."""
 
     def seconds(self, work: Work) -> float:
-        """Seconds of some work, each of its kinds after the other."""
+        """The seconds that some work takes, its kinds one after the other."""
         return math.fsum(self.seconds_by_kind(work).values())
 
     def seconds_by_kind(self, work: Work) -> dict[str, float]:
-        """Seconds of some work, by field of `Work`."""
+        """The seconds that some work takes, by field of `Work`."""
         return {
             "products": sum(count / self.products[precision] for precision, count in work.products.items()),
             "eigen": sum(count * _between(self.eigen, n) for n, count in work.eigen.items()),
@@ -88,7 +88,7 @@ class Machine(DeviceSpeeds, DiskSpeeds):
 
 
 def this_machine(device: torch.device, output: Path) -> Machine:
-    """This machine with what it computes on and the disk that `output` will be on, measured once and then remembered.
+    """The speeds of this machine's device and of the disk that `output` will be on, measured once and then remembered.
 
     `MOETOOL_MEASURE=again` measures again, `MOETOOL_MEASURE=off` refuses to.
 
@@ -108,7 +108,8 @@ def this_machine(device: torch.device, output: Path) -> Machine:
 
 
 def _between(seconds: Mapping[int, float], n: int) -> float:
-    """Seconds of size n, on the line through the logarithms of those that were measured; beyond, by its cube."""
+    """The seconds of size `n`, interpolated linearly between the logarithms of those that were measured and
+    extrapolated by the cube of the size."""
     sizes = sorted(seconds)
     if n >= sizes[-1]:
         return seconds[sizes[-1]] * (n / sizes[-1]) ** 3
@@ -123,7 +124,7 @@ def _between(seconds: Mapping[int, float], n: int) -> float:
 
 
 def measured_speeds(device: torch.device) -> DeviceSpeeds:
-    """All but the disk."""
+    """Measure the speeds of a device and of memory."""
     kind = "cuda" if device.type == "cuda" else "cpu"
     products: dict[Precision, float] = {}
     eigen: dict[int, float] = {}
@@ -153,8 +154,8 @@ def _often(small: torch.Tensor) -> None:
 
 
 def _least_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The least of some attempts, of which the first does not count: as if nothing else were running. A single thread
-    has a clock of its own, which stands while others run."""
+    """The least seconds of several runs after the first: as if nothing else were running. A single thread is timed by a
+    clock of its own, which stands still while other processes run."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if alone else time.perf_counter
     seconds: list[float] = []
@@ -169,7 +170,7 @@ def _least_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def measured_disk(directory: Path) -> DiskSpeeds:
-    """What a small file takes to be written until it is on the disk, and to be read from there, in bytes per second.
+    """Measure how fast a small file is written until it is on the disk, and read from there, in bytes per second.
 
     Raises:
         OSError: none can be written there.
@@ -197,7 +198,7 @@ def measured_disk(directory: Path) -> DiskSpeeds:
 
 
 def _kept(kind: type[SpeedsT], key: Sequence[object], measure: Callable[[], SpeedsT], *, again: bool) -> SpeedsT:
-    """What was measured under that key, or is now."""
+    """The speeds that were measured under that key before, or are measured now."""
     name = f"machine-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:20]}.json"
     for folder in () if again else cache_directories():
         with suppress(OSError, ValueError):  # pydantic's errors are of the second kind

@@ -10,7 +10,8 @@ from moetool.representations.work import GRAM_FACTOR, handling
 
 
 def _image(matrix: tuple[int, int], precision: Precision, *, on_outputs: bool, whitened: bool) -> Work:
-    """What a delta `[out, in]` makes of the inputs behind its Gram matrix, and the products of that with itself."""
+    """The work of multiplying a delta `[out, in]` by the inputs behind its Gram matrix, and the products with each
+    other."""
     rows, columns = matrix
     numbers = rows * columns
     given = Work(moved=COEFFICIENTS.factor_bytes * numbers, calls=COEFFICIENTS.sensitivity_calls)
@@ -23,13 +24,15 @@ def _image(matrix: tuple[int, int], precision: Precision, *, on_outputs: bool, w
 
 
 def spectrum(matrix: tuple[int, int], *, on_outputs: bool = False, whitened: bool = True) -> Work:
-    """What each rank of one delta `[out, in]` loses, by the norm of its inputs, of its outputs, or none."""
+    """The work of computing the loss of each rank of one delta `[out, in]`, in the norm of its inputs, of its outputs,
+    or in none."""
     image = _image(matrix, "float32", on_outputs=on_outputs, whitened=whitened)
     return image + Work(eigen={min(matrix): COEFFICIENTS.eigenvalues})
 
 
 def factorize(matrix: tuple[int, int], rank: float, *, on_outputs: bool = False, whitened: bool = True) -> Work:
-    """The work of the leading `rank` directions of one delta `[out, in]`, by the norm that `spectrum` takes."""
+    """The work of computing the leading `rank` directions of one delta `[out, in]`, in the norm that `spectrum`
+    takes."""
     image = _image(matrix, "bfloat16", on_outputs=on_outputs, whitened=whitened)
     return image + Work(
         products={"float32": matrix[0] * min(matrix) * rank}, eigen={min(matrix): COEFFICIENTS.eigenvectors}
@@ -37,14 +40,15 @@ def factorize(matrix: tuple[int, int], rank: float, *, on_outputs: bool = False,
 
 
 def refine(shape: MoEShape, steps: int, tokens: int) -> Work:
-    """An expert whose stored tensors are moved in so many steps of so many `tokens`: its output forwards and backwards,
-    the error as it counts, and a dozen numbers read and written for each of the matrices'."""
+    """The work of refining an expert's stored tensors in so many steps of so many `tokens`: output and gradients, the
+    weighted error, and a dozen numbers read and written for each number of the matrices."""
     products = steps * tokens * (3 * shape.expert_parameters + 2 * shape.hidden**2)
     return Work(products={"bfloat16": products}, moved=steps * 120.0 * shape.expert_parameters, calls=steps * 220.0)
 
 
 def tried(forms: Collection[Representation], matrix: tuple[int, int]) -> Work:
-    """What every form of a delta loses on the inputs behind its Gram matrix, told from some of its rows."""
+    """The work of estimating the loss of every form of a delta, on the inputs behind its Gram matrix, from some of its
+    rows."""
     columns = matrix[1]
     return (
         factorize(matrix, max((form.directions for form in forms), default=0))

@@ -1,4 +1,4 @@
-"""The phases of whole jobs, under the names that progress shows them by, made of `building_blocks`."""
+"""Phases of whole jobs, made of `building_blocks`, under the names that progress shows."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -38,7 +38,7 @@ PROOF = "Compare with the dense model"
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a job, and its work: progress shows it under its name."""
+    """A part of a job that progress shows under its name, and its work."""
 
     name: str
     work: Work
@@ -48,8 +48,8 @@ Phases = tuple[Phase, ...]
 
 
 def gradient_phases(cost: CalibrationCost, size: ModelSize) -> Phases:
-    """There and back again over the windows that gradients come from: every √L-th boundary is kept, and what lies
-    between is run again on the way back, where bases are made."""
+    """The phases of a forward and a backward pass over the windows that gradients come from. Every √L-th layer boundary
+    is kept, those between are computed again on the way back, where bases are made."""
     kept = -(-size.layers // stretch(size.layers))
     forward = calibration_forward(cost, size, kept)
     return Phase(FORWARD, forward), Phase(BACKWARD, forward + calibration_backward(cost, size) + fisher(cost, size))
@@ -61,14 +61,15 @@ def gradient_cost(cost: CalibrationCost) -> CalibrationCost:
 
 
 def _back_with(few: CalibrationCost, size: ModelSize, measured: Work) -> Phases:
-    """Gradients, and on the way back another forward through each layer, in which deltas to its base are measured."""
+    """The phases of gradients, with another forward through each layer on the way back, in which deltas to its base are
+    measured."""
     forward, backward = gradient_phases(few, size)
     again = calibration_forward(few, size, measures=True) + weights_again(size)
     return forward, Phase(BACKWARD, backward.work + again + measured)
 
 
 def base_phases(cost: CalibrationCost | None, size: ModelSize, written: int) -> Phases:
-    """A base for every layer, weighed by gradients on a text if there is one."""
+    """The phases of a job that makes a base for every layer, weighted by gradients on a text if there is one."""
     if cost is None:
         return (Phase(WRITE, merging(size) + writing(size.nbytes, written, 0)),)
     return gradient_phases(gradient_cost(cost), size)
@@ -77,8 +78,9 @@ def base_phases(cost: CalibrationCost | None, size: ModelSize, written: int) -> 
 def factor_phases(
     cost: CalibrationCost | None, size: ModelSize, written: int, *, gradients: bool, refined: Work | None = None
 ) -> Phases:
-    """Low-rank deltas: what each loses is measured on the way back if there are gradients, else on the whole text if
-    there is one; factors are then made on the whole text, and `refined` if they are to be."""
+    """The phases of a job that makes low-rank deltas. Losses by rank are measured on the way back if there are
+    gradients, else on the whole text if there is one; factors are then made on the whole text, and `refined` if so
+    asked."""
     shape, deltas = size.moe, size.moe.experts * size.moe_layers
     rank = _rank_for(size, written)
     spectra, factors = Work(), Work()
@@ -107,8 +109,8 @@ def menu_phases(
     base: Mapping[Role, Representation],
     refined: Work | None = None,
 ) -> Phases:
-    """Every form of every delta measured on the way back, and in a pass over the whole text those encoded that were
-    chosen.
+    """The phases of a job that measures every form of every delta on the way back, and encodes the chosen ones in a
+    pass over the whole text.
 
     Args:
         cost: of the text.
@@ -164,7 +166,7 @@ def rewriting_phases(size: ModelSize, written: int, made: Work | None = None) ->
 
 
 def pruning_phases(cost: CalibrationCost | None, size: ModelSize, written: int) -> Phases:
-    """Bases without some of their channels, whose energies are measured on a text if there is one."""
+    """The phases of a job that removes channels from bases, by energies that are measured on a text if there is one."""
     writes = rewriting_phases(size, written)
     return writes if cost is None else (Phase(FORWARD, calibration_forward(cost, size) + usage(cost, size)), *writes)
 
@@ -173,7 +175,7 @@ def pruning_phases(cost: CalibrationCost | None, size: ModelSize, written: int) 
 
 
 def router_phase(cost: CalibrationCost, dense: DenseModel, name: str = FORWARD) -> Phase:
-    """A text through a dense model, to fit routers to what its networks are given."""
+    """The phase in which a text goes through a dense model, to fit routers to the inputs of its networks."""
     size = dense_size(dense)
     return Phase(name, calibration_forward(cost, size) + router_moments(cost, size))
 
@@ -195,14 +197,14 @@ def proof_phase(cost: CalibrationCost, dense: DenseModel, parameters: Counts, wr
 
 
 def _bases(shape: MoEShape, base: Mapping[Role, Representation]) -> Work:
-    """Bases of one layer that are not stored as they are."""
+    """The work of encoding the bases of one layer that are not stored as they are."""
     compact = {role: form for role, form in base.items() if not form.is_whole}
     made = {role: matrix for role, form in compact.items() if form.tensors(matrix := shape.matrix(role))}
     return altogether(compact[role].work(matrix) for role, matrix in made.items())
 
 
 def _rank_for(size: ModelSize, written: int) -> Callable[[tuple[int, int]], float]:
-    """Ranks that deltas have about, by matrix, where experts' bytes are shared out evenly."""
+    """The rank that a delta has about, by the shape of its matrix, where experts' bytes are shared out evenly."""
     shape = size.moe
     numbers = shape.expert_parameters * shape.experts * size.moe_layers
     before = size.nbytes * numbers / max(1, size.numbers)

@@ -46,7 +46,7 @@ def calibration_windows(source: Input, options: TextOptions, own: OwnText) -> Te
 
 
 def held_out(source: Input, options: TextOptions, count: int) -> Tensor:
-    """Windows `[count, sequence_length]` of the calibration text that are not in the calibration set.
+    """Draw windows `[count, sequence_length]` of the calibration text that are not in the calibration set.
 
     Raises:
         UsageError: no text given, or too little of it.
@@ -63,7 +63,7 @@ def held_out(source: Input, options: TextOptions, count: int) -> Tensor:
 
 
 def _drawn(source: Input, options: TextOptions, more: int, own: OwnText) -> DrawnWindows:
-    """The calibration set, and so many windows `more`, or as many as there are."""
+    """Draw the calibration set, and so many windows `more`, or as many as there are."""
     if options.calibration is None:
         raise UsageError("Give a calibration text: --calibration FILE.")
     drawn = drawn_windows(
@@ -208,13 +208,13 @@ class CalibratedJob:
         return ForwardPass(self, visit, visited, f"{name}/" if name else "")
 
     def forward_visiting(self, visit: Visit, layers: Collection[int] | None = None) -> None:
-        """The same at once, through all layers."""
+        """Take the whole text through all layers at once and visit each; see `forward_pass`."""
         passing = self.forward_pass(visit, layers)
         with phase(self.job.progress, "Forward", passing.steps):
             passing.through(self.model.layer_count - 1)
 
     def reverse(self, visit: Visit, passes: int, layers: Collection[int] | None = None) -> None:
-        """The text that gradients are taken on, forward to the loss and back to the first of `layers`.
+        """Take the text that gradients are taken on forward to the loss and back to the first of `layers`.
 
         On the way back `visit(index, layer)` sees each of `layers` (by default each MoE layer), loaded, and runs it
         backwards itself (`gradient_sweep.backward`). `passes` is how many times it goes over the text, for the progress
@@ -282,7 +282,7 @@ class CalibratedJob:
 
 
 class ForwardPass:
-    """One pass over the calibration text, as far through the layers as it was asked to go.
+    """One pass over the calibration text, which goes as far through the layers as it is asked to.
 
     Attributes:
         steps: batches in all layers, for a progress bar.

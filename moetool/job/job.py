@@ -31,7 +31,7 @@ from moetool.runtime.memory import return_heap
 
 
 class Input(Protocol):
-    """A checkpoint that a stage can work on."""
+    """Any checkpoint that a stage can work on."""
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -86,7 +86,7 @@ class DecodedSource(Source):
 
 @dataclass(frozen=True)
 class DenseSource:
-    """A dense model."""
+    """A dense model that a stage works on."""
 
     checkpoint: Checkpoint
     dense: DenseModel

@@ -1,4 +1,4 @@
-"""Text that a job's model writes itself (`--calibration self`): what it takes, and how it is made, once.
+"""Calibration text that a job's own model writes (`--calibration self`): its cost, and how it is made, once per job.
 
 It takes the whole model in memory, while all else goes through it layer by layer. Tokens wait in the work directory: a
 resumed job goes on with them, and all its processes read them there.
@@ -104,7 +104,7 @@ def _weight(options: TextOptions) -> float:
 
 
 def _memory(checkpoint: Checkpoint, windows: int, length: int, dtype: torch.dtype) -> int:
-    """Anonymous bytes: the model, the keys and values of a batch, and some copies of its logits."""
+    """Peak bytes of anonymous memory: the model, the keys and values of a batch, and some copies of its logits."""
     settings, rows = checkpoint.settings, min(windows, windows_at_once(length))
     layers, hidden, vocabulary = (
         whole_number(settings, key) or 0 for key in ("num_hidden_layers", "hidden_size", "vocab_size")
@@ -118,7 +118,7 @@ def _memory(checkpoint: Checkpoint, windows: int, length: int, dtype: torch.dtyp
 
 
 def _work(size: ModelSize, windows: int, length: int, dtype: torch.dtype) -> Work:
-    """One token after the other for all windows of a batch; every step reads all weights."""
+    """The work of generating one token after the other for all windows of a batch; every step reads all weights."""
     steps = -(-windows // windows_at_once(length)) * length
     active = size.active + size.hidden * size.vocabulary
     return loading(size) + Work(

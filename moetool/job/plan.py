@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        """Peak disk use: output and scratch."""
+        """Peak bytes on the disk: the output and scratch files."""
         return self.output_bytes + self.scratch_bytes
 
     @property

@@ -13,16 +13,16 @@ class Progress:
         """Note which phases will come, and how long each is predicted to take."""
 
     def start(self, phase: str, total: int) -> None:
-        """A phase of `total` steps begins; 0: nobody counts them."""
+        """Begin a phase of `total` steps; 0 if nobody counts them."""
 
     def advance(self) -> None:
         """Note that one step is done."""
 
     def skip(self, steps: int) -> None:
-        """So many steps had been done by an earlier run."""
+        """Leave so many steps out, which an earlier run has done."""
 
     def finish(self, *, stopped: bool = False) -> None:
-        """The phase is over; `stopped` where it is not done, since something was raised in it."""
+        """End the phase; `stopped` where it is not done, since something was raised in it."""
 
     def log(self, message: str) -> None:
         """Show a message on a line of its own."""
@@ -33,7 +33,7 @@ SILENT = Progress()
 
 @contextmanager
 def phase(progress: Progress, name: str, total: int) -> Iterator[None]:
-    """A phase as a `with` block, which is stopped by whatever is raised in it."""
+    """Report a phase for the time of the `with` block; whatever is raised in it stops the phase."""
     progress.start(name, total)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What stages leave beside the weights for later ones: statistics, and a manifest."""
+"""Files that stages leave beside the weights for later stages: statistics, and a manifest."""
 
 from collections.abc import Mapping
 from pathlib import Path

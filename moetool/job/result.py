@@ -73,7 +73,7 @@ class CalibrationFacts(Printed):
 
 @dataclass(frozen=True)
 class PhaseTime(Printed):
-    """How long a phase took, or is expected to take."""
+    """Seconds that a phase took, or is expected to take."""
 
     name: str
     seconds: float
@@ -81,7 +81,7 @@ class PhaseTime(Printed):
 
 @dataclass(frozen=True)
 class PhaseCost(PhaseTime):
-    """What a phase took.
+    """Seconds, memory and disk that a phase took.
 
     Attributes:
         peak_memory_bytes: of anonymous memory.
@@ -111,7 +111,7 @@ class LoadedLayer(Printed):
 
 @dataclass(frozen=True)
 class Sizes(Inlined):
-    """Weight files in bytes.
+    """Bytes of weight files before and after a job.
 
     Attributes:
         bytes_before: of the input, or of the model that it was before anything was compressed.
@@ -139,7 +139,7 @@ class Told(Inlined):
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Printed):
-    """What came of one stage.
+    """The result of one stage: where it is, what it took, and what the stage tells of it.
 
     Attributes:
         stage: which.

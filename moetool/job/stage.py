@@ -24,7 +24,7 @@ _INCIDENTAL = {"device", "memory", "disk", "proof"}
 
 
 class Stage(ABC, Generic[StageOptionsT, SourceT]):
-    """One step from a checkpoint to a checkpoint. A file beside others that defines a subclass adds one.
+    """One step from a checkpoint to a checkpoint; a file that defines a subclass adds one.
 
     Attributes:
         name, summary: for the command line and the manifest.
@@ -65,7 +65,7 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
 
     @abstractmethod
     def plan(self) -> Plan:
-        """Costs, from headers and config. Raises for options that this input cannot satisfy."""
+        """Plan the job from headers and config. Raises for options that this input cannot satisfy."""
 
     @abstractmethod
     def run(self, job: Job[SourceT]) -> Told:
@@ -93,16 +93,17 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
 
     @staticmethod
     def sizes(before: Source, after: Checkpoint) -> Sizes:
-        """Of both, and what the model had before anything was done to it."""
+        """Bytes of the input's and the output's weight files, and of those of the model before anything was done to
+        it."""
         original, given, written = original_bytes(before), before.checkpoint.weight_bytes, after.weight_bytes
         return Sizes(original, written, round(1 - written / original, 6), None if given == original else given)
 
     def inputs(self) -> Mapping[str, Checkpoint]:
-        """Every checkpoint that is read, by what it is to this stage."""
+        """Every checkpoint that is read, by its part in this stage."""
         return {"input": self.source.checkpoint}
 
     def sources(self) -> Mapping[str, str]:
-        """Fingerprints of everything that is read."""
+        """Fingerprints of every checkpoint that is read."""
         return {name: checkpoint.fingerprint() for name, checkpoint in self.inputs().items()}
 
     def texts(self) -> list[str]:

@@ -257,7 +257,7 @@ def _delete(paths: Iterable[Path]) -> None:
 
 
 def _signature(path: Path) -> tuple[int, int, int]:
-    """Another one if a file was written anew."""
+    """The size, time and inode of a file, which change when it is written anew."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
