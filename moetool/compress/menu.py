@@ -21,8 +21,8 @@ from moetool.numerics.trellis import WIDTHS, rows_served
 from moetool.representations import Measured, Representation
 from moetool.representations.base import RowPart
 from moetool.representations.quantized import encode_together
+from moetool.representations.work import TRIAL_ROWS
 
-_ROWS = 192  # of a matrix that are quantized on trial: the mean of so many was right within a few percent
 _SERVED = max(map(rows_served, WIDTHS))  # rows that come together in a trellis
 _TINY = 1e-300  # no sum of sizes is less, so that shares of it are numbers
 _BRACKET_ROWS = 32  # of W between one rank on offer and the next
@@ -65,8 +65,8 @@ def losses(
     scale = torch.ones(len(delta), device=delta.device)
     if counts.row_scale is not None:
         scale = counts.row_scale.to(delta.device).square()
-    brackets = _brackets(delta, forms, measured, trial) if len(delta) > _ROWS else []
-    few = torch.arange(0, len(delta), max(1, len(delta) // _ROWS), device=delta.device)
+    brackets = _brackets(delta, forms, measured, trial) if len(delta) > TRIAL_ROWS else []
+    few = torch.arange(0, len(delta), max(1, len(delta) // TRIAL_ROWS), device=delta.device)
     few = few[: len(few) // _SERVED * _SERVED or None]
     size = feedback.sizes(delta) * scale
 

@@ -132,7 +132,7 @@ def _around(cost: CalibrationCost, size: ModelSize) -> Work:
     scores = made.score_bytes * size.layers * size.heads * cost.length
     return Work(
         products={_precision(cost): made.narrow * products},
-        moved=tokens * (4 * size.layers * made.layer_passes * size.hidden + scores),
+        moved=tokens * (4 * size.layers * made.passes * size.hidden + scores),
         calls=_batches(cost) * size.layers * made.layer_calls,
     )
 
@@ -144,7 +144,7 @@ def _inside(cost: CalibrationCost, size: ModelSize) -> Work:
     made = COEFFICIENTS
     return Work(
         products={_precision(cost): made.narrow * cost.samples * cost.length * size.active_in_experts},
-        moved=4 * made.expert_passes * _routed(cost, size) * size.shape.intermediate,
+        moved=4 * made.passes * _routed(cost, size) * size.shape.intermediate,
         calls=_batches(cost) * size.experts * made.expert_calls,
     )
 
@@ -249,7 +249,7 @@ def factor_grams(cost: CalibrationCost, size: ModelSize) -> Work:
     symmetric = (shape.hidden**2 + narrow**2) / 2
     work = Work(products={"float32": COEFFICIENTS.narrow * routed * lost}) + Work(
         products={_gram_precision(cost): COEFFICIENTS.narrow * routed * symmetric},
-        moved=COEFFICIENTS.factor_gram_bytes * routed * (shape.hidden + shape.intermediate),
+        moved=COEFFICIENTS.gram_bytes * routed * (shape.hidden + shape.intermediate),
         calls=_batches(cost) * size.experts * 60,
     )
     return work + _grams_in_sets(cost, size, _gram_precision(cost), down=not lost)
@@ -265,7 +265,7 @@ def input_grams(cost: CalibrationCost, size: ModelSize) -> Work:
     shape, routed = size.moe, _routed(cost, size)
     work = Work(
         products={"float32": COEFFICIENTS.narrow * routed * (shape.hidden**2 + shape.intermediate**2) / 2},
-        moved=COEFFICIENTS.input_gram_bytes * routed * (shape.hidden + shape.intermediate),
+        moved=COEFFICIENTS.gram_bytes * routed * (shape.hidden + shape.intermediate),
         calls=_batches(cost) * size.experts * 30,
     )
     return work + _grams_in_sets(cost, size, "float32", down=keeps_each_down(shape))

@@ -2,7 +2,7 @@
 fitted to measured runs.
 
 To fit them again: `scripts/benchmarks/estimates.py` on a quiet machine shows by phase how far off the estimate is, and
-which kind of work it thinks takes the time. All numbers that are not maths stand here.
+which kind of work it thinks takes the time. Those of encoding stand in `representations.work`.
 """
 
 from dataclasses import dataclass
@@ -19,22 +19,16 @@ class Coefficients:
     backward: float = 1.5  # a backward pass to the inputs in forwards, the one that is done again not counted
     narrow: float = 1.35  # how much longer products take than those of large square matrices
     score_bytes: float = 160  # per token, head, and token that it attends to
-    factor_gram_bytes: float = 500  # per number that an expert is given or has inside, for their Gram matrices
-    input_gram_bytes: float = 300
-    factor_bytes: float = 725  # per number of a matrix that is factorized
-    eigenvalues: float = 0.12  # of a delta in eigen-decompositions in fp64
-    eigenvectors: float = 0.45
-    layer_passes: float = 60  # how often a token's hidden state is read or written in a forward
-    expert_passes: float = 60  # the same of its activations in an expert
+    gram_bytes: float = 350  # per number that an expert is given or has inside, for Gram matrices
+    eigenvectors: float = 0.45  # of a delta, in eigen-decompositions in fp64
+    passes: float = 60  # how often a token's hidden state, or its activations in an expert, are read or written
     load_bytes: float = 190  # per number of a layer that is loaded, widened and checked
     fisher_bytes: float = 220  # per number of an expert that gradients of one window reach
     merge_bytes: float = 500  # per number of all experts that are merged
-    sensitivity_calls: float = 400  # around the factorization of one matrix
     tried_calls: float = 74  # per column of a matrix whose forms are tried
     write_bytes: float = 100  # per byte of the result
     write_calls: float = 60  # per tensor of the result
     kmeans_steps: float = 12  # assignments of balanced k-means
-    assignment: float = 600  # multiply-adds in fp64 that one step's assignment is as much as, per row and cluster
     judged_calls: float = 1000  # per batch of a selector's training
 
 

@@ -6,7 +6,9 @@ from moetool.architectures import MoEShape
 from moetool.costs.coefficients import COEFFICIENTS
 from moetool.numerics.work import Precision, Work, altogether
 from moetool.representations import Representation
-from moetool.representations.work import GRAM_FACTOR, handling
+from moetool.representations.work import DECOMPOSITION_CALLS, handling
+
+EIGENVALUES = 4 / 27  # of a decomposition into eigenpairs: 4/3 n³ of 9 n³ operations
 
 
 def _image(matrix: tuple[int, int], precision: Precision, *, on_outputs: bool, whitened: bool) -> Work:
@@ -14,20 +16,20 @@ def _image(matrix: tuple[int, int], precision: Precision, *, on_outputs: bool, w
     other."""
     rows, columns = matrix
     numbers = rows * columns
-    given = Work(moved=COEFFICIENTS.factor_bytes * numbers, calls=COEFFICIENTS.sensitivity_calls)
+    given = handling(matrix) + Work(calls=DECOMPOSITION_CALLS)
     if on_outputs:  # what the layer's mean input makes of it, from a sample of twice as many tokens as outputs
         return given + Work(products={precision: 2 * rows * numbers})
     squared = Work(products={precision: numbers * min(matrix) / 2})
     if not whitened:
         return given + squared
-    return given + squared + Work(products={precision: numbers * columns / 2}, cholesky={columns: GRAM_FACTOR})
+    return given + squared + Work(products={precision: numbers * columns / 2}, cholesky={columns: 1.0})
 
 
 def spectrum(matrix: tuple[int, int], *, on_outputs: bool = False, whitened: bool = True) -> Work:
     """The work of computing the loss of each rank of one delta `[out, in]`, in the norm of its inputs, of its outputs,
     or in none."""
     image = _image(matrix, "float32", on_outputs=on_outputs, whitened=whitened)
-    return image + Work(eigen={min(matrix): COEFFICIENTS.eigenvalues})
+    return image + Work(eigen={min(matrix): EIGENVALUES})
 
 
 def factorize(matrix: tuple[int, int], rank: float, *, on_outputs: bool = False, whitened: bool = True) -> Work:
@@ -56,7 +58,7 @@ def tried(forms: Collection[Representation], matrix: tuple[int, int]) -> Work:
         + handling(matrix)
         + Work(
             products={"float32": matrix[0] * columns**2},
-            cholesky={columns: GRAM_FACTOR},
+            cholesky={columns: 1.0},
             calls=COEFFICIENTS.tried_calls * columns,
         )
     )

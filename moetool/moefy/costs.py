@@ -46,9 +46,8 @@ def neuron_phases(
 def _clustering_work(neurons: int, width: int, clusters: int) -> Work:
     """Balanced k-means of the neurons of one network by their weights `[neurons, width]`."""
     steps = COEFFICIENTS.kmeans_steps
-    assigned = steps * COEFFICIENTS.assignment * neurons * clusters
     return Work(
-        products={"float32": steps * neurons * width * clusters, "float64": assigned},
+        products={"float32": steps * neurons * width * clusters},
         moved=steps * 24 * neurons * width,
     )
 

@@ -7,17 +7,16 @@ called was fitted to measured runs: `scripts/benchmarks/estimates.py` shows by p
 from moetool.numerics.output_codes import POWERS, TRIED_ROWS
 from moetool.numerics.work import Work
 
-GRAM_FACTOR = 0.65  # a Cholesky factor of a Gram matrix in Cholesky factors in fp64
-TRIAL_ROWS = 200  # of a matrix that are encoded on trial
-_CUT_CALLS = 300  # around the cut of one matrix to a rank
+TRIAL_ROWS = 192  # of a matrix that are encoded on trial: the mean of so many was right within a few percent
+DECOMPOSITION_CALLS = 350  # around a decomposition of one matrix, or its cut to a rank
 _ERROR_BYTES = 1300  # per number, to take a delta and to measure its error
 _FEEDBACK_BYTES = 2000  # per number, in error feedback
 _FEEDBACK_CALLS = 14  # per column, in error feedback
-_NEAREST_BYTES = 1060  # per number, to find its code and to pack it
 _PATH_BYTES = 3600  # per number, to find its code in a trellis
 _PATH_CALLS = 8  # per column of a trellis
 _SAMPLE_BYTES = 600  # per number that is chosen at random
-_SCALE_BYTES = 400  # per number and scale that is tried for it, in a cache
+_CODE_BYTES = 400  # per number and scale that is tried for it, in a cache
+_PACKED = 2.5  # scales that finding the last code and packing it take as long as
 _SCALES = {1: 1.0, 8: 2.5}  # how many scales are tried, by bits
 _MOST_SCALES = 16.0  # how many are tried for codes of other bits
 _SCATTER_BYTES = 250  # per number of a sparse matrix, stored or not
@@ -37,7 +36,7 @@ def cutting(matrix: tuple[int, int], rank: float) -> Work:
         products={"float32": products},
         cholesky={max(1, round(rank)): 1.0},
         moved=(_ERROR_BYTES + 24) * rows * columns,
-        calls=_CUT_CALLS,
+        calls=DECOMPOSITION_CALLS,
         read=4 * min(matrix) * rows * columns / (rows + columns),
     )
 
@@ -45,7 +44,7 @@ def cutting(matrix: tuple[int, int], rank: float) -> Work:
 def nearest_codes(numbers: int, bits: int = 0) -> Work:
     """The work of finding and packing the codes of so many numbers. With `bits`, several scales are tried for each."""
     tried = _SCALES.get(bits, _MOST_SCALES) if bits else 0.0
-    return Work(moved=(_SCALE_BYTES * tried + _NEAREST_BYTES) * numbers)
+    return Work(moved=_CODE_BYTES * (tried + _PACKED) * numbers)
 
 
 def feeding_back(matrix: tuple[int, int]) -> Work:
@@ -54,7 +53,7 @@ def feeding_back(matrix: tuple[int, int]) -> Work:
     numbers = rows * columns
     return Work(
         products={"float32": 1.5 * numbers * columns},
-        cholesky={columns: GRAM_FACTOR},
+        cholesky={columns: 1.0},
         moved=_FEEDBACK_BYTES * numbers,
         calls=_FEEDBACK_CALLS * columns,
     )

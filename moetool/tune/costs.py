@@ -33,7 +33,7 @@ def _training_work(checkpoint: Checkpoint, tokens: int, steps: int, trained: int
     times = 1 + made.backward + again
     return Work(
         products={"bfloat16" if bf16 else "float32": times * tokens * active},
-        moved=times * tokens * layers * made.layer_passes * width * 4 + steps * 40 * trained,
+        moved=times * tokens * layers * made.passes * width * 4 + steps * 40 * trained,
         calls=steps * (times * layers * made.layer_calls + 10 * len(tensors)),
         read=checkpoint.weight_bytes,
     )

@@ -23,14 +23,14 @@ from moetool.costs.building_blocks import (
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.coefficients import COEFFICIENTS
 from moetool.costs.machine import Machine
-from moetool.costs.matrix_work import factorize, spectrum
+from moetool.costs.matrix_work import EIGENVALUES, factorize, spectrum
 from moetool.costs.phases import Phase, encoding_phases, factor_phases, gradient_phases, menu_phases
 from moetool.format.layout import LayerLayout
 from moetool.numerics.work import Work, altogether
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
 from moetool.representations.quantized import Quantized
-from moetool.representations.work import GRAM_FACTOR, feeding_back
+from moetool.representations.work import feeding_back
 
 SHAPE = MoEShape(experts=8, top_k=2, hidden=64, intermediate=192)
 OUTSIDE = 4 * 64 * 64
@@ -103,8 +103,8 @@ def test_gradients_are_of_some_windows_and_grams_of_all() -> None:
 def test_one_eigen_decomposition_per_matrix() -> None:
     size = model(3)
     measure = factor_phases(text(8), size, size.nbytes // 2, gradients=False)[0].work
-    assert measure.eigen == {64: pytest.approx(3 * 8 * 3 * COEFFICIENTS.eigenvalues)}
-    assert factorize((192, 64), 16).cholesky == spectrum((192, 64)).cholesky == {64: GRAM_FACTOR}
+    assert measure.eigen == {64: pytest.approx(3 * 8 * 3 * EIGENVALUES)}
+    assert factorize((192, 64), 16).cholesky == spectrum((192, 64)).cholesky == {64: 1.0}
     assert not factorize((64, 192), 16, whitened=False).cholesky
 
 
