@@ -126,7 +126,7 @@ class RankBooks(Books):
 
 
 class PartBooks(Books):
-    """The books of a part of a job, in a directory of the job's work directory: the job's have its units as NAME/UNIT."""
+    """The books of a part of a job in a directory of its work directory, which the job keeps, as NAME/UNIT."""
 
     def __init__(self, whole: Books, name: str) -> None:
         super().__init__(whole.work / name)
