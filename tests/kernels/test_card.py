@@ -42,9 +42,9 @@ def test_kernels_compile_for_cards_that_are_not_here(
     kernels = importlib.import_module("moetool.kernels.triton_products")
     places = dict.fromkeys(("table", "chosen", "order", "places"), "*i64") | {"x": "*fp32", "y": "*fp32"}
     counts = dict.fromkeys(("pairs", "matrices", "x_length", "y_length", "number"), "i32")
-    constants = {"SLOT": 0, "SLOTS": 4, "FIELDS": 10, "NUMBERS": 2, "TOKENS": 4, "FORM": form, "SERVED": served,
+    constants = {"SLOT": 0, "SLOTS": 4, "FIELDS": 11, "NUMBERS": 2, "TOKENS": 4, "FORM": form, "SERVED": served,
                  "DECODE": None, "ALIGNED": True, "WHOLE": True, "TRANSPOSED": False, "ROWS": 16 // served,
-                 "COLUMNS": 128}  # fmt: skip
+                 "PLACED": False, "COLUMNS": 128}  # fmt: skip
     signature = places | counts | dict.fromkeys(constants, "constexpr")
     made = compiler.compile(compiler.ASTSource(kernels.products, signature, constants), target=target)
     assert "ld.global.v4.b32" in made.asm["ptx"]  # 16 bytes of codes at once
