@@ -6,13 +6,18 @@ BIN := .venv/bin
 BENCH ?= factorize folding gram kmeans moefied packing
 ARGS ?= --quick
 
-.PHONY: demo test check bench docs text clean
+.PHONY: demo test test-all check bench docs text clean
 
 demo: .venv/ready
 	$(BIN)/moetool demo
 
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+
+# Every parameter of every test, and longer fuzzing; `make test` takes a sample of both.
+test-all: .venv/ready
+	OMP_NUM_THREADS=1 MOETOOL_TEST_DAMAGES=100 MOETOOL_TEST_KILLS=26 \
+	$(BIN)/python -m pytest -q -m '' -n auto --maxprocesses 4 --dist worksteal
 
 check: .venv/ready
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ import torch
 from checkpoints import WEIGHTS, config_of, logits, weight_bytes
 from derived_families import DERIVED
 from safetensors.torch import load_file
+from sampling import sampled
 
 from moetool.job.job import Source
 
@@ -20,6 +21,12 @@ SHARING = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 288,
 }
+
+
+# Latent attention, clamped activations, layers of embeddings, a state space, and two kinds of linear attention.
+STRUCTURES = ("axk1", "deepseek_v4", "gemma4_text", "jamba", "kimi_linear", "qwen3_5_moe_text")
+# What does not depend on a family's own names and layers is tried on a sample.
+each_structure = pytest.mark.parametrize("model", sampled(DERIVED, STRUCTURES), indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module", params=list(DERIVED))
@@ -50,6 +57,7 @@ def test_all_is_kept_if_nothing_is_asked_for(
     assert_close(logits(tmp_path / "full", tokens), logits(model, tokens))
 
 
+@each_structure
 def test_it_gets_smaller_and_becomes_dense_again(
     run_cli: Any, model: Path, calibration: Any, tiny_text: Path, tokens: torch.Tensor, tmp_path: Path
 ) -> None:
@@ -67,6 +75,7 @@ def test_it_gets_smaller_and_becomes_dense_again(
     assert_close(logits(tmp_path / "dense", tokens), logits(small, tokens), 2e-5)
 
 
+@each_structure
 def test_it_is_quantized(run_cli: Any, model: Path, calibration: Any, tmp_path: Path) -> None:
     made = run_cli("compress", model, tmp_path / "codes", "--method", "quantize", "--bits", 4, *calibration)
     assert made.code == 0, made.stderr

@@ -3,6 +3,7 @@
 import shutil
 import signal
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from checkpoints import (
     weights,
 )
 from dense_families import DENSE_FAMILIES, MOEFY_FAMILIES
+from sampling import DENSE_STRUCTURES, sampled
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForTokenClassification, AutoTokenizer
@@ -92,7 +94,9 @@ def masked_reference(model: Any) -> None:
 # -- with all experts it computes what the dense model computed, with fewer what the masked sum is
 
 
-@pytest.mark.parametrize("family", [*DENSE_FAMILIES, *MOEFY_FAMILIES])
+@pytest.mark.parametrize(
+    "family", sampled([*DENSE_FAMILIES, *MOEFY_FAMILIES], [*DENSE_STRUCTURES, "llama-mlp-bias", *MOEFY_FAMILIES])
+)
 def test_every_family(
     run_cli: Any, dense: Any, moefy: Any, calibration: Any, tokens: Tensor, tmp_path: Path, family: str
 ) -> None:
@@ -214,8 +218,16 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("family", ["llama", "bert"])
-@pytest.mark.parametrize("options", VARIANTS)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    sampled(
+        product(("llama", "bert"), VARIANTS),
+        [
+            *product(["llama"], VARIANTS),
+            *product(["bert"], ("--selector oracle", "--method moefication --baseline snip", "--layers 0,2")),
+        ],
+    ),
+)
 def test_every_selector_method_and_baseline(
     run_cli: Any, dense: Any, moefy: Any, calibration: Any, tokens: Tensor, tmp_path: Path, options: str, family: str
 ) -> None:

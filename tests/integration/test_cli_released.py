@@ -3,14 +3,24 @@ objects are made for each layer, and they may be gigabytes."""
 
 import gc
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sampling import sampled
 
 from moetool.costs.layer_memory import LayerMemory
 from moetool.runtime import memory
+
+OPTIONS = (
+    "d2moe --ratio 0.4",
+    "d2moe --ratio 0.4 --merge regmean --refine 2",
+    "hybrid --ratio 0.6",
+    "hybrid --ratio 0.6 --refine 2",
+    "quantize --bits 3 --rotate",
+)
 
 
 def in_cycles() -> list[torch.Size]:
@@ -23,21 +33,13 @@ def in_cycles() -> list[torch.Size]:
     return found
 
 
-@pytest.mark.parametrize("at_once", [None, 3])
 @pytest.mark.parametrize(
-    "options",
-    [
-        ("--method", "d2moe", "--ratio", "0.4"),
-        ("--method", "d2moe", "--ratio", "0.4", "--merge", "regmean", "--refine", "2"),
-        ("--method", "hybrid", "--ratio", "0.6"),
-        ("--method", "hybrid", "--ratio", "0.6", "--refine", "2"),
-        ("--method", "quantize", "--bits", "3", "--rotate"),
-    ],
-    ids=" ".join,
+    ("options", "at_once"),
+    sampled(product(OPTIONS, (None, 3)), zip(OPTIONS, (None, 3, 3, None, 3), strict=True)),
 )
 def test_nothing_of_a_layer_waits_for_the_garbage_collector(
+    options: str,
     at_once: int | None,
-    options: tuple[str, ...],
     run_cli: Any,
     tiny_mixtral: Path,
     calibration: tuple[object, ...],
@@ -59,7 +61,7 @@ def test_nothing_of_a_layer_waits_for_the_garbage_collector(
     gc.disable()
     gc.freeze()  # what was there before is not looked at
     try:
-        run = run_cli("compress", tiny_mixtral, tmp_path / "out", *options, *calibration)
+        run = run_cli("compress", tiny_mixtral, tmp_path / "out", "--method", *options.split(), *calibration)
     finally:
         gc.unfreeze()
         gc.enable()

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import COMMAND_LINE, ONE_THREAD, contents, copy_of
 from safetensors.torch import load_file, save_file
+from sampling import sampled
 
 from moetool.checkpoint import sampling
 from moetool.job.journal import Journal, _line
@@ -50,12 +52,13 @@ def resume(run_cli, arguments, output: Path, *more: object) -> Any:
 
 
 @pytest.mark.slow
-def test_killed_anywhere(tmp_path, crash, arguments, undisturbed):
-    """Before every eleventh change to a file of the output, and a second time while the first is being made good."""
+@pytest.mark.parametrize("first", sampled((3, 14, 25), [14]))
+def test_killed_anywhere(tmp_path, crash, arguments, undisturbed, first):
+    """Before every 33rd change to a file of the output, and a second time while the first is being made good."""
     quiet = crash(tmp_path / "quiet", arguments)
     assert contents(tmp_path / "quiet") == undisturbed
     assert quiet["changes"] > 70
-    for at in range(3, quiet["changes"], 11):
+    for at in range(first, quiet["changes"], 33):
         output = tmp_path / str(at)
         assert crash(output, arguments, at=at)["code"] == -signal.SIGKILL
         again = (*arguments, "--resume")
@@ -66,8 +69,14 @@ def test_killed_anywhere(tmp_path, crash, arguments, undisturbed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["fisher-merge", "svd-compress", "prune-base", "decompose"])
-def test_killed_stages(crash, tiny_mixtral, calibration, tmp_path, command):
+@pytest.mark.parametrize(
+    ("command", "sevenths"),
+    sampled(
+        product(("fisher-merge", "svd-compress", "prune-base", "decompose"), (1, 3, 5)),
+        [("fisher-merge", 5), ("svd-compress", 3), ("prune-base", 3), ("decompose", 1)],
+    ),
+)
+def test_killed_stages(crash, tiny_mixtral, calibration, tmp_path, command, sevenths):
     source, options = tiny_mixtral, () if command == "decompose" else calibration
     if command in ("svd-compress", "prune-base"):
         source = tmp_path / "decomposed"
@@ -77,12 +86,11 @@ def test_killed_stages(crash, tiny_mixtral, calibration, tmp_path, command):
     arguments = (command, source, *options, *SHARDS)
     quiet = crash(tmp_path / "quiet", arguments)
     assert quiet["code"] == 0, quiet["stderr"]
-    for at in [quiet["changes"] * part // 7 for part in (1, 3, 5)]:
-        output = tmp_path / str(at)
-        assert crash(output, arguments, at=at)["code"] == -signal.SIGKILL
-        last = crash(output, (*arguments, "--resume"))
-        assert last["code"] == 0, (at, last["stderr"])
-        assert contents(output) == contents(tmp_path / "quiet"), at
+    output, at = tmp_path / "out", quiet["changes"] * sevenths // 7
+    assert crash(output, arguments, at=at)["code"] == -signal.SIGKILL
+    last = crash(output, (*arguments, "--resume"))
+    assert last["code"] == 0, (at, last["stderr"])
+    assert contents(output) == contents(tmp_path / "quiet"), at
 
 
 @pytest.mark.parametrize("at", [20, 50])

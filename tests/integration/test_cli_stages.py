@@ -6,6 +6,7 @@ import pytest
 import torch
 from checkpoints import config_of, contents, logits, weight_bytes, weights
 from safetensors.torch import load_file
+from sampling import sampled
 
 
 @pytest.fixture(scope="module")
@@ -30,19 +31,24 @@ def chain(run_cli, directory: Path, *commands: tuple[object, ...]) -> Path:
     return places[-1]
 
 
-@pytest.mark.parametrize(
-    ("merge", "options"),
-    [
-        ("fisher", ("--ratio", 0.3)),
-        ("fisher", ("--ratio", 0.45, "--allocation", "uniform", "--sensitivity", "matrix")),
-        ("frequency", ("--ratio", 0.3, "--svd", "activation-aware", "--sensitivity", "none", "--rank-multiple", 2)),
-        ("mean", ("--rank", 5, "--svd", "vanilla")),
-        ("fisher", ("--ratio", 0.45, "--factor-bits", 8)),
-    ],
+BY_HAND = (
+    ("fisher", "--ratio 0.3"),
+    ("fisher", "--ratio 0.45 --allocation uniform --sensitivity matrix"),
+    ("frequency", "--ratio 0.3 --svd activation-aware --sensitivity none --rank-multiple 2"),
+    ("mean", "--rank 5 --svd vanilla"),
+    ("fisher", "--ratio 0.45 --factor-bits 8"),
 )
-@pytest.mark.parametrize("stored", ["tiny_mixtral", "tiny_mixtral_bf16"])
-def test_stages_by_hand_give_the_bytes_of_compress(request, run_cli, calibration, tmp_path, stored, merge, options):
-    source = request.getfixturevalue(stored)
+
+
+@pytest.mark.parametrize(
+    ("stored", "merge", "shown"),
+    sampled(
+        ((stored, *job) for stored in ("tiny_mixtral", "tiny_mixtral_bf16") for job in BY_HAND),
+        (("tiny_mixtral_bf16" if place % 2 else "tiny_mixtral", *job) for place, job in enumerate(BY_HAND)),
+    ),
+)
+def test_stages_by_hand_give_the_bytes_of_compress(request, run_cli, calibration, tmp_path, stored, merge, shown):
+    source, options = request.getfixturevalue(stored), shown.split()
     by_hand = chain(
         run_cli,
         tmp_path,

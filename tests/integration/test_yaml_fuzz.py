@@ -22,7 +22,7 @@ from moetool.errors import MoetoolError
 from moetool.job.job import Source
 
 PLANS = int(os.environ.get("MOETOOL_TEST_DAMAGES", "8"))  # edited ones
-PRESETS = int(os.environ.get("MOETOOL_TEST_DAMAGES", "60"))
+PRESETS = int(os.environ.get("MOETOOL_TEST_DAMAGES", "25"))
 VALUES = tuple(value for value in WRONG if not isinstance(value, Nested))
 BASES = ("none", "quantised-weight:2:16", "nf4", "int8", "dense", "trellis-weight:2:16", "low-rank:4", "quantised:8:16")
 FORMS = (

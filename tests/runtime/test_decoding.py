@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from kinds import KINDS, save_kind
+from sampling import sampled
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
@@ -22,6 +23,11 @@ CUSTOM = [
 ]
 STEPS = torch.tensor([[5], [9]])
 every_custom_kind = pytest.mark.parametrize("kind", CUSTOM)
+# One of each module, and what differs in its forward.
+COMPILED = (
+    *("mixture-half", "mixture-with-biases", "adapters", "masks-pruned"),
+    *("neurons-mlp", "neurons-oracle-joined", "neurons-fixed-biases"),
+)
 
 
 class Waits(TorchDispatchMode):
@@ -54,7 +60,7 @@ def steps(model: Any, run: Any, first: int) -> Tensor:
     return torch.cat([run(step[None], past_key_values=cache).logits[0] for step in STEPS])
 
 
-@every_custom_kind
+@pytest.mark.parametrize("kind", sampled(CUSTOM, COMPILED))
 @torch.no_grad()
 def test_decoding_compiles_into_one_graph(kind: str, tmp_path: Path) -> None:
     """Which serves every prompt, whatever was run before."""

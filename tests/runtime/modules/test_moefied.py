@@ -1,12 +1,14 @@
 """Neurons as experts: every way to compute them against the masked sum, in fp64 where that makes it exact."""
 
 import copy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from dense_families import DENSE_FAMILIES, build_dense
+from sampling import sampled
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +22,18 @@ from moetool.runtime.modules.networks import activation_of
 
 HIDDEN, EXPERTS, KEEP = 32, 8, 0.5
 FAMILIES = ["llama", "llama-mlp-bias", "phi3", "gpt_neox", "phi", "gpt_bigcode", "starcoder2", "falcon", "gemma"]
+
+SELECTORS = ("mlp", "oracle", "fixed")
+
+
+def pairwise(*values: tuple[Any, ...]) -> list[Any]:
+    """Every combination for two families, with gates and without; for the others, every value with every family."""
+    rows = [
+        (family, *(own[(step + place) % len(own)] for place, own in enumerate(values)))
+        for step in range(3)
+        for family in FAMILIES
+    ]
+    return sampled(product(FAMILIES, *values), [*product(("llama", "gpt_neox"), *values), *rows])
 
 
 def build(family: str = "llama", selector: SelectorKind = "mlp", dtype: torch.dtype = torch.float64) -> NeuronExperts:
@@ -69,10 +83,7 @@ def test_all_selected_is_the_dense_network_bit_for_bit(family: str) -> None:
     assert experts(inputs(2, 3)).equal(experts.ffn(inputs(2, 3)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("selector", ["mlp", "oracle", "fixed"])
-@pytest.mark.parametrize("tokens", [1, 3, 40])
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("family", "selector", "tokens", "grad"), pairwise(SELECTORS, (1, 3, 40), (False, True)))
 def test_every_path_is_the_masked_sum(family: str, selector: str, tokens: int, grad: bool) -> None:
     experts, rows = build(family, selector), inputs(tokens)
     chosen = experts.select(rows)
@@ -80,9 +91,7 @@ def test_every_path_is_the_masked_sum(family: str, selector: str, tokens: int, g
         torch.testing.assert_close(experts(rows), masked(experts, rows, chosen), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("selector", ["mlp", "fixed"])
-@pytest.mark.parametrize("tokens", [1, 3, 24])
+@pytest.mark.parametrize(("family", "selector", "tokens"), pairwise(("mlp", "fixed"), (1, 3, 24)))
 @torch.no_grad()
 def test_kernels_give_the_masked_sum(family: str, selector: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     exact, rows = build(family, selector), inputs(tokens)

@@ -5,12 +5,14 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from dense_families import DENSE_FAMILIES
+from sampling import DENSE_STRUCTURES, sampled
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel
@@ -27,6 +29,11 @@ from moetool.tune.trainer import recompute_activations
 
 EXPERTS = 4
 GENERATE: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+families_and_pruned = pytest.mark.parametrize(
+    ("family", "pruned"),
+    sampled(product(DENSE_FAMILIES, (False, True)), product((*DENSE_STRUCTURES, "qwen2-windows"), (False, True))),
+)
 
 MakeModel = Callable[..., Any]
 
@@ -188,8 +195,7 @@ def test_every_family_starts_as_the_dense_model(family: str, fresh: MakeModel) -
     assert model.generate(tokens, **options).equal(dense.generate(tokens, **options))
 
 
-@pytest.mark.parametrize("pruned", [False, True])
-@pytest.mark.parametrize("family", DENSE_FAMILIES)
+@families_and_pruned
 def test_every_family_is_its_folded_weights(family: str, pruned: bool, fresh: MakeModel, trained: MakeModel) -> None:
     """One α for all layers and tokens of a row, from what the dense model makes of its first token."""
     model, dense = trained(family, pruned=pruned), dense_of(fresh, family)
@@ -361,8 +367,7 @@ def folded_by(model: Any) -> int:
     return router.mixture.folded if router.mixture else 0
 
 
-@pytest.mark.parametrize("pruned", [False, True])
-@pytest.mark.parametrize("family", DENSE_FAMILIES)
+@families_and_pruned
 def test_weights_that_are_folded_decode_the_same(family: str, pruned: bool, trained: MakeModel) -> None:
     model, tokens = trained(family, pruned=pruned), prompt(1, 7).expand(2, -1)
     router = interpolation_of(model)
