@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from checkpoints import (
     weights,
 )
 from safetensors.torch import load_file, save_file
+from sampling import sampled
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -449,9 +451,12 @@ def test_centred_random_routers(upcycle: Any, models: list[Path], given: Any, ca
 
 
 @merges
-@pytest.mark.parametrize("kind", ["prompts", "adapter"])
+@pytest.mark.parametrize(
+    ("kind", "tenths"),
+    sampled(product(("prompts", "adapter"), (1, 3, 6)), [("prompts", 1), ("prompts", 6), ("adapter", 3)]),
+)
 def test_a_killed_job_resumes_to_the_same_bytes(
-    crash: Any, models: list[Path], preset: Any, adapter: Path, tmp_path: Path, kind: str
+    crash: Any, models: list[Path], preset: Any, adapter: Path, tmp_path: Path, kind: str, tenths: int
 ) -> None:
     sources: list[Any] = [{"model": str(path), "prompts": PROMPTS[index]} for index, path in enumerate(models)]
     options: dict[str, Any] = {"source": sources, "gate_mode": "prompts", "shard_size": "80kB"}
@@ -460,13 +465,12 @@ def test_a_killed_job_resumes_to_the_same_bytes(
     arguments = ("upcycle", models[0], "--preset", preset(**options))
     quiet = crash(tmp_path / "quiet", arguments)
     assert quiet["code"] == 0, quiet["stderr"]
-    for at in [quiet["changes"] * part // 10 for part in (1, 3, 6)]:
-        output = tmp_path / str(at)
-        assert crash(output, arguments, at=at)["code"] == -signal.SIGKILL
-        assert not (output / "config.json").exists()
-        last = crash(output, (*arguments, "--resume"))
-        assert last["code"] == 0, (at, last["stderr"])
-        assert contents(output) == contents(tmp_path / "quiet"), at
+    output, at = tmp_path / "out", quiet["changes"] * tenths // 10
+    assert crash(output, arguments, at=at)["code"] == -signal.SIGKILL
+    assert not (output / "config.json").exists()
+    last = crash(output, (*arguments, "--resume"))
+    assert last["code"] == 0, (at, last["stderr"])
+    assert contents(output) == contents(tmp_path / "quiet"), at
 
 
 def test_another_source_is_not_the_same_job(crash: Any, models: list[Path], tmp_path: Path) -> None:

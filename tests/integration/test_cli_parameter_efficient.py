@@ -4,6 +4,7 @@ import importlib.util
 import json
 import signal
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from subprocess import PIPE, Popen
 from sys import executable
@@ -24,6 +25,7 @@ from checkpoints import (
     tensors_of,
     weight_bytes,
 )
+from sampling import sampled
 from torch import Tensor
 
 from moetool.runtime.modules.simoe_mixing import interpolation_of
@@ -514,8 +516,19 @@ def test_recomputed_activations_train_the_same(tuned: Any, pesc: Path, simoe: Pa
             assert torch.allclose(tensor.float(), again[name].float(), atol=1e-5), name
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "gpt_bigcode", "falcon", "gemma2"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "family"),
+    sampled(
+        product(METHODS, ("gpt_neox", "gpt_bigcode", "falcon", "gemma2")),
+        [
+            ("pesc", "gpt_neox"),
+            ("pesc", "gpt_bigcode"),
+            ("simoe", "falcon"),
+            ("simoe", "gemma2"),
+            ("simoe", "gpt_neox"),
+        ],
+    ),
+)
 def test_other_families_are_tuned(
     tuned: Any, dense: Any, upcycle: Any, tokens: Tensor, family: str, method: str
 ) -> None:
@@ -525,9 +538,22 @@ def test_other_families_are_tuned(
     load_whole(output)
 
 
-@pytest.mark.parametrize("which", ["pesc", "pesc with lora", "simoe", "tuned simoe"])
+@pytest.mark.parametrize(
+    ("which", "tenths"),
+    sampled(
+        product(("pesc", "pesc with lora", "simoe", "tuned simoe"), (2, 6)),
+        [("pesc", 6), ("pesc with lora", 6), ("simoe", 6), ("simoe", 2), ("tuned simoe", 2)],
+    ),
+)
 def test_a_stopped_tuning_goes_on_to_the_same_bytes(
-    crash: Any, pesc: Path, simoe: Path, tuned_simoe: tuple[Path, Any], data: Path, tmp_path: Path, which: str
+    crash: Any,
+    pesc: Path,
+    simoe: Path,
+    tuned_simoe: tuple[Path, Any],
+    data: Path,
+    tmp_path: Path,
+    which: str,
+    tenths: int,
 ) -> None:
     source = pesc if which.startswith("pesc") else simoe if which == "simoe" else tuned_simoe[0]
     more = ("--lora-rank", 2) if "lora" in which else ()
@@ -547,14 +573,12 @@ def test_a_stopped_tuning_goes_on_to_the_same_bytes(
     )
     quiet = crash(tmp_path / "quiet", arguments)
     assert quiet["code"] == 0, quiet["stderr"]
-    for part in (2, 6):
-        output = tmp_path / str(part)
-        sent = {"sent": "SIGTERM"} if part == 2 else {}
-        assert crash(output, arguments, at=quiet["changes"] * part // 10, **sent)["code"] in (75, -signal.SIGKILL)
-        assert not (output / "config.json").exists()
-        last = crash(output, (*arguments, "--resume"))
-        assert last["code"] == 0, last["stderr"]
-        assert contents(output) == contents(tmp_path / "quiet"), part
+    output, sent = tmp_path / "out", {"sent": "SIGTERM"} if tenths == 2 else {}
+    assert crash(output, arguments, at=quiet["changes"] * tenths // 10, **sent)["code"] in (75, -signal.SIGKILL)
+    assert not (output / "config.json").exists()
+    last = crash(output, (*arguments, "--resume"))
+    assert last["code"] == 0, last["stderr"]
+    assert contents(output) == contents(tmp_path / "quiet")
 
 
 def test_factors_on_the_rest_of_pesc(tuned: Any, pesc: Path, tokens: Tensor) -> None:

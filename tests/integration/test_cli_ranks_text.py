@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import check_packed_alike, contents, divergence, logits
+from sampling import sampled
 from torch import Tensor
 
 from moetool.job.job import Source
@@ -87,7 +88,7 @@ def test_coded_as_one_would(made, tokens, name):
     check_coded_alike([(made(name, 2, seed), made(name, 1, seed)) for seed in range(3)], tokens)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", sampled([0, 1, 2], [0]))
 def test_packed_as_one_would(made, seed):
     check_packed_alike(made("export", 1, seed), made("export", 2, seed))
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from checkpoints import ONE_THREAD, contents, load, load_whole, logits, relative_error, tensors_of
 from safetensors.torch import save_file
+from sampling import sampled
 from torch import Tensor
 
 SHORT = ("--sequence-length", 64, "--batch-size", 2, "--learning-rate", 1e-3, "--log-every", 1)
@@ -110,9 +112,15 @@ def test_what_cannot_be_trained(run_cli: Any, moe: Path, data: Path, tmp_path: P
         assert said in result.stderr
 
 
-@pytest.mark.parametrize("source", ["mixtral", "own module", "differences"])
+@pytest.mark.parametrize(
+    ("source", "tenths"),
+    sampled(
+        product(("mixtral", "own module", "differences"), (2, 3, 4)),
+        [("mixtral", 2), ("own module", 4), ("differences", 3)],
+    ),
+)
 def test_a_stopped_job_goes_on_to_the_same_bytes(
-    crash: Any, dense: Any, upcycle: Any, data: Path, tmp_path: Path, source: str
+    crash: Any, dense: Any, upcycle: Any, data: Path, tmp_path: Path, source: str, tenths: int
 ) -> None:
     """Killed, or asked to stop, in the middle or after the last step: optimizer, data and experts are as they were."""
     options = {"mixtral": (), "own module": ("--target", "moetool"), "differences": ("--method", "ders-lowrank")}
@@ -120,15 +128,13 @@ def test_a_stopped_job_goes_on_to_the_same_bytes(
     arguments = ("tune", made, *SHORT, "--data", data, "--steps", 6, "--save-every", 2)
     quiet = crash(tmp_path / "quiet", arguments)
     assert quiet["code"] == 0, quiet["stderr"]
-    for part in (2, 3, 4):
-        output = tmp_path / str(part)
-        sent = {"sent": "SIGTERM"} if part == 2 else {}
-        assert crash(output, arguments, at=quiet["changes"] * part // 10, **sent)["code"] in (75, -signal.SIGKILL)
-        assert not (output / "config.json").exists()
-        assert crash(output, (*arguments, "--seed", 9, "--resume"))["code"] == 2
-        last = crash(output, (*arguments, "--resume"))
-        assert last["code"] == 0, last["stderr"]
-        assert contents(output) == contents(tmp_path / "quiet"), part
+    output, sent = tmp_path / "out", {"sent": "SIGTERM"} if tenths == 2 else {}
+    assert crash(output, arguments, at=quiet["changes"] * tenths // 10, **sent)["code"] in (75, -signal.SIGKILL)
+    assert not (output / "config.json").exists()
+    assert crash(output, (*arguments, "--seed", 9, "--resume"))["code"] == 2
+    last = crash(output, (*arguments, "--resume"))
+    assert last["code"] == 0, last["stderr"]
+    assert contents(output) == contents(tmp_path / "quiet")
 
 
 @pytest.mark.parametrize("method", ["ders-lowrank --rank 2", "ders-sparse --drop 0.9"])
