@@ -16,7 +16,7 @@ test: .venv/ready
 
 # Every parameter of every test, and longer fuzzing; `make test` takes a sample of both.
 test-all: .venv/ready
-	OMP_NUM_THREADS=1 MOETOOL_TEST_DAMAGES=100 MOETOOL_TEST_KILLS=26 \
+	OMP_NUM_THREADS=1 MOETOOL_TEST_DAMAGES=100 MOETOOL_TEST_KILLS=6 \
 	$(BIN)/python -m pytest -q -m '' -n auto --maxprocesses 4 --dist worksteal
 
 check: .venv/ready
