@@ -10,6 +10,7 @@ from typing import Any
 
 from moetool.architectures.base import EXPERT_KEYS, ROLES, Architecture, MoEShape, Role, Unsupported, experts_told
 from moetool.architectures.derived import derive
+from moetool.architectures.described import check_language_is_there, names_in_others
 from moetool.errors import InvalidInputError
 
 __all__ = [
@@ -45,7 +46,7 @@ def unsupported() -> tuple[Unsupported, ...]:
 def aliases(config: Mapping[str, object]) -> Mapping[str, str]:
     """Parts of names that some tools write for the family of a `config.json`, and what stands there on the hub."""
     named = (family for family in architectures() if config.get("model_type") in family.model_types)
-    return next((family.aliases for family in named), {})
+    return next((family.aliases for family in named), names_in_others(config.get("model_type")))
 
 
 def find_architecture(config: Mapping[str, object]) -> Architecture:
@@ -64,6 +65,7 @@ def find_architecture(config: Mapping[str, object]) -> Architecture:
     known = ", ".join(sorted(by_type))
     told = experts_told(config)
     if told is None:
+        check_language_is_there(config)
         raise InvalidInputError(
             f"model_type {model_type!r} is not an MoE model: its config.json names no experts "
             f"({', '.join(EXPERT_KEYS)}). `moetool upcycle` makes one of a dense model. Known MoE families: {known}."

@@ -232,6 +232,7 @@ class Architecture:
         block: the MoE block on disk, relative to the layer. Every tensor in it must be known.
         weights: one expert's matrix on disk, relative to the block. A template without `{expert}` names one tensor
             for all experts, `[experts, out, in]`, which gate and up then share, one below the other.
+        is_transposed: the one tensor has them as `[experts, in, out]`.
         router: router weight on disk, relative to the block.
         experts_module: module path in memory, relative to the layer.
         top_k_key: config key, experts per token.
@@ -262,6 +263,7 @@ class Architecture:
     layer: str = "model.layers.{layer}"
     block: str = "mlp"
     weights: Mapping[Role, str] = field(default_factory=lambda: PROJECTIONS)
+    is_transposed: bool = False
     router: str = "gate.weight"
     experts_module: str = "mlp.experts"
     top_k_key: str = "num_experts_per_tok"

@@ -6,7 +6,7 @@ checkpoint (`auto_map`) is never run.
 """
 
 import ast
-import copy
+import dataclasses
 import inspect
 import json
 import re
@@ -28,13 +28,13 @@ from moetool.architectures.base import (
     Role,
     whole_number,
 )
+from moetool.architectures.described import empty_model_of, language_model_in
 from moetool.architectures.probing import DiskNames, names_in_layers
-from moetool.errors import InvalidInputError, did_you_mean
-from moetool.quiet import refused
+from moetool.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 _IN_LAYER = re.compile(r"(?P<layers>.*?)\.(?P<index>\d+)\.(?P<inside>.+)")
 # What transformers' decorator of classes of experts says of them: the value that moetool computes, and what it means
@@ -67,11 +67,25 @@ def derive(config: Mapping[str, object]) -> Architecture:
             router or their names on disk are of a kind that moetool does not handle. The message says which.
     """
     entries = {key: value for key, value in config.items() if key not in _APART}
-    return _derived(json.dumps(entries, sort_keys=True, default=_plain))
+    return _derived(json.dumps(own_entries(entries), sort_keys=True, default=_plain))
+
+
+def own_entries(config: Mapping[str, object]) -> dict[str, object]:
+    """The entries of a model's config, without those of its parts that settings have beside its own."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = config.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        return dict(config)
+    kind: Any = CONFIG_MAPPING[model_type]
+    own = {field.name for field in dataclasses.fields(kind)} | {"model_type"}
+    parts = (_plain(config[key]) for key in kind.sub_configs if config.get(key))
+    repeated = {name for part in parts if isinstance(part, Mapping) for name in part} - own
+    return {key: value for key, value in config.items() if key not in repeated}
 
 
 def _plain(value: Any) -> object:
-    return value.to_dict() if hasattr(value, "to_dict") else str(value)
+    return value.to_dict() if hasattr(value, "to_dict") else value if isinstance(value, Mapping) else str(value)
 
 
 @lru_cache(maxsize=32)
@@ -85,61 +99,6 @@ def _derived(entries: str) -> Architecture:
         raise InvalidInputError(f"{named} has experts that moetool does not handle: {error}.") from None
 
 
-def empty_model_of(config: dict[str, Any]) -> "PreTrainedModel":
-    """The language model of a `config.json` on the meta device.
-
-    Raises:
-        InvalidInputError: transformers does not know the model type, has no language model of it, or cannot build it.
-    """
-    import torch
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str):
-        raise InvalidInputError(
-            f"Unknown model family: config.json has model_type {model_type!r}; it should name one, such as 'mixtral'."
-        )
-    if model_type not in CONFIG_MAPPING:
-        own = " Code that comes with the checkpoint (auto_map) is never run." if config.get("auto_map") else ""
-        hint = did_you_mean(model_type, CONFIG_MAPPING)
-        raise InvalidInputError(
-            f"Unknown model family {model_type!r}: transformers {transformers.__version__}, which is installed, has no "
-            f"such model_type; a newer version may have it.{own}{hint}"
-        )
-    with refused(f"build the {model_type} model that config.json describes"):
-        described = transformers_config(config)
-        loader = language_model_class(model_type)
-        if type(described) not in loader._model_mapping:
-            raise InvalidInputError(
-                f"{model_type} is no language model by itself: it is something else, or has others around it. moetool "
-                "takes language models alone."
-            )
-        with torch.device("meta"):
-            return loader.from_config(described)
-
-
-def language_model_class(model_type: object) -> Any:
-    """The class by which transformers builds and loads a causal language model: `AutoModelForCausalLM`, but for a
-    family (Mistral 4) that it lists among those that see."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto import modeling_auto
-
-    alone = model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    seeing = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type, "")
-    return AutoModelForImageTextToText if not alone and str(seeing).endswith("CausalLM") else AutoModelForCausalLM
-
-
-def transformers_config(config: Mapping[str, object]) -> "PreTrainedConfig":
-    """transformers' config of a model, defaults filled in, without its `quantization_config`. Raises what transformers
-    raises where it does not know the `model_type`, or refuses an entry."""
-    from transformers import AutoConfig, PreTrainedConfig
-
-    raw: dict[str, Any] = PreTrainedConfig._decode_special_floats(copy.deepcopy(dict(config)))
-    raw.pop("quantization_config", None)
-    return AutoConfig.for_model(**raw)
-
-
 class _Derivation:
     """What the modules of a model without weights say of its family.
 
@@ -150,6 +109,7 @@ class _Derivation:
         self.config, self.model = config, model
         self.text_config: Any = model.config.get_text_config()
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
+        self.language = language_model_in(model)[0]
         self.layers, self.inside, self.moe_layers = self._find_experts()
         self.block, _, self._experts_name = self.inside.rpartition(".")
         self.tensors = self._tensors_of_layers()
@@ -160,7 +120,10 @@ class _Derivation:
 
         places: dict[tuple[str, str], list[int]] = {}
         others = set[str]()
+        start = f"{self.language}." if self.language else ""
         for name, module in self.modules.items():
+            if not name.startswith(start):
+                continue  # of what lies around the language model, which stays as it is
             down, found = getattr(module, "down_proj", None), _IN_LAYER.fullmatch(name)
             if found is None or not isinstance(down, nn.Parameter) or down.ndim != 3:
                 if re.search("experts", type(module).__name__, re.IGNORECASE):
@@ -221,6 +184,7 @@ class _Derivation:
             layer_module="" if layer == names.layer else layer,
             block=block,
             weights={role: _within(block, name) for role, name in names.weights.items()},
+            is_transposed=names.is_transposed,
             router=router,
             experts_module=self.inside,
             router_others=router_others,
@@ -333,9 +297,13 @@ class _Derivation:
         return tuple(path for path in found if names.others.get(f"{path}.weight") == (f"{path}.weight",))
 
     def _embeddings(self) -> tuple[str, ...]:
-        """Paths of the embedding of tokens and of the head."""
-        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
-        return tuple(name for end in ends for name, module in self.modules.items() if module is end)
+        """Names on disk of the embedding of tokens and of the head."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        ends: list[Any] = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
+        weights = {f"{name}.weight": end.weight for end in ends for name, own in self.modules.items() if own is end}
+        on_disk = (revert_weight_conversion(self.model, {name: weight}) for name, weight in weights.items())
+        return tuple(name.removesuffix(".weight") for found in on_disk for name in found if name.endswith(".weight"))
 
     def _returned(self) -> int:
         """How many things a decoder layer gives, by its source."""

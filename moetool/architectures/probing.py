@@ -31,12 +31,14 @@ class DiskNames:
         own: prefix of moetool's own tensors beside the experts, relative to the layer.
         weights: an expert's matrices, relative to the layer, with `{expert}` unless all lie in one tensor.
         others: by name in memory, relative to the layer, the names of every other tensor, relative to the layer too.
+        is_transposed: all experts' matrices lie in one tensor as `[experts, in, out]`.
     """
 
     layer: str
     own: str
     weights: Mapping[Role, str]
     others: Mapping[str, tuple[str, ...]]
+    is_transposed: bool
 
 
 def names_in_layers(
@@ -65,7 +67,7 @@ def names_in_layers(
     for number, name in numbered.items():
         inside = tuple(found.split(place)[1] for place in found.holding(number))
         others[name] = inside
-    return DiskNames(layer, own_inside.removesuffix(_OWN), found.weights(), others)
+    return DiskNames(layer, own_inside.removesuffix(_OWN), found.weights(), others, found.is_transposed())
 
 
 def _probes(
@@ -133,6 +135,14 @@ class _Found:
             "up": self._template(up, up_of_next),
             "down": self._template(down, down_of_next),
         }
+
+    def is_transposed(self) -> bool:
+        """Whether a tensor that has the rows of two experts has them in its last dimension."""
+        return any(
+            tensor.ndim == 3 and tensor.shape[2] > 1
+            for name in self._within(_GATE_UP)
+            for tensor in [self._tensors[name]]
+        )
 
     def _within(self, numbers: range) -> Iterator[str]:
         return (name for name, number in self._numbers.items() if number in numbers)

@@ -249,7 +249,7 @@ def base_tensors(
         if layout.weights[roles[0]] is None:
             yield from reader.native_tensors(layer, roles, reader.shape.experts, own)
         elif layout.has_dense_base(roles[0]):
-            yield from reader.native_tensors(layer, roles, 1, lambda role, _: base.matrices[role])
+            yield from reader.base_tensors(layer, roles, lambda role: base.matrices[role])
         else:
             yield from reader.placeholders(layer, roles)
     prefix = reader.architecture.experts_prefix(layer)

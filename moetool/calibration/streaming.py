@@ -27,6 +27,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from moetool.architectures import Architecture, Role
 from moetool.architectures.base import by_name
 from moetool.architectures.dense import DenseArchitecture, is_encoder
+from moetool.architectures.described import language_model_in, towers_of
 from moetool.calibration.disk_experts import DiskExperts
 from moetool.calibration.held_experts import HeldExperts, working_sets
 from moetool.checkpoint.decoded import decoded
@@ -85,16 +86,17 @@ class StreamedModel:
             self.model.eval().requires_grad_(False)
         run_experts_of_any_width(self.model)
         self._uncached = {} if is_encoder(checkpoint.config) else {"use_cache": False}
-        self.layer_count = int(self.config.num_hidden_layers)
-        self.hidden_size = int(self.config.hidden_size)
+        text = self.config.get_text_config()
+        self.layer_count, self.hidden_size = int(text.num_hidden_layers), int(text.hidden_size)
         # get_decoder() is not right for every family; the decoder is what holds the layers.
-        held = architecture.layer.split(".")[-2]
+        held = (getattr(architecture, "layer_module", "") or architecture.layer).split(".")[-2]
         holder: Any = next(
             module
-            for module in self.model.modules()
+            for module in language_model_in(self.model)[1].modules()
             if isinstance(getattr(module, held, None), nn.ModuleList) and len(getattr(module, held)) == self.layer_count
         )
         self.layers: Any = getattr(holder, held)
+        self._aside = {part for tower in towers_of(self.model) for part in tower.modules()}  # stay without weights
         self._calls: dict[tuple[int, ...], list[LayerCall]] = {}  # how each layer is called, by batch size and length
         self._tried: set[int] = set()  # layers that have run, −1 for what is before them
         self._called_with: Tensor | None = None  # tokens of the last calls, of layers that are called with some
@@ -113,6 +115,12 @@ class StreamedModel:
         layers = {self.architecture.layer_prefix(layer): layer for layer in range(self.layer_count)}
         blocks: dict[int, list[str]] = defaultdict(list)
         covered = set(getattr(self.model, "all_tied_weights_keys", None) or {})
+        aside = {
+            f"{path}.{name}"
+            for path, module in self.model.named_modules()
+            if module in self._aside
+            for name in module.state_dict(keep_vars=True)
+        }
         unknown: list[str] = []
         for name in self.checkpoint.tensors:
             if self.experts is not None and name in self.experts.names:
@@ -128,6 +136,8 @@ class StreamedModel:
                     f"Tensor {name} has shape {list(found)}, config.json promises {list(promised)}."
                 )
             covered.add(renamed)
+            if renamed in aside:
+                continue
             self._dtypes[name] = state[renamed].dtype
             block = next((layer for prefix, layer in layers.items() if name.startswith(prefix)), _REST)
             blocks[block].append(name)
@@ -181,14 +191,14 @@ class StreamedModel:
         if getattr(self.model, "all_tied_weights_keys", None):
             self.model.tie_weights(recompute_mapping=False)
         for module in self.model.modules():
-            if "RotaryEmbedding" in type(module).__name__:
+            if "RotaryEmbedding" in type(module).__name__ and module not in self._aside:
                 fresh = type(module)(config=self.config.get_text_config()).to(self.device)
                 module._buffers.update(fresh._buffers)
-        layers = set(self.layers.modules())
+        without = {*self.layers.modules(), *self._aside}
         for module in self.model.modules():
-            if module not in layers:
+            if module not in without:
                 self._fill_buffers(module)
-        self._require_loaded(module for module in self.model.modules() if module not in layers)
+        self._require_loaded(module for module in self.model.modules() if module not in without)
 
     def _fill_buffers(self, module: nn.Module) -> None:
         """Other buffers that no file holds, as transformers itself makes them; what was loaded is marked as such."""

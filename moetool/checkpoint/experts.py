@@ -1,13 +1,15 @@
 """Reading experts from a checkpoint by role, whatever their representation on disk."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from moetool.architectures import Architecture, MoEShape, Role
-from moetool.architectures.base import EXPERT_KEYS, by_name
+from moetool.architectures.base import EXPERT_KEYS, by_name, fused_name
+from moetool.architectures.described import language_entries
 from moetool.checkpoint.header import check_dtype
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec, is_finite
@@ -43,13 +45,30 @@ class ExpertReader:
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         check_unquantized(checkpoint.config)
-        self.checkpoint, self.architecture = checkpoint, architecture
+        self.checkpoint = checkpoint
         self.shape: MoEShape = architecture.shape(checkpoint.settings)
         self.layouts: dict[int, LayerLayout] = layer_layouts(checkpoint.settings)
         self.moe_layers: tuple[int, ...] = architecture.moe_layers(checkpoint.settings)
+        self.architecture = self._as_stored(architecture)
         self.names: frozenset[str] = frozenset()
         self._last_base: tuple[tuple[int, Role], Tensor] | None = None
         self._check()
+
+    def _as_stored(self, architecture: Architecture) -> Architecture:
+        """The family as these files have it. transformers reads experts under the names that they have in memory, too,
+        and for some families turns matrices round if they do not have the shape that they have in memory."""
+        tensors, first = self.checkpoint.tensors, self.moe_layers[0]
+        fused: dict[Role, str] = {role: f"experts.{fused_name(self.shape.group(role))}" for role in self.shape.roles}
+        if architecture.weight_name(first, 0, "down") not in tensors:
+            if architecture.block_prefix(first) + fused["down"] not in tensors:
+                return architecture
+            architecture = replace(architecture, weights=fused)
+        if not architecture.is_transposed:
+            return architecture
+        rows, columns = self.shape.matrix("down")
+        native = next((layer for layer in self.moe_layers if self.layout(layer).weights["down"] is None), None)
+        found = None if native is None else tensors.get(architecture.weight_name(native, 0, "down"))
+        return replace(architecture, is_transposed=found is None or found.shape != (self.shape.experts, rows, columns))
 
     def has(self, layer: int) -> bool:
         """Whether a layer is an MoE layer."""
@@ -69,8 +88,9 @@ class ExpertReader:
             count = self.shape.experts if native else 1
             matrices = {role: self.shape.matrix(role) if native else layout.native_shape(role) for role in roles}
             if self.architecture.is_fused:
-                rows = sum(shape[0] for shape in matrices.values())
-                yield self.architecture.weight_name(layer, 0, roles[0]), (count, rows, matrices[roles[0]][1]), None
+                sizes = sum(shape[0] for shape in matrices.values()), matrices[roles[0]][1]
+                turned = sizes[::-1] if native and self.architecture.is_transposed else sizes
+                yield self.architecture.weight_name(layer, 0, roles[0]), (count, *turned), None
                 continue
             for role, shape in matrices.items():
                 for expert in range(count):
@@ -171,7 +191,8 @@ class ExpertReader:
 
     def _unsaid(self) -> str:
         """Sentences on the numbers of experts that are transformers' and not the config's own."""
-        config, settings, counts = self.checkpoint.config, self.checkpoint.settings, self.architecture.experts_keys
+        config, settings = language_entries(self.checkpoint.config), self.checkpoint.settings
+        counts = self.architecture.experts_keys
         keys = (*(() if config.keys() & {*counts, *EXPERT_KEYS} else counts[:1]), self.architecture.intermediate_key)
         unsaid = [key for key in keys if key in settings and key not in config]
         return "".join(f" It has no {key}, for which transformers takes {settings[key]}." for key in unsaid)
@@ -187,6 +208,8 @@ class ExpertReader:
         if not self.architecture.is_fused:
             return self.checkpoint.read(name)
         start = self.shape.group(role).index(role) * shape[0]
+        if self.architecture.is_transposed and self.layout(layer).weights[role] is None:
+            return self.checkpoint.read_part(name, expert, 0, shape[1])[:, start : start + shape[0]].T.contiguous()
         return self.checkpoint.read_part(name, expert, start, start + shape[0])
 
     def _decode(
@@ -329,7 +352,20 @@ class ExpertReader:
     def native_tensors(
         self, layer: int, roles: Sequence[Role], count: int, matrix: Callable[[Role, int], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """`count` matrices per role of a group under their native names, `matrix(role, i)` each; a base is one."""
+        """`count` experts' matrices per role of a group under their native names, `matrix(role, i)` each."""
+        is_transposed = self.architecture.is_transposed
+        for name, tensor in self._under_native_names(layer, roles, count, matrix):
+            yield name, tensor.transpose(1, 2).contiguous() if is_transposed else tensor
+
+    def base_tensors(
+        self, layer: int, roles: Sequence[Role], matrix: Callable[[Role], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The bases of the roles of a group, `matrix(role)` each, at the native names of one expert's matrices."""
+        return self._under_native_names(layer, roles, 1, lambda role, _: matrix(role))
+
+    def _under_native_names(
+        self, layer: int, roles: Sequence[Role], count: int, matrix: Callable[[Role, int], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
         architecture = self.architecture
         if architecture.is_fused:
             rows = [torch.cat([matrix(role, i) for role in roles]) for i in range(count)]
@@ -341,4 +377,4 @@ class ExpertReader:
 
     def placeholders(self, layer: int, roles: Sequence[Role]) -> Iterator[tuple[str, Tensor]]:
         """What stands at the native names of a group whose base is not dense."""
-        yield from self.native_tensors(layer, roles, 1, lambda *_: torch.zeros(PLACEHOLDER, dtype=self.dtype))
+        yield from self.base_tensors(layer, roles, lambda _: torch.zeros(PLACEHOLDER, dtype=self.dtype))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moetool.architectures.base import Settings
-from moetool.architectures.derived import transformers_config
+from moetool.architectures.described import transformers_config
 from moetool.quiet import refused
 
 if TYPE_CHECKING:

@@ -67,8 +67,8 @@ class Source:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
-        architecture = architecture_of(checkpoint.config)
-        return cls(checkpoint, architecture, ExpertReader(checkpoint, architecture))
+        reader = ExpertReader(checkpoint, architecture_of(checkpoint.config))
+        return cls(checkpoint, reader.architecture, reader)
 
     @property
     def dtype(self) -> torch.dtype:

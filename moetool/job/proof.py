@@ -24,6 +24,7 @@ from moetool.job.result import LoadedLayer
 from moetool.numerics.seeding import generator
 from moetool.runtime.building import empty_model
 from moetool.runtime.memory import free_bytes
+from moetool.runtime.modules.insertion import path_in
 
 LARGEST_ERROR = 1e-5  # ‖Δ‖ / ‖output‖ in fp32
 _TOKENS = 16
@@ -101,7 +102,7 @@ def _most_kinds(reader: ExpertReader) -> int:
 def _error_of_experts(made: Checkpoint, reader: ExpertReader, layer: int, model: nn.Module) -> float:
     """‖Δ‖ / ‖output‖ of a loaded layer's experts against those of the files. Raises `VerificationError` if it is more
     than rounding."""
-    path = f"{reader.architecture.layer_prefix(layer)}{reader.architecture.experts_module}"
+    path = f"{reader.architecture.layer_path(layer)}.{reader.architecture.experts_module}"
     experts: Any = model.get_submodule(path)
     native: Any = experts
     if (layout := reader.layouts.get(layer)) is not None:
@@ -136,7 +137,7 @@ def _errors_of_codes(made: Checkpoint, model: nn.Module, prefix: str) -> Iterato
     `VerificationError` if one is more than rounding."""
     for name, form in quantized_beside(made.settings).items():
         if name.startswith(prefix):
-            linear: Any = model.get_submodule(name)
+            linear: Any = model.get_submodule(path_in(model, name))
             stored = {part: made.read(quantized_name(weight_of(name), part)) for part in TENSORS}
             stored["scales"] = stored["scales"].float()
             matrix = form.decode(stored, (linear.out_features, linear.in_features), torch.float32)

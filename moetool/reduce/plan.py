@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from moetool.architectures.base import EXPERT_KEYS
-from moetool.checkpoint.files import patch_config
+from moetool.architectures.described import language_entries, with_language_entries
 from moetool.checkpoint.writer import TensorSpec
-from moetool.job.blueprint import layer_of
 from moetool.job.job import Source
 from moetool.job.shards import ShardPlan
 
@@ -28,11 +27,12 @@ class ReducedPlan(ShardPlan):
         source, tensors = self.source, self.source.checkpoint.tensors
         architecture, reader = source.architecture, source.experts
         count = architecture.layers(source.checkpoint.settings)
-        owners = {architecture.layer.format(layer=layer): layer for layer in range(count)}
+        owners = {architecture.layer_prefix(layer): layer for layer in range(count)}
+        lengths = {len(prefix) for prefix in owners}
         gone = lost_names(source)
         specs: dict[int, list[TensorSpec]] = {layer: [] for layer in range(-1, count)}
         for name, info in tensors.items():
-            layer = owners.get(layer_of(name), -1)
+            layer = next((owners[name[:length]] for length in lengths if name[:length] in owners), -1)
             if name in reader.names or name in gone:
                 continue
             shape = list(info.shape)
@@ -78,10 +78,11 @@ def lost_names(source: Source) -> set[str]:
 
 def reduced_config(source: Source, kept: int) -> dict[str, object]:
     """`config.json` with another number of experts, and without layers that predict further tokens if these go."""
-    config, shape = source.checkpoint.config, source.experts.shape
-    keys = {*source.architecture.experts_keys, *EXPERT_KEYS} & config.keys()
-    named = {key for key in keys if config[key] == shape.experts} or source.architecture.experts_keys[:1]
+    shape, own = source.experts.shape, source.architecture.experts_keys
+    config = language_entries(source.checkpoint.config)
+    keys = {*own, *EXPERT_KEYS} & config.keys()
+    named = {key for key in keys if config[key] == shape.experts} or own[:1]
     changes: dict[str, object] = dict.fromkeys(named, kept)
     if lost_names(source) and _PREDICTION in config:
         changes[_PREDICTION] = 0
-    return patch_config(config, changes)
+    return with_language_entries(source.checkpoint.config, changes)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moetool.checkpoint.names import CONFIG
+from moetool.architectures.dense import is_encoder
+from moetool.architectures.described import check_language
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import described_in, model_config
 from moetool.errors import InvalidInputError
@@ -54,11 +55,8 @@ def building(config: Mapping[str, object], path: Path, dtype: torch.dtype) -> "I
     from moetool.runtime.loading import model_class
 
     described, loader = model_config(config, path), model_class(config)
-    if type(described) not in loader._model_mapping:
-        raise InvalidInputError(
-            f"{path / CONFIG} is no language model by itself ({config.get('model_type')}): it is something else, "
-            "or has others around it. moetool takes language models alone."
-        )
+    if not is_encoder(config):
+        check_language(config, described)
     with described_in(path), torch.device("meta"):
         yield loader.from_config(described, dtype=dtype)
 
@@ -70,8 +68,19 @@ def names_on_disk(model: "PreTrainedModel") -> dict[str, tuple[torch.dtype, tupl
     state = model.state_dict()
     for tied in getattr(model, "all_tied_weights_keys", None) or {}:
         state.pop(tied, None)
-    on_disk = revert_weight_conversion(model, state)
+    # Some conversions ask the model for a parameter by name; placeholders of bases are buffers.
+    model.get_parameter = state.__getitem__
+    try:
+        on_disk = revert_weight_conversion(model, state)
+    finally:
+        del model.get_parameter
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in on_disk.items()}
+
+
+def _is_turned(held: tuple[int, ...], promised: tuple[int, ...]) -> bool:
+    """Whether experts' matrices lie in one tensor as `[experts, in, out]`, which transformers turns round for those
+    families that have them so: of others the loader says."""
+    return len(promised) == 3 and held == (promised[0], promised[2], promised[1])
 
 
 def check_sizes(checkpoint: Checkpoint) -> None:
@@ -89,7 +98,7 @@ def check_sizes(checkpoint: Checkpoint) -> None:
     promised = names_on_disk(empty_model(checkpoint.config, checkpoint.path, torch.float32))
     held = checkpoint.tensors
     for name, (_, shape) in promised.items():
-        if name in held and held[name].shape != shape:
+        if name in held and held[name].shape != shape and not _is_turned(held[name].shape, shape):
             raise InvalidInputError(
                 f"Tensor {name} of {checkpoint.path} has shape {list(held[name].shape)}, config.json promises "
                 f"{list(shape)}."

@@ -14,7 +14,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from moetool.architectures import aliases
 from moetool.architectures.base import Settings
 from moetool.architectures.dense import dense_architectures, head_of_a_task, is_encoder
-from moetool.architectures.derived import language_model_class
+from moetool.architectures.described import language_model_class
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import model_config

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.core_model_loading import Transpose
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
@@ -20,6 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moetool.architectures.base import Settings
 from moetool.checkpoint.settings import filled_in
 from moetool.errors import InvalidInputError
+from moetool.format.beside import quantizable
 from moetool.format.entry import check_format_version, layer_layouts
 from moetool.format.families import architecture_of
 from moetool.format.marker import BESIDE, METHOD
@@ -27,7 +29,7 @@ from moetool.numerics.index_sets import are_indices
 from moetool.runtime.memory import sparing_memory
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 from moetool.runtime.modules.experts import SharedBaseExperts
-from moetool.runtime.modules.insertion import CustomLayer, insert_modules, path_in
+from moetool.runtime.modules.insertion import CustomLayer, insert_modules, path_in, paths_in
 from moetool.runtime.modules.quantized import QuantizedModule, insert_quantized, quantized_modules, still_quantized
 from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 
@@ -77,8 +79,35 @@ class MoetoolConfig(QuantizationConfigMixin):  # type: ignore[misc]
         beside = entry.get(BESIDE)
         if (model := self._described()) is not None and isinstance(beside, dict):
             coded = still_quantized(model)
-            entry[BESIDE] = {name: form for name, form in beside.items() if path_in(model, name) in coded}
+            entry[BESIDE] = {name: beside[name] for name, path in paths_in(model, beside).items() if path in coded}
         return entry
+
+
+class _TransposeIfNeeded(Transpose):  # type: ignore[misc]
+    """Turns experts round where the file has them as `[in, out]`. Placeholders of bases, which are no parameters, stay
+    as they are."""
+
+    @classmethod
+    def of(cls, operation: Any) -> Any:
+        """The operation of transformers itself, or this in the place of one that compares shapes with parameters."""
+        if type(operation) is not Transpose or not operation.check_dims:
+            return operation
+        return cls(operation.dim0, operation.dim1, check_dims=True)
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **options: Any
+    ) -> dict[str, Any]:
+        held = options["model"].get_parameter_or_buffer(options["full_layer_name"])
+        if isinstance(held, nn.Parameter):
+            converted: dict[str, Any] = super().convert(input_dict, source_patterns, target_patterns, **options)
+            return converted
+        [found] = input_dict.values()
+        tensor = found[0] if isinstance(found, list) else found
+        return {self.get_target_pattern(input_dict, source_patterns, target_patterns): tensor}
+
+    @property
+    def reverse_op(self) -> "_TransposeIfNeeded":
+        return _TransposeIfNeeded(self.dim1, self.dim0, check_dims=True)
 
 
 class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
@@ -101,12 +130,20 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: "PreTrainedModel", **_: object) -> None:
         config = filled_in(model.config, {})
-        config["quantization_config"] = self.quantization_config.to_dict()
+        config["quantization_config"] = _named_for(model, config, self.quantization_config.to_dict())
         insert_modules(model, config)
         if self.quantization_config.to_dict().get("layers"):
             self._replace_experts(model, config)
         insert_quantized(model, config)
         self._dtypes = {name: tensor.dtype for name, tensor in _tensors(model)}
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: "PreTrainedModel") -> list[Any]:
+        """transformers' conversions of files, which take placeholders, too."""
+        conversions: list[Any] = super().update_weight_conversions(weight_conversions, model)
+        for conversion in conversions:
+            if operations := getattr(conversion, "operations", None):
+                conversion.operations = [_TransposeIfNeeded.of(operation) for operation in operations]
+        return conversions
 
     def _replace_experts(self, model: "PreTrainedModel", config: Settings) -> None:
         architecture = architecture_of(config)
@@ -114,7 +151,7 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
         if any(layout.dynamic_channels for layout in layouts.values()):
             _LOGGER.warning(BATCH_DEPENDENT)
         for layer, layout in layouts.items():
-            path = path_in(model, f"{architecture.layer_prefix(layer)}{architecture.experts_module}")
+            path = path_in(model, f"{architecture.layer_path(layer)}.{architecture.experts_module}")
             experts = SharedBaseExperts(model.get_submodule(path), layout)
             model.set_submodule(path, experts)
             if layout.is_extended:
@@ -163,6 +200,17 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _named_for(model: "PreTrainedModel", config: Settings, entry: dict[str, Any]) -> dict[str, Any]:
+    """The entry, in which modules have the names that the model's family has for them: the entry of a model with
+    others around it also describes the language model by itself."""
+    if not (beside := entry.get(BESIDE)):
+        return entry
+    architecture = architecture_of(config)
+    known = {name for names in quantizable(architecture, architecture.layers(config)).values() for name in names}
+    paths = paths_in(model, [name for name in beside if name not in known])
+    return {**entry, BESIDE: {paths.get(name, name): form for name, form in beside.items()}}
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -7,7 +7,7 @@ does not know moetool fails on its shape instead of filling the weight at random
 """
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -66,9 +66,26 @@ def is_placeholder(tensor: Tensor) -> bool:
 
 
 def path_in(model: "PreTrainedModel", path: str) -> str:
-    """Where the module of a causal language model that `path` names is in `model`, which may be its bare decoder."""
-    prefix = f"{model.base_model_prefix}."
-    return path.removeprefix(prefix) if not hasattr(model, model.base_model_prefix) else path
+    """Where the module of a causal language model that `path` names, on disk or in memory, is in `model`, which may be
+    its bare decoder, or the language model without what lies around it."""
+    return paths_in(model, [path])[path]
+
+
+def paths_in(model: "PreTrainedModel", paths: Iterable[str]) -> dict[str, str]:
+    """Where modules are in a model, by the paths that name them, as `path_in`."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    prefix = "" if hasattr(model, model.base_model_prefix) else f"{model.base_model_prefix}."
+    found = {path: path.removeprefix(prefix) for path in paths}
+    modules = {name for name, _ in model.named_modules()}
+    if elsewhere := [path for path, place in found.items() if place not in modules]:
+        mapping = get_model_conversion_mapping(model, None, None)
+        renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
+        for path in elsewhere:
+            renamed, _ = rename_source_key(f"{path}.weight", renamings, [])
+            found[path] = renamed.removesuffix(".weight").removeprefix(prefix)
+    return found
 
 
 def insert_modules(model: "PreTrainedModel", config: Mapping[str, object]) -> None:

@@ -18,7 +18,7 @@ from moetool.kernels.table import Table
 from moetool.representations.quantized import QuantizedMatrix, QuantizedWeight
 from moetool.runtime.modules.coded_weight import CodedWeight, Placeholder, placeholder_of
 from moetool.runtime.modules.inference import few_tokens, numbered, run_rows_by_number
-from moetool.runtime.modules.insertion import path_in
+from moetool.runtime.modules.insertion import paths_in
 from moetool.runtime.modules.offloading import is_fetched, loaded
 
 if TYPE_CHECKING:
@@ -237,7 +237,8 @@ def insert_quantized(model: "PreTrainedModel", config: Settings) -> None:
     Raises:
         InvalidInputError: the model has no such linear layer or embedding.
     """
-    listed = {path_in(model, name): (name, form) for name, form in quantized_beside(config).items()}
+    beside = quantized_beside(config)
+    listed = {path: (name, beside[name]) for name, path in paths_in(model, beside).items()}
     for path, (name, form) in listed.items():
         if path == "lm_head" and not hasattr(model, path):
             continue  # the bare decoder, AutoModel

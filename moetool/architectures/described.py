@@ -1,0 +1,176 @@
+"""What transformers makes of a `config.json`: its own config, the class of its language model, and the model without
+weights, in which the language model may be one part of several.
+
+The code of a checkpoint (`auto_map`) is never run.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from moetool.errors import InvalidInputError, did_you_mean
+from moetool.quiet import refused
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def empty_model_of(config: Mapping[str, Any]) -> "PreTrainedModel":
+    """The language model of a `config.json`, with the towers around it if there are some, on the meta device.
+
+    Raises:
+        InvalidInputError: transformers does not know the model type, has no language model of it, or cannot build it.
+    """
+    import torch
+
+    check_model_type(config)
+    model_type = config["model_type"]
+    with refused(f"build the {model_type} model that config.json describes"):
+        described = transformers_config(config)
+        check_language(config, described)
+        with torch.device("meta"):
+            return language_model_class(model_type).from_config(described)
+
+
+def check_model_type(config: Mapping[str, object]) -> None:
+    """Raise `InvalidInputError` for a `config.json` whose model type transformers does not know."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise InvalidInputError(
+            f"Unknown model family: config.json has model_type {model_type!r}; it should name one, such as 'mixtral'."
+        )
+    if model_type not in CONFIG_MAPPING:
+        own = " Code that comes with the checkpoint (auto_map) is never run." if config.get("auto_map") else ""
+        hint = did_you_mean(model_type, CONFIG_MAPPING)
+        raise InvalidInputError(
+            f"Unknown model family {model_type!r}: transformers {transformers.__version__}, which is installed, has no "
+            f"such model_type; a newer version may have it.{own}{hint}"
+        )
+
+
+def check_language(config: Mapping[str, object], described: "PreTrainedConfig") -> None:
+    """Raise `InvalidInputError` for a model of which transformers has no class that predicts text from tokens, and for
+    one whose config says nothing of its language model."""
+    model_type = config.get("model_type")
+    if type(described) not in language_model_class(model_type)._model_mapping:
+        raise InvalidInputError(
+            f"{model_type} is no language model: transformers has no class of it that predicts the next token from "
+            "tokens, alone or beside images."
+        )
+    _check_language_is_there(config, described)
+
+
+def check_language_is_there(config: Mapping[str, object]) -> None:
+    """Raise `InvalidInputError` for a `config.json` of a model with others around it, if it says nothing of its
+    language model, which transformers would then take to be its default one."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if config.get("model_type") in CONFIG_MAPPING:
+        _check_language_is_there(config, _read(config))
+
+
+def _check_language_is_there(config: Mapping[str, object], described: "PreTrainedConfig") -> None:
+    if (key := language_key(described)) is not None and not config.get(key):
+        raise InvalidInputError(
+            f"config.json of this {config.get('model_type')} model has no {key}, which says what its language model "
+            "is. Download it again."
+        )
+
+
+def language_key(described: "PreTrainedConfig") -> str | None:
+    """The key of a config under which that of its language model lies; `None` if it is that itself."""
+    text = described.get_text_config()
+    return next((key for key in described.sub_configs if getattr(described, key, None) is text), None)
+
+
+def language_entries(config: Mapping[str, object]) -> Mapping[str, object]:
+    """The part of a `config.json` that is about the language model: all of it, if nothing lies around that.
+
+    Raises:
+        InvalidInputError: transformers refuses an entry, or does not know the `model_type`.
+    """
+    inner = config.get(language_key(_read(config)) or "")
+    return inner if isinstance(inner, Mapping) else config
+
+
+def with_language_entries(config: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
+    """A `config.json` with other values in what it says of the language model. Raises as `language_entries`."""
+    key = language_key(_read(config))
+    return {**config, **changes} if key is None else {**config, key: {**language_entries(config), **changes}}
+
+
+def _read(config: Mapping[str, object]) -> "PreTrainedConfig":
+    check_model_type(config)
+    with refused("read config.json"):
+        return transformers_config(config)
+
+
+def names_in_others(model_type: object) -> Mapping[str, str]:
+    """Beginnings of the names that a language model's tensors have where it lies in another, and which they have where
+    it lies alone; transformers writes the first ones, too, for one that it has loaded from such a model."""
+    if not isinstance(model_type, str) or not model_type.endswith("_text"):
+        return {}
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    found = {}
+    for rule in get_checkpoint_conversion_mapping(model_type) or ():
+        if inside := getattr(rule, "prefix_to_remove", None):
+            start = f"{rule.model_prefix}." if rule.model_prefix else ""
+            found[f"{start}{inside}."] = start
+    return found
+
+
+def language_model_in(model: "PreTrainedModel") -> "tuple[str, nn.Module]":
+    """Path and module of the language model in a model, its head aside: an empty path and the model itself, if nothing
+    lies around it."""
+    from transformers import PreTrainedModel
+
+    text = model.config.get_text_config()
+    if text is model.config:
+        return "", model
+    found = (
+        (path, module)
+        for path, module in model.named_modules()
+        if path and isinstance(module, PreTrainedModel) and type(module.config) is type(text)
+    )
+    return next(found, ("", model))
+
+
+def towers_of(model: "PreTrainedModel") -> "list[nn.Module]":
+    """The models beside the language model in a model, which text alone never reaches."""
+    from transformers import PreTrainedModel
+
+    path, language = language_model_in(model)
+    inside = set(language.modules())
+    return [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, PreTrainedModel) and module not in inside and name and not path.startswith(f"{name}.")
+    ]
+
+
+def language_model_class(model_type: object) -> Any:
+    """The class by which transformers builds and loads all of a language model: `AutoModelForImageTextToText`, if it
+    has a class of this type there, or else `AutoModelForCausalLM`, which drops what lies around the text model."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return (
+        AutoModelForImageTextToText
+        if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        else AutoModelForCausalLM
+    )
+
+
+def transformers_config(config: Mapping[str, object]) -> "PreTrainedConfig":
+    """transformers' config of a model, defaults filled in, without its `quantization_config`. Raises what transformers
+    raises where it does not know the `model_type`, or refuses an entry."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    raw: dict[str, Any] = PreTrainedConfig._decode_special_floats(copy.deepcopy(dict(config)))
+    raw.pop("quantization_config", None)
+    return AutoConfig.for_model(**raw)
