@@ -6,9 +6,9 @@ import families
 from families import LATENT
 
 GROUPED = {**families.GROUPED, "n_group": 2, "topk_group": 1}  # some routers want two experts per group
-_WIDTHS = {"intermediate_size": 64, "moe_intermediate_size": 24}
-_LATENT = {**LATENT, "q_lora_rank": 16}
-_SPARSE_ATTENTION = {**_LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
+WIDTHS = {"intermediate_size": 64, "moe_intermediate_size": 24}
+LATENT_WITH_QUERIES = {**LATENT, "q_lora_rank": 16}
+SPARSE_ATTENTION = {**LATENT_WITH_QUERIES, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
 _DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
@@ -19,11 +19,11 @@ _DELTA = {
 _ONE_DENSE = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
 
 DERIVED: dict[str, dict[str, Any]] = {
-    "axk1": {**_LATENT, **GROUPED, **_WIDTHS, "first_k_dense_replace": 1},
-    "axk2": {**_LATENT, **GROUPED, **_WIDTHS},
+    "axk1": {**LATENT_WITH_QUERIES, **GROUPED, **WIDTHS, "first_k_dense_replace": 1},
+    "axk2": {**LATENT_WITH_QUERIES, **GROUPED, **WIDTHS},
     "bailing_hybrid": {
-        **_LATENT,
-        **_WIDTHS,
+        **LATENT_WITH_QUERIES,
+        **WIDTHS,
         "num_experts": 8,
         "num_shared_experts": 1,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -31,27 +31,27 @@ DERIVED: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "first_k_dense_replace": 1,
     },
-    "beam": {**_WIDTHS, **_ONE_DENSE, "num_experts": 8, "n_group": 2, "topk_group": 1, "head_dim": 8},
+    "beam": {**WIDTHS, **_ONE_DENSE, "num_experts": 8, "n_group": 2, "topk_group": 1, "head_dim": 8},
     "cohere2_moe": {"intermediate_size": 24, "num_experts": 6, "head_dim": 8},
-    "deepseek_v32": {**_SPARSE_ATTENTION, **GROUPED, **_WIDTHS, "first_k_dense_replace": 1},
+    "deepseek_v32": {**SPARSE_ATTENTION, **GROUPED, **WIDTHS, "first_k_dense_replace": 1},
     "deepseek_v4": {
-        **_LATENT,
-        **_WIDTHS,
+        **LATENT_WITH_QUERIES,
+        **WIDTHS,
         "n_routed_experts": 8,
         "swiglu_limit": 0.5,
         "layer_types": ["sliding_attention", "heavily_compressed_attention", "sliding_attention"],
     },
     "dots3_note_text": {
-        **_LATENT,
+        **LATENT_WITH_QUERIES,
         **GROUPED,
-        **_WIDTHS,
+        **WIDTHS,
         "shared_experts_intermediate_size": 24,
         "use_sliding_window": False,
         "first_k_dense_replace": 1,
     },
-    "flint": {**_WIDTHS, "num_experts": 6, "shared_expert_intermediate_size": 40, "head_dim": 8},
+    "flint": {**WIDTHS, "num_experts": 6, "shared_expert_intermediate_size": 40, "head_dim": 8},
     "gemma4_text": {
-        **_WIDTHS,
+        **WIDTHS,
         "enable_moe_block": True,
         "num_experts": 6,
         "top_k_experts": 2,
@@ -60,8 +60,8 @@ DERIVED: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 0,
         "num_kv_shared_layers": 0,
     },
-    "glm4_moe_lite": {**_LATENT, **GROUPED, **_WIDTHS, "first_k_dense_replace": 1},
-    "glm_moe_dsa": {**_SPARSE_ATTENTION, **GROUPED, **_WIDTHS, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {**LATENT_WITH_QUERIES, **GROUPED, **WIDTHS, "first_k_dense_replace": 1},
+    "glm_moe_dsa": {**SPARSE_ATTENTION, **GROUPED, **WIDTHS, "first_k_dense_replace": 1},
     "granitemoe_swa": {"intermediate_size": 48, "num_local_experts": 6},
     "granitemoehybrid": {
         "intermediate_size": 48,
@@ -72,11 +72,11 @@ DERIVED: dict[str, dict[str, Any]] = {
         "mamba_d_state": 8,
         "layer_types": ["mamba", "attention", "mamba"],
     },
-    "hy_v3": {**_WIDTHS, "num_experts": 8, "head_dim": 8, "first_k_dense_replace": 1},
+    "hy_v3": {**WIDTHS, "num_experts": 8, "head_dim": 8, "first_k_dense_replace": 1},
     "hy_v4": {
-        **_LATENT,
+        **LATENT_WITH_QUERIES,
         **GROUPED,
-        **_WIDTHS,
+        **WIDTHS,
         "first_k_dense_replace": 1,
         "indexer_types": ["full"] * 3,
         "swiglu_limit": 0.5,
@@ -94,8 +94,8 @@ DERIVED: dict[str, dict[str, Any]] = {
         "use_mamba_kernels": False,
     },
     "kimi_linear": {
-        **_LATENT,
-        **_WIDTHS,
+        **LATENT_WITH_QUERIES,
+        **WIDTHS,
         "num_experts": 8,
         "num_shared_experts": 1,
         "first_k_dense_replace": 1,
@@ -103,16 +103,16 @@ DERIVED: dict[str, dict[str, Any]] = {
         "linear_head_dim": 8,
         "linear_num_heads": 2,
     },
-    "kolibri1": {**_WIDTHS, "num_local_experts": 8, "shared_expert_intermediate_size": 24, "head_dim": 8},
+    "kolibri1": {**WIDTHS, "num_local_experts": 8, "shared_expert_intermediate_size": 24, "head_dim": 8},
     "laguna": {
-        **_WIDTHS,
+        **WIDTHS,
         **_ONE_DENSE,
         "num_experts": 8,
         "shared_expert_intermediate_size": 24,
         "head_dim": 8,
     },
-    "mellum": {**_WIDTHS, "num_experts": 6, "head_dim": 8},
-    "mimo_v2_flash": {**_WIDTHS, "n_routed_experts": 8, "head_dim": 8, "v_head_dim": 8},
+    "mellum": {**WIDTHS, "num_experts": 6, "head_dim": 8},
+    "mimo_v2_flash": {**WIDTHS, "n_routed_experts": 8, "head_dim": 8, "v_head_dim": 8},
     "minimax_m3_vl_text": {
         "intermediate_size": 24,
         "dense_intermediate_size": 64,
@@ -121,7 +121,7 @@ DERIVED: dict[str, dict[str, Any]] = {
         "head_dim": 8,
     },
     "mistral4": {
-        **_LATENT,
+        **LATENT_WITH_QUERIES,
         "head_dim": 16,
         **GROUPED,
         "intermediate_size": 64,
@@ -129,14 +129,14 @@ DERIVED: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
     "qwen3_5_moe_text": {
-        **_WIDTHS,
+        **WIDTHS,
         **_DELTA,
         "num_experts": 6,
         "shared_expert_intermediate_size": 40,
         "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     },
     "qwen4_exp_text": {
-        **_WIDTHS,
+        **WIDTHS,
         **_DELTA,
         "num_experts": 6,
         "shared_expert_intermediate_size": 40,

@@ -182,7 +182,8 @@ FAMILIES |= {
 
 def build(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """A model whose experts are one shared matrix plus differences, at the scales of a trained one."""
-    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES.get(family, {}), **overrides})
+    around = "text_config" in overrides
+    config = AutoConfig.for_model(family, **{**({} if around else COMMON), **FAMILIES.get(family, {}), **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class({"model_type": family}).from_config(config).eval()
@@ -191,7 +192,9 @@ def build(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **over
             for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
                 if name not in saved or not parameter.is_floating_point() or "decay" in name or "slope_rate" in name:
                     continue
-                if parameter.ndim == 3:
+                if parameter.ndim > 3:
+                    parameter.copy_(torch.randn(parameter.shape) / parameter[0].numel() ** 0.5)
+                elif parameter.ndim == 3:
                     shared = torch.randn(parameter.shape[1:])
                     own = torch.randn(parameter.shape)
                     parameter.copy_((shared + 0.4 * own) / parameter.shape[-1] ** 0.5)

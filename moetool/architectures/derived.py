@@ -74,7 +74,7 @@ def own_entries(config: Mapping[str, object]) -> dict[str, object]:
     """The entries of a model's config, without those of its parts that settings have beside its own."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         return dict(config)
     kind: Any = CONFIG_MAPPING[model_type]
@@ -248,7 +248,11 @@ class _Derivation:
         layers = reversed(self.tensors.values())
         shapes = {name: tuple(tensor.shape) for layer in layers for name, tensor in layer.items()}
         held = {name for layer in self.moe_layers for name in self._layer(layer).state_dict(keep_vars=True)}
-        inside = {name: places for name, places in names.others.items() if name in held and name.startswith(start)}
+        inside = {
+            name: places
+            for name, places in names.others.items()
+            if name in held and (name.startswith(start) or not block)
+        }
         weights = [
             name
             for name in inside
@@ -259,7 +263,8 @@ class _Derivation:
         [weight] = inside.pop(weights[0])
         per_expert, others = set[str](), set[str]()
         for name, places in inside.items():
-            of_expert = shapes[name] in ((shape.experts,), (1, shape.experts)) and "shared" not in name
+            is_row = shapes[name] in ((shape.experts,), (1, shape.experts))
+            of_expert = is_row and name.startswith(start) and "shared" not in name
             for place in places:
                 if of_expert:
                     per_expert.add(place)

@@ -69,7 +69,7 @@ def check_language_is_there(config: Mapping[str, object]) -> None:
     language model, which transformers would then take to be its default one."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if config.get("model_type") in CONFIG_MAPPING:
+    if str(config.get("model_type")) in CONFIG_MAPPING:
         _check_language_is_there(config, _read(config))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from moetool.architectures.base import Role
+from moetool.architectures.base import ROLES, Role
 from moetool.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -63,11 +63,29 @@ def names_in_layers(
     layer, own_inside = found.split(own[0]) if len(own) == 1 else ("", "")
     if not own_inside.endswith(f"experts.{_OWN}"):
         raise InvalidInputError(f"beside its experts on disk there is no room for other tensors ({', '.join(own)})")
+    _check_own_names(model, own[0].removesuffix(_OWN), f"{prefix.format(layer=next(iter(layers)))}.{experts}.")
     others: dict[str, tuple[str, ...]] = {}
     for number, name in numbered.items():
         inside = tuple(found.split(place)[1] for place in found.holding(number))
         others[name] = inside
     return DiskNames(layer, own_inside.removesuffix(_OWN), found.weights(), others, found.is_transposed())
+
+
+def _check_own_names(model: "PreTrainedModel", on_disk: str, in_memory: str) -> None:
+    """Raise `InvalidInputError` if what transformers renames when it loads is also a part of moetool's own names."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model, None, None)
+    renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
+    for role in ROLES:
+        own = f"moetool.0.{role}.matrix"
+        renamed, _ = rename_source_key(on_disk + own, renamings, [])
+        if renamed != in_memory + own:
+            raise InvalidInputError(
+                f"transformers renames tensors of its files in a way that does not leave other names alone ({on_disk}"
+                f"{own} would become {renamed})"
+            )
 
 
 def _probes(

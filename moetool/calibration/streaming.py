@@ -111,6 +111,7 @@ class StreamedModel:
         mapping = get_model_conversion_mapping(self.model, None, None)
         renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
+        targets = {pattern: rule.target_patterns for rule in converters for pattern in rule.source_patterns}
         state = self.model.state_dict()
         layers = {self.architecture.layer_prefix(layer): layer for layer in range(self.layer_count)}
         blocks: dict[int, list[str]] = defaultdict(list)
@@ -136,6 +137,9 @@ class StreamedModel:
                     f"Tensor {name} has shape {list(found)}, config.json promises {list(promised)}."
                 )
             covered.add(renamed)
+            if converter is not None:
+                first, *others = targets[converter]
+                covered.update(renamed.replace(first, other) for other in others)
             if renamed in aside:
                 continue
             self._dtypes[name] = state[renamed].dtype

@@ -1,5 +1,6 @@
 """Text to windows of tokens, for calibration and for evaluation."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from moetool.architectures.base import whole_number
 from moetool.calibration.bundled import kinds
 from moetool.calibration.cutting import consecutive_windows, shuffled_windows
 from moetool.calibration.data import BUNDLED, DataSpec, iter_text, parse_data
@@ -20,6 +22,9 @@ from moetool.checkpoint.settings import settings_of
 from moetool.checkpoint.source import first_line, local_path, looks_local
 from moetool.errors import InvalidInputError, UsageError
 
+# Keys of the tokens in whose place a model is given something else than text.
+_PLACE = re.compile(r"(image|video|audio)_token_(?:id|index)")
+_GIVEN = {"image": "an image", "video": "a video", "audio": "sound"}
 # Fast tokenizers take up to 450 bytes per token while they work, so this much text needs about 1.3 GB.
 WHOLE_TEXT_CHARS = 8 << 20
 SAMPLING_CHARS = 1 << 20
@@ -273,6 +278,22 @@ def check_vocabulary(windows: Tensor, vocab_size: int | None) -> None:
             f"The text has token {highest}, but the model's vocabulary ends at {vocab_size - 1}: "
             "the tokenizer does not belong to this model."
         )
+
+
+def check_tokens(windows: Tensor, settings: Mapping[str, object]) -> None:
+    """Check the tokens of a text against the settings of the model that is to read it.
+
+    Raises:
+        InvalidInputError: a token is none of its vocabulary, or stands for an image, a video or sound: text alone is
+            given to models.
+    """
+    check_vocabulary(windows, whole_number(settings, "vocab_size"))
+    for key, token in settings.items():
+        if isinstance(token, int) and (found := _PLACE.fullmatch(key)) and bool((windows == token).any()):
+            raise InvalidInputError(
+                f"The text has token {token}, in whose place the model is given {_GIVEN[found[1]]} ({key}): moetool "
+                "gives models text alone. Take these tokens out of it."
+            )
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

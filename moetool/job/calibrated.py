@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from moetool.architectures.base import whole_number
 from moetool.architectures.dense import is_encoder
 from moetool.calibration.activations import ActivationFile
 from moetool.calibration.boundaries import kept_dtype, stretch
@@ -18,7 +17,7 @@ from moetool.calibration.masking import masked_windows
 from moetool.calibration.mixing import ONE_KIND
 from moetool.calibration.opening import Bos, opening_text
 from moetool.calibration.sweep import Sweep
-from moetool.calibration.windows import DrawnWindows, OwnText, check_vocabulary, drawn_windows, load_tokenizer
+from moetool.calibration.windows import DrawnWindows, OwnText, check_tokens, drawn_windows, load_tokenizer
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
@@ -79,7 +78,7 @@ def _drawn(source: Input, options: TextOptions, more: int, own: OwnText) -> Draw
         own=own,
     )
     for windows in (drawn.windows, drawn.others):
-        check_vocabulary(windows, whole_number(source.checkpoint.settings, "vocab_size"))
+        check_tokens(windows, source.checkpoint.settings)
     return drawn
 
 

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 
 from moetool.architectures.dense import is_encoder
-from moetool.calibration.windows import load_tokenizer
+from moetool.calibration.windows import check_tokens, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.source import first_line
 from moetool.errors import InvalidInputError, UsageError, VerificationError
@@ -61,6 +61,7 @@ def generate(
         raise UsageError(f"{path} is an encoder ({checkpoint.config.get('model_type')}): it generates nothing.")
     tokenizer = load_tokenizer(checkpoint.path)
     ids = _encode(tokenizer, prompt, options.chat)
+    check_tokens(ids, checkpoint.settings)
     options = _fit(options, ids.shape[1], context_length(checkpoint.settings), path)
     dtype = stored_dtype(checkpoint) if options.compute_dtype == "auto" else options.compute_dtype
     model = load_for(checkpoint, options.device, dtype, progress)

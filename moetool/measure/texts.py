@@ -7,12 +7,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from moetool.architectures.base import whole_number
 from moetool.calibration.bundled import kinds
 from moetool.calibration.data import BUNDLED, TEXT_SUFFIXES, DataSpec, parse_data
 from moetool.calibration.opening import Bos, Tokenizer
 from moetool.calibration.readable import left_out_remark
-from moetool.calibration.windows import TextWindows, check_vocabulary, evaluation_texts
+from moetool.calibration.windows import TextWindows, check_tokens, evaluation_texts
 from moetool.checkpoint.manifest import manifest_of
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.source import is_here
@@ -74,7 +73,7 @@ def open_texts(
     if found.left_out:
         progress.log(left_out_remark(found.left_out))
     for text in found.texts:
-        check_vocabulary(text.windows, whole_number(checkpoint.settings, "vocab_size"))
+        check_tokens(text.windows, checkpoint.settings)
     return found.texts
 
 

@@ -15,7 +15,7 @@ from moetool.architectures.base import whole_number
 from moetool.architectures.dense import check_predicts, is_encoder
 from moetool.calibration.data import data_files
 from moetool.calibration.opening import opening_text
-from moetool.calibration.windows import check_vocabulary, load_tokenizer
+from moetool.calibration.windows import check_tokens, load_tokenizer
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.header import check_dtype
 from moetool.checkpoint.reader import Checkpoint
@@ -214,13 +214,13 @@ class Tune(Stage[TuneOptions, AnySource]):
         """What is learnt, and what is held out to be evaluated on; says what was left out."""
         from moetool.tune.examples import load_examples
 
-        options, vocabulary = self.options, whole_number(self.source.checkpoint.settings, "vocab_size")
+        options, settings = self.options, self.source.checkpoint.settings
         texts = [
             None if text is None else load_examples(text, self._tokenizer, options.sequence_length, options.bos)
             for text in (options.data, options.eval_data)
         ]
         for example in (example for text in texts if text for example in text.items):
-            check_vocabulary(torch.tensor(example.ids), vocabulary)
+            check_tokens(torch.tensor(example.ids), settings)
         examples, held_out = texts
         assert examples is not None
         job.progress.log(f"{len(examples.items)} examples with {examples.answer_tokens} tokens to learn.")

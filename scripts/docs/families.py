@@ -12,7 +12,10 @@ from typing import Any
 import transformers
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from moetool.architectures import architectures, find_architecture
 from moetool.architectures.base import experts_told
@@ -22,6 +25,7 @@ from moetool.quiet import quiet
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "families.md"
 sys.path.insert(0, str(ROOT / "tests"))
+import around_families  # noqa: E402
 import derived_families  # noqa: E402
 import families  # noqa: E402
 
@@ -40,10 +44,14 @@ compresses it in one command and by hand, kills and resumes that, evaluates, ins
 `quantize`), evaluates and verifies against the original, exports `dense-experts`, loads it in transformers, and takes
 experts away (`reap`). DeepSeekMoE-16B, which transformers does not run, is taken too (*all*).
 
-A `model_type` that ends in `_text` stands for the text model by itself: of a checkpoint that also sees, whose tensors
-lie under `model.language_model.`, the text model has to be saved alone first. Where layers hand more than hidden
-states to each other (GLM-5 and HY-V4 with shared indexers, as HY-V4 has by default; Gemma 4 with shared keys and
-values), calibration is refused.
+Of a model that also sees or hears (*whole*), the language model is calibrated on text alone and compressed; every other
+tensor stays as it is, byte for byte, and so does the rest of `config.json`. It loads as before, by
+`AutoModelForImageTextToText`, and by `AutoModelForCausalLM` where transformers has the language model there. A
+`model_type` that ends in `_text` stands for the language model alone. The experts of Qwen3-VL-MoE (turned round) and
+Qwen3.5-MoE (in one tensor) are read, and written again, as they lie on the hub or as transformers saves them.
+
+Where layers hand more than hidden states to each other (GLM-5 and HY-V4 with shared indexers, as HY-V4 has by default;
+Gemma 4 with shared keys and values), calibration is refused.
 
 | family | `model_type` | how | what was run, or why it is refused |
 |---|---|---|---|
@@ -67,14 +75,19 @@ def model_types() -> dict[str, list[str]]:
 def rows() -> Iterator[tuple[str, str, str, str]]:
     """Family, model type, how moetool knows it, and what was run; empty if it is refused, then why."""
     written = {name for family in architectures() for name in family.model_types}
-    tested = {**dict.fromkeys(families.FAMILIES, "all"), **dict.fromkeys(derived_families.DERIVED, "contract")}
+    tested = {
+        **dict.fromkeys(families.FAMILIES, "all"),
+        **dict.fromkeys(derived_families.DERIVED, "contract"),
+        **dict.fromkeys(around_families.AROUND, "contract, whole"),
+    }
     for family, names in model_types().items():
         if run := [name for name in names if name in tested]:
             for name in run:
                 yield family, name, "written" if name in written else "derived", tested[name]
             continue
         alone = [name for name in names if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
-        name = next((name for name in alone if name.endswith("_text")), [*alone, *names][0])
+        seeing = [name for name in names if name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES]
+        name = next((name for name in alone if name.endswith("_text")), [*alone, *seeing, *names][0])
         yield family, name, "", reason(name)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import families
 import pytest
 import transformers
+from around_families import AROUND
 from derived_families import DERIVED
 
 from moetool.architectures import Architecture, find_architecture
@@ -20,6 +21,8 @@ APART = {"name", "reference", "router_rule", "router_options", "moe_layers_rule"
 
 
 def config_of(family: str) -> dict[str, Any]:
+    if family in AROUND:
+        return {"model_type": family, **AROUND[family]}
     own = families.FAMILIES.get(family) or DERIVED[family]
     return {"model_type": family, **families.COMMON, **own}
 
@@ -47,7 +50,7 @@ def in_block(family: Architecture) -> set[str]:
     return {*family.others, *corrections}
 
 
-@pytest.mark.parametrize("family", [*WRITTEN, *DERIVED])
+@pytest.mark.parametrize("family", [*WRITTEN, *DERIVED, *AROUND])
 def test_settings_say_what_the_config_says(family: str) -> None:
     config = config_of(family)
     assert derive(settings_of(config, Path())) == derive(config)
@@ -70,7 +73,16 @@ def test_a_config_of_the_size_of_deepseek_v3() -> None:
         ({"model_type": "zaya"}, "router is not one matrix"),
         ({"model_type": "inkling2_text"}, "lie in another order"),
         ({"model_type": "aria_text"}, "transposed"),
-        ({"model_type": "qwen3_vl_moe"}, "no language model by itself"),
+        ({"model_type": "qwen3_vl_moe"}, "has no text_config"),
+        ({**config_of("qwen3_vl_moe"), "text_config": {}}, "has no text_config"),
+        (
+            {"model_type": "ernie4_5_vl_moe", "text_config": {"num_hidden_layers": 3}},
+            r"several kinds.*vision_moe\.experts",
+        ),
+        ({"model_type": "qwen3_omni_moe", "thinker_config": {}}, "no language model: transformers has no class"),
+        ({"model_type": "mistral_large4", "text_config": {"hidden_size": 64}}, "does not leave other names alone"),
+        ({"model_type": "step3p7", "text_config": {"hidden_size": 64}}, "Step3p7Experts"),
+        ({"model_type": "muse_spark", "text_config": {"num_hidden_layers": 2}}, "end in a norm"),
         ({"model_type": "mixtral", "num_attention_heads": 0}, "transformers cannot build the mixtral model"),
         ({"model_type": "llama"}, "none of its layers has experts"),
         ({**config_of("beam"), "n_group": 3}, "cannot be divided"),

@@ -112,9 +112,9 @@ def test_an_unknown_family_gets_a_hint() -> None:
             "way of their own (DbrxExpert",
         ),
         (
-            {"model_type": "qwen3_vl_moe", "text_config": {"num_experts": 8}},
+            {"model_type": "step3p7", "text_config": {"num_experts": 8}},
             "text_config.num_experts is 8",
-            "qwen3_vl_moe is no language model by itself",
+            "way of their own (Step3p7Experts",
         ),
     ],
 )

@@ -6,12 +6,15 @@ from typing import Any
 import families
 import pytest
 import torch
-from checkpoints import WEIGHTS, config_of, logits, weight_bytes
+from around_families import AROUND, with_image
+from checkpoints import WEIGHTS, config_of, load, logits, weight_bytes
 from derived_families import DERIVED
 from safetensors.torch import load_file
 from sampling import sampled
 
 from moetool.job.job import Source
+
+FAMILIES = {**DERIVED, **AROUND}
 
 # Gemma 4's small models share keys and values between layers, and give each layer embeddings of the tokens.
 SHARING = {
@@ -23,15 +26,16 @@ SHARING = {
 }
 
 
-# Latent attention, clamped activations, layers of embeddings, a state space, and two kinds of linear attention.
-STRUCTURES = ("axk1", "deepseek_v4", "gemma4_text", "jamba", "kimi_linear", "qwen3_5_moe_text")
+# Latent attention, clamped activations, layers of embeddings, a state space, two kinds of linear attention, and a model
+# around another.
+STRUCTURES = ("axk1", "deepseek_v4", "gemma4_text", "jamba", "kimi_linear", "qwen3_5_moe_text", "qwen3_vl_moe")
 # What does not depend on a family's own names and layers is tried on a sample.
-each_structure = pytest.mark.parametrize("model", sampled(DERIVED, STRUCTURES), indirect=True, scope="module")
+each_structure = pytest.mark.parametrize("model", sampled(FAMILIES, STRUCTURES), indirect=True, scope="module")
 
 
-@pytest.fixture(scope="module", params=list(DERIVED))
+@pytest.fixture(scope="module", params=list(FAMILIES))
 def model(request: pytest.FixtureRequest, save_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    built = families.build(request.param, **DERIVED[request.param])
+    built = families.build(request.param, **FAMILIES[request.param])
     return save_model(built, tmp_path_factory.mktemp(request.param) / "model")
 
 
@@ -55,6 +59,9 @@ def test_all_is_kept_if_nothing_is_asked_for(
     made = run_cli("compress", model, tmp_path / "full", "--rank", 10_000, *calibration)
     assert made.code == 0, made.stderr
     assert_close(logits(tmp_path / "full", tokens), logits(model, tokens))
+    if (given := with_image(config_of(model)["model_type"], tokens)) is not None:
+        with torch.inference_mode():
+            assert_close(load(tmp_path / "full")(**given).logits, load(model)(**given).logits)
 
 
 @each_structure
@@ -66,6 +73,7 @@ def test_it_gets_smaller_and_becomes_dense_again(
     assert made.code == 0, made.stderr
     assert -0.05 <= weight_bytes(small) / weight_bytes(model) - 0.95 <= 0
     assert run_cli("verify", small, "--against", model).code == 0
+    assert_around_is_kept(small, model)
     told = run_cli(
         "eval", small, "--against", model, "--data", tiny_text, "--windows", 2, "--sequence-length", 32, "--json"
     )
@@ -73,6 +81,18 @@ def test_it_gets_smaller_and_becomes_dense_again(
     assert run_cli("export", small, tmp_path / "dense").code == 0
     assert load_file(tmp_path / "dense" / WEIGHTS).keys() == load_file(model / WEIGHTS).keys()
     assert_close(logits(tmp_path / "dense", tokens), logits(small, tokens), 2e-5)
+
+
+def assert_around_is_kept(small: Path, model: Path) -> None:
+    """Every tensor outside the decoder layers is the same, and so is the config but for moetool's entry."""
+    found, given = load_file(small / WEIGHTS), load_file(model / WEIGHTS)
+    layer = Source.open(model).architecture.layer.format(layer="")
+    outside = {name for name in given if not name.startswith(layer)}
+    assert outside
+    assert all(found[name].equal(given[name]) for name in outside)
+    told = config_of(small)
+    del told["quantization_config"]
+    assert told == config_of(model)
 
 
 @each_structure
