@@ -19,7 +19,36 @@ _MERGING = {**_EYE, "depth": 2, "num_heads": 2, "spatial_merge_size": 2, "tempor
 _MERGING |= {"out_hidden_size": 32}
 _LAYERS = {**_EYE, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
 
+_EXPERTS_OF_OCR = {
+    **_TEXT,
+    **WIDTHS,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+_SAM = {
+    "hidden_size": 16,
+    "output_channels": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+    "mlp_dim": 16,
+    "downsample_channels": [8, 8],
+    "global_attn_indexes": [0],
+}
+_ENCODER = {**_EYE, "num_hidden_layers": 1, "num_attention_heads": 2}
+
 AROUND: dict[str, dict[str, Any]] = {
+    "deepseek_ocr2": {
+        "image_token_id": IMAGE,
+        "text_config": {**_EXPERTS_OF_OCR, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        "vision_config": {
+            "sam_config": _SAM,
+            "encoder_config": {**_ENCODER, "num_key_value_heads": 2, "vocab_size": 8},
+        },
+    },
     "dots3_note": {
         **_TOKENS,
         "audio_token_id": 292,
@@ -146,35 +175,8 @@ AROUND: dict[str, dict[str, Any]] = {
     },
     "unlimited_ocr": {
         "image_token_id": IMAGE,
-        "text_config": {
-            **_TEXT,
-            **WIDTHS,
-            "n_routed_experts": 8,
-            "n_shared_experts": 1,
-            "num_key_value_heads": 4,
-            "head_dim": 8,
-        },
-        "vision_config": {
-            "sam_config": {
-                "hidden_size": 16,
-                "output_channels": 8,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "image_size": 16,
-                "patch_size": 4,
-                "mlp_dim": 16,
-                "downsample_channels": [8, 8],
-                "global_attn_indexes": [0],
-            },
-            "encoder_config": {
-                "hidden_size": 16,
-                "intermediate_size": 32,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "image_size": 16,
-                "patch_size": 4,
-            },
-        },
+        "text_config": _EXPERTS_OF_OCR,
+        "vision_config": {"sam_config": _SAM, "encoder_config": {**_ENCODER, "image_size": 16}},
     },
 }
 

@@ -5,6 +5,7 @@ The code of a checkpoint (`auto_map`) is never run.
 """
 
 import copy
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -56,10 +57,17 @@ def check_language(config: Mapping[str, object], described: "PreTrainedConfig") 
     """Raise `InvalidInputError` for a model of which transformers has no class that predicts text from tokens, and for
     one whose config says nothing of its language model."""
     model_type = config.get("model_type")
-    if type(described) not in language_model_class(model_type)._model_mapping:
+    classes = language_model_class(model_type)._model_mapping
+    if type(described) not in classes:
         raise InvalidInputError(
             f"{model_type} is no language model: transformers has no class of it that predicts the next token from "
             "tokens, alone or beside images."
+        )
+    found = classes[type(described)]
+    if "decoder_input_ids" in inspect.signature((found[0] if isinstance(found, tuple) else found).forward).parameters:
+        raise InvalidInputError(
+            f"{model_type} does not predict the next token of a text: it has an encoder that reads one, and a decoder "
+            "that writes another."
         )
     _check_language_is_there(config, described)
 
@@ -140,14 +148,14 @@ def language_model_in(model: "PreTrainedModel") -> "tuple[str, nn.Module]":
     return next(found, ("", model))
 
 
-def towers_of(model: "PreTrainedModel") -> "list[nn.Module]":
-    """The models beside the language model in a model, which text alone never reaches."""
+def towers_in(model: "PreTrainedModel") -> "list[tuple[str, nn.Module]]":
+    """Paths and modules of the models beside the language model in a model, which text alone never reaches."""
     from transformers import PreTrainedModel
 
     path, language = language_model_in(model)
     inside = set(language.modules())
     return [
-        module
+        (name, module)
         for name, module in model.named_modules()
         if isinstance(module, PreTrainedModel) and module not in inside and name and not path.startswith(f"{name}.")
     ]

@@ -27,7 +27,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from moetool.architectures import Architecture, Role
 from moetool.architectures.base import by_name
 from moetool.architectures.dense import DenseArchitecture, is_encoder
-from moetool.architectures.described import language_model_in, towers_of
+from moetool.architectures.described import language_model_in, towers_in
 from moetool.calibration.disk_experts import DiskExperts
 from moetool.calibration.held_experts import HeldExperts, working_sets
 from moetool.checkpoint.decoded import decoded
@@ -96,7 +96,7 @@ class StreamedModel:
             if isinstance(getattr(module, held, None), nn.ModuleList) and len(getattr(module, held)) == self.layer_count
         )
         self.layers: Any = getattr(holder, held)
-        self._aside = {part for tower in towers_of(self.model) for part in tower.modules()}  # stay without weights
+        self._aside = {part for _, tower in towers_in(self.model) for part in tower.modules()}  # stay without weights
         self._calls: dict[tuple[int, ...], list[LayerCall]] = {}  # how each layer is called, by batch size and length
         self._tried: set[int] = set()  # layers that have run, −1 for what is before them
         self._called_with: Tensor | None = None  # tokens of the last calls, of layers that are called with some
@@ -116,12 +116,7 @@ class StreamedModel:
         layers = {self.architecture.layer_prefix(layer): layer for layer in range(self.layer_count)}
         blocks: dict[int, list[str]] = defaultdict(list)
         covered = set(getattr(self.model, "all_tied_weights_keys", None) or {})
-        aside = {
-            f"{path}.{name}"
-            for path, module in self.model.named_modules()
-            if module in self._aside
-            for name in module.state_dict(keep_vars=True)
-        }
+        aside = tuple(f"{path}." for path, _ in towers_in(self.model))
         unknown: list[str] = []
         for name in self.checkpoint.tensors:
             if self.experts is not None and name in self.experts.names:
@@ -140,7 +135,7 @@ class StreamedModel:
             if converter is not None:
                 first, *others = targets[converter]
                 covered.update(renamed.replace(first, other) for other in others)
-            if renamed in aside:
+            if renamed.startswith(aside):
                 continue
             self._dtypes[name] = state[renamed].dtype
             block = next((layer for prefix, layer in layers.items() if name.startswith(prefix)), _REST)
