@@ -1,12 +1,14 @@
 """Experts in few bits, each on its own: `compress --method quantize`."""
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import CrashDriver, check_use, config_of, contents, logits, relative_error, weight_bytes
+from checkpoints import WEIGHTS, CrashDriver, check_use, config_of, contents, logits, relative_error, weight_bytes
+from safetensors.torch import load_file
 from torch import Tensor
 
 from moetool.architectures import ROLES
@@ -29,6 +31,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "ratio, one per layer": ("--ratio", 0.5, *GROUP, "--scheme", "layer", "--sensitivity", "none"),
 }
 METHOD = ("--method", "quantize")
+EXPERT = re.compile(r"layers\.(\d+)\..*\.(\d+)\.(?:gate|up|down)\.")
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +89,16 @@ def test_refinement_moves_the_scales_of_a_trellis(compress: Any, tiny_mixtral: P
     layers = compress(tiny_mixtral, *chosen, "--refine", 8).told["layers"].values()
     assert all(layer["refined"]["after"] <= layer["refined"]["before"] for layer in layers)
     assert any(layer["refined"]["after"] < layer["refined"]["before"] for layer in layers)
+
+
+def test_experts_that_refinement_leaves_are_encoded_as_without_it(compress: Any, tiny_mixtral: Path) -> None:
+    chosen = (*METHOD, "--bits", 2, *GROUP)
+    plain, refined = (compress(tiny_mixtral, *chosen, *more) for more in ((), ("--refine", 1)))
+    expected, found = (load_file(made.path / WEIGHTS) for made in (plain, refined))
+    differing = {EXPERT.findall(name)[0] for name, tensor in found.items() if not tensor.equal(expected[name])}
+    layers = refined.told["layers"].values()
+    assert sum(layer["refined"]["kept"] for layer in layers) > 0
+    assert len(differing) == sum(layer["refined"]["experts"] for layer in layers)
 
 
 @pytest.mark.parametrize("name", ["ratio", "ratio, one per role", "ratio, one per layer"])

@@ -92,7 +92,7 @@ def measure(
                 for scheme, deltas in schemes:
                     rotation, forms = scheme.input_rotation(shape, layer, role), scheme.forms[role]
                     if scheme.seed not in inputs:
-                        inputs[scheme.seed] = _inputs(gram, rotation, refined=refined)
+                        inputs[scheme.seed] = _inputs(gram, rotation, keeps_size=not refined)
                     delta = _rotated(deltas.of(role, expert), rotation)
                     key = scheme.name, max(form.directions for form in forms)
                     if key not in known:
@@ -109,8 +109,8 @@ def loss_name(scheme: StorageScheme, role: Role, expert: int) -> str:
     return f"{scheme.identity}.{role}.{expert}"
 
 
-def _inputs(gram: Tensor, rotation: Rotation | None, *, refined: bool) -> Measured:
-    return Measured(gram if rotation is None else rotation.gram(gram), keeps_size=not refined).with_feedback()
+def _inputs(gram: Tensor, rotation: Rotation | None, *, keeps_size: bool) -> Measured:
+    return Measured(gram if rotation is None else rotation.gram(gram), keeps_size=keeps_size).with_feedback()
 
 
 def _rotated(matrix: Tensor, rotation: Rotation | None) -> Tensor:
@@ -142,7 +142,7 @@ def encoded(
     """
     sensitivity = LayerSensitivity(choice, deltas.base.statistics, grams.energy(), grams.tokens())
 
-    def own(expert: int) -> dict[Role, dict[str, Tensor]]:
+    def own(expert: int, *, keeps_size: bool) -> dict[Role, dict[str, Tensor]]:
         inputs: dict[bool, Measured] = {}
         found = {}
         for role in reader.shape.roles:
@@ -157,15 +157,15 @@ def encoded(
             counts = sensitivity.of(role, expert, matrix[1], whitened=True)
             if (role == "down") not in inputs:  # gate and up of an expert have the same inputs
                 gram = grams.gram(expert, role)
-                inputs = {role == "down": _inputs(gram, rotation, refined=refining is not None)}
+                inputs = {role == "down": _inputs(gram, rotation, keeps_size=keeps_size)}
             measured = prepared(target, [form], replace(inputs[role == "down"], row_scale=counts.row_scale))
             found[role] = form.encode(target, reader.dtype, measured)
         return found
 
     for expert in (expert for experts in grams.sets() for expert in experts):
-        made: Mapping[Role, Mapping[str, Tensor]] = own(expert)
-        if refining is not None and made:
-            made = refining.refined(expert, made)
+        made: Mapping[Role, Mapping[str, Tensor]] = own(expert, keeps_size=refining is None)
+        if refining is not None and made:  # what was not refined has to be stretched after all
+            made = refining.refined(expert, made) or own(expert, keeps_size=True)
         for role, tensors in made.items():
             for name, tensor in tensors.items():
                 yield delta_name(expert, role, name), to_cpu(tensor)

@@ -89,8 +89,11 @@ class LayerRefining:
         self._metric = load_metric(metric_path(refining.work, layer), device)
         self._costs = torch.zeros(shape.experts, 3, dtype=torch.float64)  # before, after, whether it was changed
 
-    def refined(self, expert: int, tensors: Mapping[Role, Mapping[str, Tensor]]) -> Mapping[Role, Mapping[str, Tensor]]:
-        """The stored tensors of one expert, by role, with codes and scales moved."""
+    def refined(
+        self, expert: int, tensors: Mapping[Role, Mapping[str, Tensor]]
+    ) -> Mapping[Role, Mapping[str, Tensor]] | None:
+        """The stored tensors of one expert, by role, with codes and scales moved; `None` if that makes the expert no
+        better on the windows held out."""
         stored = dict[Role, StoredMatrix]()
         for role, original in self._original(expert).items():
             form = (self._layout.weights[role] or ())[expert]
@@ -101,7 +104,7 @@ class LayerRefining:
         coded = CodedExpert(stored, self._dtype)
         stream = generator(self._all.seed, "refine", self._layer, expert)
         found = self._refine(range(expert, expert + 1), _OF_EXPERT, coded, MovingCodes(coded), stream)
-        return {role: own.tensors for role, own in found.roles.items()}
+        return {role: own.tensors for role, own in found.roles.items()} if self._costs[expert, 2] else None
 
     def refined_together(self, encoded: Iterator[tuple[str, Tensor]], owned: Owned) -> Iterator[tuple[str, Tensor]]:
         """The encoded deltas that this process has, of those of all processes, with factors moved; the moved base lies
