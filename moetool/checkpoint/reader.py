@@ -106,7 +106,7 @@ class Checkpoint:
         opened = cls(str(source), path, config, ordered, files, weight_bytes, digest_of(parts), times)
         if (found := matrices_of(config, ordered, path)) is not None:
             left = {key: value for key, value in config.items() if key != "quantization_config"}
-            opened = opened.showing(found.matrices, left, found.unused, found.told)
+            opened = opened.showing(found.matrices, left, found.unused, found.description)
         if is_known(config):
             check_headers(opened.settings, config, {name: info.shape for name, info in opened.tensors.items()}, path)
         return opened

@@ -4,8 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from moetool.cli.display import print_fields, print_table
-from moetool.measure.tasks.told import Evaluated, Evaluations, TaskScore
-from moetool.measure.told import OWN_KIND_ALONE, Divergence, Evaluation, OverTexts, TextLoss, kind_in_words, short_names
+from moetool.measure.results import (
+    OWN_KIND_ALONE,
+    Divergence,
+    Evaluation,
+    OverTexts,
+    TextLoss,
+    kind_in_words,
+    short_names,
+)
+from moetool.measure.tasks.results import Evaluated, Evaluations, TaskScore
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 Loss: TypeAlias = Evaluation | TextLoss  # of all texts, or of one

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from moetool.compare.told import Compared, ComparedModel, kind_of_text
+from moetool.compare.results import Compared, ComparedModel, kind_of_text
 from moetool.measure.plots import panels
-from moetool.measure.told import short_names
+from moetool.measure.results import short_names
 
 _COLUMNS = 3
 # A row of the table → what is shown of it, in nats, and the standard error of that, 0 where there is none.

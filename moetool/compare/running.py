@@ -15,8 +15,8 @@ from moetool.checkpoint.identity import file_states, hub_sha256
 from moetool.checkpoint.reader import Checkpoint
 from moetool.compare.candidates import Candidate
 from moetool.compare.options import CompareOptions, chosen
+from moetool.compare.results import Compared, ComparedModel, SharedStatistics
 from moetool.compare.sharing import PASS_PREFIX, Wanted, passes
-from moetool.compare.told import Compared, ComparedModel, SharedStatistics
 from moetool.errors import InterruptedRunError, MoetoolError, UsageError
 from moetool.job.checks import output_directory
 from moetool.job.execute import run_stage

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moetool.architectures import Role
-from moetool.job.result import Printed, Told
+from moetool.job.result import Details, Printed
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class MergedLayer(Printed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayersResult(Told):
+class LayersResult(Details):
     """Result of a stage with an entry for every layer, by its number."""
 
     layers: Mapping[int, Printed]
@@ -124,7 +124,7 @@ class RankedResult(LayersResult):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrunedResult(Told):
+class PrunedResult(Details):
     """Result of pruning a base.
 
     Attributes:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from moetool.calibration.disk_experts import DiskExperts
 from moetool.calibration.streaming import StreamedModel
-from moetool.convert.told import Losses, Proof, Shares
+from moetool.convert.results import Losses, Proof, Shares
 from moetool.runtime.modules.insertion import Routed
 from moetool.runtime.modules.routers import is_router, routed
 

@@ -16,8 +16,8 @@ from moetool.checkpoint.manifest import Provenance
 from moetool.checkpoint.names import CONFIG
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.parts import Converted
+from moetool.convert.results import Activations, ConversionResult, Parameters, Proof
 from moetool.convert.sample import sample_tokens
-from moetool.convert.told import Activations, ConversionTold, Parameters, Proof
 from moetool.costs.building_blocks import dense_size
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.phases import Phases, proof_phase, rewriting_phases, router_phase
@@ -190,7 +190,7 @@ class Conversion(Stage[ConversionT, DenseSource]):
 
     # Doing it.
 
-    def run(self, job: Job[DenseSource]) -> ConversionTold:
+    def run(self, job: Job[DenseSource]) -> ConversionResult:
         measured = self.converted(job)
         model = measured.model
         units = dict(model.units())
@@ -208,7 +208,7 @@ class Conversion(Stage[ConversionT, DenseSource]):
             seed=self.options.seed,
             check=None if tokens is None else lambda made: proofs.append(self._proved(job, made, tokens)),
         )
-        return ConversionTold(
+        return ConversionResult(
             calibration=measured.calibration,
             parameters=Parameters(*model.parameters()),
             proof=proofs[0] if proofs else None,

@@ -33,7 +33,7 @@ from moetool.job.processes import processes
 from moetool.job.progress import SILENT, Progress
 from moetool.job.ranks import Ranks, joined
 from moetool.job.records import check_records
-from moetool.job.result import Json, Result, Sizes, Told
+from moetool.job.result import Details, Json, Result, Sizes
 from moetool.job.stage import AnyStage
 from moetool.job.workspace import (
     Workspace,
@@ -220,8 +220,8 @@ def _lead(
                 progress.log(f"Going on with the run in {directory}.")
             elif measured is not None:
                 workspace.begin_with(measured)
-            told = stage.run(job)
-            result = replace(_result(kind, source, directory, began, told), loaded=job.loaded)
+            details = stage.run(job)
+            result = replace(_result(kind, source, directory, began, details), loaded=job.loaded)
             if ranks.is_first:
                 result = replace(result, sizes=_verified(stage, directory))
                 write_costs(directory, opened.checkpoint.path, meter, plan, result, inputs)
@@ -303,14 +303,14 @@ def measure_stages(stages: Sequence[AnyStage], directory: Path, identity: str, p
 def _follow(kind: type[AnyStage], source: str | Path, output: str | Path, options: RunOptions, ranks: Ranks) -> Result:
     """What a process beside the first does, once that has found that the job can begin."""
     began, threads = time.monotonic(), ranks.broadcast(0)
-    directory, told = output_directory(output), Told()
+    directory, details = output_directory(output), Details()
     if threads is not None:
         stage = kind(kind.source_type.of(Checkpoint.open(source)), options)
         workspace = RankBooks(directory, ranks)
         with _storage_explained(directory), listening() as interrupt, with_threads(threads):
             job = Job(stage.source, workspace, options, stage.recipe(), interrupt=interrupt, ranks=ranks)
-            told = stage.run(job)
-    return _result(kind, source, directory, began, told)
+            details = stage.run(job)
+    return _result(kind, source, directory, began, details)
 
 
 @contextmanager
@@ -327,7 +327,7 @@ def _storage_explained(directory: Path, needed: int | None = None) -> Iterator[N
 
 
 def _result(
-    kind: type[AnyStage], source: str | Path, directory: Path, began: float, told: Told | None = None
+    kind: type[AnyStage], source: str | Path, directory: Path, began: float, details: Details | None = None
 ) -> Result:
     """The result of a run that began at that time."""
     return Result(
@@ -336,5 +336,5 @@ def _result(
         output=str(directory),
         seconds=round(time.monotonic() - began, 2),
         peak_memory_bytes=anonymous_bytes(),
-        told=told or Told(),
+        details=details or Details(),
     )

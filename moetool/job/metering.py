@@ -207,7 +207,7 @@ def write_costs(directory: Path, source: Path, meter: Meter, plan: Plan, result:
     expected = ExpectedCosts(
         seconds=meter.expected_seconds, peak_memory_bytes=plan.memory_bytes, scratch_bytes=plan.scratch_bytes
     )
-    told = {**({} if result.sizes is None else result.sizes.to_json()), **result.told.to_json()}
+    told = {**({} if result.sizes is None else result.sizes.to_json()), **result.details.to_json()}
     told = {name: value for name, value in told.items() if name != "layers"}
     job = {"stage": result.stage, **meter.all_runs.to_json(), "expected": expected.to_json(), **told}
     content: dict[str, object] = {"format_version": COSTS_VERSION, "jobs": [*read_costs(source), job]}

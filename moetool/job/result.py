@@ -127,7 +127,7 @@ class Sizes(Inlined):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told(Inlined):
+class Details(Inlined):
     """What a stage tells beyond sizes and time; a stage that has more to tell returns a subclass.
 
     Attributes:
@@ -151,7 +151,7 @@ class Result(Printed):
         peak_memory_bytes: of anonymous memory.
         scratch_bytes: the most that unfinished work took on the disk.
         phases: of this run, in the order in which they began.
-        told: what the stage itself says; of a run that had finished already, nothing.
+        details: what the stage itself says; of a run that had finished already, nothing.
     """
 
     stage: str
@@ -164,4 +164,4 @@ class Result(Printed):
     peak_memory_bytes: int
     scratch_bytes: int | None = None
     phases: Sequence[PhaseCost] = ()
-    told: Told
+    details: Details

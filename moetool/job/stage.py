@@ -14,7 +14,7 @@ from moetool.job.including import including
 from moetool.job.job import Input, Job, Source, SourceT, joined_names
 from moetool.job.options import RunOptions, TextOptions, fit_context, with_some_text
 from moetool.job.plan import Plan
-from moetool.job.result import Sizes, Told
+from moetool.job.result import Details, Sizes
 from moetool.job.writing import original_bytes
 
 StageOptionsT = TypeVar("StageOptionsT", bound=RunOptions)
@@ -68,7 +68,7 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         """Plan the job from headers and config. Raises for options that this input cannot satisfy."""
 
     @abstractmethod
-    def run(self, job: Job[SourceT]) -> Told:
+    def run(self, job: Job[SourceT]) -> Details:
         """Do the work. Returns what is worth telling beyond sizes and time."""
 
     def shared_recipe(self) -> Mapping[str, object] | None:

@@ -27,7 +27,7 @@ from moetool.job.progress import Progress, phase
 from moetool.measure.loading import both_fit, computed_in, load_for
 from moetool.measure.options import LoadedOptions
 from moetool.measure.predictions import Predictions, exp_loss, prediction_losses
-from moetool.measure.told import Divergence
+from moetool.measure.results import Divergence
 
 POSITIONS = 256  # whose distributions are compared at once, in fp64
 
@@ -95,7 +95,7 @@ class AgainstOriginal:
         kl, same = compared(original, logits)
         self._batches.append(_Batch(losses, own, kl, same, logits.shape[0] * logits.shape[1]))
 
-    def told(self, batches: slice = slice(None)) -> Divergence:
+    def divergence(self, batches: slice = slice(None)) -> Divergence:
         """Summarise some of the batches, by default all of them."""
         found = self._batches[batches]
         losses, own = (torch.cat([getattr(batch, name) for batch in found]) for name in ("losses", "own"))

@@ -16,7 +16,7 @@ from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.job.options import context_length
 from moetool.job.progress import SILENT, Progress
 from moetool.measure.options import LoadedOptions
-from moetool.measure.told import Generation, SynthesisTold
+from moetool.measure.results import Generation, SynthesisResult
 from moetool.runtime.modules.moefied import set_keep
 from moetool.runtime.synthesis import Synthesis, apply_synthesis
 
@@ -83,7 +83,7 @@ def generate(
         seconds=round(seconds, 3),
         tokens_per_second=round(len(new) / seconds, 3),
         synthesized=synthesis.chosen,
-        synthesis=SynthesisTold.of(synthesis),
+        synthesis=SynthesisResult.of(synthesis),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from moetool.architectures import Role
 from moetool.job.result import Inlined, Json, Keyed, Printed
-from moetool.measure.told import Matrix
+from moetool.measure.results import Matrix
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from moetool.measure.loading import computed_in
 from moetool.measure.options import LoadedOptions
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.measure.predictions import marks
-from moetool.measure.told import Likeness
+from moetool.measure.results import Likeness
 
 
 class LikenessOptions(LoadedOptions):

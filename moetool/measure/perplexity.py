@@ -25,8 +25,8 @@ from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.divergence import original_beside
 from moetool.measure.options import EvaluatedOptions
 from moetool.measure.predictions import HiddenTokens, NextTokens, Predictions, exp_loss, marks, prediction_losses
+from moetool.measure.results import Evaluation, OverTexts, SynthesisResult, TextLoss
 from moetool.measure.texts import BatchedTexts, calibration_sources, is_own_kind, open_texts
-from moetool.measure.told import Evaluation, OverTexts, SynthesisTold, TextLoss
 from moetool.runtime.modules.batch_dependence import depends_on_batch
 
 
@@ -100,7 +100,7 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress = SILEN
             windows=len(text.windows),
             tokens=text.windows.numel(),
             own_kind=is_own_kind(text.name, sources),
-            against=None if comparison is None else comparison.told(own),
+            against=None if comparison is None else comparison.divergence(own),
         )
         for text, own in batched.of_each
     ]
@@ -119,10 +119,10 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress = SILEN
         begin=opening_text(tokenizer, bos),
         protocol="pseudo-perplexity" if encoder else "perplexity",
         synthesized=synthesis.chosen,
-        synthesis=SynthesisTold.of(synthesis),
+        synthesis=SynthesisResult.of(synthesis),
         batch_rows=batch,
         depends_on_batch=depends_on_batch(model),
-        against=None if comparison is None else comparison.told(),
+        against=None if comparison is None else comparison.divergence(),
         texts=told,
         over_texts=OverTexts.of(told),
         calibration=sources,

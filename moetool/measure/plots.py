@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from moetool.checkpoint.source import local_path
 from moetool.errors import UsageError
 from moetool.measure.inspected import Analysis
-from moetool.measure.told import Clustering, RoutingTold
+from moetool.measure.results import Clustering, RoutingResult
 
 DrawnT = TypeVar("DrawnT")
 
@@ -60,7 +60,7 @@ def panels(path: Path, size: tuple[float, float], *, columns: int, rows: int = 1
         pyplot.close(figure)
 
 
-def plot_routing(result: RoutingTold, path: Path) -> None:
+def plot_routing(result: RoutingResult, path: Path) -> None:
     """What `moetool routing` found: shares per expert (mean over the layers), windows by their choices (two principal
     components), and for several texts their dendrogram."""
     texts, names = result.data, [Path(text.name).name for text in result.data]

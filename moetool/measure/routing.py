@@ -14,8 +14,8 @@ from moetool.errors import InvalidInputError, VerificationError
 from moetool.job.options import Options, fit_context
 from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.loading import load_for
+from moetool.measure.results import Clustering, RoutingResult, TextRouting
 from moetool.measure.texts import open_texts
-from moetool.measure.told import Clustering, RoutingTold, TextRouting
 from moetool.runtime.modules.batch_dependence import depends_on_batch
 from moetool.runtime.modules.insertion import experts_per_token
 from moetool.runtime.modules.moefied import NeuronExperts
@@ -89,7 +89,7 @@ def _tally(chosen: Tensor, experts: int) -> Tensor:
     return torch.bincount(chosen.flatten(), minlength=experts).double().cpu()
 
 
-def routing(path: str, options: RoutingOptions, progress: Progress = SILENT) -> RoutingTold:
+def routing(path: str, options: RoutingOptions, progress: Progress = SILENT) -> RoutingResult:
     """Shares of all choices that each expert gets on each text, layer by layer.
 
     Raises:
@@ -123,7 +123,7 @@ def routing(path: str, options: RoutingOptions, progress: Progress = SILENT) -> 
         found.append(every)
     shares = [_shares(counts.sum(0)) for counts in found]
     components = _components(torch.cat([_shares(counts).flatten(1) for counts in found]))
-    return RoutingTold(
+    return RoutingResult(
         model=path,
         begin=opening_text(tokenizer, options.bos),
         data=[

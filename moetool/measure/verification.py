@@ -23,7 +23,7 @@ from moetool.format.gguf import MODEL
 from moetool.job.job import DenseSource, Source, joined_names
 from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.expert_errors import ExpertErrors
-from moetool.measure.told import Comparison, Verification
+from moetool.measure.results import Comparison, Verification
 from moetool.runtime.building import check_sizes
 
 # Stages whose input moetool wrote itself: without its manifest nobody knows what that was made from.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moetool.calibration.activations import ActivationFile
 from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.files import save_tensors, write_json
-from moetool.convert.told import Activations
+from moetool.convert.results import Activations
 from moetool.costs.phases import FORWARD
 from moetool.errors import InvalidInputError
 from moetool.job.calibrated import CalibratedJob

@@ -11,8 +11,8 @@ from torch import Tensor
 from moetool.checkpoint.manifest import DenseOrigin, Provenance
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.layers import parse_layers
+from moetool.convert.results import Proof
 from moetool.convert.stage import Conversion, MeasuredModel
-from moetool.convert.told import Proof
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.phases import Phases
 from moetool.errors import UsageError

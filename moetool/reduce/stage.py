@@ -28,8 +28,8 @@ from moetool.reduce.counting import check_reducible, experts_left
 from moetool.reduce.merging import layer_tensors
 from moetool.reduce.options import ReduceOptionsT
 from moetool.reduce.plan import ReducedPlan, lost_names, reduced_config
+from moetool.reduce.results import ReducedLayer, ReducedResult
 from moetool.reduce.scores import TOKENS, Scores
-from moetool.reduce.told import ReducedLayer, ReducedTold
 
 LOST = (
     "Its layers that predict further tokens have experts, too, of which nothing can be measured: the result is without "
@@ -129,7 +129,7 @@ class Reduction(Stage[ReduceOptionsT]):
             details=details,
         )
 
-    def run(self, job: Job) -> ReducedTold:
+    def run(self, job: Job) -> ReducedResult:
         source, plan = self.source, self._output_plan
         for note in self._notes:
             job.progress.log(note)
@@ -138,7 +138,7 @@ class Reduction(Stage[ReduceOptionsT]):
         said = {layer: [(one.members, one.shares) for one in left] for layer, left in own.items()}
         chosen = {layer: [Merged(*one) for one in left] for layer, left in job.ranks.broadcast(said).items()}
         _log_unreached(job, {layer: tensors[TOKENS] for layer, tensors in measured[0].items()})
-        told = ReducedTold(
+        told = ReducedResult(
             calibration=measured[1].facts,
             ratio=self.options.ratio,
             experts_left=plan.kept,

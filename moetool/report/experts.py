@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from moetool.architectures import ROLES, Role
-from moetool.convert.told import Activations
+from moetool.convert.results import Activations
 from moetool.measure.inspected import MaskedLayer, Masks
 from moetool.report.charts import Chart, Heat, Values, by_layer
 from moetool.report.likeness import pairs
 from moetool.report.parts import PageTable, Section, number
+from moetool.report.results import MergedExperts, StoredExperts, StoredRole
 from moetool.report.storing import MEASURES
-from moetool.report.told import MergedExperts, StoredExperts, StoredRole
 
 
 def stored(told: StoredExperts) -> Section:

@@ -11,7 +11,7 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.manifest import Manifest, Origin, manifest_of
 from moetool.checkpoint.names import MANIFEST
 from moetool.checkpoint.reader import Checkpoint
-from moetool.convert.told import Activations
+from moetool.convert.results import Activations
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.families import is_opaque
 from moetool.format.kinds import custom_module
@@ -25,13 +25,13 @@ from moetool.measure.analysis import AnalysisOptions, analyse
 from moetool.measure.inspected import Inspection, MoELayer, StoredLayers
 from moetool.measure.inspection import inspect_checkpoint
 from moetool.measure.perplexity import EvaluationOptions, perplexity
+from moetool.measure.results import Evaluation, RoutingResult
 from moetool.measure.routing import RoutingOptions, routing
-from moetool.measure.told import Evaluation, RoutingTold
 from moetool.report.options import ReportOptions
 from moetool.report.recorded import RecordedResults, kept_runs, read_recorded, without_costs
 from moetool.report.remaking import remaking
+from moetool.report.results import HowMade, MadeStep, MergedExperts, RareExpert, Report, TextCoverage, WeightBytes
 from moetool.report.storing import stored_experts
-from moetool.report.told import HowMade, MadeStep, MergedExperts, RareExpert, Report, TextCoverage, WeightBytes
 from moetool.report.weights import bytes_by_kind
 
 ANALYSED = 8  # layers, unless some were named
@@ -154,7 +154,7 @@ def _analysed(layers: Sequence[int]) -> tuple[int, ...]:
 
 def _run(
     path: str, options: ReportOptions, progress: Progress, *, has_experts: bool
-) -> tuple[Evaluation | None, RoutingTold | None]:
+) -> tuple[Evaluation | None, RoutingResult | None]:
     """Evaluation and routing of the model, both on the same windows of `--data`."""
     if options.data is None:
         return None, None
@@ -195,7 +195,7 @@ def _calibrated(experts: Source | None, inspection: Inspection | None) -> Iterat
 
 
 def _reached(
-    inspection: Inspection | None, routed: RoutingTold | None, recorded: RecordedResults | None
+    inspection: Inspection | None, routed: RoutingResult | None, recorded: RecordedResults | None
 ) -> Iterator[TextCoverage]:
     for told in (*([] if routed is None else [routed]), *(recorded.routings if recorded else ())):
         for text in told.data:

@@ -17,8 +17,8 @@ from moetool.report.experts import landed, merged, neurons, stored
 from moetool.report.likeness import analysed
 from moetool.report.parts import Section
 from moetool.report.reaching import reached
+from moetool.report.results import Report
 from moetool.report.sections import headline, how_made, options, quality, size, time_and_memory, training
-from moetool.report.told import Report
 from moetool.version import __version__
 
 TEMPLATE = "page.html"

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-from moetool.measure.told import RoutingTold
+from moetool.measure.results import RoutingResult
 from moetool.report.charts import Bars, Chart, Heat, elided
 from moetool.report.parts import PageTable, Section
-from moetool.report.told import TextCoverage
+from moetool.report.results import TextCoverage
 
 NAMED = 40  # rare experts that a table names
 
 
-def reached(coverage: Sequence[TextCoverage], routing: RoutingTold | None) -> Section:
+def reached(coverage: Sequence[TextCoverage], routing: RoutingResult | None) -> Section:
     """Section of expert shares and rarely reached experts, text by text."""
     charts: list[Chart] = [
         Heat(

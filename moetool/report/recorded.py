@@ -14,9 +14,9 @@ from moetool.checkpoint.source import local_path
 from moetool.errors import InvalidInputError
 from moetool.job.metering import ExpectedCosts, read_costs, unreadable_costs
 from moetool.job.result import PhaseCost, Printed
-from moetool.measure.told import Evaluation, RoutingTold
+from moetool.measure.results import Evaluation, RoutingResult
 
-ToldT = TypeVar("ToldT", bound=Printed)
+RecordT = TypeVar("RecordT", bound=Printed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class RecordedResults(Printed):
 
     runs: Sequence[RecordedRun] = field(default_factory=list)
     evaluations: Sequence[Evaluation] = field(default_factory=list)
-    routings: Sequence[RoutingTold] = field(default_factory=list)
+    routings: Sequence[RoutingResult] = field(default_factory=list)
 
 
 def kept_runs(path: Path, manifest: Manifest | None, results: RecordedResults | None) -> list[RecordedRun]:
@@ -101,7 +101,7 @@ def read_recorded(names: str) -> RecordedResults:
     """
     runs: list[RecordedRun] = []
     evaluations: list[Evaluation] = []
-    routings: list[RoutingTold] = []
+    routings: list[RoutingResult] = []
     for name in filter(None, map(str.strip, names.split(","))):
         path = local_path(name)
         content = _read(path)
@@ -110,7 +110,7 @@ def read_recorded(names: str) -> RecordedResults:
         elif "perplexity" in content and "nll" in content:
             evaluations.append(_as(Evaluation, content, path, "--results "))
         elif "data" in content and "begin" in content:
-            routings.append(_as(RoutingTold, content, path, "--results "))
+            routings.append(_as(RoutingResult, content, path, "--results "))
         else:
             raise InvalidInputError(
                 f"--results {path}: this is not what compress, upcycle, moefy, tune, export, eval or routing print "
@@ -123,9 +123,9 @@ def _read(path: Path) -> dict[str, object]:
     return read_object(path, lambda: f"--results: there is no file {path}.")[1]
 
 
-def _as(kind: type[ToldT], content: Mapping[str, object], path: Path, option: str = "") -> ToldT:
+def _as(kind: type[RecordT], content: Mapping[str, object], path: Path, option: str = "") -> RecordT:
     try:
-        told: ToldT = TypeAdapter(kind).validate_python(content)
+        told: RecordT = TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.job.forecast import format_seconds
-from moetool.measure.told import OWN_KIND_ALONE, Evaluation, TextLoss, kind_in_words, short_names
+from moetool.measure.results import OWN_KIND_ALONE, Evaluation, TextLoss, kind_in_words, short_names
 from moetool.report.charts import LONGEST, Bars, Chart, Lines
 from moetool.report.parts import CodeBlock, PageTable, Section, count, number, plain
 from moetool.report.recorded import RecordedRun
-from moetool.report.told import HowMade, Report
+from moetool.report.results import HowMade, Report
 
 
 def headline(report: Report) -> Iterator[tuple[str, str, str]]:

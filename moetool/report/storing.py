@@ -8,7 +8,7 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.format.layout import LayerLayout
 from moetool.job.result import Json
 from moetool.measure.inspected import Masks, StoredLayers
-from moetool.report.told import StoredExperts, StoredRole
+from moetool.report.results import StoredExperts, StoredRole
 from moetool.representations import describe
 
 # What a stage notes of errors, one of these, and what it is in words.

@@ -49,7 +49,7 @@ class MaskConstraint(TrainerCallback):  # type: ignore[misc]
             if "exp_avg" in (moments := optimizer.state[site.log_phi]):
                 moments["exp_avg"].zero_()
 
-    def told(self) -> dict[str, float]:
+    def logs(self) -> dict[str, float]:
         """The entries for the log: the share of closed masks and the multiplier λ."""
         return {"mask_sparsity": closed_share(self._model), "multiplier": self._interpolation.multiplier.item()}
 

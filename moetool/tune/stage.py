@@ -30,14 +30,14 @@ from moetool.job.job import Input, Job
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
 from moetool.job.processes import sharding
-from moetool.job.result import Sizes, Told
+from moetool.job.result import Details, Sizes
 from moetool.job.shards import ShardPlan
 from moetool.job.stage import Stage
 from moetool.job.writing import passed_on, write_checkpoint
 from moetool.runtime.building import check_sizes
 from moetool.tune.costs import training_phases
 from moetool.tune.options import TuneOptions
-from moetool.tune.told import TuningTold
+from moetool.tune.results import TuningResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -173,7 +173,7 @@ class Tune(Stage[TuneOptions, AnySource]):
     def _tokenizer(self) -> "PreTrainedTokenizerBase":
         return load_tokenizer(self.source.checkpoint.path)
 
-    def run(self, job: Job[AnySource]) -> Told:
+    def run(self, job: Job[AnySource]) -> Details:
         from moetool.runtime.loading import load_model
         from moetool.tune.masks import all_closed
         from moetool.tune.tuning import train
@@ -188,7 +188,7 @@ class Tune(Stage[TuneOptions, AnySource]):
             raise UsageError("The data has changed since this run began. Start again with --overwrite.")
         told, weights = train(job, model, self.options, examples.items, held_out.items if held_out else None)
         if not job.ranks.is_first:
-            return Told()
+            return Details()
         if told.mask_sparsity is not None and all_closed(model):
             raise VerificationError(
                 "All masks have closed: the result would be the model that it was made from. More --steps, or a lower "
@@ -200,7 +200,7 @@ class Tune(Stage[TuneOptions, AnySource]):
             shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
             model.load_state_dict({name: weights[name].view(shapes[name]) for name in weights}, assign=True)
         self._write(job, model)
-        return TuningTold(
+        return TuningResult(
             examples=len(examples.items),
             truncated=examples.truncated,
             left_out=examples.silent,

@@ -184,7 +184,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         """Add the mean of the router losses since the last time."""
         if "loss" in logs:
             logs |= {name: round(sum(values) / len(values), 6) for name, values in self._told.items() if values}
-            logs |= {} if self.constraint is None else self.constraint.told()
+            logs |= {} if self.constraint is None else self.constraint.logs()
             self._told.clear()
         super().log(logs, *arguments, **options)
 

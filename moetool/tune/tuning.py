@@ -27,7 +27,7 @@ from moetool.tune.costs import TRAIN
 from moetool.tune.examples import Example, collate, pack
 from moetool.tune.masks import WAY, MaskConstraint, parameter_groups
 from moetool.tune.options import TuneOptions
-from moetool.tune.told import Training
+from moetool.tune.results import Training
 from moetool.tune.trainer import LOGGED, MoETrainer, Reporter, keeps_apart, last_checkpoint, recompute_activations
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def train(
         if done < steps:
             found = replace(found, curve=_curve(trainer.state.log_history))
         if constraint is not None:
-            masks = constraint.told()
+            masks = constraint.logs()
             found = replace(found, mask_sparsity=masks["mask_sparsity"], multiplier=masks["multiplier"])
             if found.multiplier:
                 job.progress.log(

@@ -12,7 +12,7 @@ from typing_extensions import TypeVar
 
 from moetool.architectures import Role
 from moetool.checkpoint.manifest import Provenance, Upcycling
-from moetool.convert.told import ConversionTold
+from moetool.convert.results import ConversionResult
 from moetool.errors import UsageError
 from moetool.format.kinds.moe import MoESpec, Shared
 from moetool.format.layout import LayerLayout
@@ -167,7 +167,7 @@ class Upcycle(RoutedConversion[UpcycleT]):
             )
         return notes
 
-    def run(self, job: Job[DenseSource]) -> ConversionTold:
+    def run(self, job: Job[DenseSource]) -> ConversionResult:
         return replace(super().run(job), target=self.target.name)
 
 

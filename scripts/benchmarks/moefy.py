@@ -21,7 +21,7 @@ import torch
 from moetool.architectures.dense import is_encoder
 from moetool.calibration.windows import evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
-from moetool.convert.told import ConversionTold
+from moetool.convert.results import ConversionResult
 from moetool.job.execute import run_stage
 from moetool.measure.predictions import HiddenTokens, window_loss
 from moetool.moefy.options import MoefyOptions
@@ -108,9 +108,9 @@ def main() -> None:
                         **choice,  # type: ignore[arg-type]
                     ),
                 )
-                assert isinstance(made.told, ConversionTold)
-                assert made.told.activations is not None
-                share = made.told.activations.captured
+                assert isinstance(made.details, ConversionResult)
+                assert made.details.activations is not None
+                share = made.details.activations.captured
                 captured.append(math.nan if share is None else share)
                 model = load_model(Checkpoint.open(output), torch.float32, "cpu")
                 for keep in KEEP:

@@ -8,7 +8,7 @@ from moetool.cli.commands.compare import best
 from moetool.cli.generate import build_options
 from moetool.compare.candidates import candidates
 from moetool.compare.options import CompareOptions
-from moetool.compare.told import Compared, ComparedModel
+from moetool.compare.results import Compared, ComparedModel
 
 
 def compared(*rows: tuple[str, str | None, float | None, float | None]) -> Compared:

@@ -22,7 +22,7 @@ from moetool.cli.next_step import PROMPT, after_page, after_stage
 from moetool.errors import UsageError
 from moetool.job.forecast import PhaseTime
 from moetool.job.options import CalibrationOptions, RunOptions
-from moetool.job.result import Result, Sizes, Told
+from moetool.job.result import Details, Result, Sizes
 
 RunCli = Callable[..., Any]
 _SEEN = "what it was calibrated on: it loses more on other text"
@@ -195,7 +195,7 @@ def test_what_comes_next(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a model-tuned").mkdir()
     options = RunOptions.model_validate({}) if stage == "gguf" else CalibrationOptions(calibration="a text")
-    result = Result(stage=stage, input="in", output="a model", seconds=1.0, peak_memory_bytes=1, told=Told())
+    result = Result(stage=stage, input="in", output="a model", seconds=1.0, peak_memory_bytes=1, details=Details())
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
     assert after_stage(command, result, options).removeprefix("moetool ") == said
     monkeypatch.setattr("shutil.which", lambda name: "/bin/moetool" if name == "moetool" else None)

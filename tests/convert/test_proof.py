@@ -12,7 +12,7 @@ from upcycled import EXPERTS, TOP_K, load, logits, open_dense, prompt, save_dens
 from moetool.calibration.streaming import StreamedModel
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.proof import Routing, Run, compare, mean_loss, run
-from moetool.convert.told import Shares
+from moetool.convert.results import Shares
 from moetool.format.families import architecture_of
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.upcycling import Upcycled

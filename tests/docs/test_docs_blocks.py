@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pages import NOT_RUN, PAGES, ROOT, RUNNING, blocks, shell_words
 
-LANGUAGES = {"console", "bash", "python", "text", "yaml", "json", "mermaid"}
+LANGUAGES = {"console", "bash", "cpp", "python", "text", "yaml", "json", "mermaid"}
 
 
 @pytest.mark.parametrize("page", RUNNING)
@@ -31,7 +31,7 @@ def test_nothing_is_left_out_without_need():
 
 def test_scripts_exist():
     """Files, scripts and make targets that pages name, and the options of scripts."""
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     for page in PAGES:
         for words in shell_words(page):
             if words[0] == "make":

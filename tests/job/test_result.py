@@ -7,16 +7,16 @@ from typing import get_type_hints
 import pytest
 
 from moetool.compress.results import EncodedLayer, LayersResult, RankedLayer, RankedResult
-from moetool.convert.told import Activations, ConversionTold, Losses, Parameters, Proof, Shares
-from moetool.job.result import CalibrationFacts, Keyed, PhaseTime, Printed, Result, Sizes, Told
+from moetool.convert.results import Activations, ConversionResult, Losses, Parameters, Proof, Shares
+from moetool.job.result import CalibrationFacts, Details, Keyed, PhaseTime, Printed, Result, Sizes
 from moetool.stages import stages
-from moetool.tune.told import Training, TuningTold
+from moetool.tune.results import Training, TuningResult
 
 
 def test_fields_at_their_default_are_not_printed() -> None:
     assert CalibrationFacts(4, 256, None).to_json() == {"windows": 4, "tokens": 256, "begin": None}
     assert CalibrationFacts(4, 256, "<s>", 0.0).to_json()["loss"] == 0.0
-    assert Told().to_json() == {}
+    assert Details().to_json() == {}
 
 
 def test_inlined_fields_stand_among_those_around_them() -> None:
@@ -29,7 +29,7 @@ def test_inlined_fields_stand_among_those_around_them() -> None:
         seconds=1.5,
         peak_memory_bytes=7,
         phases=[PhaseTime("Write", 1.25)],
-        told=told,
+        details=told,
     )
     shown = result.to_json()
     assert list(shown) == [
@@ -62,7 +62,7 @@ def test_what_finished_before_says_so() -> None:
         status="finished",
         seconds=0.1,
         peak_memory_bytes=7,
-        told=Told(),
+        details=Details(),
     )
     assert before.to_json() == {
         "stage": "d2moe",
@@ -89,7 +89,7 @@ def test_a_proof_is_flat() -> None:
     proof = Proof(
         tokens=4, relative_logit_error=1e-7, losses=Losses(2.0, 2.5), routing=Shares(0.1, 0.3, 1.0), preserves=False
     )
-    told = ConversionTold(target="mixtral", parameters=Parameters(9, 5, 4), proof=proof, notes=["mind"])
+    told = ConversionResult(target="mixtral", parameters=Parameters(9, 5, 4), proof=proof, notes=["mind"])
     assert told.to_json() == {
         "target": "mixtral",
         "parameters": {"total": 9, "active": 5, "added": 4},
@@ -108,7 +108,7 @@ def test_a_proof_is_flat() -> None:
 
 
 def test_what_training_says_stands_beside_the_examples() -> None:
-    told = TuningTold(
+    told = TuningResult(
         examples=3,
         truncated=0,
         left_out=0,
@@ -144,5 +144,5 @@ def test_what_json_has_no_word_for_is_refused() -> None:
 def test_every_stage_says_what_it_tells(name: str) -> None:
     kind = stages()[name]
     told = get_type_hints(kind.run)["return"]
-    assert issubclass(told, Told)
+    assert issubclass(told, Details)
     assert told.__dataclass_params__.frozen

@@ -9,7 +9,7 @@ import pytest
 from moetool.job.result import Keyed
 from moetool.measure.inspected import Analysis, Energies, LayerAnalysis, RoleAnalysis, Similarity
 from moetool.measure.plots import plot_analysis, plot_routing
-from moetool.measure.told import Clustering, RoutingTold, TextRouting
+from moetool.measure.results import Clustering, RoutingResult, TextRouting
 
 pyplot = pytest.importorskip("matplotlib.pyplot")
 
@@ -23,7 +23,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, path: Path, linkage: Sequence[Sequenc
         for name in "abc"[: len(linkage) + 1]
     ]
     clustering = Clustering([], linkage) if linkage else None
-    plot_routing(RoutingTold(model="m", begin=None, data=texts, depends_on_batch=False, clustering=clustering), path)
+    plot_routing(RoutingResult(model="m", begin=None, data=texts, depends_on_batch=False, clustering=clustering), path)
     monkeypatch.undo()
     pyplot.close(figures[0])
     assert path.stat().st_size > 0

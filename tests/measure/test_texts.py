@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from moetool.calibration.windows import TextWindows
+from moetool.measure.results import Divergence, OverTexts, TextLoss, short_names
 from moetool.measure.texts import BatchedTexts, is_own_kind
-from moetool.measure.told import Divergence, OverTexts, TextLoss, short_names
 
 
 @pytest.mark.parametrize(

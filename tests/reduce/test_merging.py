@@ -66,7 +66,7 @@ def test_the_router_has_the_rows_of_the_most_used(source: Path, reduce: Any) -> 
     result = reduce(source, "m-smoe", experts=2)
     before, after = weights(source), weights(Path(result.output))
     architecture = Source.open(source).architecture
-    for layer, told in result.told.layers.items():
+    for layer, told in result.details.layers.items():
         rows = [max(one, key=lambda expert: told.tokens[expert]) for one in told.made_of]
         assert sorted(told.tokens[row] for row in rows) == sorted(told.tokens)[-2:]
         for name in (name for name in after if architecture.is_router(layer, name)):

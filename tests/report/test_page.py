@@ -11,7 +11,7 @@ from moetool.errors import UsageError
 from moetool.report import pictures
 from moetool.report.page import page, page_file
 from moetool.report.recorded import RecordedResults, RecordedRun
-from moetool.report.told import HowMade, MadeStep, Report, TextCoverage, WeightBytes
+from moetool.report.results import HowMade, MadeStep, Report, TextCoverage, WeightBytes
 
 HOSTILE = "<script>alert(1)</script>&\"'"
 

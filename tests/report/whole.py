@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from moetool.architectures import ROLES
-from moetool.convert.told import Activations
+from moetool.convert.results import Activations
 from moetool.job.metering import ExpectedCosts
 from moetool.job.result import Keyed, PhaseCost
 from moetool.measure.inspected import (
@@ -18,9 +18,9 @@ from moetool.measure.inspected import (
     RoleAnalysis,
     Similarity,
 )
-from moetool.measure.told import Divergence, Evaluation, SynthesisTold
+from moetool.measure.results import Divergence, Evaluation, SynthesisResult
 from moetool.report.recorded import RecordedResults, RecordedRun
-from moetool.report.told import (
+from moetool.report.results import (
     HowMade,
     MadeStep,
     MergedExperts,
@@ -58,7 +58,7 @@ def whole_report() -> Report:
     against = Divergence(model=LONG, perplexity=5.1, nll=1.63, excess=0.01, excess_error=0.001, kl=0.02, agreement=0.95)
     evaluation = Evaluation(
         model=LONG, data=LONG, perplexity=5.2, nll=1.65, windows=64, tokens=131072, sequence_length=2048, begin=None,
-        protocol="perplexity", synthesized="load", synthesis=SynthesisTold(reason="", needed_bytes=0, free_bytes=0),
+        protocol="perplexity", synthesized="load", synthesis=SynthesisResult(reason="", needed_bytes=0, free_bytes=0),
         batch_rows=1, depends_on_batch=False, against=against,
     )  # fmt: skip
     shares = [[(expert + 1) / 36 for expert in range(EXPERTS)] for _ in range(LAYERS)]

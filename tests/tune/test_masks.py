@@ -42,7 +42,7 @@ def close(model: Any, share: float) -> None:
 def step(constraint: MaskConstraint) -> float:
     none = SimpleNamespace()
     constraint.on_step_end(none, none, none)
-    return constraint.told()["multiplier"]
+    return constraint.logs()["multiplier"]
 
 
 def test_the_way_is_from_the_start_to_where_the_median_closes() -> None:
@@ -51,7 +51,7 @@ def test_the_way_is_from_the_start_to_where_the_median_closes() -> None:
 
 def test_the_multiplier_rises_while_the_constraint_is_violated_and_falls_to_zero(model: Any) -> None:
     constraint = MaskConstraint(model, TARGET, rate=2.0, overlap=0.0)
-    assert constraint.told() == {"mask_sparsity": 0.0, "multiplier": 0.0}
+    assert constraint.logs() == {"mask_sparsity": 0.0, "multiplier": 0.0}
     assert [step(constraint) for _ in range(3)] == pytest.approx([1.0, 2.0, 3.0])
     close(model, 0.25)
     assert closed_share(model) == pytest.approx(0.25)
@@ -97,7 +97,7 @@ def test_descent_alone_reaches_the_target(model: Any) -> None:
     first = multipliers.index(0.0)
     assert multipliers[:first] == sorted(multipliers[:first])
     assert first > 2
-    assert constraint.told()["mask_sparsity"] >= TARGET
+    assert constraint.logs()["mask_sparsity"] >= TARGET
 
 
 @pytest.mark.parametrize("rate", [0.02, 9.0])
@@ -116,7 +116,7 @@ def test_training_ends_with_the_constraint_met_with_equality(rate: float, model:
     total = sum(site.log_phi.numel() for site in sites(model).values())
     assert found[-1] == math.ceil(TARGET * total) / total
     assert max(found) == found[-1]
-    assert constraint.told()["multiplier"] == 0
+    assert constraint.logs()["multiplier"] == 0
 
 
 @pytest.mark.parametrize("target", [0.0, 0.3, 0.5, 0.7, 0.999])
@@ -166,7 +166,7 @@ def test_the_multiplier_is_part_of_the_model(model: Any, path: Path) -> None:
     assert state["model.interpolation.multiplier"].tolist() == [1.0]
     again = load(path)
     again.load_state_dict(state)
-    assert MaskConstraint(again, TARGET, rate=2.0, overlap=0.0).told()["multiplier"] == 1.0
+    assert MaskConstraint(again, TARGET, rate=2.0, overlap=0.0).logs()["multiplier"] == 1.0
 
 
 def test_masks_have_a_rate_of_their_own_and_do_not_decay(model: Any) -> None:

@@ -46,12 +46,12 @@ class StoredTensors:
 
     Attributes:
         matrices: those that are stored in it.
-        told: the format with its numbers, for people.
+        description: the format with its numbers, for people.
         unused: names of tensors that only its own engine needs, such as scales of activations.
     """
 
     matrices: Collection[DecodedMatrix]
-    told: str
+    description: str
     unused: Collection[str] = ()
 
 

@@ -96,8 +96,8 @@ def _find(files: QuantizedFiles) -> StoredTensors:
         missing = _scales_name(alone[0], _SCALES[0])
         raise files.refuse(f"{alone[0]} is stored in FP8, and there is no {missing} ({len(alone)} have no scales)")
     unused = [name for name in tensors if _OF_ACTIVATIONS.search(name) and name not in scaled.values()]
-    told = "FP8" if block is None else f"FP8 in blocks of {block[0]} × {block[1]}"
-    return StoredTensors(matrices, told, unused)
+    description = "FP8" if block is None else f"FP8 in blocks of {block[0]} × {block[1]}"
+    return StoredTensors(matrices, description, unused)
 
 
 def _block_size(entry: Mapping[str, object]) -> tuple[int, int] | None:

@@ -14,12 +14,12 @@ from moetool.cli.watched import LogJson, watched
 from moetool.compare.candidates import Candidate, candidates
 from moetool.compare.options import CompareOptions
 from moetool.compare.picture import plot_compared
+from moetool.compare.results import Compared, ComparedModel, SharedStatistics, kind_of_text
 from moetool.compare.running import compare
-from moetool.compare.told import Compared, ComparedModel, SharedStatistics, kind_of_text
 from moetool.job.checks import output_directory
 from moetool.job.forecast import format_seconds
 from moetool.measure.plots import pictured
-from moetool.measure.told import TextLoss, short_names
+from moetool.measure.results import TextLoss, short_names
 
 _MODEL = ("model", "asked", "saved", "size")
 HEADERS = ("model", "asked", "saved", "size", "perplexity", "excess, mnat", "KL, mnat", "top-1", "time", "memory")

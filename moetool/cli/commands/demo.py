@@ -14,7 +14,7 @@ from moetool.checkpoint.sizes import format_bytes
 from moetool.cli.display import AsJson, Display, print_json, print_table
 from moetool.cli.generate import builder
 from moetool.cli.next_step import try_next
-from moetool.convert.told import ConversionTold
+from moetool.convert.results import ConversionResult
 from moetool.errors import InterruptedRunError, UsageError
 from moetool.job.checks import output_directory
 from moetool.job.execute import run_stage
@@ -99,8 +99,8 @@ def _run(output: Path, steps: int, seed: int, display: Display) -> list[demo.Dem
     add(dense, "trained from nothing")
     display.log("Upcycling it: 8 experts, 2 per token, no change in what it computes.")
     upcycled = output / "upcycled"
-    told = stage("vanilla", dense, upcycled, center_router=True).told
-    assert isinstance(told, ConversionTold)
+    told = stage("vanilla", dense, upcycled, center_router=True).details
+    assert isinstance(told, ConversionResult)
     assert told.proof is not None
     add(upcycled, f"upcycled, 8 experts: logits differ by {told.proof.relative_logit_error:.0e}")
     more = max(1, steps // 2)

@@ -17,11 +17,11 @@ from moetool.errors import UsageError
 from moetool.job.checks import output_directory
 from moetool.job.result import Json, Printed
 from moetool.measure.perplexity import EvaluationOptions, perplexity
+from moetool.measure.results import Evaluation
 from moetool.measure.tasks.evaluating import evaluate
 from moetool.measure.tasks.options import TaskOptions
+from moetool.measure.tasks.results import Evaluated, Evaluations
 from moetool.measure.tasks.saving import place_beside
-from moetool.measure.tasks.told import Evaluated, Evaluations
-from moetool.measure.told import Evaluation
 
 _SHARED = EvaluationOptions.model_fields.keys() & TaskOptions.model_fields.keys()
 _OF_TEXT = [parameter for parameter in parameters_of(EvaluationOptions) if parameter.name not in _SHARED]

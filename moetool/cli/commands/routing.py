@@ -10,8 +10,8 @@ from moetool.cli.display import AsJson, print_fields, print_json, print_table
 from moetool.cli.generate import build_options, builder
 from moetool.cli.watched import LogJson, watched
 from moetool.measure.plots import pictured, plot_routing
+from moetool.measure.results import Matrix
 from moetool.measure.routing import RoutingOptions, routing
-from moetool.measure.told import Matrix
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 _MOST = 16  # experts that fit beside one another

@@ -20,12 +20,12 @@ from moetool.cli.events import LOG_HELP, EventLog, logged, started
 from moetool.cli.generate import HintingCommand, build_options, make_command
 from moetool.cli.presets import preset_method, preset_options
 from moetool.compress.results import MixedResult, RankedResult
-from moetool.convert.told import Activations, ConversionTold, Proof
+from moetool.convert.results import Activations, ConversionResult, Proof
 from moetool.errors import MoetoolError, UsageError, did_you_mean
 from moetool.job.forecast import format_seconds
 from moetool.job.processes import is_first_process
 from moetool.job.result import Json, LoadedLayer, Result, Sizes
-from moetool.reduce.told import ReducedTold
+from moetool.reduce.results import ReducedResult
 
 if TYPE_CHECKING:
     from moetool.job.estimate import Estimate
@@ -195,7 +195,7 @@ def _print_plan(plan: Mapping[str, Json], told: "Estimate", in_bf16: "tuple[Esti
     print("Nothing was written (--dry-run).")
 
 
-def _conversion(told: ConversionTold) -> list[tuple[str, str]]:
+def _conversion(told: ConversionResult) -> list[tuple[str, str]]:
     fields = [] if told.target is None else [("family", told.target)]
     fields.append(("parameters", f"{told.parameters.total:,}, of which {told.parameters.active:,} per token"))
     if told.proof is not None:
@@ -252,10 +252,10 @@ def _print_result(result: Result) -> None:
     fields = [("output", result.output)]
     if (sizes := result.sizes) is not None:
         fields.append(("size", _size(sizes)))
-    if isinstance(result.told, ConversionTold):
-        fields += _conversion(result.told)
-    if isinstance(result.told, RankedResult | ReducedTold | MixedResult):
-        fields += [("note", note) for note in result.told.notes]
+    if isinstance(result.details, ConversionResult):
+        fields += _conversion(result.details)
+    if isinstance(result.details, RankedResult | ReducedResult | MixedResult):
+        fields += [("note", note) for note in result.details.notes]
     if result.status == "finished":
         print_fields([*fields, ("status", "finished already; nothing was done")])
         return

@@ -13,7 +13,7 @@ from moetool.cli.generate import build_options, builder
 from moetool.cli.watched import LogJson, watched
 from moetool.errors import UsageError
 from moetool.measure.likeness import LikenessOptions, measure_likeness
-from moetool.measure.told import Comparison, Likeness
+from moetool.measure.results import Comparison, Likeness
 from moetool.measure.verification import exported_gguf, verify_checkpoint
 
 _EDITED_HELP = "The model card, licence and other documents were edited since: note it, and go on."

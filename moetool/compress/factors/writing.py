@@ -241,7 +241,7 @@ def finish(
     def layers() -> dict[int, RankedLayer]:
         if refining is None:
             return lost
-        return {layer: replace(own, refined=refining.told(layer)) for layer, own in lost.items()}
+        return {layer: replace(own, refined=refining.result(layer)) for layer, own in lost.items()}
 
     encoding = Encoding(job, layouts, encode, calibrated)
     factored.write(encoding, layouts, facts, layers, seed=options.seed, method=method)

@@ -113,7 +113,7 @@ class MixedLayers:
         return {
             layer: MixedLayer(
                 loss,
-                self._refining.told(layer) if self._refining is not None else None,
+                self._refining.result(layer) if self._refining is not None else None,
                 mix.schemes.get(layer) if with_schemes else None,
             )
             for layer, loss in mix.losses.items()

@@ -54,7 +54,7 @@ class Refining:
     steps: int
     seed: int
 
-    def told(self, layer: int) -> RefinedLayer:
+    def result(self, layer: int) -> RefinedLayer:
         """Count of refined experts of a written layer, and their loss before and after."""
         costs = load_file(refined_path(self.work, layer))["costs"]
         before, after, changed = costs.sum(0).tolist()

@@ -18,7 +18,7 @@ from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.job import Job
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
-from moetool.job.result import Told
+from moetool.job.result import Details
 from moetool.job.shards import OutputPlan
 from moetool.job.stage import Stage, found_here
 from moetool.job.writing import entry_for, write_model
@@ -84,7 +84,7 @@ class Decompose(Stage[DecomposeOptions]):
             details={"moe_layers": len(reader.moe_layers), "experts": reader.shape.experts},
         )
 
-    def run(self, job: Job) -> Told:
+    def run(self, job: Job) -> Details:
         reader, options = self.source.experts, self.options
         given = self._base()
         if warning := kinship_warning(given):
@@ -105,4 +105,4 @@ class Decompose(Stage[DecomposeOptions]):
         write_model(
             job, plan, tensors, entry=entry_for(plan.layouts, self.source, method=self.name), statistics=measured
         )
-        return Told()
+        return Details()

@@ -44,7 +44,7 @@ from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import DecodedSource, Input, Job
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import Plan, calibration_cost, experts_at_once
-from moetool.job.result import Json, Sizes, Told
+from moetool.job.result import Details, Json, Sizes
 from moetool.job.shards import OutputPlan, ShardPlan
 from moetool.job.stage import Stage
 from moetool.job.writing import with_the_rest, write_checkpoint
@@ -207,7 +207,7 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
         fed_back = self._text is not None
         return altogether(form.work(shape.matrix(role), fed_back=fed_back) for role in shape.roles) * size.experts
 
-    def run(self, job: Job) -> Told:
+    def run(self, job: Job) -> Details:
         reader, plan, options = self.source.experts, self._shards, self.options
         if unserved := self._unserved():
             job.progress.log(
@@ -235,7 +235,7 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
             return with_the_rest(self.source.checkpoint, plan.unit(layer), experts(layer))
 
         write_checkpoint(job, plan, tensors, config=self._config, calibration=facts, seed=options.seed, making=making)
-        return Told(calibration=facts)
+        return Details(calibration=facts)
 
     @property
     def _config(self) -> dict[str, object]:

@@ -18,7 +18,7 @@ from moetool.job.blueprint import imagine
 from moetool.job.job import DecodedSource, Input, Job
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
-from moetool.job.result import Sizes, Told
+from moetool.job.result import Details, Sizes
 from moetool.job.shards import ShardPlan
 from moetool.job.stage import Stage
 from moetool.job.writing import down_scale, passed_on, write_checkpoint
@@ -115,7 +115,7 @@ class ExportDense(Stage[ExportDenseOptions]):
             details={"model_type": str(self._config["model_type"]), "expert": self.options.expert},
         )
 
-    def run(self, job: Job) -> Told:
+    def run(self, job: Job) -> Details:
         shared = "none" if self._upcycled is None else self._upcycled.shared
         if shared != "none" or "shared_expert_intermediate_size" in self.source.checkpoint.settings:
             job.progress.log("The shared expert is left out: the dense model is the routed expert alone.")
@@ -126,7 +126,7 @@ class ExportDense(Stage[ExportDenseOptions]):
             lambda layer: ((made.spec.name, made.make()) for made in units[layer]),
             config=patch_config(self._config),
         )
-        return Told()
+        return Details()
 
     def verify(self, output: Path) -> Sizes:
         made = DenseModel(Checkpoint.open(output))

@@ -15,7 +15,7 @@ from moetool.format.layout import LayerLayout, native_layout
 from moetool.job.job import DecodedSource, Input, Job
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
-from moetool.job.result import Told
+from moetool.job.result import Details
 from moetool.job.shards import OutputPlan
 from moetool.job.stage import Stage
 from moetool.job.writing import write_model
@@ -53,7 +53,7 @@ class Export(Stage[RunOptions]):
             details={"layers_without_dynamic_pruning": dynamic} if dynamic else {},
         )
 
-    def run(self, job: Job) -> Told:
+    def run(self, job: Job) -> Details:
         reader = self.source.experts
         if any(layout.dynamic_channels for layout in reader.layouts.values()):
             job.progress.log(
@@ -70,4 +70,4 @@ class Export(Stage[RunOptions]):
                 yield from reader.shared_expert_tensors(layer, lambda role: dense(role, reader.shape.experts))
 
         write_model(job, self._output_plan(), tensors, entry=None, statistics={})
-        return Told()
+        return Details()

@@ -37,7 +37,7 @@ from moetool.job.job import Input, Job, pick_compute_dtype, pick_device
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import Plan, text_cost
 from moetool.job.progress import phase
-from moetool.job.result import Sizes, Told
+from moetool.job.result import Details, Sizes
 from moetool.job.stage import Stage
 from moetool.job.writing import record_origin
 from moetool.numerics.work import Work
@@ -155,7 +155,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             return (forward,)
         return forward, Phase(BACKWARD, forward.work + calibration_backward(cost, size))
 
-    def run(self, job: Job[GgufSource]) -> Told:
+    def run(self, job: Job[GgufSource]) -> Details:
         source, files = self.source, [job.output / MODEL]
         source.check_idle()
         for line in self._remarks():
@@ -169,7 +169,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         if self.options.proof:
             job.loaded = prove_file(files[0], source, self._types)
         record_origin(job, seed=self.options.seed, files=files, calibration=facts)
-        return Told(calibration=facts)
+        return Details(calibration=facts)
 
     def _write_advice(self, job: Job[GgufSource], measured: TensorStatistics) -> list[Path]:
         """Write files with the importance matrix and types for llama-quantize."""

@@ -12,11 +12,11 @@ from moetool.errors import UsageError
 from moetool.job.progress import Progress, phase
 from moetool.measure.divergence import check_tokens
 from moetool.measure.perplexity import EvaluationOptions, perplexity
+from moetool.measure.results import SynthesisResult
 from moetool.measure.tasks.harness import OpenTasks, asked, open_tasks
 from moetool.measure.tasks.options import TaskOptions
+from moetool.measure.tasks.results import Evaluated, Evaluations, TasksEvaluated
 from moetool.measure.tasks.scores import group_means, task_scores
-from moetool.measure.tasks.told import Evaluated, Evaluations, TasksEvaluated
-from moetool.measure.told import SynthesisTold
 from moetool.runtime.modules.batch_dependence import depends_on_batch
 
 
@@ -80,7 +80,7 @@ def _on_tasks(checkpoint: Checkpoint, opened: OpenTasks, options: TaskOptions, p
         limit=options.limit,
         library=opened.library,
         synthesized=synthesis.chosen,
-        synthesis=SynthesisTold.of(synthesis),
+        synthesis=SynthesisResult.of(synthesis),
         batch_size=options.batch_size,
         depends_on_batch=depends_on_batch(model),
     )

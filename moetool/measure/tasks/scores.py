@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moetool.measure.tasks.options import GROUPS
-from moetool.measure.tasks.told import TaskScore
+from moetool.measure.tasks.results import TaskScore
 
 _ERROR = "_stderr"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from moetool.calibration.windows import check_vocabulary, load_tokenizer, sample_windows
 from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.reader import Checkpoint
-from moetool.convert.told import ConversionTold
+from moetool.convert.results import ConversionResult
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.phases import ROUTERS, Phases, router_phase
 from moetool.errors import InvalidInputError, UsageError
@@ -217,7 +217,7 @@ class BranchTrainMix(Upcycle[BranchTrainMixOptions]):
         tokens = options.samples * options.sequence_length * len(self.specs) if options.gate_mode == "data" else 0
         return super()._memory_bytes() + merging + 4 * tokens * self.dense.hidden
 
-    def run(self, job: Job[DenseSource]) -> ConversionTold:
+    def run(self, job: Job[DenseSource]) -> ConversionResult:
         for index in job.share("merge", dict.fromkeys(self._adapters, 1.0)):
             adapter, merged = self._adapters[index], self._merged(job, index)
             job.progress.log(f"Merging the adapter {adapter} into {self.source.checkpoint.path}.")

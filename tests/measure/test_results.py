@@ -21,8 +21,8 @@ from moetool.measure.inspected import (
 )
 from moetool.measure.inspection import inspect_checkpoint
 from moetool.measure.perplexity import perplexity
+from moetool.measure.results import Comparison, Verification
 from moetool.measure.routing import routing
-from moetool.measure.told import Comparison, Verification
 from moetool.measure.verification import verify_checkpoint
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moetool.job.result import Printed, Told
+from moetool.job.result import Details, Printed
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class ReducedLayer(Printed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReducedTold(Told):
+class ReducedResult(Details):
     """Result of a method that leaves every layer fewer experts.
 
     Attributes:

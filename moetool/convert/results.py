@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Self
 
-from moetool.job.result import Inlined, Printed, Told
+from moetool.job.result import Details, Inlined, Printed
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Activations(Printed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConversionTold(Told):
+class ConversionResult(Details):
     """What a conversion tells.
 
     Attributes:

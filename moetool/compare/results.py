@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moetool.job.result import Printed
-from moetool.measure.told import OverTexts, TextLoss, kind_in_words
+from moetool.measure.results import OverTexts, TextLoss, kind_in_words
 
 
 @dataclass(frozen=True, kw_only=True)

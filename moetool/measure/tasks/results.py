@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moetool.job.result import Printed
-from moetool.measure.told import Evaluation, SynthesisTold
+from moetool.measure.results import Evaluation, SynthesisResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class TasksEvaluated(Printed):
     limit: int | None
     library: str
     synthesized: Literal["load", "on-the-fly"]
-    synthesis: SynthesisTold
+    synthesis: SynthesisResult
     batch_size: int
     depends_on_batch: bool
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moetool.architectures import Role
-from moetool.convert.told import Activations
+from moetool.convert.results import Activations
 from moetool.job.result import Json, Printed
 from moetool.measure.inspected import Inspection
-from moetool.measure.told import Evaluation, Matrix, RoutingTold
+from moetool.measure.results import Evaluation, Matrix, RoutingResult
 from moetool.report.recorded import RecordedResults, RecordedRun
 
 
@@ -165,7 +165,7 @@ class Report(Printed):
     stored: StoredExperts | None = None
     merged: Sequence[MergedExperts] = ()
     coverage: Sequence[TextCoverage] = ()
-    routing: RoutingTold | None = None
+    routing: RoutingResult | None = None
     evaluation: Evaluation | None = None
     activations: Mapping[int, Activations] | None = None
     jobs: Sequence[RecordedRun] = ()

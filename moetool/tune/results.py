@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moetool.job.result import Inlined, Told
+from moetool.job.result import Details, Inlined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Training(Inlined):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuningTold(Told):
+class TuningResult(Details):
     """What tuning tells.
 
     Attributes:

@@ -21,7 +21,7 @@ def short_names(paths: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SynthesisTold(Printed):
+class SynthesisResult(Printed):
     """Why a compressed model's experts were made as they were.
 
     Attributes:
@@ -35,7 +35,7 @@ class SynthesisTold(Printed):
     free_bytes: int
 
     @classmethod
-    def of(cls, choice: "SynthesisChoice") -> "SynthesisTold":
+    def of(cls, choice: "SynthesisChoice") -> "SynthesisResult":
         """Record of the choice whether experts become dense, and its reason."""
         return cls(reason=choice.reason, needed_bytes=choice.needed, free_bytes=choice.free)
 
@@ -162,7 +162,7 @@ class Evaluation(Printed):
     begin: str | None
     protocol: Literal["perplexity", "pseudo-perplexity"]
     synthesized: Literal["load", "on-the-fly"]
-    synthesis: SynthesisTold
+    synthesis: SynthesisResult
     batch_rows: int
     depends_on_batch: bool
     against: Divergence | None = None
@@ -193,7 +193,7 @@ class Generation(Printed):
     seconds: float
     tokens_per_second: float
     synthesized: Literal["load", "on-the-fly"]
-    synthesis: SynthesisTold
+    synthesis: SynthesisResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +228,7 @@ class Clustering(Inlined):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoutingTold(Printed):
+class RoutingResult(Printed):
     """Result of `moetool routing`.
 
     Attributes:
