@@ -10,6 +10,7 @@ from pathlib import Path
 
 from moetool.architectures.base import Settings
 from moetool.architectures.dense import is_encoder
+from moetool.architectures.described import language_model_class
 from moetool.calibration.mixing import ONE_KIND
 from moetool.checkpoint.files import copy_file, file_sha256
 from moetool.checkpoint.manifest import Manifest, Origin, manifest_of
@@ -218,7 +219,8 @@ def _numbers(value: object) -> Iterator[float]:
 
 
 def _loading(config: Mapping[str, object]) -> Iterator[str]:
-    auto = "AutoModelForMaskedLM" if is_encoder(config) else "AutoModelForCausalLM"
+    model_type = config.get("model_type")
+    auto = "AutoModelForMaskedLM" if is_encoder(config) else language_model_class(model_type).__name__
     ours = "import moetool  # teaches transformers to load it\n" if moetool_entry(config) is not None else ""
     yield (
         f"```python\n{ours}from transformers import {auto}, AutoTokenizer\n\n"
