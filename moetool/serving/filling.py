@@ -34,6 +34,11 @@ def served_layouts(config: Settings) -> dict[int, LayerLayout]:
             f"Beside its experts {len(beside)} matrices are quantized, {next(iter(beside))} among them, which only "
             "moetool runs. Compress without --include, or export it: moetool export MODEL OUTPUT."
         )
+    if config.get("text_config") is not None:
+        raise UsageError(
+            "The language model lies in another model, which engines put together in ways of their own. Export it: "
+            "moetool export MODEL OUTPUT."
+        )
     architecture, layouts = architecture_of(config), layer_layouts(config)
     if architecture.is_fused:
         raise UsageError(

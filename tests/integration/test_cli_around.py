@@ -169,3 +169,13 @@ def test_its_settings_are_those_of_the_language_model(seeing: dict[str, Path]) -
     assert settings["hidden_size"] == 32
     assert settings["num_hidden_layers"] == 3
     assert settings["model_type"] == "qwen3_vl_moe"
+
+
+def test_its_card_says_how_it_is_loaded(
+    run_cli: Any, seeing: dict[str, Path], calibration: Any, tmp_path: Path
+) -> None:
+    small = tmp_path / "small"
+    assert run_cli("compress", seeing["qwen3_5_moe"], small, "--rank", 4, *calibration).code == 0
+    card = (small / "README.md").read_text()
+    assert "from transformers import AutoModelForImageTextToText, AutoTokenizer" in card
+    assert "vLLM cannot load it. The language model lies in another model" in card
