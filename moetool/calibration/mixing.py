@@ -10,7 +10,7 @@ from moetool.calibration.data import OWN_TEXT, DataSpec
 
 ONE_KIND = (
     "All windows are of one kind of text: small models compressed on one kind alone lost 4 to 50 times as much on "
-    "others, and 1.2 to 1.9 times with half of the windows bundled (--mix 0.5)."
+    "others, and 1.4 to 2.6 times with half of the windows bundled (--mix 0.5)."
 )
 
 
