@@ -9,9 +9,9 @@ import pytest
 
 from moetool.checkpoint.manifest import Manifest, write_manifest
 from moetool.errors import UsageError
-from moetool.job.books import WORK_DIRECTORY
+from moetool.job.books import WORK_DIRECTORY, PartBooks
 from moetool.job.inputs import Inputs
-from moetool.job.workspace import PartWorkspace, Workspace, check_finished, is_finished
+from moetool.job.workspace import Workspace, check_finished, is_finished
 
 
 @pytest.fixture
@@ -88,20 +88,20 @@ def test_damage_to_what_was_taken_over_is_made_good(tmp_path: Path) -> None:
 def test_a_part_keeps_its_units_in_the_journal_of_the_whole(output: Path) -> None:
     """Under its own name, with files that are checked as those of the whole are."""
     whole = Workspace(output, "f")
-    part = PartWorkspace(whole, "trial")
+    part = PartBooks(whole, "trial")
     (part.work / "a.bin").write_text("a")
     (part.output / "model.bin").write_text("m")
     part.done("a", told={"said": 1})
     assert [whole.is_done("trial/a"), whole.is_done("a"), part.is_done("b")] == [True, False, False]
     whole.abandon()
     whole = Workspace(output, "f", resume=True)
-    part = PartWorkspace(whole, "trial")
+    part = PartBooks(whole, "trial")
     assert part.is_done("a")
     assert part.told("a") == {"said": 1}
     (part.output / "model.bin").write_text("?")
     whole.abandon()
     whole = Workspace(output, "f", resume=True)
-    assert not PartWorkspace(whole, "trial").is_done("a")
+    assert not PartBooks(whole, "trial").is_done("a")
     assert not (part.output / "model.bin").exists()
 
 
