@@ -1,5 +1,6 @@
 """The bundled text as a tokenizer reads it: without what it cuts into bytes, and no more of it than is asked for."""
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from moetool.numerics.seeding import generator
 _LOOKED_AT = 512  # characters of a piece by which it is judged, of which its words count: digits are often cut apart
 _FEWEST = 200  # characters in words, below which nothing is judged
 _TORN = 0.5  # tokens per byte above which a tokenizer that needs half of them elsewhere cannot read a text
+_NAMED = 4  # pieces that are left out, beyond which they are counted
 _SPAN = 10  # characters of a span for every token of a window: about two windows, with a line to spare
 
 
@@ -164,6 +166,10 @@ class BundledWindows:
 
 
 def left_out_remark(names: Collection[str]) -> str:
-    """A sentence that names the pieces of the bundled text that a tokenizer cuts into bytes."""
-    listed = ", ".join(names)
-    return f"This tokenizer cuts {len(names)} pieces of the bundled text into bytes; they are left out: {listed}."
+    """A sentence on the pieces `KIND/NAME` of the bundled text that a tokenizer cuts into bytes: a few are named, more
+    are counted by kind."""
+    listed = [*names]
+    if len(listed) > _NAMED:
+        listed = [f"{count} of {kind}" for kind, count in Counter(name.partition("/")[0] for name in names).items()]
+    what = "1 piece" if len(names) == 1 else f"{len(names)} pieces"
+    return f"This tokenizer cuts {what} of the bundled text into bytes, left out here: {', '.join(listed)}."

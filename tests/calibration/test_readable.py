@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moetool.calibration import readable
 from moetool.calibration.bundled import BundledPiece, kinds, texts
-from moetool.calibration.readable import BundledWindows, readable_text
+from moetool.calibration.readable import BundledWindows, left_out_remark, readable_text
 from moetool.calibration.windows import drawn_windows
 
 LENGTH = 64
@@ -126,7 +126,7 @@ def test_pieces_that_are_cut_into_bytes_are_left_out(
     bundled = BundledWindows({"other": 2, "prose": 2}, tiny_tokenizer, length=8, seed=0)
     assert {kind: len(own) for kind, own in bundled.drawn.items()} == {"other": 0, "prose": 4}
     assert next(bundled.remarks()) == (
-        "This tokenizer cuts 1 pieces of the bundled text into bytes; they are left out: other/torn."
+        "This tokenizer cuts 1 piece of the bundled text into bytes, left out here: other/torn."
     )
 
 
@@ -139,3 +139,8 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def _cost(text: str) -> int:
     """Tokens of a tokenizer that knows English words, and cuts anything else into bytes."""
     return sum(1 if word.isascii() and word.isalpha() else len(word.encode()) for word in text.split())
+
+
+def test_many_pieces_that_are_left_out_are_counted_by_kind() -> None:
+    names = [*(f"languages/{number}" for number in range(5)), "code/one"]
+    assert left_out_remark(names).endswith("left out here: 5 of languages, 1 of code.")
