@@ -297,7 +297,7 @@ class Architecture:
         return (self.experts_key,) if isinstance(self.experts_key, str) else self.experts_key
 
     def layers(self, config: Settings) -> int:
-        """Number of decoder layers."""
+        """Number of decoder layers of the model that these settings describe."""
         if self.given is not None:
             return self.given.layers
         return self.number(config, "num_hidden_layers")

@@ -158,7 +158,7 @@ class _Derivation:
 
     @property
     def count(self) -> int:
-        """Number of decoder layers."""
+        """Number of decoder layers of the model on the meta device."""
         return len(self.modules[self.layers])  # type: ignore[arg-type]
 
     def architecture(self) -> Architecture:
@@ -228,7 +228,7 @@ class _Derivation:
         return found[0]
 
     def _top_k(self, layer: int) -> int:
-        """Experts per token."""
+        """Number of experts to which the router of a layer sends each token."""
         router = self._router(layer)[1]
         block = self._layer(layer).get_submodule(self.block)
         own = (getattr(module, "top_k", None) for module in (router, *router.modules(), block))

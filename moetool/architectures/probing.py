@@ -116,7 +116,7 @@ def _probes(
 
 
 class _Found:
-    """Tensors by their names on disk."""
+    """Probes as transformers names them on disk, looked up by the numbers that they hold."""
 
     def __init__(self, tensors: Mapping[str, "Tensor"]) -> None:
         self._tensors = tensors

@@ -40,7 +40,7 @@ class GivenBase(ABC):
         """A string that identifies all that decides the base."""
 
     def inputs(self) -> Mapping[str, Checkpoint]:
-        """Checkpoints that the base is read from, by name."""
+        """Checkpoints, beside the job's input, that the base is read from, by name."""
         return {}
 
     @abstractmethod

@@ -114,7 +114,7 @@ class LayerBase:
         return {role: self.compact[role][0] if role in self.compact else Dense() for role in self.matrices}
 
     def save(self, path: Path) -> None:
-        """Write the base to a file, atomically."""
+        """Write the base of the layer to a safetensors file, which is renamed into place when it is whole."""
         tensors = {f"base.{role}": matrix for role, matrix in self.matrices.items() if role not in self.compact}
         tensors["channels"] = self.channels
         tensors["intermediate"] = torch.tensor(self.intermediate)

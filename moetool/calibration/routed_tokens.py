@@ -36,7 +36,7 @@ class RoutedText:
         return len(self.inputs)
 
     def __getitem__(self, rows: Tensor | slice) -> "RoutedText":
-        """The text of some of the tokens."""
+        """Select some of the tokens, with their inputs and routing weights."""
         return RoutedText(self.experts, self.inputs[rows], self.weights[rows])
 
     def of(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,12 +129,12 @@ class RoutedTokens(Collector):
 
     @staticmethod
     def nbytes(windows: int, length: int, hidden: int) -> int:
-        """Bytes on disk of the inputs of so many windows."""
+        """Bytes on disk that the bf16 inputs of `windows` windows of `length` tokens take."""
         return windows * length * hidden * _DTYPE.itemsize
 
     @contextmanager
     def kept(self) -> Iterator["RoutedTokens"]:
-        """Remove the files when the block ends."""
+        """Remove the files of the tokens when the `with` block ends."""
         try:
             yield self
         finally:

@@ -140,18 +140,14 @@ class PartBooks(Books):
     def told(self, unit: str) -> Mapping[str, object]:
         return self._whole.told(f"{self._part}/{unit}")
 
-    def done(
-        self,
-        unit: str,
-        *,
-        made: Iterable[Path] = (),
-        digests: Mapping[Path, str] | None = None,
-        spent: Iterable[Path] = (),
-        told: Mapping[str, object] | None = None,
-        alone: bool = True,
-    ) -> None:
-        name = f"{self._part}/{unit}"
-        self._whole.done(name, made=made, digests=digests, spent=spent, told=told, alone=alone)
+    def note(self, made: Outcome) -> None:
+        self._whole.note(made._replace(unit=f"{self._part}/{made.unit}"))
+
+    def _fresh(self) -> Iterable[Path]:
+        return self._whole._fresh()
+
+    def _name(self, path: Path) -> str:
+        return self._whole._name(path)
 
     def catch_up(self, ranks: Ranks) -> None:
         self._whole.catch_up(ranks)
