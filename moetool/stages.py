@@ -4,11 +4,13 @@ import importlib
 import inspect
 import pkgutil
 from functools import cache
+from typing import TYPE_CHECKING
 
-from moetool.job.stage import AnyStage, Stage
+if TYPE_CHECKING:
+    from moetool.job.stage import AnyStage
 
 # Where stages are: in every file of a package, or in the one module.
-_PLACES = (
+PLACES = (
     "compress.methods",
     "compress.stages",
     "export.formats",
@@ -20,10 +22,12 @@ _PLACES = (
 
 
 @cache
-def stages() -> dict[str, type[AnyStage]]:
+def stages() -> dict[str, type["AnyStage"]]:
     """Every stage by name: whatever defines a `Stage` in the places above."""
+    from moetool.job.stage import Stage
+
     found: dict[str, type[AnyStage]] = {}
-    for place in _PLACES:
+    for place in PLACES:
         home = importlib.import_module(f"moetool.{place}")
         inside = [f"{home.__name__}.{info.name}" for info in pkgutil.iter_modules(getattr(home, "__path__", ()))]
         for module in map(importlib.import_module, inside or [home.__name__]):

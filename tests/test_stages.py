@@ -13,12 +13,12 @@ import yaml
 from dense_families import build_dense
 from pydantic import ValidationError
 
-from moetool.cli.app import COMMANDS, commands
-from moetool.cli.commands.stage import CHOICES
+from moetool.cli.choosing import CHOICES
+from moetool.cli.names import COMMANDS, commands
 from moetool.costs.machine import Machine
 from moetool.job.execute import plan_stage, run_stage
 from moetool.job.options import RunOptions
-from moetool.stages import _PLACES, stages
+from moetool.stages import PLACES, stages
 
 STAGES = sorted(stages())
 # What a stage cannot be planned without; the files that are named are found below.
@@ -92,7 +92,7 @@ def options(name: str, inputs: Inputs, tiny_text: Path) -> RunOptions:
 
 def test_every_file_is_a_stage() -> None:
     known = {stage.__module__ for stage in stages().values()}
-    for place in _PLACES:
+    for place in PLACES:
         home = importlib.import_module(f"moetool.{place}")
         inside = [f"{home.__name__}.{info.name}" for info in pkgutil.iter_modules(getattr(home, "__path__", ()))]
         assert set(inside or [home.__name__]) <= known

@@ -1,62 +1,17 @@
-"""The list of commands. Each is imported only when it is called, so that `moetool --help` is instant."""
+"""The `moetool` command. What it calls is imported only then, so that `moetool --help` is instant."""
 
-import ast
-import importlib
-import importlib.util
-import pkgutil
-from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from moetool.compress import stages
+from moetool.cli.front import front
+from moetool.cli.names import commands
 from moetool.errors import did_you_mean
-
-# Name → (module with a function `build(name, arguments)`, one line for --help), in the order of --help.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "upcycle": ("stage", "Turn a dense model into an MoE model (--method vanilla, drop, fine-grained …)."),
-    "moefy": ("stage", "Split a dense model's FFNs into experts and skip most of them, without training."),
-    "tune": ("stage", "Fine-tune on instructions or text, with a load-balancing loss for MoE models."),
-    "compress": ("stage", "Make an MoE model smaller in one streamed pass (--method d2moe, ders-quantize …)."),
-    "fisher-merge": ("stage", "Stage 1: merge each layer's experts into one shared base."),
-    "decompose": ("stage", "Stage 2: experts into base and deltas, without loss."),
-    "svd-compress": ("stage", "Stage 3: make the deltas low-rank."),
-    "prune-base": ("stage", "Stage 4: prune intermediate channels of the base."),
-    "quantize-delta": ("stage", "Store deltas, or their low-rank factors, quantized."),
-    "sparsify-delta": ("stage", "Store deltas sparse."),
-    "export": ("stage", "Back to the original layout, for any engine; or to a dense model (--format dense)."),
-    "eval": ("evaluate", "Perplexity of models on a text, and their scores on tasks."),
-    "compare": ("compare", "Several methods at several ratios on one table: bytes, loss, KL, time, memory."),
-    "generate": ("generate", "Let a model go on after a prompt, or answer it."),
-    "routing": ("routing", "Which experts a model chooses on which text."),
-    "bench": ("bench", "Speed, memory and FLOPs of a model, beside another's: load, prefill, decode."),
-    "inspect": ("inspect", "What a checkpoint holds: layers, experts, ranks, parameters, bytes."),
-    "report": ("report", "All of a model on one page: how it was made, sizes, quality, layers, routing."),
-    "verify": ("verify", "Check a checkpoint's files, and its tensors against the source it was made from."),
-    "push": ("push", "Upload a checkpoint to the Hugging Face hub, verified before."),
-    "doctor": ("doctor", "Check this machine: libraries, memory, disk, compiler, speed."),
-    "demo": ("demo", "Train a small model, upcycle it, compress it, evaluate it: two minutes, offline."),
-    "list": ("listing", "Known methods, architectures, targets, presets and representations."),
-}
-
-
-def commands() -> dict[str, tuple[str, str]]:
-    """`COMMANDS`, and behind these the other files of `compress/stages`: each is a stage that is called as it is, and
-    the first line of its docstring is that of the help. Nothing is imported for it."""
-    files = {info.name.replace("_", "-"): info.name for info in pkgutil.iter_modules(stages.__path__)}
-    return COMMANDS | {name: ("stage", _docstring(file)) for name, file in files.items() if name not in COMMANDS}
-
-
-def _docstring(file: str) -> str:
-    spec = importlib.util.find_spec(f"{stages.__name__}.{file}")
-    assert spec is not None
-    assert spec.origin is not None
-    return (ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
 class LazyGroup(TyperGroup):
-    """A group whose help needs one line per command, and whose calls load one module."""
+    """A group whose help needs one line per command, and whose calls load one command."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(commands())
@@ -72,8 +27,7 @@ class LazyGroup(TyperGroup):
             ctx.fail(f"No such command '{args[0]}'.{did_you_mean(args[0], known)}")
         name, command, rest = super().resolve_command(ctx, args)
         if command is not None and name in known:
-            module = importlib.import_module(f"moetool.cli.commands.{known[name][0]}")
-            command = module.build(name, rest)
+            command = front(name, rest)
         return name, command, rest
 
 

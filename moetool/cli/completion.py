@@ -5,8 +5,6 @@
 
 from collections.abc import Callable, Iterable
 
-from moetool.cli.presets import presets_for
-
 Offer = Callable[[str], list[str]]
 
 
@@ -22,22 +20,10 @@ def offered(names: Callable[[], Iterable[str]]) -> Offer:
 
 def offered_presets(command: str, method: str | None) -> Offer:
     """The presets of a command, or of its method if one was typed."""
-    return offered(lambda: presets_for(command, method))
 
+    def names() -> Iterable[str]:
+        from moetool.cli.presets import presets_for
 
-def offered_for(option: str) -> Offer | None:
-    """What is offered for an option of that name, whatever the command; `None` for one that has no names."""
-    names = {"target": _targets, "methods": _methods}.get(option)
-    return None if names is None else offered(names)
+        return presets_for(command, method)
 
-
-def _targets() -> Iterable[str]:
-    from moetool.upcycle.targets import targets
-
-    return ("auto", *targets())
-
-
-def _methods() -> Iterable[str]:
-    from moetool.stages import stages
-
-    return (name for name, stage in stages().items() if stage.method_of == "compress")
+    return offered(names)

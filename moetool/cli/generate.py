@@ -7,63 +7,19 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from reprlib import repr  # an alias of an alias of … is short in a preset, and not as a message
-from types import MappingProxyType, UnionType
+from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
-from typer.core import TyperCommand
 
 from moetool.checkpoint.sizes import format_bytes, parse_bytes
-from moetool.cli.app import commands
-from moetool.cli.completion import offered_for
-from moetool.cli.examples import EXAMPLES
+from moetool.cli.command import HintingCommand, command_of, quoted_choices
 from moetool.errors import UsageError, did_you_mean, explained
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
-
-_UNGROUPED = "Options"
-
-
-class HintingCommand(TyperCommand):
-    """A command that says which option or choice was probably meant."""
-
-    elsewhere: Mapping[str, str] = {}  # Option → where it exists, for options that this command does not have.
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Arguments, options of the command itself, and then those that many commands share, group by group."""
-        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], _UNGROUPED: []}
-        for parameter in self.get_params(ctx):
-            if (record := parameter.get_help_record(ctx)) is not None:
-                is_option = parameter.param_type_name == "option"
-                group = getattr(parameter, "rich_help_panel", None) or _UNGROUPED
-                sections.setdefault(group if is_option else "Arguments", []).append(record)
-        for title, rows in sections.items():
-            if rows:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        # By what they carry, not by class: some versions of typer have click's errors, others have their own.
-        except Exception as raised:
-            error: Any = raised
-            if hasattr(error, "option_name") and hasattr(error, "possibilities"):
-                option, there = error.option_name, self.elsewhere.get(error.option_name)
-                known = [name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)]
-                hint = f" It exists with {there}." if there else did_you_mean(option, known)
-                error.possibilities, error.message = None, f"No such option: {option}.{hint}"
-            elif wrong := re.search(r"'([^']*)' is not one of (.*)", getattr(error, "message", "")):
-                error.message = wrong[0] + did_you_mean(wrong[1], _quoted(wrong[2]))
-            raise
-
-
-def _quoted(choices: str) -> list[str]:
-    """The choices of `'a', 'b' or 'c'`."""
-    return re.findall("'([^']*)'", choices)
 
 
 def builder(
@@ -78,11 +34,7 @@ def builder(
 
 
 def make_command(
-    name: str,
-    function: Callable[..., None],
-    model: type[BaseModel] | None,
-    *more: inspect.Parameter,
-    elsewhere: Mapping[str, str] = MappingProxyType({}),
+    name: str, function: Callable[..., None], model: type[BaseModel] | None, *more: inspect.Parameter
 ) -> HintingCommand:
     """A single command whose errors end with moetool's exit codes.
 
@@ -92,26 +44,14 @@ def make_command(
         model: its fields become options, which the function takes as `**options`. Defaults are left to the model, so
             that what was typed can be told from what was not (a preset comes between).
         more: further options that it takes in this way.
-        elsewhere: options that other forms of the command have, and with what.
     """
     own = [
         parameter
         for parameter in inspect.signature(function).parameters.values()
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD
     ]
-    run = guarded(function)
     fields = [] if model is None else parameters_of(model)
-    run.__signature__ = inspect.Signature([*own, *more, *fields])  # type: ignore[attr-defined]
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    example = f"Example: moetool {EXAMPLES[name]}" if name in EXAMPLES else None
-    app.command(name=name, help=commands()[name][1], epilog=example, cls=HintingCommand)(run)
-    command = typer.main.get_command(app)
-    assert isinstance(command, HintingCommand)
-    for parameter in command.params:
-        if parameter.param_type_name == "argument" and parameter.name:
-            parameter.metavar = parameter.name.upper()  # as docs and messages call it
-    command.elsewhere = elsewhere
-    return command
+    return command_of(name, guarded(function), [*own, *more, *fields])
 
 
 def guarded(function: Callable[..., None]) -> Callable[..., None]:
@@ -173,7 +113,6 @@ def _annotation(name: str, field: FieldInfo, group: str | None) -> Any:
         "/".join(names),
         help=description,
         show_default=False,
-        autocompletion=offered_for(name),
         rich_help_panel=group,
     )
     return Annotated[kind | None, option]
@@ -228,7 +167,7 @@ def _explain(model: type[BaseModel], problem: ErrorDetails) -> str:
         known = model.model_fields
         return f"no such option '{name}'; there are {', '.join(known)}.{did_you_mean(name, known)}"
     if problem["type"] == "literal_error":
-        message += "." + did_you_mean(str(problem["input"]), _quoted(problem["ctx"]["expected"]))
+        message += "." + did_you_mean(str(problem["input"]), quoted_choices(problem["ctx"]["expected"]))
     flag = "--" + name.replace("_", "-")
     if problem["type"] == "missing":
         return f"{flag} is required"

@@ -1,9 +1,9 @@
-"""Writes docs/options.md: every option of every command, as the command line itself has them.
+"""Writes docs/options.md and the table that the command line starts from: every option of every command.
 
 python scripts/docs/options.py
 """
 
-import importlib
+import json
 import re
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -11,8 +11,11 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import AliasChoices
 from pydantic.fields import FieldInfo
 
-from moetool.cli.app import commands
-from moetool.cli.commands.stage import CHOICES
+from moetool.cli.choosing import CHOICES
+from moetool.cli.command import to_record
+from moetool.cli.front import FILE as TABLE
+from moetool.cli.front import imported
+from moetool.cli.names import commands
 from moetool.stages import stages
 
 FILE = Path(__file__).parents[2] / "docs" / "options.md"
@@ -30,8 +33,7 @@ Row = tuple[str, str, str, str]
 
 def rows(command: str, *arguments: str) -> list[Row]:
     """Name, values, default and meaning of all that a command takes, in its own order."""
-    module = importlib.import_module(f"moetool.cli.commands.{COMMANDS[command][0]}")
-    return [_row(parameter) for parameter in module.build(command, list(arguments)).params]
+    return [_row(parameter) for parameter in imported(command, arguments).params]
 
 
 def _row(parameter: Any) -> Row:
@@ -61,6 +63,30 @@ def _values(parameter: Any) -> str:
         return "a switch"
     return {int: "whole number", float: "number"}.get(kind, {"integer": "whole number", "float": "number"}.get(
         getattr(kind, "name", ""), ""))  # fmt: skip
+
+
+def front_table() -> str:
+    """What `moetool.cli.front` reads: parameters, each once, and those of every form of every command."""
+    from moetool.upcycle.targets import targets
+
+    parameters: dict[str, int] = {}
+    forms: dict[str, dict[str, list[int]]] = {}
+    for command in COMMANDS:
+        choice = CHOICES[command][0] if command in CHOICES else None
+        methods = [name for name, kind in stages().items() if kind.method_of == command] if choice else [""]
+        for method in methods:
+            own = [to_record(one) for one in imported(command, [f"--{choice}", method] if choice else []).parameters]
+            for record in own:
+                if record["name"] == choice:
+                    del record["default"]  # which is what was typed
+            lines = [json.dumps(record, ensure_ascii=False) for record in own]
+            forms.setdefault(command, {})[method] = [parameters.setdefault(line, len(parameters)) for line in lines]
+    names = {
+        "target": ["auto", *targets()],
+        "methods": [name for name, kind in stages().items() if kind.method_of == "compress"],
+    }
+    listed = ",\n".join(parameters)
+    return f'{{"names": {json.dumps(names)},\n"forms": {json.dumps(forms)},\n"parameters": [\n{listed}\n]}}\n'
 
 
 def table(content: list[Row], places: list[str] | None = None) -> list[str]:
@@ -129,3 +155,4 @@ def _with_aliases(name: str, field: FieldInfo) -> str:
 
 if __name__ == "__main__":
     FILE.write_text(text(), encoding="utf-8")
+    TABLE.write_text(front_table(), encoding="utf-8")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from moetool.cli.completion import offered, offered_for, offered_presets
+from moetool.cli.completion import offered, offered_presets
 
 
 def completed(line: str) -> list[str]:
@@ -24,6 +24,9 @@ def completed(line: str) -> list[str]:
         ("moetool compress model out --method d", ["d2moe", "ders-quantize", "ders-sparsify"]),
         ("moetool compress --method hybrid --preset hybrid-7", ["hybrid-70", "hybrid-75", "hybrid-75-best"]),
         ("moetool compress --method ders-quantize --base-b", ["--base-bits"]),
+        ("moetool upcycle model out --target qwen2", ["qwen2_moe"]),
+        ("moetool compare model --methods hybrid,qu", ["hybrid,quantize"]),
+        ("moetool tune model out --preset tune-si", ["tune-simoe"]),
     ],
 )
 def test_a_shell_is_told(line: str, expected: list[str]) -> None:
@@ -37,11 +40,6 @@ def test_names_after_the_last_comma() -> None:
     assert offer("x") == []
 
 
-def test_families_methods_and_presets() -> None:
-    targets, methods = offered_for("target"), offered_for("methods")
-    assert targets is not None
-    assert methods is not None
-    assert "qwen2_moe" in targets("qwen")
-    assert "quantize" in methods("hybrid,q")[0]
-    assert offered_for("ratio") is None
-    assert "tune-simoe" in offered_presets("tune", None)("")
+def test_presets_of_a_method() -> None:
+    assert "hybrid-75" in offered_presets("compress", "hybrid")("")
+    assert "hybrid-75" not in offered_presets("compress", "d2moe")("")

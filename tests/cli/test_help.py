@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moetool.cli.app import COMMANDS
 from moetool.cli.examples import EXAMPLES
+from moetool.cli.names import COMMANDS
 
 
 def built(command: str, *arguments: str) -> Any:

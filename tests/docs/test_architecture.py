@@ -44,7 +44,7 @@ def test_the_table_has_every_room() -> None:
 
 def test_every_arrow_is_an_import() -> None:
     assert drawn("-->") <= imported()
-    assert drawn("-.->") == {("stages", place.split(".")[0]) for place in stages._PLACES}
+    assert drawn("-.->") == {("stages", place.split(".")[0]) for place in stages.PLACES}
 
 
 def test_every_import_follows_the_arrows() -> None:

@@ -8,7 +8,7 @@ import pytest
 from pages import RUN_FOR_JSON, RUNNING, sections
 from stub_tasks import stub_tasks
 
-from moetool.cli.app import COMMANDS
+from moetool.cli.names import COMMANDS
 from moetool.demo import DemoModel
 
 OWN = {

@@ -7,7 +7,7 @@ import typer
 from moetool.architectures import architectures
 from moetool.architectures.dense import FEATURES, dense_architectures
 from moetool.cli import next_step, presets
-from moetool.cli.commands.stage import CHOICES
+from moetool.cli.choosing import CHOICES
 from moetool.cli.display import AsJson, print_json, print_table
 from moetool.cli.generate import builder
 

@@ -14,14 +14,15 @@ from moetool.checkpoint.names import CONFIG
 from moetool.checkpoint.reader import read_config
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.cli import next_step
-from moetool.cli.completion import offered, offered_presets
+from moetool.cli.choosing import CHOICES, PRESET, chosen
+from moetool.cli.command import HintingCommand
 from moetool.cli.display import Display, print_fields, print_json
 from moetool.cli.events import LOG_HELP, EventLog, logged, started
-from moetool.cli.generate import HintingCommand, build_options, make_command
-from moetool.cli.presets import preset_method, preset_options
+from moetool.cli.generate import build_options, make_command
+from moetool.cli.presets import preset_options
 from moetool.compress.results import MixedResult, RankedResult
 from moetool.convert.results import Activations, ConversionResult, Proof
-from moetool.errors import MoetoolError, UsageError, did_you_mean
+from moetool.errors import UsageError
 from moetool.job.forecast import format_seconds
 from moetool.job.processes import is_first_process
 from moetool.job.result import Json, LoadedLayer, Result, Sizes
@@ -30,14 +31,6 @@ from moetool.reduce.results import ReducedResult
 if TYPE_CHECKING:
     from moetool.job.estimate import Estimate
 
-# Commands that are several stages, the option that chooses one, and the one that it is without it.
-CHOICES = {
-    "compress": ("method", "d2moe"),
-    "upcycle": ("method", "vanilla"),
-    "moefy": ("method", "g-moefication"),
-    "export": ("format", "dense-experts"),
-}
-PRESET = ("--preset", "--recipe")  # the second is its older name
 _WORTH = 0.75  # of the time: a faster way that is said to be there
 _PRESET_HELP = "Options of a preset: one that comes along (d2moe-40 …), FILE.yaml or FILE.yaml:VARIANT."
 _SAME_INPUT_HELP = "With --resume: files of the input that were written again since hold the same."
@@ -52,35 +45,23 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
 
     words = tuple(arguments)  # the parser empties the list
     more: list[inspect.Parameter] = []
-    chosen, typed_method = name, None
+    own = name
     methods = [stage for stage, kind in stages().items() if kind.method_of == name]
     if methods:
         choice, default = CHOICES[name]
-        typed_method = _value(arguments, f"--{choice}")
-        chosen = typed_method if typed_method is not None else _preset_method(arguments, methods, default)
-        if chosen not in methods:
-            hint = did_you_mean(chosen, methods)
-            print(f"error: --{choice} {chosen}: there is {', '.join(methods)}.{hint}", file=sys.stderr)
-            raise typer.Exit(UsageError.exit_code)
-        option = typer.Option(
-            help=f"One of: {', '.join(methods)}. [default: {default}]",
-            show_default=False,
-            autocompletion=offered(lambda: methods),
-        )
+        own = chosen(name, words, methods)
+        option = typer.Option(help=f"One of: {', '.join(methods)}. [default: {default}]", show_default=False)
         more.append(
-            inspect.Parameter(choice, inspect.Parameter.KEYWORD_ONLY, default=chosen, annotation=Annotated[str, option])
+            inspect.Parameter(choice, inspect.Parameter.KEYWORD_ONLY, default=own, annotation=Annotated[str, option])
         )
-    stage = stages()[chosen]
+    stage = stages()[own]
 
     def command(
         input: Annotated[
             str, typer.Argument(help="A checkpoint: a directory, a .gguf file or a hub id.", show_default=False)
         ],
         output: Annotated[Path, typer.Argument(help="Where to write; new or empty.", show_default=False)],
-        preset: Annotated[
-            str | None,
-            _job_option(*PRESET, help=_PRESET_HELP, autocompletion=offered_presets(name, typed_method)),
-        ] = None,
+        preset: Annotated[str | None, _job_option(*PRESET, help=_PRESET_HELP)] = None,
         dry_run: Annotated[bool, _job_option("--dry-run", help="Say what it will cost, and stop.")] = False,
         resume: Annotated[bool, _job_option("--resume", help="Go on with an interrupted run.")] = False,
         same_input: Annotated[bool, _job_option("--same-input", help=_SAME_INPUT_HELP)] = False,
@@ -97,7 +78,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             raise UsageError("--same-input vouches for the input of a run that is gone on with: add --resume.")
         if methods:
             typed.pop(choice)
-        given = preset_options(preset, name, chosen if methods else None)
+        given = preset_options(preset, name, own if methods else None)
         options = build_options(stage.options_type, typed, given)
         if dry_run:
             plan, in_bf16 = planned(stage, input, output, options, resume=resume, overwrite=overwrite)
@@ -119,7 +100,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         with logged(events) as ended:
             if events is not None:
                 plan = plan_stage(stage, input, options)
-                job: dict[str, Json] = {"command": name, "stage": chosen, "input": input, "output": str(output)}
+                job: dict[str, Json] = {"command": name, "stage": own, "input": input, "output": str(output)}
                 started(events, {**job, "resume": resume}, options.model_dump(mode="json"), plan=plan.to_json())
             progress = Display(events)
             result = run_stage(
@@ -139,40 +120,12 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         _print_result(result)
         next_step.tell(next_step.after_stage(name, result, options, trains=not _is_encoder(result.output)))
 
-    elsewhere: dict[str, list[str]] = {}
-    for method in methods:
-        for field in stages()[method].options_type.model_fields:
-            elsewhere.setdefault("--" + field.replace("_", "-"), []).append(method)
-    places = {option: f"--{CHOICES[name][0]} {' or '.join(those)}" for option, those in elsewhere.items()}
-    return make_command(name, command, stage.options_type, *more, elsewhere=places)
+    return make_command(name, command, stage.options_type, *more)
 
 
 def _is_encoder(output: str) -> bool:
     path = Path(output)
     return (path / CONFIG).is_file() and is_encoder(read_config(path)[1])
-
-
-def _preset_method(arguments: list[str], known: list[str], default: str) -> str:
-    """The method of the preset, or the default; it decides which other options there are."""
-    try:
-        said = preset_method(_value(arguments, *PRESET))
-    except MoetoolError:
-        said = None  # the command itself says what is wrong with the preset
-    return said if said in known else default
-
-
-def _value(arguments: list[str], *names: str) -> str | None:
-    """What an option of these names says; the last time, as everywhere."""
-    said = None
-    for position, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name not in names:
-            continue
-        if equals:
-            said = value
-        elif position + 1 < len(arguments):
-            said = arguments[position + 1]
-    return said
 
 
 def _print_plan(plan: Mapping[str, Json], told: "Estimate", in_bf16: "tuple[Estimate, str] | None") -> None:

@@ -1,0 +1,65 @@
+"""Commands that are several stages, and the option that chooses one of them."""
+
+import sys
+from collections.abc import Collection, Sequence
+
+import typer
+
+from moetool.errors import MoetoolError, UsageError, did_you_mean
+
+# The option that chooses, and what it is without it.
+CHOICES = {
+    "compress": ("method", "d2moe"),
+    "upcycle": ("method", "vanilla"),
+    "moefy": ("method", "g-moefication"),
+    "export": ("format", "dense-experts"),
+}
+PRESET = ("--preset", "--recipe")  # the second is its older name
+
+
+def typed_choice(command: str, arguments: Sequence[str]) -> str | None:
+    """What the command line says for the option that chooses; `None` where it does not."""
+    return _value(arguments, f"--{CHOICES[command][0]}")
+
+
+def chosen(command: str, arguments: Sequence[str], known: Collection[str]) -> str:
+    """The stage that a command line asks for: by the option, by its preset, or the default.
+
+    Raises:
+        typer.Exit: it is none of those that are known, which was said.
+    """
+    choice, default = CHOICES[command]
+    if (typed := typed_choice(command, arguments)) is None:
+        return _preset_method(arguments, known, default)
+    if typed not in known:
+        hint = did_you_mean(typed, known)
+        print(f"error: --{choice} {typed}: there is {', '.join(known)}.{hint}", file=sys.stderr)
+        raise typer.Exit(UsageError.exit_code)
+    return typed
+
+
+def _preset_method(arguments: Sequence[str], known: Collection[str], default: str) -> str:
+    """The method of the preset, or the default; it decides which other options there are."""
+    if (preset := _value(arguments, *PRESET)) is None:
+        return default
+    from moetool.cli.presets import preset_method
+
+    try:
+        said = preset_method(preset)
+    except MoetoolError:
+        said = None  # the command itself says what is wrong with the preset
+    return said if said is not None and said in known else default
+
+
+def _value(arguments: Sequence[str], *names: str) -> str | None:
+    """What an option of these names says; the last time, as everywhere."""
+    said = None
+    for position, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name not in names:
+            continue
+        if equals:
+            said = value
+        elif position + 1 < len(arguments):
+            said = arguments[position + 1]
+    return said

@@ -1,0 +1,149 @@
+"""A command that hints at what was probably meant, and its parameters as data."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from typer.core import TyperCommand
+from typer.models import ArgumentInfo, ParameterInfo
+
+from moetool.cli.examples import EXAMPLES
+from moetool.cli.names import commands
+from moetool.errors import did_you_mean
+
+_UNGROUPED = "Options"
+_KINDS: Mapping[str, Any] = MappingProxyType(
+    {"str": str, "int": int, "float": float, "bool": bool, "path": Path, "list": list[str]}
+)
+_FIELDS = ("help", "rich_help_panel", "min", "max")  # of what typer is told of a parameter, beside flags and default
+
+
+class HintingCommand(TyperCommand):
+    """A command that says which option or choice was probably meant.
+
+    Attributes:
+        elsewhere: what to type for options that only other forms of the command have, by option.
+        parameters: arguments and options, in order.
+    """
+
+    elsewhere: Mapping[str, str] = MappingProxyType({})
+    parameters: tuple[inspect.Parameter, ...] = ()
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Arguments, options of the command itself, and then those that many commands share, group by group."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], _UNGROUPED: []}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                is_option = parameter.param_type_name == "option"
+                group = getattr(parameter, "rich_help_panel", None) or _UNGROUPED
+                sections.setdefault(group if is_option else "Arguments", []).append(record)
+        for title, rows in sections.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        # By what they carry, not by class: some versions of typer have click's errors, others have their own.
+        except Exception as raised:
+            error: Any = raised
+            if hasattr(error, "option_name") and hasattr(error, "possibilities"):
+                option, there = error.option_name, self.elsewhere.get(error.option_name)
+                known = [name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)]
+                hint = f" It exists with {there}." if there else did_you_mean(option, known)
+                error.possibilities, error.message = None, f"No such option: {option}.{hint}"
+            elif wrong := re.search(r"'([^']*)' is not one of (.*)", getattr(error, "message", "")):
+                error.message = wrong[0] + did_you_mean(wrong[1], quoted_choices(wrong[2]))
+            raise
+
+
+def quoted_choices(text: str) -> list[str]:
+    """The choices of `'a', 'b' or 'c'`."""
+    return re.findall("'([^']*)'", text)
+
+
+def command_of(
+    name: str,
+    function: Callable[..., None],
+    parameters: Iterable[inspect.Parameter],
+    kind: type[HintingCommand] = HintingCommand,
+) -> HintingCommand:
+    """The command of that name which calls a function with these parameters, annotated as typer has it."""
+    parameters = tuple(parameters)
+
+    def run(**arguments: object) -> None:
+        function(**arguments)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    example = f"Example: moetool {EXAMPLES[name]}" if name in EXAMPLES else None
+    app.command(name=name, help=commands()[name][1], epilog=example, cls=kind)(run)
+    command = typer.main.get_command(app)
+    assert isinstance(command, HintingCommand)
+    for parameter in command.params:
+        if parameter.param_type_name == "argument" and parameter.name:
+            parameter.metavar = parameter.name.upper()  # as docs and messages call it
+    command.parameters = parameters
+    return command
+
+
+def to_record(parameter: inspect.Parameter) -> dict[str, Any]:
+    """A parameter as JSON: what the command line reads of it, and what `--help` says."""
+    kind, info = get_args(parameter.annotation)[:2]
+    assert isinstance(info, ParameterInfo)
+    if is_optional := get_origin(kind) in (Union, UnionType):
+        kind = next(one for one in get_args(kind) if one is not type(None))
+    record: dict[str, Any] = {
+        "name": parameter.name,
+        "kind": _kind_name(kind),
+        "optional": is_optional,
+        "argument": isinstance(info, ArgumentInfo),
+        # With Annotated, typer takes its first positional argument for a flag, and notes it as the default.
+        "flags": [*([info.default] if isinstance(info.default, str) else []), *(info.param_decls or ())],
+        "shows_default": bool(info.show_default),
+        **{name: getattr(info, name, None) for name in _FIELDS},
+    }
+    record = {name: value for name, value in record.items() if value is not None and value is not False and value != []}
+    if (default := parameter.default) is not inspect.Parameter.empty:
+        record["default"] = str(default) if isinstance(default, Path) else default
+    return record
+
+
+def _kind_name(kind: Any) -> str | list[object]:
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    if get_origin(kind) is list:
+        return "list"
+    return next(name for name, known in _KINDS.items() if known is kind)
+
+
+def from_record(record: Mapping[str, Any], offer: Callable[[str], list[str]] | None = None) -> inspect.Parameter:
+    """The parameter that `to_record` had.
+
+    Args:
+        record: as `to_record` gives it.
+        offer: what a shell is offered for a beginning of the parameter's value.
+    """
+    said = record["kind"]
+    kind: Any = Literal[tuple(said)] if isinstance(said, list) else _KINDS[said]
+    make = typer.Argument if record.get("argument") else typer.Option
+    info = make(
+        *(() if record.get("argument") else record.get("flags", ())),
+        show_default=record.get("shows_default", False),
+        autocompletion=offer,
+        **{name: record[name] for name in _FIELDS if name in record},
+    )
+    default = record.get("default", inspect.Parameter.empty)
+    if said == "path" and isinstance(default, str):
+        default = Path(default)
+    return inspect.Parameter(
+        record["name"],
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind | None if record.get("optional") else kind, info],
+    )
