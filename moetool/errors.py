@@ -39,13 +39,13 @@ class InvalidInputError(MoetoolError):
 
 
 class ResourceError(MoetoolError):
-    """Not enough memory or disk."""
+    """There is not enough memory or disk space for a job."""
 
     exit_code = 4
 
 
 class VerificationError(MoetoolError):
-    """What was written, or is about to be written, is wrong."""
+    """A result, written or about to be written, failed a check of its content."""
 
     exit_code = 5
 

@@ -24,8 +24,10 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def refused(what: str) -> Iterator[None]:
-    """Whatever transformers raises in the `with` block, quiet otherwise, is an `InvalidInputError` that says
-    "transformers cannot", what it was asked to do, and why: its errors are of every class."""
+    """Silence transformers in a `with` block, and turn any exception of its into an `InvalidInputError`.
+
+    The message says "transformers cannot", `what` it was asked to do, and why: its errors are of every class.
+    """
     from torch import OutOfMemoryError
 
     try:

@@ -1,4 +1,4 @@
-"""How bases are made and pruned, by the names that this goes by on the command line."""
+"""Names of the ways to make and to prune a base, as the command line takes them."""
 
 from typing import Literal
 

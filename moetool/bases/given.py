@@ -69,7 +69,11 @@ class MergedBase(GivenBase):
 
 
 class SavedBase(GivenBase):
-    """What `fisher-merge` wrote. Raises `InvalidInputError` unless it is complete and belongs to these experts."""
+    """A base that `fisher-merge` wrote.
+
+    Raises:
+        InvalidInputError: it is not complete, or does not belong to these experts.
+    """
 
     def __init__(self, experts: ExpertReader, directory: Path) -> None:
         self._directory, self._layers = directory, experts.moe_layers
@@ -196,7 +200,7 @@ def open_base(spec: str, experts: ExpertReader, *, shared_expert: bool = False) 
 
 
 def kinship_warning(base: GivenBase) -> str | None:
-    """What to tell a user whose dense base does not look like the experts' origin."""
+    """A warning for a dense base whose cosine similarity to the experts is too low for their origin; else `None`."""
     if not isinstance(base, DenseBase):
         return None
     cosine = base.kinship()

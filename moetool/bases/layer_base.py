@@ -176,7 +176,7 @@ def unweighted_base(
 
 
 def no_base(shape: MoEShape, dtype: torch.dtype, statistics: LayerStatistics | None = None) -> LayerBase:
-    """What experts that are stored each by itself are deltas to: nothing."""
+    """A base of zeros, for experts that are stored each by itself."""
     matrices = {role: torch.zeros(shape.matrix(role), dtype=dtype) for role in shape.roles}
     compact = {role: (NO_BASE[role], dict[str, Tensor]()) for role in shape.roles}
     return LayerBase(matrices, torch.arange(shape.intermediate), shape.intermediate, statistics).stored_as(compact)

@@ -36,7 +36,7 @@ class Matrices(Sequence[Tensor]):
 
 @dataclass(frozen=True)
 class Regression:
-    """What RegMean needs of one role, summed over experts.
+    """Sums over experts from which RegMean solves for the base of one role.
 
     Attributes:
         products: `Σ_j W_j G_j` `[out, in]` fp64, G_j the Gram matrix of the inputs of expert j.

@@ -11,7 +11,7 @@ from moetool.bases.choices import BaseCompression
 
 @dataclass(frozen=True)
 class PruningPlan:
-    """How many of `intermediate` channels leave the file, and how many more each batch skips at run time."""
+    """Number of intermediate channels that leave the file, and of those that each batch skips at run time."""
 
     static: int
     dynamic: int

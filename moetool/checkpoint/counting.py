@@ -1,4 +1,4 @@
-"""How many numbers an MoE model has, by several ways to count."""
+"""Parameter counts of an MoE model: total, active per token, stored."""
 
 import math
 

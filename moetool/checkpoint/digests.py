@@ -19,7 +19,7 @@ _OF_THE_HUB = {".gitattributes"}
 
 @dataclass(frozen=True)
 class FileCheck:
-    """What was found of files: what is wrong, and what is only worth a note."""
+    """Outcome of checking files: problems, and notes on what is unusual but valid."""
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -65,7 +65,7 @@ def storage_errors(file: Path, needed: int | None = None) -> Iterator[None]:
 
 
 def storage_problem(error: BaseException, place: Path, needed: int | None = None) -> ResourceError | None:
-    """What to tell a user if a library failed, or may have, because nothing more can be written where `place` is."""
+    """An error with the free bytes at `place`, if a library failed because the disk or quota is full; else `None`."""
     if (reason := full_disk(error)) is None:
         return None
     numbers = f"{free_bytes(place)} bytes are free"

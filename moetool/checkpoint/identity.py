@@ -97,7 +97,7 @@ def check_read(checkpoint: Checkpoint) -> None:
 
 
 def hub_sha256(file: Path) -> str | None:
-    """What the hub said that a file holds, if it was downloaded from there and not written since.
+    """SHA-256 of a file as the hub gave it, if it was downloaded from there and not written since; else `None`.
 
     In the hub's cache a link leads to a file that is named by its digest. Beside the files of `hf download --local-dir`
     lie the digest and the time of each download.

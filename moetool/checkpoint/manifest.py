@@ -39,7 +39,7 @@ class DenseOrigin(BaseModel):
 
 
 class Upcycling(DenseOrigin):
-    """How an MoE model was made of a dense one, as far as un-merging it has to know.
+    """Record of upcycling a dense model, with all that un-merging needs.
 
     Attributes:
         target: the family that was written.
@@ -53,12 +53,12 @@ class Upcycling(DenseOrigin):
 
     @property
     def shared(self) -> str:
-        """What the original FFN does beside the experts, as `MoESpec` calls it."""
+        """Role of the original FFN beside the experts, in the words of `MoESpec.shared`."""
         return str(self.mixture.get("shared", "none"))
 
 
 class Provenance(BaseModel):
-    """What a model was made of, where the way back leads there.
+    """The dense model that a model was made from, if it can be turned back into one.
 
     Attributes:
         upcycled: by upcycling to an MoE model of whole FFNs.
@@ -114,7 +114,7 @@ class Manifest(BaseModel):
 
     @property
     def origins(self) -> tuple[Origin, ...]:
-        """How the checkpoint came about, the last step first."""
+        """Steps that led to the checkpoint, the last one first."""
         stage = str(self.recipe.get("stage", ""))
         own = Origin(stage=stage, source=self.source, source_fingerprint=self.source_fingerprint, chosen=self.chosen)
         return own, *self.lineage

@@ -1,4 +1,4 @@
-"""What is said of a directory that lacks what makes it a checkpoint."""
+"""Error messages for directories that lack a config or weights and so are no checkpoint."""
 
 import json
 import shlex
@@ -8,7 +8,7 @@ from moetool.checkpoint.names import ADAPTER, CONFIG, INDEX, PICKLES, SINGLE, UN
 
 
 def without_config(path: Path) -> str:
-    """What a directory is that has no `config.json`, and what to give instead, as a sentence."""
+    """A sentence that says what a directory without `config.json` holds, and what to give instead."""
     if (path / ADAPTER).exists():
         return _adapter_alone(path)
     if largest := max(path.glob("*.gguf"), key=lambda file: file.stat().st_size, default=None):

@@ -113,8 +113,11 @@ class Checkpoint:
 
     @cached_property
     def settings(self) -> Settings:
-        """What `config.json` says, and what transformers fills in where that says nothing. Raises `InvalidInputError`
-        where transformers does not know the model, or refuses an entry."""
+        """Values of `config.json`, with transformers' defaults for those that it does not set.
+
+        Raises:
+            InvalidInputError: transformers does not know the model, or refuses an entry.
+        """
         return settings_of(self.config, self.path)
 
     def showing(
@@ -124,7 +127,7 @@ class Checkpoint:
         unused: Iterable[str] = (),
         stored_as: str | None = None,
     ) -> "Checkpoint":
-        """The same checkpoint with matrices in the place of the tensors that stand for them.
+        """A view of the checkpoint that shows decoded matrices in the place of the tensors they are decoded from.
 
         Args:
             matrices: what it shows.

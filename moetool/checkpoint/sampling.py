@@ -1,4 +1,4 @@
-"""Which bytes of its weight files a checkpoint's fingerprint is made of: small tensors whole, of large matrices blocks.
+"""Selection of the bytes that a checkpoint's fingerprint reads: small tensors whole, blocks of large matrices.
 
 The smallest tensors are read whole, as many as fit into 256 MiB or 1/256 of the weights, whichever is more. Any other
 matrix (the last two dimensions of a tensor, so that each expert of a fused one counts) is cut into equal parts of
@@ -46,7 +46,7 @@ def whole_limit(tensors: Iterable[TensorInfo]) -> int:
 
 
 def spans(info: TensorInfo, limit: int) -> Iterator[FileSpan]:
-    """What is read of a tensor where those of up to `limit` bytes are read whole."""
+    """Yield the spans of a tensor that are read: all of it up to `limit` bytes, else a block of each part."""
     if info.nbytes <= limit:
         yield FileSpan(info.offset, info.nbytes)
         return

@@ -17,7 +17,7 @@ def write_sealed(file: Path, content: Mapping[str, object]) -> None:
 
 
 def read_sealed(file: Path) -> dict[str, object] | None:
-    """What `write_sealed` was given; `None` if there is no such file, or not with the bytes that were written."""
+    """Read what `write_sealed` wrote; `None` if the file is missing or its digest does not match its content."""
     try:
         data = file.read_bytes()
         content = json.loads(data)

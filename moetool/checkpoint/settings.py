@@ -20,8 +20,10 @@ _CONFIG = "config.json"
 
 
 def described_in(path: Path) -> AbstractContextManager[None]:
-    """Whatever transformers raises over the files of a checkpoint's directory in a `with` block is an
-    `InvalidInputError`: its validation, and the arithmetic of its modules, have errors of every class."""
+    """Turn any exception of transformers over a checkpoint's files in a `with` block into an `InvalidInputError`.
+
+    Its validation, and the arithmetic of its modules, raise errors of every class.
+    """
     return refused(f"build the model that {path / _CONFIG} describes, or cannot run it")
 
 

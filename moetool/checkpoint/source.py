@@ -123,6 +123,6 @@ def _download(name: str, files: list[str]) -> Path:
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says, without the essay below and without its full stop."""
+    """First line of a library's error message, without its full stop; the class's name if there is no message."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__

@@ -178,7 +178,7 @@ class CheckpointWriter:
             write_json(self.directory / INDEX, index)
 
     def index(self) -> dict[str, object] | None:
-        """What the index will hold; `None` for a single shard, which needs none."""
+        """Content of the index file; `None` for a single shard, which needs none."""
         if len(self.shards) == 1:
             return None
         located = {spec.name: self.file(i).name for i, specs in enumerate(self.shards) for spec in specs}

@@ -1,4 +1,4 @@
-"""What a shell offers for options whose values have names: methods, presets, families.
+"""Shell completion of option values that have names: methods, presets, families.
 
 `moetool --install-completion` sets it up. Names are looked up when the user presses tab, and not before.
 """

@@ -1,4 +1,4 @@
-"""What people see: progress and log on stderr, results on stdout."""
+"""Output for people: progress and log on stderr, results on stdout."""
 
 import json
 import sys

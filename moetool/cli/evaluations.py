@@ -48,7 +48,7 @@ def _calibration(result: Evaluation) -> list[tuple[str, str]]:
 
 
 def over_texts(found: OverTexts | None) -> list[tuple[str, str]]:
-    """What several texts say of KL divergence; nothing of one."""
+    """Rows that summarize KL divergence over several texts; empty if there is only one."""
     if found is None:
         return []
     worst = f"{found.kl_worst:.6f} on {found.worst_text}"

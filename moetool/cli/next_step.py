@@ -116,7 +116,7 @@ def tell(what: str) -> None:
 
 
 def program() -> str:
-    """How the shell is to call moetool, as far as that can be known."""
+    """The command by which this shell can call moetool: its name if that is on the path, else how it was called."""
     if shutil.which("moetool"):
         return "moetool"
     called = Path(sys.argv[0])

@@ -21,7 +21,7 @@ AskedRatios = Annotated[tuple[float, ...], BeforeValidator(_shares)]
 
 
 class CompareOptions(Options):
-    """Which models to make of one, which there are, and what to measure them on."""
+    """Options of `compare`: models to make from one, models that exist already, and the text to measure them on."""
 
     methods: Names = Field(
         (),
@@ -58,5 +58,5 @@ class CompareOptions(Options):
 
 
 def chosen(options: Options, fields: frozenset[str]) -> dict[str, object]:
-    """Those of the fields that were given or have a default other than `None`."""
+    """Values of the named fields that are not `None`."""
     return {name: value for name, value in options if name in fields and value is not None}

@@ -14,9 +14,11 @@ _Height: TypeAlias = Callable[[ComparedModel], tuple[float, float]]
 
 
 def plot_compared(result: Compared, path: Path) -> None:
-    """What is lost, by the bytes of the weight files; a line per method. Of one text a panel of the excess loss with
-    its standard error and one of the KL divergence; of several a panel of the KL divergence on each, all on one scale:
-    its title says whether calibration had text of that kind."""
+    """Plot the quality lost against the bytes of the weight files, one line per method.
+
+    One text gives a panel of the excess loss with its standard error and one of the KL divergence. Several give a panel
+    of the KL divergence on each, on one scale, whose title says whether calibration had text of that kind.
+    """
     lines: dict[str, list[ComparedModel]] = {}
     for row in result.rows:
         if row.error is None:

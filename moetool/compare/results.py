@@ -1,4 +1,4 @@
-"""What `moetool compare` tells (docs/json.md)."""
+"""Results of `moetool compare` (docs/json.md)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

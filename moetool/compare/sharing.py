@@ -58,7 +58,7 @@ class StatisticsPass:
 
 
 def passes(wanted: Iterable[Wanted], work: Path) -> dict[str, StatisticsPass]:
-    """Those that serve several, by the fingerprint `made` of each of these."""
+    """Statistics passes that serve several models, by the fingerprint `made` of each of these models."""
     groups: dict[str, dict[str, Wanted]] = {}
     for each in wanted:
         if each.shared is not None and _is_possible(each.stage):

@@ -131,8 +131,10 @@ def load(compiler: Sequence[str], flags: Sequence[str]) -> ctypes.CDLL:
 
 
 def threads() -> int:
-    """How many threads kernels take: torch's number, but one in a process that was forked. GNU's OpenMP waits there for
-    threads that the parent has."""
+    """Number of threads for kernels: torch's, but one in a forked process.
+
+    There, GNU's OpenMP would wait for threads that only the parent has.
+    """
     return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 
 

@@ -1,4 +1,4 @@
-"""What the stages that store quantized or sparse deltas share: options, costs, encoding, writing.
+"""Options, costs, encoding and writing that the stages for quantized and sparse deltas share.
 
 Every layer is encoded once, into a file of the work directory, and copied from there when the output is written.
 """

@@ -1,10 +1,9 @@
-"""What each of the forms that a delta is offered in would lose, without making them.
+"""Estimated losses of all forms on offer for a delta, without encoding it in each.
 
 The rows of a matrix are quantized independently of each other, so a few of them tell what all lose, by the ratio of
-their loss to the size of their elements. Low-rank forms need all rows for the
-directions, but with U once quantized, C = U^T D² Δ, and L L^T = U^T D² U, the parts W = L^-1 C of V's least-squares
-solution add up: without errors of V rank r loses ‖D Δ‖_G² - sum_(i<r) w_i G w_i^T. What errors of V add is told by a
-few rows of W.
+their loss to the size of their elements. Low-rank forms need all rows for the directions, but with U once quantized,
+C = U^T D² Δ, and L L^T = U^T D² U, the parts W = L^-1 C of V's least-squares solution add up: without errors of V
+rank r loses ‖D Δ‖_G² - sum_(i<r) w_i G w_i^T. What errors of V add is told by a few rows of W.
 """
 
 from collections.abc import Sequence
@@ -47,7 +46,7 @@ def prepared(delta: Tensor, forms: Sequence[Representation], measured: Measured)
 def losses(
     delta: Tensor, forms: Sequence[Representation], dtype: torch.dtype, measured: Measured, counts: MatrixSensitivity
 ) -> list[float]:
-    """What each form of a delta `[out, in]` loses on the inputs behind the Gram matrix, each output as it counts.
+    """Loss of each form of a delta `[out, in]`: squared output error on the calibration inputs, weighted by output.
 
     Exact for matrices of few rows, about right for others.
 

@@ -1,4 +1,4 @@
-"""Which process encodes which deltas of a layer."""
+"""Assignment of a layer's deltas to the processes that encode them."""
 
 from moetool.architectures import Role
 from moetool.calibration.peers import Owned, Peers

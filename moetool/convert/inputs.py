@@ -1,4 +1,4 @@
-"""What the feed-forward networks of a dense model are given: what routers see."""
+"""Inputs of a dense model's feed-forward networks on a text, which routers will see: their sums and means."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

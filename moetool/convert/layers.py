@@ -1,4 +1,4 @@
-"""Which layers of a dense model become MoE layers."""
+"""Parsing of `--layers`, the layers of a dense model that become MoE layers."""
 
 from moetool.errors import UsageError
 

@@ -20,7 +20,7 @@ TOLERANCE = 1e-5
 
 @dataclass
 class Routing:
-    """How one layer routes a text.
+    """Routing of a text by one layer.
 
     Attributes:
         shares: `[experts]` fp64, the part of all assignments that each expert gets; they sum to 1.
@@ -109,8 +109,7 @@ def mean_loss(logits: Tensor, tokens: Tensor) -> float:
 
 
 def compare(dense: Run, moe: Run, tokens: Tensor, *, preserves: bool = True, predicts: bool = True) -> Proof:
-    """What a reader wants to know of a conversion that `preserves` the model or not: the difference of the logits, the
-    losses of a model that predicts tokens, and the routing."""
+    """Compare runs of the dense and the converted model on the same tokens: logits, losses if they predict, routing."""
     difference = (moe.logits - dense.logits).double().norm() / dense.logits.double().norm()
     losses, routing = None, None
     if predicts:

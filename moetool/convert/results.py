@@ -1,4 +1,4 @@
-"""What a conversion of a dense model tells: how large the result is, and what proves it."""
+"""Results of converting a dense model: the size of the model written, and the proof that it computes what it should."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -26,7 +26,7 @@ class Losses(Inlined):
 
 @dataclass(frozen=True)
 class Shares(Inlined):
-    """How routing shares out tokens, over all layers: the extremes of an expert's share, and the mean entropy of the
+    """Shares of the tokens that experts get, over all layers: the least, the largest, and the mean entropy of the
     routing probabilities in nats."""
 
     least_expert_share: float
@@ -36,7 +36,7 @@ class Shares(Inlined):
 
 @dataclass(frozen=True, kw_only=True)
 class Proof(Printed):
-    """How far the result computes what the dense model computes.
+    """Comparison of the result with the dense model on real tokens.
 
     Attributes:
         tokens: real tokens that both models ran on.
@@ -59,7 +59,7 @@ class Proof(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class Activations(Printed):
-    """How sparse activations are, and how much of their energy experts hold, each as a share of one.
+    """Sparsity of activations, and the energy that chosen experts hold, as shares between 0 and 1.
 
     Attributes:
         soft_sparsity: activations near zero.
@@ -85,7 +85,7 @@ class Activations(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionResult(Details):
-    """What a conversion tells.
+    """Result of a conversion, with the fields that all conversions share.
 
     Attributes:
         target: the family that is written, where there is a choice.

@@ -1,4 +1,4 @@
-"""What all conversions of a dense model share: plan, writing, and the proof that the result computes what it should."""
+"""Base class of conversions of a dense model: plan, writing, and the proof that the result computes what it should."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ PROOF_WINDOWS, PROOF_LENGTH = 4, 64
 
 
 class ConversionOptions(RunOptions, TextOptions):
-    """How weights are stored, and what is proved on which text."""
+    """Options of all conversions: dtype of the weights, and the text of the proof."""
 
     dtype: Literal["auto", "float32"] = Field("auto", description="To store weights in (auto: as the source has them).")
     proof: bool = Field(
@@ -131,7 +131,7 @@ class Conversion(Stage[ConversionT, DenseSource]):
         """The details that a plan shows beside its costs."""
 
     def provenance(self) -> Provenance:
-        """What the manifest keeps of the dense model, where there is a way back to it."""
+        """Record of the dense model for the manifest, if the conversion can be undone."""
         return Provenance()
 
     def notes(self, config: dict[str, object]) -> list[str]:
@@ -168,7 +168,7 @@ class Conversion(Stage[ConversionT, DenseSource]):
         return (*self.measuring(), *writing, *proof)
 
     def measuring(self) -> Phases:
-        """What is done on the calibration text before anything is written."""
+        """Phases of work on the calibration text before anything is written."""
         if not self.measures:
             return ()
         cost = CalibrationCost(self.options.samples, self.options.sequence_length, 4)

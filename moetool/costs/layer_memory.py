@@ -102,8 +102,10 @@ class LayerMemory:
         return self.rest + max(self.passing + max(self.dense, common), at_once * self.expert + most)
 
     def at_once(self, room: int) -> int:
-        """How many experts are in memory together where the job has `room` bytes: all if these fit, else the largest of
-        equal sets that does; one if not even that is enough."""
+        """Number of experts in memory at once in `room` bytes: all if they fit, else the largest of equal sets.
+
+        It is one if not even that fits.
+        """
         if self.nbytes() <= room:
             return self.experts
         fits = [count for count in range(1, self.experts) if self.nbytes(count) <= room]
@@ -111,8 +113,8 @@ class LayerMemory:
 
 
 def layer_numbers(experts: ExpertReader) -> tuple[int, int, int]:
-    """How many numbers are outside of all layers, in the largest layer without its experts, and in the largest MoE
-    layer without its experts."""
+    """Count the numbers outside of all layers, in the largest layer without its experts, and in the largest MoE layer
+    without its experts."""
     architecture, tensors = experts.architecture, experts.checkpoint.tensors
     start = architecture.layer.partition("{")[0]
     sizes = {name: info.nbytes // info.dtype.itemsize for name, info in tensors.items() if name not in experts.names}

@@ -1,4 +1,4 @@
-"""What of a checkpoint is quantized beside its experts: projections of attention, embeddings, the head.
+"""Storage of quantized modules beside the experts: attention projections, embeddings and the head.
 
 A quantized module `NAME` has `NAME.moetool.codes` and `NAME.moetool.scales`, and a placeholder where `NAME.weight` was.
 An embedding and the head that are one tensor stay one: it is stored, and listed, under the embedding's name.
@@ -39,7 +39,7 @@ def quantizable(architecture: Architecture, layers: int) -> dict[str, tuple[str,
 
 
 def quantized_beside(config: Settings) -> dict[str, QuantizedMatrix]:
-    """How the quantized matrices beside a model's experts are stored, by the name of the module.
+    """Forms of the quantized matrices beside a model's experts, by module name, read from `config.json`.
 
     Raises:
         InvalidInputError: the entry lists a module that cannot be stored so, or a form that it cannot have.

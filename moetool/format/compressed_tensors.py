@@ -1,6 +1,6 @@
-"""What a checkpoint in compressed-tensors' `pack-quantized` format has on disk.
+"""Layout on disk of compressed-tensors' `pack-quantized` format.
 
-Three tensors for an expert's matrix, and an entry of `config.json` that says which modules have them.
+An expert's matrix has three tensors, and an entry of `config.json` says which modules have them.
 
 Source: https://github.com/vllm-project/compressed-tensors.
 """

@@ -1,4 +1,4 @@
-"""What makes a checkpoint a moetool checkpoint: the entry `quantization_config` in its `config.json`."""
+"""Reading and writing of moetool's entry `quantization_config` in a `config.json`."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -30,8 +30,12 @@ Layers = Annotated[tuple[Whole, ...], AfterValidator(_ascending)]  # indices of 
 
 
 def explain(error: ValidationError, under: str = "") -> str:
-    """What is wrong with each field, with the path `under` in front of its name: `head_dim is -4, but should be greater
-    than or equal to 1`."""
+    """Describe a validation error field by field: `head_dim is -4, but should be greater than or equal to 1`.
+
+    Args:
+        error: of pydantic.
+        under: path that stands before the names of fields.
+    """
     return "; ".join(dict.fromkeys(_explain(problem, under) for problem in error.errors(include_url=False)))
 
 

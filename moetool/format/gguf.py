@@ -1,4 +1,4 @@
-"""What llama.cpp's format, GGUF, has on disk: names, order of rows, metadata, and for which families.
+"""Layout of GGUF, llama.cpp's format, by model family: tensor names, order of rows, metadata.
 
 Source: https://github.com/ggml-org/llama.cpp (`conversion/`, `src/models/`),
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.

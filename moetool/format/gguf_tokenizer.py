@@ -1,4 +1,4 @@
-"""How llama.cpp names the ways in which byte-level tokenizers cut a text before they merge, and what each of them is.
+"""llama.cpp's names for the pre-tokenizers of byte-level tokenizers, and the rules behind each name.
 
 Source: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp (`llm_tokenizer_bpe`). Its converter knows
 published tokenizers by a hash of what they make of a text; here they are known by their own rules, so that one that
@@ -52,7 +52,8 @@ CUTTINGS: Mapping[str, Cutting] = {
 
 
 def cutting_of(tokenizer: Mapping[str, object]) -> Cutting | None:
-    """How a byte-level tokenizer cuts, by the content of its `tokenizer.json`; `None` for another way than these."""
+    """Rules by which a byte-level tokenizer cuts a text, from its `tokenizer.json`; `None` if llama.cpp has no such
+    rules."""
     model = tokenizer.get("model")
     ignores = bool(isinstance(model, Mapping) and model.get("ignore_merges"))
     pattern, digits, last = None, False, None

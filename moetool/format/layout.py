@@ -1,4 +1,4 @@
-"""How the experts of one MoE layer are stored: a shared base, and one representation per expert and matrix.
+"""Layout of one MoE layer's experts: a shared base, and one representation per expert and matrix.
 
 Gate and up form one group, down the other; each group is either left as it was (`None`), or has a base of its own, or
 its experts are stored each by itself: a base of nothing, which takes no bytes, no memory and no product.
@@ -111,7 +111,7 @@ class LayerLayout:
 
     @property
     def stored_experts(self) -> int:
-        """How many experts have representations: the routed ones, and the shared one if it is on the base, too."""
+        """Number of experts with representations: the routed ones, and the shared expert if it is on the base, too."""
         return max(
             (len(weights) for weights in self.weights.values() if weights is not None), default=self.shape.experts
         )
@@ -171,7 +171,7 @@ class LayerLayout:
                 yield expert, role, representation
 
     def shared_tensors(self, role: Role) -> dict[str, Stored]:
-        """What the representations of a role have in common."""
+        """Tensors that all experts' representations of a role share, by name; empty if there are none."""
         for weight in self.weights[role] or ():
             if own := weight.shared_tensors(self.shape.matrix(role)):
                 return own
@@ -220,8 +220,10 @@ class LayerLayout:
         return total
 
     def added_parameters(self) -> float:
-        """What this layer has beyond one dense FFN, as the papers count it: all deltas, or without a base all
-        experts but one, and all biases but one expert's."""
+        """Parameters of this layer beyond one dense FFN, as the papers count them.
+
+        These are all deltas, or without a base all experts but one, and all biases but one expert's.
+        """
         shape = self.shape
         native = sum(math.prod(shape.matrix(role)) for role in shape.roles if self.weights[role] is None)
         own = sum(self.expert_parameters(expert) for expert in range(self.stored_experts))

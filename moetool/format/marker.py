@@ -1,4 +1,4 @@
-"""How a checkpoint of moetool's is known: `quant_method` in the entry `quantization_config` of its `config.json`."""
+"""Recognition of moetool's checkpoints by `quant_method` in the `quantization_config` of their `config.json`."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What `config.json` and moetool's entry in it have to be. Every checkpoint that is opened is checked here, once.
+"""Validation of `config.json` and of moetool's entry in it, done once for every checkpoint that is opened.
 
 Of a family that moetool knows, the numbers that it computes with are checked; the rest, and all of any other family, is
 left to transformers. No check refuses what transformers computes: names of activations and of rotary embeddings that

@@ -15,7 +15,7 @@ WORK_DIRECTORY = ".moetool"
 
 
 class Outcome(NamedTuple):
-    """What a unit leaves: `FastDigest`s of its files by name, names of those that it used up, and what it notes."""
+    """Result of a finished unit: digests (`FastDigest`) of its files by name, files it used up, values it noted."""
 
     unit: str
     files: dict[str, str]
@@ -52,7 +52,7 @@ class Books:
         return {}
 
     def told(self, unit: str) -> Mapping[str, object]:
-        """What a unit noted when it was done, though it may have to be made again; empty if it never was."""
+        """Values that a unit noted when it finished, kept even if it has to run again; empty if it never finished."""
         return {}
 
     def done(

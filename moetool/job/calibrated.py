@@ -178,7 +178,7 @@ class CalibratedJob:
             self.facts = replace(self.facts, gradient_windows=few)
 
     def within(self, part: Job) -> "CalibratedJob":
-        """The same text and model for a `part` of the job, in whose work directory hidden states lie."""
+        """A copy for a `part` of the job, with its text and model; hidden states go to the part's work directory."""
         other = copy(self)
         other.job, other.sweep = part, self.sweep.within(part.work)
         return other
@@ -258,7 +258,7 @@ class CalibratedJob:
 
     @property
     def facts_with_loss(self) -> CalibrationFacts:
-        """The same with the mean next-token loss where gradients were taken, which is known after the head."""
+        """The calibration facts with the mean next-token loss, which is known once gradients went through the head."""
         loss = self.job.workspace.told("head")["loss"]
         assert isinstance(loss, float)
         return replace(self.facts, loss=loss)

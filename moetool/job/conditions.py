@@ -1,8 +1,7 @@
-"""What orders the sums of a job besides its options: noted when it begins, and kept to when it is gone on with.
+"""Conditions beside the options that fix the order of a job's sums: noted at its start, kept by every resumed run.
 
-A sum in another order differs in its last digit, which can turn a code that lies between two. So a run that is resumed
-while other memory is free, with another `--memory` or with other threads, would not give the bytes of one that nobody
-disturbed.
+A sum in another order differs in its last digit, which can round a borderline weight the other way. A run resumed with
+other free memory, another `--memory` or another number of threads would then not write the bytes of an undisturbed run.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""How long a planned job will take on this machine."""
+"""Estimate of the seconds that a planned job will take on this machine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Estimate:
 
 
 def estimate(plan: Plan, options: RunOptions, output: Path) -> Estimate:
-    """How long `plan` takes here, by what was measured of this machine, or is now."""
+    """Estimate the seconds of each phase of a plan from this machine's speeds, which are measured if need be."""
     if not plan.phases:
         return Estimate(unknown=f"{plan.stage} says nothing of its work")
     try:

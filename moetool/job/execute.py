@@ -48,8 +48,10 @@ _MEASURED = "measured"  # the last unit of what stages share
 
 
 def plan_stage(kind: type[AnyStage], source: str | Path, options: RunOptions) -> Plan:
-    """What a stage would cost, from headers alone, or from `config.json` alone if that is all there is. Writes nothing
-    and downloads no weights."""
+    """Plan a stage from file headers, or from `config.json` alone if there are no weights.
+
+    Nothing is written and no weights are downloaded.
+    """
     return _told(_for_planning(kind, source, options))
 
 
@@ -62,8 +64,8 @@ def dry_run(
     resume: bool = False,
     overwrite: bool = False,
 ) -> tuple[Plan, Plan | None]:
-    """What a stage would cost, and the same in bfloat16 where that is a choice; as `run_stage`, it refuses what cannot
-    end well, as far as that is found out in less than a second.
+    """Plan a stage, and once more in bfloat16 where that is a choice, after the checks of `run_stage` that take no
+    longer than a second.
 
     Raises:
         MoetoolError: as `run_stage`, but for what is found in weights and on the way, and for memory and disk.

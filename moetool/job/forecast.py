@@ -1,4 +1,4 @@
-"""How long a job has still to go: what was predicted, corrected by how long it has taken so far."""
+"""Remaining time of a running job: its estimate, corrected by the time that it has taken so far."""
 
 import time
 from collections.abc import Callable, Sequence

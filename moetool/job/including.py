@@ -1,4 +1,4 @@
-"""What is quantized beside the experts, if a user asks for it: attention, embeddings."""
+"""Quantization of weights beside the experts (`--include`): attention projections, embeddings and the head."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -65,7 +65,7 @@ def _form(columns: int) -> QuantizedMatrix:
 
 
 def included_specs(source: Source, spec: TensorSpec) -> list[TensorSpec]:
-    """What a job writes in the place of a tensor: codes, scales and a placeholder, or the tensor itself."""
+    """Headers of the tensors that replace one: codes, scales and a placeholder, or the tensor itself if it stays."""
     if (form := source.included.get(spec.name.removesuffix(".weight"))) is None:
         return [spec]
     rows, columns = spec.shape

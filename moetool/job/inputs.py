@@ -26,7 +26,7 @@ class Inputs:
 
     @cached_property
     def states(self) -> NotedInputs:
-        """What to note: the states of the weight files of those that are too large to be hashed whole."""
+        """File states (size, time, digest) of the weights of every input that is too large to be hashed whole."""
         found = {name: file_states(checkpoint) for name, checkpoint in self._checkpoints.items()}
         return {name: states for name, states in found.items() if states}
 

@@ -1,4 +1,4 @@
-"""What processes tell one another, as bytes: words of JSON and tensors, in the format of safetensors. No pickles."""
+"""Messages between processes as bytes: JSON values and tensors in the safetensors format, never pickles."""
 
 import json
 from typing import TypeAlias

@@ -1,6 +1,6 @@
-"""What a job costs: time, memory and scratch by phase, over all runs that it takes; kept beside its result.
+"""Costs of a job: seconds, memory and scratch space by phase, summed over all of its runs.
 
-In a file of its own, `moetool/costs.json`: all others have the same bytes whenever the same job is run.
+They are kept in a file of their own, `moetool/costs.json`: all other files have equal bytes whenever a job is repeated.
 """
 
 import time
@@ -30,7 +30,7 @@ _LOOKING = 0.05  # of the time, at most, goes into adding up files
 
 @dataclass(frozen=True, kw_only=True)
 class JobCosts(Printed):
-    """What was spent on a job.
+    """Measured costs of a job.
 
     Attributes:
         runs: 1, and one more for each time that the job was gone on with.
@@ -62,7 +62,7 @@ class JobCosts(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedCosts(Printed):
-    """What `--dry-run` tells of a job; `seconds` where this machine was measured."""
+    """Expected costs of a job, as `--dry-run` prints them; no `seconds` if this machine cannot be measured."""
 
     seconds: float | None = None
     peak_memory_bytes: int
@@ -143,7 +143,7 @@ class Meter(Progress):
                 write_sealed(self._work / SPENT, self.all_runs.to_json())
 
     def expect(self, phases: Sequence[PhaseTime]) -> None:
-        """What this job will take; what is still to come of it, said later, is passed on, and not in the account."""
+        """Note the expected phases of the job on the first call; later calls only update the progress display."""
         if self._expected is None:
             self._expected = phases
         self._progress.expect(phases)
@@ -217,13 +217,13 @@ def write_costs(directory: Path, source: Path, meter: Meter, plan: Plan, result:
 
 
 def inputs_read(directory: Path) -> object:
-    """What was noted of the inputs of the job that made a checkpoint; nothing where that was not kept."""
+    """Inputs that the job which made a checkpoint noted in its costs; empty if that file is missing or damaged."""
     return (read_sealed(directory / COSTS) or {}).get("inputs", {})
 
 
 def read_costs(directory: Path) -> list[dict[str, Json]]:
-    """What the jobs have cost that made a checkpoint, the last one last, as far as that was kept; empty where it is
-    `unreadable_costs`."""
+    """Costs of the jobs that made a checkpoint, as far as they were kept, the last job last; empty if the file is
+    unreadable (`unreadable_costs`)."""
     found = _jobs(directory)
     return [] if isinstance(found, str) else [job for job in found if isinstance(job, dict)]
 

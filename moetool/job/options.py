@@ -52,7 +52,7 @@ class Options(BaseModel):
 
 
 class TextOptions(Options):
-    """Which text statistics are measured on."""
+    """Options that name the calibration text and how much of it is read."""
 
     group: ClassVar[str] = "Calibration"  # of the help
 
@@ -85,7 +85,7 @@ class TextOptions(Options):
 
 
 class CalibrationOptions(TextOptions):
-    """Which text the statistics are measured on, gradients among them."""
+    """Calibration options of methods that also take gradients."""
 
     group: ClassVar[str] = "Calibration"
 
@@ -100,7 +100,7 @@ class CalibrationOptions(TextOptions):
 
 
 class IncludeOptions(Options):
-    """What is quantized beside the experts."""
+    """Options for quantizing weights beside the experts."""
 
     include: Names = Field(
         (),
@@ -143,11 +143,11 @@ class RunOptions(Options):
 
     @property
     def experts_at_once(self) -> int | None:
-        """How many experts of a layer are in memory together, where the run that is gone on with has settled it."""
+        """Experts of a layer that are in memory at once, if a run that is resumed has fixed the number; else `None`."""
         return self._experts_at_once
 
     def keeping(self, experts_at_once: int | None) -> Self:
-        """The same with so many experts of a layer in memory together, whatever `memory` says."""
+        """A copy that fixes the number of experts of a layer in memory at once, whatever `memory` allows."""
         if experts_at_once is None:
             return self
         kept = self.model_copy()

@@ -63,7 +63,7 @@ def planned(stage: AnyStage) -> Plan:
 
 
 def own_text(job: Job[Source] | Job[DenseSource], options: TextOptions) -> OwnText:
-    """What gives the windows of a running job's own text; every process of it calls that, in the same order."""
+    """Source of calibration windows that the job's own model writes; all processes call it, in the same order."""
 
     def windows(spec: DataSpec, count: int, length: int) -> Tensor:
         name = f"own-text-{'-'.join(map(str, spec.temperatures))}-{count}x{length}"

@@ -1,4 +1,4 @@
-"""What is refused of an output directory, before anything is written there."""
+"""Checks of an output directory, made before anything is written there."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a job will read, compute and write, from file headers and config alone."""
+"""Plan of a job, from file headers and config alone: bytes read and written, peak memory, work by phase."""
 
 import contextlib
 import hashlib
@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def experts_at_once(self) -> int | None:
-        """How many experts of a layer are in memory together; `None` for a job that does not go through such layers."""
+        """Experts of a layer that are in memory at once; `None` for a job that does not go through MoE layers."""
         found = self.details.get("experts_at_once")
         return found if isinstance(found, int) else None
 
@@ -160,12 +160,12 @@ def calibration_cost(
 
 
 def experts_at_once(memory: LayerMemory, options: RunOptions) -> int:
-    """How many experts of a layer are in memory together: as many as fit into the memory that options allow, or
-    `USABLE` of all that the machine has; one if not even that is enough. All where several processes share the work:
-    what each has gathered is summed at once.
+    """Choose how many experts of a layer are in memory at once: as many as fit into `--memory`, by default the share
+    `USABLE` of the machine's memory, and at least one. Several processes hold all experts, as they sum their statistics
+    in one go.
 
-    What is free at the moment has no say: sums are formed in the order of these sets, so two runs of one command have
-    to choose the same. For that reason, too, a run that is gone on with keeps to what it began with.
+    Memory that is free at the moment has no say: sums are formed in the order of these sets, so two runs of one command
+    have to choose alike. For that reason, too, a resumed run keeps the number that it began with.
 
     Raises:
         UsageError: it began with fewer than all, and several processes are to go on.

@@ -1,4 +1,4 @@
-"""Which of several processes this is, by what `torchrun`, `accelerate launch` and `mpirun` tell it."""
+"""Rank and number of processes, from the environment that `torchrun`, `accelerate launch` and `mpirun` set."""
 
 import os
 

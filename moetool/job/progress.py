@@ -1,4 +1,4 @@
-"""How a job tells where it is. The pipeline reports, the command line draws."""
+"""Interface for reporting progress: a job calls it, the command line draws bars from it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What came of a job: records that the command line shows field by field and `--json` prints (docs/json.md)."""
+"""Results of a job: records that the command line shows field by field and `--json` prints (docs/json.md)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -50,7 +50,7 @@ def _plain(value: object) -> Json:
 
 @dataclass(frozen=True)
 class CalibrationFacts(Printed):
-    """What a job was calibrated on.
+    """The calibration text of a job.
 
     Attributes:
         windows: of text.
@@ -128,7 +128,7 @@ class Sizes(Inlined):
 
 @dataclass(frozen=True, kw_only=True)
 class Details(Inlined):
-    """What a stage tells beyond sizes and time; a stage that has more to tell returns a subclass.
+    """Fields of a result beyond sizes and time; a stage with more fields returns a subclass.
 
     Attributes:
         calibration: on what it was calibrated, if it was.

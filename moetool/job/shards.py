@@ -1,4 +1,4 @@
-"""Which tensors of a result go into which of its weight files."""
+"""Assignment of a result's tensors to its weight files."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from moetool.job.job import Source
 
 
 class ShardPlan:
-    """Which tensors go into which shard: as many layers as fit, in order.
+    """Assignment of tensors to shards: each shard takes as many layers as fit, in order.
 
     Args:
         units: by layer, the tensors to write; -1 stands for everything that belongs to no layer.

@@ -1,4 +1,4 @@
-"""What a stage is: options, a plan from headers alone, and the work."""
+"""Base class of stages: options, a plan from headers alone, and the work."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,7 +59,7 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
 
     @property
     def due_windows(self) -> TextCounts | None:
-        """How many windows of which text the stage measures on; `None` if it measures on none."""
+        """Number of windows of each text that the stage measures on; `None` if it measures on none."""
         sources = self.options.sources if isinstance(self.options, TextOptions) else None
         return None if sources is None else sources.counts
 
@@ -112,7 +112,7 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         return [text] if text else []
 
     def reads(self) -> list[Path]:
-        """What else on this disk the job needs, besides its input, and an output must not take the place of."""
+        """Files and directories that the job reads beside its input, and that an output must not overwrite."""
         return found_here(spec.source for text in self.texts() for spec in parse_data(text))
 
     def in_bfloat16(self) -> RunOptions | None:

@@ -52,7 +52,7 @@ class Making(Protocol):
 
     @property
     def steps(self) -> int:
-        """How often the progress bar advances meanwhile, over all layers."""
+        """Steps of the progress bar that making all layers takes."""
 
     @property
     def is_chain(self) -> bool:
@@ -121,7 +121,7 @@ def write_model(
 def with_the_rest(
     checkpoint: Checkpoint, specs: Iterable[TensorSpec], made: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """What was made of a unit's tensors, by name, and then as they are in `checkpoint` those that were not."""
+    """Yield the tensors of a unit by name: first those that were made, then the others as they are in `checkpoint`."""
     names: set[str] = set()
     for name, tensor in made:
         names.add(name)
@@ -132,8 +132,7 @@ def with_the_rest(
 
 
 def passed_on(checkpoint: Checkpoint) -> Provenance:
-    """What the manifest of a checkpoint says of how it was upcycled, if moetool did that: as long as what is made of it
-    is an MoE model, it can be un-merged."""
+    """The upcycling recorded in a checkpoint's manifest, if any: an MoE model made from it can still be un-merged."""
     manifest = manifest_of(checkpoint.path)
     return Provenance() if manifest is None else Provenance(upcycled=manifest.provenance.upcycled)
 
@@ -296,7 +295,7 @@ def original_bytes(source: Source) -> int:
 
 
 def original_size(source: Source) -> str:
-    """What a ratio refers to, for people: "689.0 GB in FP8"."""
+    """Original size that a ratio refers to, for people: "689.0 GB in FP8"."""
     return format_bytes(original_bytes(source)) + in_format(source.checkpoint)
 
 

@@ -1,4 +1,4 @@
-"""Which kernels a table needs on a card: one for every kind of operand that is in it.
+"""Kernel launches on a card for a table of operands: one for every kind of operand in it.
 
 What is the same for all operands of a kind is known when a kernel is compiled; where they lie, and which experts have
 one, stands in a table on the card. So nothing on the host depends on what tokens have chosen.
@@ -34,7 +34,7 @@ _MOST = 1 << 28  # numbers of a matrix: kernels count bits in 32 bits
 
 @dataclass(frozen=True, order=True)
 class OperandKind:
-    """What is known of an operand when its kernel is compiled.
+    """Properties of an operand that its kernel is compiled for.
 
     Attributes:
         form, numbers: of what is stored, and of scales or values (operands.py).

@@ -73,8 +73,10 @@ def form_number(operand: Operand) -> int:
 
 
 def operand_levels(operand: Operand) -> Tensor | None:
-    """What codes stand for, [16] fp32 on their device, or of those in a trellis what windows do; `None` where they are
-    numbers themselves. Kept for good."""
+    """Values that an operand's codes stand for: [16] fp32 on its device, or those of a trellis's windows, [256].
+
+    They are cached for good; `None` if codes are numbers themselves.
+    """
     if operand.kind == "trellis":
         return trellis.values(operand.bits, operand.data.device)
     if operand.kind != "codes" or operand.bits == 8:

@@ -1,6 +1,6 @@
-"""What D²-MoE is motivated by, measured on a checkpoint: similarity of experts, energy of singular values, sensitivity.
+"""Analysis of a checkpoint's experts: similarity, energy of singular values, sensitivity.
 
-Figures 1, 2, 5 and 6 of the paper, as numbers.
+These are figures 1, 2, 5 and 6 of the D²-MoE paper, as numbers.
 """
 
 import math

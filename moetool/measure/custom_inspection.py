@@ -17,7 +17,7 @@ from moetool.numerics.hard_concrete import median_gate
 
 
 def inspect_custom(path: str | Path, checkpoint: Checkpoint, files: Files) -> Inspection:
-    """What `moetool inspect` shows of such a checkpoint."""
+    """Inspect a checkpoint with custom modules, for `moetool inspect`."""
     config = checkpoint.config
     spec = custom_module(config)
     assert spec is not None

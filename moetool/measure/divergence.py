@@ -1,4 +1,4 @@
-"""How far a model's predictions are from an original's, exactly and in bounded memory.
+"""Divergence of a model's predictions from an original's, exactly and in bounded memory.
 
 The original comes first. Where both fit in memory, it stays and runs beside the model, batch by batch; elsewhere its
 logits go to a temporary file, as the dtype in which it computed them, and it is gone before the model is loaded.

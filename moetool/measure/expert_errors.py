@@ -1,10 +1,10 @@
-"""How far each expert's matrix is from the one it was made from, and whether its form accounts for that.
+"""Errors of experts' matrices against their source, and whether the form of each accounts for its error.
 
-What a form stores is the expert's matrix, or where it stands for a delta the matrix less the base. Relative to that, an
-error depends on the form: about 2^-bits for codes, up to all of it for a delta that was dropped. A matrix is doubted if
-its error is beyond `Representation.doubtful_error`, or far beyond the median of the experts of its layer that have the
-same form. As there are matrices that lose as much with good reason (a few large numbers in a row, a delta that is not
-of low rank), a doubted one is encoded afresh, and only what is far from that, too, is wrong.
+A form stores the expert's matrix, or its delta, the matrix less the base. Relative to that, an error depends on the
+form: about 2^-bits for codes, up to all of it for a delta that was dropped. A matrix is doubted if its error is beyond
+`Representation.doubtful_error`, or far beyond the median of the experts of its layer that have the same form. As some
+matrices lose as much with good reason (a few large numbers in a row, a delta that is not of low rank), a doubted one is
+encoded afresh, and only what is far from that, too, is wrong.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What there is to compute on, and how fast it is."""
+"""The hardware of this machine, and its measured speed."""
 
 import os
 import platform
@@ -85,7 +85,7 @@ class MainMemory(Printed):
 
 @dataclass(frozen=True)
 class Speed(Printed):
-    """How fast the machine is.
+    """Measured speed of the machine.
 
     Attributes:
         device: that computes, as `--device auto` takes it.
@@ -126,8 +126,10 @@ class Hardware(Inlined):
 
 
 def hardware(output: Path) -> Hardware:
-    """What there is on this machine, for results in `output`. Compiles the kernels and measures the speed where that
-    was not done before, which takes about ten seconds and three."""
+    """Describe this machine, for results in `output`.
+
+    Kernels are compiled and speeds measured where that was not done before, which takes about ten seconds and three.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says in them what is told here
         cards = [_card(number) for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []

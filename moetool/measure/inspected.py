@@ -45,7 +45,7 @@ class Files(Inlined):
 
 @dataclass(frozen=True)
 class SharedBase(Inlined):
-    """How the experts of a compressed layer are stored.
+    """Storage of the experts of a compressed layer.
 
     Attributes:
         base_channels: intermediate channels of the base in the files; 0 without a base.
@@ -211,7 +211,7 @@ class Analysis(Printed):
 
 @dataclass(frozen=True)
 class QuantizedBeside(Printed):
-    """What is quantized beside experts.
+    """Modules that are quantized beside the experts.
 
     Attributes:
         modules: projections of attention, and embeddings.

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from headers, config and manifest alone."""
+"""Inspection of a checkpoint from headers, config and manifest alone."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,7 +30,11 @@ from moetool.runtime.building import check_sizes
 
 
 def inspect_checkpoint(path: str | Path) -> Inspection:
-    """What `moetool inspect` shows. Raises `InvalidInputError` for what cannot be read."""
+    """Inspect a checkpoint, for `moetool inspect`.
+
+    Raises:
+        InvalidInputError: it cannot be read.
+    """
     checkpoint = open_for_planning(path)
     if is_opaque(checkpoint.config):
         if not checkpoint.is_imagined:

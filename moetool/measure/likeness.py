@@ -1,4 +1,4 @@
-"""How like its source a checkpoint is on real text: what both predict, and what each layer makes of the same input."""
+"""Comparison of a checkpoint with its source on real text: both predictions, and each layer's output for one input."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What all commands that load a model and run it ask for."""
+"""Options of all commands that load a model and run it."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from moetool.runtime.synthesis import Synthesis
 
 
 class LoadedOptions(Options):
-    """How a model is loaded."""
+    """Options for loading a model."""
 
     device: str = Field("auto", description="cpu, cuda, … or `map` to spread a large model over what there is.")
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -21,7 +21,7 @@ class LoadedOptions(Options):
 
 
 class EvaluatedOptions(LoadedOptions):
-    """The same for commands that run it on many tokens at a time."""
+    """Options of commands that run a model on many tokens at a time."""
 
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="For running the model (auto: float32 on CPU, else as stored)."

@@ -33,8 +33,11 @@ def check_picture(path: Path) -> None:
 
 
 def pictured(plot: Path | None, make: Callable[[], DrawnT], draw: Callable[[DrawnT, Path], None]) -> DrawnT:
-    """What `make` gives, drawn into the file `plot` if there is one. Raises `UsageError` before it is made if that
-    cannot be."""
+    """Return the result of `make`, and draw it into the file `plot` if one is given.
+
+    Raises:
+        UsageError: the picture could not be written; raised before `make` is called.
+    """
     if plot is None:
         return make()
     plot = local_path(plot)
@@ -61,8 +64,11 @@ def panels(path: Path, size: tuple[float, float], *, columns: int, rows: int = 1
 
 
 def plot_routing(result: RoutingResult, path: Path) -> None:
-    """What `moetool routing` found: shares per expert (mean over the layers), windows by their choices (two principal
-    components), and for several texts their dendrogram."""
+    """Plot the result of `moetool routing`.
+
+    Panels: shares per expert (mean over the layers), windows by their choices (two principal components), and for
+    several texts their dendrogram.
+    """
     texts, names = result.data, [Path(text.name).name for text in result.data]
     columns = 2 if result.clustering is None else 3
     with panels(path, (5 * columns, 4.5), columns=columns) as (axes,):
@@ -81,8 +87,11 @@ def plot_routing(result: RoutingResult, path: Path) -> None:
 
 
 def plot_analysis(result: Analysis, path: Path) -> None:
-    """What `moetool inspect --analysis` found, a row for each role: energy in the largest singular values and CKA of
-    every two experts, means over the layers, and by layer the CKA of two experts, its mean and its range."""
+    """Plot the result of `moetool inspect --analysis`, a row of panels for each role.
+
+    Panels: energy in the largest singular values and CKA of every two experts, both means over the layers; and by layer
+    the CKA of two experts, its mean and its range.
+    """
     roles = list(result.layers[0].roles)
     with panels(path, (14, 3.6 * len(roles)), columns=3, rows=len(roles)) as grid:
         for axes, role in zip(grid, roles, strict=True):

@@ -1,4 +1,4 @@
-"""What a model is asked of a text: what comes next, or of an encoder what a mask hides."""
+"""Prediction tasks on a text: the next token, or for an encoder the tokens that a mask hides."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class NextTokens:
 
     @torch.inference_mode()
     def logits(self, model: Any, windows: Tensor) -> Tensor:
-        """What is predicted, `[batch, length − 1, vocabulary]`."""
+        """Logits of every next token, `[batch, length − 1, vocabulary]`."""
         logits: Tensor = model(input_ids=windows.to(model.device), use_cache=False).logits[:, :-1]
         return logits
 
@@ -64,7 +64,7 @@ Predictions: TypeAlias = NextTokens | HiddenTokens
 
 
 def marks(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after a text."""
+    """Ids of the tokens that the tokenizer puts before and after a text."""
     before, after = ([] if mark is None else [mark] for mark in (tokenizer.cls_token_id, tokenizer.sep_token_id))
     return before, after
 

@@ -1,4 +1,4 @@
-"""What measurements tell: records that the command line shows field by field and `--json` prints (docs/json.md)."""
+"""Results of measurements: records that the command line shows field by field and `--json` prints (docs/json.md)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class SynthesisResult(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence(Printed):
-    """How far a model is from the original that it was made from, on the same windows.
+    """Divergence of a model from the original that it was made from, on the same windows.
 
     Attributes:
         model: the original, as it was given.
@@ -64,7 +64,7 @@ class Divergence(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class TextLoss(Printed):
-    """How well a model predicts one of several texts.
+    """Loss of a model on one of several texts.
 
     Attributes:
         name: as the text was given; of a kind of the bundled text `bundled:KIND`.
@@ -133,7 +133,7 @@ class OverTexts(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Printed):
-    """How well a model predicts a text, or several together and each by itself.
+    """Loss of a model on a text, or on several together and on each by itself.
 
     Attributes:
         model, data: as they were given.
@@ -198,7 +198,7 @@ class Generation(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class TextRouting(Printed):
-    """How often each expert is chosen on one text.
+    """Shares of the routing choices that each expert gets on one text.
 
     Attributes:
         name: as it was given.

@@ -1,4 +1,4 @@
-"""Which experts a model chooses on which text (PESC, Fig. 4; SIMoE, Fig. 2; G-MoEfication, Fig. 5)."""
+"""Routing of texts: shares of choices per expert and layer (PESC, Fig. 4; SIMoE, Fig. 2; G-MoEfication, Fig. 5)."""
 
 from typing import Any, Literal
 

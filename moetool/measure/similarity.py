@@ -1,4 +1,4 @@
-"""How alike experts are, how low their rank is, and where errors hurt: what D²-MoE is motivated by (§1, B.2, A.6, A.7).
+"""Similarity of experts, energy of their singular values, and cost of errors (D²-MoE §1, B.2, A.6, A.7).
 
 Everything is computed in fp64, a copy of one or two matrices at a time, whatever the dtype of what is given.
 """
@@ -107,7 +107,7 @@ def energy_retention(matrix: Tensor, shares: Sequence[float]) -> Tensor:
 
 
 def relative_error_cost(fisher: Tensor, matrix: Tensor) -> float:
-    """What an error of a given relative size costs, if it is spread evenly over a matrix: `tr F · ‖W‖² / (out · in)`.
+    """Cost of an error of a given relative size spread evenly over a matrix: `tr F · ‖W‖² / (out · in)`.
 
     An error e in one weight costs about `½ F e²`. Errors with `‖ΔW‖ = ε ‖W‖` and no preferred direction have the mean
     square `ε² ‖W‖² / (out · in)` per weight, so they cost the result times `½ ε²`, in units in which layers and

@@ -44,7 +44,11 @@ class LayerPlan:
 
 
 def chosen_experts(keep: float, experts: int) -> int:
-    """How many experts a share of them is. Raises `UsageError` if it is none."""
+    """Number of experts that the share `keep` of all is, rounded.
+
+    Raises:
+        UsageError: it is less than one.
+    """
     chosen = round(keep * experts)
     if chosen < 1:
         raise UsageError(f"--keep {keep:g} of {experts} experts is less than one. The smallest is {1 / experts:.4g}.")

@@ -1,4 +1,4 @@
-"""What putting the neurons of a dense model into experts takes beyond a pass over the text."""
+"""Costs of splitting a dense model's neurons into experts, beyond the pass over the text."""
 
 from collections.abc import Collection
 

@@ -28,7 +28,7 @@ _SETTLED = "neurons"  # units, by layer
 
 @dataclass(frozen=True)
 class LayerFiles:
-    """What is known of a layer, in the work directory: of the text, and what follows from it.
+    """Files of one layer in the work directory: its inputs and statistics on the text, and what follows from them.
 
     Attributes:
         work: the directory.

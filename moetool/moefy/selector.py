@@ -34,8 +34,8 @@ class TrainedSelector:
     accuracy: float
 
     def left_out(self, inputs: Tensor, chosen: int) -> Tensor:
-        """Which experts tokens `[tokens, hidden]` do without, all but the `chosen` highest scores: `[tokens, experts]`
-        bool."""
+        """Mark the experts that tokens `[tokens, hidden]` do without: `[tokens, experts]` bool, false for the `chosen`
+        highest scores."""
         predicted = (F.normalize(inputs.float(), dim=-1) @ self.first.T).tanh() @ self.second.T
         index = predicted.topk(chosen, dim=-1).indices
         return torch.ones_like(predicted, dtype=torch.bool).scatter_(1, index, False)
@@ -137,6 +137,6 @@ def _judge(predicted: Tensor, scores: Tensor, chosen: int) -> tuple[float, float
 
 
 def captured_share(chosen: Tensor, scores: Tensor) -> float:
-    """What chosen ones have of all scores; all of them where there are none, as in a network that gives nothing."""
+    """Share of all scores that the chosen experts hold; 1 if all scores are zero."""
     total = scores.double().sum().item()
     return chosen.double().sum().item() / total if total else 1.0

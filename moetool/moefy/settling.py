@@ -1,4 +1,4 @@
-"""What is settled of one layer, once a text has run through it: order of experts, representative values, selector."""
+"""Last step for a measured layer: order of experts, representative values, selector."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ SOFT_ZERO = 0.03
 
 @dataclass(frozen=True)
 class Settling:
-    """How a measured layer's clusters and selector are made.
+    """Maker of a measured layer's clusters and selector.
 
     Attributes:
         options: of the job.

@@ -1,4 +1,4 @@
-"""What both kinds of MoEfication share: neurons into experts, statistics on a text, selectors, and what they cost."""
+"""Stages of MoEfication: neurons split into experts, statistics on a text, selectors, and their costs."""
 
 from collections.abc import Callable
 from dataclasses import replace

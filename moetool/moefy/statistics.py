@@ -1,4 +1,4 @@
-"""What the neurons of a dense feed-forward network do on a text, seen at the input of its down matrix.
+"""Statistics of a dense feed-forward network's neurons on a text, seen at the input of its down matrix.
 
 Activations are those of that input: after the activation function, and of a gated network after the product.
 """

@@ -27,7 +27,7 @@ _SLABS = 4  # in which errors of nearest codes are summed up
 
 @dataclass(frozen=True, eq=False)
 class Feedback:
-    """What error feedback reads of a Gram matrix, for all matrices on the same inputs and all numbers of bits.
+    """A Gram matrix prepared for error feedback, shared by all matrices on the same inputs and all numbers of bits.
 
     Attributes:
         order: [in], from the input that carries most, while there are many left to make good for it.
@@ -93,8 +93,10 @@ class Feedback:
         return (parts.square_().sum(1) - damped).clamp_min_(0) * self.energy
 
     def sizes(self, rows: Tensor) -> Tensor:
-        """What the output errors of codes for `rows` [rows, in] are about in proportion to: [rows]. Each input is left
-        with an error as large as its element, counted by what the inputs before it do not tell of it."""
+        """Numbers [rows] that the output errors of codes for `rows` [rows, in] are about proportional to.
+
+        Each input is left with an error as large as its element, weighted by its energy given the inputs before it.
+        """
         alone = torch.empty_like(self.pivots).index_copy_(0, self.order, self.pivots)
         return rows.float().square() @ alone * self.energy
 
@@ -155,10 +157,13 @@ def feed_back_together(parts: Sequence[Coded], feedback: Feedback) -> list[Tenso
 
 
 class Grid(Protocol):
-    """What codes can stand for, numbers that share rows of scales."""
+    """Rounding of numbers to codes under scales that groups of columns share."""
 
     def nearest(self, values: Tensor, group: int, codes: Tensor) -> Tensor:
-        """What is nearest to `values` [n] under a group's scales, until the next call; writes `codes` [n]."""
+        """Round `values` [n] under a group's scales: writes `codes` [n], returns the numbers that they stand for.
+
+        The result is a buffer that the next call overwrites.
+        """
 
 
 def fed_back(inputs: Tensor, grid: Grid, groups: int, feedback: Feedback) -> Tensor:

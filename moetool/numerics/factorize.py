@@ -93,7 +93,7 @@ def factorize(
 def spectrum(
     delta: Tensor, *, gram: Tensor | None = None, output_gram: Tensor | None = None, root: Tensor | None = None
 ) -> tuple[Tensor, float]:
-    """What `factorize` says of every rank, without directions, to a few digits: `spectrum` and `energy` of the result.
+    """Compute the fields `spectrum` and `energy` that `factorize` returns, to a few digits and without directions.
 
     The arguments are those of `factorize`. On a CPU, products are taken in the precision that is fastest; errors are
     about 1e-6 of the mean eigenvalue that outlier channels leave.

@@ -15,7 +15,7 @@ def check_group(columns: int, group: int) -> None:
 
 
 def weights_of(importance: Tensor | None, columns: int, group: int, device: torch.device) -> Tensor:
-    """How much the squared error of each input counts, about 1 on average: [1, groups, group] fp32.
+    """Weights of the inputs' squared errors, about 1 on average: [1, groups, group] fp32.
 
     Args:
         importance: [columns], finite and not negative, or `None` for all the same.

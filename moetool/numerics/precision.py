@@ -1,4 +1,4 @@
-"""Which internal precision fp32 matrix products use on the CPU, and what the processor can do."""
+"""Internal precision of fp32 matrix products on the CPU: what it is, and switches for a `with` block."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

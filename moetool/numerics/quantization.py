@@ -164,7 +164,10 @@ class Lookup:
             self._starts = torch.tensor(starts, dtype=torch.int32, device=scales.device)
 
     def nearest(self, values: Tensor, group: int, codes: Tensor) -> Tensor:
-        """What the levels nearest to `values` [n] stand for, until the next call; writes `codes` [n] uint8."""
+        """Round `values` [n] to the nearest levels: writes `codes` [n] uint8, returns the numbers that they stand for.
+
+        The result is a buffer that the next call overwrites.
+        """
         place = torch.addcmul(self._zero, values, self._inverse[group], out=self._value)
         if self._whole:
             place.round_().clamp_(-127, 127)

@@ -32,7 +32,7 @@ _SEGMENT = 1024  # numbers on one of which a path is found at a time; the next b
 
 @cache
 def values(bits: int, device: torch.device) -> Tensor:
-    """What each window stands for, [256] fp32 numbers of bf16, the newest code in its highest bits.
+    """Value of each window of codes: [256] fp32, numbers of bf16; the newest code is in a window's highest bits.
 
     Raises:
         ValueError: `bits` is not one of `WIDTHS`.
@@ -181,7 +181,7 @@ class Paths:
         self._inverse = 1 / torch.where(scales > 0, scales, 1)
 
     def nearest(self, values: Tensor, group: int, codes: Tensor) -> Tensor:
-        """What the path nearest to the column `values` [rows] stands for; writes `codes` [rows] uint8."""
+        """Find the path nearest to the column `values` [rows]: writes `codes` [rows] uint8, returns its numbers."""
         return path(values * self._inverse[group], self._bits, codes).mul_(self._scales[group])
 
 

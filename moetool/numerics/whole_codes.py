@@ -88,7 +88,7 @@ def feed_back_whole(matrix: Tensor, codes: Tensor, scales: Tensor, bits: int, fe
 
 
 def decode_whole(codes: Tensor, scales: Tensor) -> Tensor:
-    """What codes [out, in] and scales [out, groups] stand for: [out, in] fp32."""
+    """Multiply codes [out, in] by their groups' scales [out, groups]: [out, in] fp32."""
     return codes * scales.float().repeat_interleave(codes.shape[1] // scales.shape[1], 1)
 
 

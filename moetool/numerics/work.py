@@ -10,7 +10,7 @@ PRECISIONS: tuple[Precision, ...] = ("bfloat16", "float32", "float64")
 
 @dataclass(frozen=True)
 class Work:
-    """What some part of a job does. Works add up, and are multiplied by how often they are done.
+    """Amount of work in a part of a job. Amounts can be added, and multiplied by a number of repetitions.
 
     Attributes:
         products: multiply-adds of matrix products, by the precision they are done in.

@@ -1,4 +1,4 @@
-"""Which experts of a layer are left, and which others each of them is merged with."""
+"""Choice of the experts of a layer that stay, and of those that are merged into each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

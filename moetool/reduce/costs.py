@@ -1,4 +1,4 @@
-"""What measuring and merging takes beyond a pass over the text."""
+"""Costs of measuring and merging experts, beyond the pass over the text."""
 
 from moetool.architectures import MoEShape
 from moetool.costs.building_blocks import ModelSize

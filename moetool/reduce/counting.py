@@ -1,4 +1,4 @@
-"""How many experts a model can be left with, and how many a ratio leaves it."""
+"""Numbers of experts that a model can keep, and the number that a ratio leaves it."""
 
 from bisect import bisect_right
 
@@ -41,7 +41,7 @@ def possible_counts(source: Source) -> range:
 
 
 def experts_left(source: Source, options: ReduceOptions) -> tuple[Fewer, str | None]:
-    """How many experts every layer keeps, and what is to be said of that.
+    """Number of experts that every layer keeps, with a warning if there is reason for one.
 
     Raises:
         UsageError: so many are not possible, or none are that leave a file so small.

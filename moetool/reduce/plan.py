@@ -1,4 +1,4 @@
-"""What a checkpoint with fewer experts consists of: its tensors and its config."""
+"""Tensors and config of a checkpoint with fewer experts."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +12,7 @@ _PREDICTION = "num_nextn_predict_layers"
 
 
 class ReducedPlan(ShardPlan):
-    """Which tensors go into which shard where every MoE layer keeps so many experts; all others pass through.
+    """Assignment of tensors to shards if every MoE layer keeps `kept` experts; other tensors pass through.
 
     Attributes:
         kept: experts of every MoE layer.
@@ -58,7 +58,7 @@ class ReducedPlan(ShardPlan):
 
 
 def expert_axis(shape: Sequence[int], experts: int) -> int | None:
-    """Which dimension of a router's tensor, `[experts, …]` or `[1, experts]`, counts experts; `None` if none does."""
+    """Index of the dimension of a router's tensor that counts experts (`[experts, …]`, `[1, experts]`), or `None`."""
     if tuple(shape[:1]) == (experts,):
         return 0
     return 1 if tuple(shape) == (1, experts) else None

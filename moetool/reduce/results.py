@@ -1,4 +1,4 @@
-"""What a method tells that leaves a layer fewer experts."""
+"""Results of methods that leave a layer fewer experts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What is measured of a layer's experts to say which of them are left."""
+"""Measurements of a layer's experts by which those that stay are chosen."""
 
 import torch
 from torch import Tensor
@@ -37,8 +37,9 @@ class Scores(Collector):
 
 
 class Saliency(Scores):
-    """How much each expert adds to the layer's output: Σ over its tokens of g_j ‖f_j(x)‖₂ (REAP, Eq. 9), g_j being the
-    router's weight as the layer uses it.
+    """Sizes of what experts add to the layer's output: Σ over tokens of g_j ‖f_j(x)‖₂ (REAP, Eq. 9).
+
+    g_j is the router's weight as the layer uses it.
 
     Attributes:
         total: `[experts]` fp64.
@@ -77,7 +78,7 @@ class LogitGram(Scores):
 
 
 class AllOutputs(Scores):
-    """What every expert makes of every token, whether the token chose it or not (HC-SMoE, §3.2).
+    """Mean output of every expert over all tokens, chosen or not (HC-SMoE, §3.2).
 
     Attributes:
         total: `[experts, hidden]` fp64, summed over the tokens.

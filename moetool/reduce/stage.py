@@ -1,4 +1,4 @@
-"""What all methods share that leave a layer fewer experts: costs, one pass over a text, an ordinary checkpoint."""
+"""Base class of methods that leave a layer fewer experts: costs, one pass over a text, an ordinary checkpoint."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping

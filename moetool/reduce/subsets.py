@@ -1,4 +1,5 @@
-"""What a layer gives with some of its experts alone: NAEE's loss of every subset (arXiv:2402.14800, §3.2)."""
+"""Losses of all subsets of a layer's experts: how far its output then is from the original (NAEE, arXiv:2402.14800,
+§3.2)."""
 
 import itertools
 import math

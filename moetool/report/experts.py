@@ -1,4 +1,4 @@
-"""What a page says of experts: how they are stored, where they landed, what neurons hold."""
+"""Sections of a report on experts: their storage, mergers, and neurons."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -108,7 +108,7 @@ def _weighted(sites: Iterable[MaskedLayer], density: str) -> float:
 
 
 def neurons(activations: Mapping[int, Activations]) -> Section:
-    """What a moefied model's experts hold, and what its selector finds of that."""
+    """Section on a moefied model: energy held by its experts, and the share of it that the selector finds."""
     told, labels = list(activations.values()), [str(layer) for layer in activations]
     shares = {
         "chosen experts": [each.captured for each in told],

@@ -39,7 +39,7 @@ RARE = 0.1  # of an even share
 
 
 def gather(path: str, output: Path, options: ReportOptions, progress: Progress = SILENT) -> Report:
-    """What files say of a model, and what `options` ask to measure.
+    """Gather the contents of a report: what a model's files record, and what `options` ask to measure.
 
     Args:
         path: a checkpoint.

@@ -1,4 +1,4 @@
-"""What a page says of the numbers in experts: energy of singular values, similarity, sensitivity (`--analysis`)."""
+"""Sections of a report on the experts' weights (`--analysis`): energy of singular values, similarity, sensitivity."""
 
 from collections.abc import Iterator, Sequence
 
@@ -91,7 +91,7 @@ def _similarity(every: Sequence[_Each]) -> Section:
 
 
 def pairs(title: str, matrix: Sequence[Values], axis: str) -> Heat:
-    """What every two experts have in common, `[experts][experts]`; how an expert is like itself is left out."""
+    """Heat map of a similarity of experts, `[experts][experts]`, without its diagonal."""
     values = [[None if i == j else value for j, value in enumerate(row)] for i, row in enumerate(matrix)]
     names = [str(expert) for expert in range(len(matrix))]
     return Heat(

@@ -1,4 +1,4 @@
-"""What a page is made of, before it is HTML; and how it writes numbers."""
+"""Elements of a report's page before they are HTML, and the formatting of its numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

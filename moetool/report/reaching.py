@@ -1,4 +1,4 @@
-"""What a page says of routing: shares of every text, and experts that few tokens reach."""
+"""Section of a report on routing: shares of each text, and experts that few tokens reach."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What jobs have left beside their results, and what commands have printed with `--json`, read back for a report."""
+"""Records for a report: files that jobs left beside their results, and saved output of commands with `--json`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class RecordedProof(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun(Printed):
-    """What a stage had told; `None` and empty where it does not say such a thing.
+    """Recorded result of a stage; fields that it does not have are `None` or empty.
 
     Attributes:
         input, output: as they were given.
@@ -84,7 +84,7 @@ def kept_runs(path: Path, manifest: Manifest | None, results: RecordedResults | 
 
 
 def without_costs(path: Path, manifest: Manifest | None) -> str | None:
-    """What to tell where not every job that made a checkpoint has left what it cost."""
+    """A note if the costs of some job that made a checkpoint are missing; else `None`."""
     steps, kept = 0 if manifest is None else len(manifest.origins), len(read_costs(path))
     if kept >= steps:
         return None

@@ -19,7 +19,7 @@ class Remaking(NamedTuple):
 
 
 def remaking(recipe: Mapping[str, object], source: str, output: str = "OUTPUT") -> Remaking | None:
-    """How to repeat the stage of a manifest; options that are the same by default today are left out.
+    """Command and preset that repeat the stage of a manifest, without options that equal today's defaults.
 
     Args:
         recipe: stage and options.

@@ -1,4 +1,4 @@
-"""What a report is made of: records that its page shows and `--json` prints (docs/json.md)."""
+"""Contents of a report: records that its page shows and `--json` prints (docs/json.md)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class MadeStep(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class HowMade(Printed):
-    """How a model was made, as its manifest says.
+    """Origin of a model, from its manifest.
 
     Attributes:
         steps: from the first to the last.
@@ -174,5 +174,5 @@ class Report(Printed):
 
     @property
     def runs(self) -> Sequence[RecordedRun]:
-        """Those that were kept, and behind them those that were given."""
+        """Recorded runs: those kept beside the model, then those from the given results."""
         return [*self.jobs, *(() if self.recorded is None else self.recorded.runs)]

@@ -1,4 +1,4 @@
-"""What a page says, section by section; those that a model has nothing for are left out."""
+"""Sections of a report's page; a section that a model has no data for is left out."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ def headline(report: Report) -> Iterator[tuple[str, str, str]]:
 
 
 def best_evaluation(report: Report) -> Evaluation | None:
-    """What was measured now, or else the last that was recorded of this very model."""
+    """The evaluation measured now, or else the last one recorded of this model; `None` if there is neither."""
     if report.evaluation is not None or report.recorded is None:
         return report.evaluation
     own = [found for found in report.recorded.evaluations if found.model == report.model]

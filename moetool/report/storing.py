@@ -1,4 +1,4 @@
-"""How a model's experts are stored: representation, bits per weight and errors, by layer and role."""
+"""Storage of a model's experts: representation, bits per weight and errors, by layer and role."""
 
 from collections.abc import Iterator, Mapping
 from typing import cast

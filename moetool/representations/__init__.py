@@ -52,7 +52,7 @@ def parse_representation(spec: str) -> Representation:
 
 
 def describe(forms: Iterable[Representation]) -> str:
-    """How a role's experts are stored, in a line: `rank 12 … 96, mean 40; 1 × dense`.
+    """Summarize the forms of a role's experts in a line: `rank 12 … 96, mean 40; 1 × dense`.
 
     Deltas come before whole matrices, and each in the order of their kinds.
     """

@@ -1,4 +1,4 @@
-"""What a representation is: one way to store one matrix."""
+"""Base class of representations, each of which is a way to store one matrix."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -57,7 +57,7 @@ class Weight(nn.Module, ABC):
         """Drop what was derived from tensors that have been replaced."""
 
     def derived(self) -> tuple[Tensor, ...]:
-        """What `products` is made of beside parameters and buffers, as long as it is kept."""
+        """Tensors that `products` keeps and uses beside parameters and buffers."""
         return ()
 
     @abstractmethod
@@ -100,7 +100,7 @@ class NestedFactors(NamedTuple):
 
 
 class Representation(ABC):
-    """How one matrix is stored, as a value that fits into `config.json`.
+    """A way to store one matrix, as a value that fits into `config.json`.
 
     A representation either stands for the expert's own matrix, or for its delta to the layer's shared base
     (`uses_base`). The base itself is stored in one, too.
@@ -143,7 +143,7 @@ class Representation(ABC):
 
     @classmethod
     def describe(cls, forms: Sequence[Self]) -> list[str]:
-        """What a role's experts that are stored in this way have, in parts for one line, e.g. `3 × nf4`."""
+        """Parts of a one-line summary of a role's experts stored in forms of this class, e.g. `3 × nf4`."""
         return counted(form.label for form in forms)
 
     @property
@@ -164,7 +164,7 @@ class Representation(ABC):
 
     @property
     def nested(self) -> NestedFactors | None:
-        """How U and V are stored, if they are all there is and smaller ranks have the first of their directions."""
+        """Storage of U and V, if they are all there is and a smaller rank keeps the first directions; else `None`."""
         return None
 
     def row_parts(self, shape: tuple[int, int]) -> Sequence[RowPart]:
@@ -181,7 +181,7 @@ class Representation(ABC):
         return self
 
     def quantized(self, bits: int, group: int) -> "Representation":
-        """What the delta of a matrix that is stored like this becomes in codes of `bits` and groups of `group`.
+        """The form that quantizing a delta stored in this one gives, with codes of `bits` and groups of `group`.
 
         Raises:
             ValueError: it is not plain.
@@ -198,7 +198,7 @@ class Representation(ABC):
 
     @abstractmethod
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
-        """What is stored, own tensors and shared ones, of a matrix or delta `[out, in]` in a model of `dtype`.
+        """Encode a matrix or delta `[out, in]` of a model of `dtype`: its own tensors and the shared ones, by name.
 
         Raises:
             ValueError: shapes do not fit, or values cannot be stored.
@@ -207,11 +207,11 @@ class Representation(ABC):
     def encode_jointly(
         self, matrices: Sequence[Tensor], dtype: torch.dtype, measured: Measured = NOTHING
     ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-        """What is stored of all experts' matrices of one role: what they share, and of each what is its own."""
+        """Encode all experts' matrices of one role: the tensors that they share, and the own tensors of each."""
         return {}, [self.encode(matrix, dtype, measured) for matrix in matrices]
 
     def damage(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str | None:
-        """What in stored tensors, finite and of the right shapes, `encode` never writes; `None` if there is nothing."""
+        """Describe values in finite stored tensors of the right shapes that `encode` never writes, or `None`."""
         return None
 
     @abstractmethod

@@ -58,7 +58,7 @@ class LowRankSparse(Representation):
 
     @property
     def low_rank(self) -> LowRank:
-        """How the factors are stored."""
+        """Form in which the factors are stored."""
         return LowRank(self.rank)
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:

@@ -1,4 +1,4 @@
-"""What was measured of a matrix before it is encoded, and the thin factors that follow from it."""
+"""Statistics of a matrix that its encoding uses, and thin factors that follow from them."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,7 @@ from moetool.numerics.factorize import Factorization, factorize, truncate
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of a matrix `[out, in]` beside its numbers; every representation takes what it can use.
+    """Statistics of a matrix `[out, in]`; every representation uses those that it can.
 
     Attributes:
         gram: `[in, in]`, sum of x x^T over the inputs. Codes of full matrices then make up for each other's errors, and

@@ -193,7 +193,7 @@ class MixedRows(Representation):
 
     @staticmethod
     def counts(matrix: Tensor, measured: Measured) -> Tensor:
-        """What errors of the same relative size in each row cost: [out]."""
+        """Cost of an error of equal relative size in each row: [out]."""
         rows = matrix.detach().float()
         sizes = rows.square().sum(1) if measured.feedback is None else measured.feedback.sizes(rows)
         return sizes if measured.row_scale is None else sizes * measured.row_scale.to(sizes).square()

@@ -1,4 +1,4 @@
-"""What a stored matrix is made of for those who multiply by it as it lies in memory."""
+"""Operands: descriptions of a stored matrix for kernels that multiply by it as it lies in memory."""
 
 from dataclasses import dataclass
 

@@ -91,12 +91,12 @@ class QuantizedLowRank(Representation):
 
     @property
     def u(self) -> Quantized:
-        """How U^T is stored."""
+        """Form in which U^T is stored."""
         return Quantized(self.bits, self.group)
 
     @property
     def v(self) -> Quantized:
-        """How V is stored."""
+        """Form in which V is stored."""
         return Quantized(self.bits, self.group if self.input_group is None else self.input_group)
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:

@@ -24,7 +24,7 @@ _TINY = 1e-30
 
 @dataclass(frozen=True)
 class Pace:
-    """How far one step goes.
+    """Sizes of one optimization step.
 
     Attributes:
         codes: on the line of codes.
@@ -36,7 +36,7 @@ class Pace:
 
 
 class Trainable(ABC):
-    """What is stored of one matrix `[out, in]`, while it moves."""
+    """The stored numbers of one matrix `[out, in]` while gradients move them."""
 
     @abstractmethod
     def dense(self) -> Tensor:

@@ -94,7 +94,7 @@ class TrellisWeight(QuantizedWeight):
     """Run-time form of both trellis representations."""
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """What codes stand for, before scaling: [out, in]."""
+        """Numbers that the codes stand for, before scaling: [out, in]."""
         return trellis.decoded(self._codes(), self.scales.new_ones(self.shape[0], 1), self.bits, dtype)
 
     def _codes(self) -> Tensor:

@@ -76,7 +76,7 @@ class DenseModel:
 
     @cached_property
     def features(self) -> tuple[str, ...]:
-        """What its layers do beyond a plain Llama's, by the names of `FEATURES`."""
+        """Features of the model's layers that a plain Llama lacks, by the names of `FEATURES`."""
         found = list(self.architecture.features)
         found += [name for key, name in self.architecture.optional_features.items() if getattr(self.config, key, False)]
         window = getattr(self.config, "sliding_window", None)

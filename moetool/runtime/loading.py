@@ -52,8 +52,11 @@ class LoadingMemory:
 def loading_memory(
     checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"], device: torch.device | str | None = None
 ) -> LoadingMemory:
-    """What `load_model` with the same arguments takes, from the headers: all tensors, and beside them the pieces of
-    those of one layer that are put together. A device map has the memory of all cards and of the machine."""
+    """Memory that `load_model` takes with these arguments, from the headers.
+
+    It holds all tensors, and beside them the pieces of one layer's tensors while they are put together. A device map
+    has the memory of all cards and of the machine.
+    """
     # Another tool knows what its tensors become; most likely they stay as they are.
     foreign = is_quantized_elsewhere(checkpoint.config)
     total, layers = 0, Counter[str]()

@@ -1,4 +1,4 @@
-"""How much memory is free, and loading models in no more of it than they keep."""
+"""Free memory, its limits, and switches that give freed memory back to the system."""
 
 import ctypes
 import os
@@ -53,8 +53,10 @@ def total_bytes() -> int:
 
 
 def group_free_bytes(groups: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> int | None:
-    """What is left of the limits that control groups (of a container, a batch job) set this process, page cache that
-    can be dropped not counted; `None` without a limit. Both versions of control groups are known."""
+    """Bytes left of the limits that control groups (of a container, a batch job) set this process; `None` without one.
+
+    Page cache that can be dropped counts as free. Both versions of control groups are known.
+    """
     left = [_left(group, version) for group, version in _control_groups(groups, membership)]
     return min((free for free in left if free is not None), default=None)
 
@@ -119,7 +121,7 @@ def sparing_memory() -> Iterator[None]:
 
 @contextmanager
 def returning_memory() -> Iterator[None]:
-    """What is freed in a `with` block goes back to the system, as `return_freed_memory` has it."""
+    """Give memory freed in a `with` block back to the system (`return_freed_memory`)."""
     _return_eagerly(1)
     try:
         yield

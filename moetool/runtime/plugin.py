@@ -1,9 +1,8 @@
-"""How transformers loads a moetool checkpoint: a quantizer plug-in used as a loader only.
+"""Plug-in by which transformers loads moetool checkpoints: a quantizer that is used as a loader only.
 
 `config.json` says `"quantization_config": {"quant_method": "moetool", ...}`. On loading, the experts of the listed
 layers are replaced by `SharedBaseExperts`, and what is quantized beside them by modules of codes, before the weights
-arrive; afterwards the model is an ordinary float model
-that generates, trains, moves between devices and saves.
+arrive; afterwards the model is an ordinary float model that generates, trains, moves between devices and saves.
 """
 
 import weakref

@@ -89,7 +89,7 @@ def _dense_shared_expert(module: SharedExpertOnBase) -> nn.Module:
 
 @dataclass(frozen=True)
 class SynthesisChoice:
-    """How the experts of a model are made, and why.
+    """The way a model's experts are computed, and the reason for it.
 
     Attributes:
         chosen: `load` if they are dense now, `on-the-fly` if they are made of base and deltas as they run.
@@ -115,7 +115,7 @@ def synthesis_bytes(model: "PreTrainedModel") -> int:
 
 
 def choose_synthesis(model: "PreTrainedModel", asked: Synthesis, *, few_tokens: bool = False) -> SynthesisChoice:
-    """What `apply_synthesis` does, of which nothing is done yet.
+    """Decide how experts are computed, without changing the model (`apply_synthesis` does).
 
     By what was measured (scripts/benchmarks/results/runtime.md), not by the clock: the same command is to take the same
     way every time. Few tokens at a time are faster with experts as they are stored, if kernels read them. Many are

@@ -1,4 +1,4 @@
-"""How long a model takes over a prompt, and over every token after it."""
+"""Seconds that a model takes for a prompt, and for every token after it."""
 
 import inspect
 import time

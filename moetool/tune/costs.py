@@ -1,4 +1,4 @@
-"""What training a model takes: steps of an optimizer, and the result that is written."""
+"""Costs of training a model: steps of the optimizer, and writing the result."""
 
 import math
 

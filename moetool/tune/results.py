@@ -8,7 +8,7 @@ from moetool.job.result import Details, Inlined
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Inlined):
-    """What came of one training.
+    """Outcome of one training.
 
     Attributes:
         steps: of the optimizer.
@@ -30,7 +30,7 @@ class Training(Inlined):
 
 @dataclass(frozen=True, kw_only=True)
 class TuningResult(Details):
-    """What tuning tells.
+    """Result of `moetool tune`.
 
     Attributes:
         examples: that were learnt.

@@ -1,4 +1,4 @@
-"""What other engines make of an upcycled model, by their source: vLLM 0.33.0, and llama.cpp as of October 2026.
+"""Warnings for models that other engines refuse or compute wrongly: vLLM 0.33.0, llama.cpp of October 2026.
 
 transformers runs all of it, some only as it is told. A rule is listed if an engine refuses a model, or, worse, computes
 something else.

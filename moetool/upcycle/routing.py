@@ -30,7 +30,7 @@ Rows = Callable[[int], Tensor]  # of a layer: the router `[experts, hidden]`
 
 @dataclass(frozen=True)
 class StartingRows:
-    """What routers start as, and on which text they were fitted, if they were."""
+    """First values of all routers, and the text that they were fitted on, if any."""
 
     rows: Rows
     calibration: CalibrationFacts | None = None
@@ -88,9 +88,9 @@ class RoutedConversion(Conversion[RoutedT]):
         return lambda layer: random_router(copies, dense.hidden, std, options.seed, layer)
 
     def rows(self, job: Job[DenseSource]) -> StartingRows:
-        """What the routers start as: fresh, without a preference if --center-router was asked for.
+        """First values of the routers: random, and centered on the text with `--center-router`.
 
-        For that the calibration text runs through the dense model, and rows are fitted to the inputs of its FFNs.
+        To center them, the calibration text runs through the dense model, and rows are fitted to its FFNs' inputs.
         """
         fresh = self.fresh()
         if not self.options.center_router:

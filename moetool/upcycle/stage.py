@@ -42,7 +42,7 @@ class UpcycleOptions(RoutedOptions):
 
 @dataclass(frozen=True)
 class Start:
-    """What a method makes of a dense FFN: all in which the methods differ.
+    """Experts that a method makes from a dense FFN; methods differ in nothing else.
 
     Attributes:
         experts: what every expert starts as.
@@ -70,7 +70,11 @@ class Upcycle(RoutedConversion[UpcycleT]):
     @cached_property
     @abstractmethod
     def start(self) -> Start:
-        """What the experts start as. Raises `UsageError` for options that this model cannot satisfy."""
+        """Choose what the experts start as.
+
+        Raises:
+            UsageError: the model cannot satisfy the options.
+        """
 
     @property
     def rest(self) -> Sequence[DenseModel]:
@@ -83,7 +87,11 @@ class Upcycle(RoutedConversion[UpcycleT]):
 
     @cached_property
     def spec(self) -> MoESpec:
-        """What is to be made. Raises `UsageError` for numbers that do not fit."""
+        """Numbers of the MoE layers to make.
+
+        Raises:
+            UsageError: they do not fit together.
+        """
         options, dense, pieces = self.options, self.dense, self.start.pieces
         return MoESpec(
             experts=self.copies * pieces,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from dense_families import DENSE_FAMILIES
 from safetensors.torch import load_file, save_file
+from sampling import DENSE_STRUCTURES, sampled
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from upcycled import open_dense, save_dense, upcycled, write_upcycled
@@ -318,7 +319,7 @@ def through(model: StreamedModel, tokens: Tensor) -> Tensor:
         return model.head(tokens, hidden)
 
 
-@pytest.mark.parametrize("family", DENSE_FAMILIES)
+@pytest.mark.parametrize("family", sampled(DENSE_FAMILIES, DENSE_STRUCTURES))
 def test_dense_families_give_the_logits_of_the_whole_model(family: str, windows: Tensor, tmp_path: Path) -> None:
     path = save_dense(tmp_path / "dense", family)
     with torch.no_grad():

@@ -10,6 +10,7 @@ import dense_families
 import families
 import pytest
 import torch
+from sampling import DENSE_STRUCTURES, MOE_STRUCTURES, sampled
 from transformers import AutoConfig
 
 from moetool.architectures import Architecture, find_architecture
@@ -142,7 +143,7 @@ def refused(tmp_path: Path, config: dict[str, Any]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("name", sampled(families.FAMILIES, MOE_STRUCTURES))
 def test_numbers_of_experts_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     full = whole(name, {**families.COMMON, **families.FAMILIES[name]})
     family, complete = find_architecture(full), settings_of(full, Path())
@@ -164,7 +165,7 @@ def test_numbers_of_experts_are_those_of_the_model(name: str, tmp_path: Path) ->
             raise
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", sampled(DENSE, DENSE_STRUCTURES))
 def test_numbers_of_dense_models_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     model_type, entries = DENSE[name]
     full = whole(model_type, {**dense_families.COMMON, **entries})

@@ -1,20 +1,10 @@
 """What the shell offers when the user presses tab."""
 
-import os
-import subprocess
-import sys
+from typing import Any
 
 import pytest
 
 from moetool.cli.completion import offered, offered_presets
-
-
-def completed(line: str) -> list[str]:
-    """What bash is told for a command line."""
-    state = {"_MOETOOL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
-    command = [sys.executable, "-c", "import sys; sys.argv[0] = 'moetool'; from moetool.cli import main; main()"]
-    run = subprocess.run(command, env=os.environ | state, capture_output=True, text=True, check=True)
-    return run.stdout.split()
 
 
 @pytest.mark.parametrize(
@@ -29,8 +19,14 @@ def completed(line: str) -> list[str]:
         ("moetool tune model out --preset tune-si", ["tune-simoe"]),
     ],
 )
-def test_a_shell_is_told(line: str, expected: list[str]) -> None:
-    assert completed(line) == expected
+def test_a_shell_is_told(run_cli: Any, monkeypatch: pytest.MonkeyPatch, line: str, expected: list[str]) -> None:
+    """Bash asks by these variables, and is answered with a word per line."""
+    state = {"_MOETOOL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    for name, value in state.items():
+        monkeypatch.setenv(name, value)
+    result = run_cli()
+    assert result.code == 0, result.stderr
+    assert result.stdout.split() == expected
 
 
 def test_names_after_the_last_comma() -> None:

@@ -20,6 +20,7 @@ from checkpoints import (
     weight_bytes,
     weights,
 )
+from sampling import sampled
 from torch import Tensor
 
 import moetool
@@ -81,7 +82,9 @@ def test_a_base_where_experts_are_alike_and_none_where_they_are_not(compress: An
     assert [all(reader.layout(layer).is_baseless for layer in reader.moe_layers) for reader in readers] == [True, False]
 
 
-@pytest.mark.parametrize("more", [(), ("--rotate",)], ids=["plain", "rotated, too"])
+@pytest.mark.parametrize(
+    "more", [pytest.param((), marks=pytest.mark.exhaustive), ("--rotate",)], ids=["plain", "rotated"]
+)
 def test_the_result_runs(
     run_cli: Any, compress: Any, alike: Path, tokens: Tensor, tmp_path: Path, more: tuple[str, ...]
 ) -> None:
@@ -95,7 +98,7 @@ def test_the_result_runs(
     assert run_cli("verify", made.path, "--against", alike).code == 0
 
 
-@pytest.mark.parametrize("method", ["hybrid", "quantize"])
+@pytest.mark.parametrize("method", sampled(["hybrid", "quantize"], ["hybrid"]))
 def test_no_worse_than_either_alone(compress: Any, tiny_mixtral: Path, alike: Path, method: str) -> None:
     """By the measure that it goes by."""
 
@@ -220,6 +223,7 @@ def window_losses(path: Path, windows: Tensor) -> Tensor:
     return -scores.gather(-1, windows[:, 1:, None])[..., 0].mean(-1)
 
 
+@pytest.mark.exhaustive
 def test_a_search_that_was_killed_goes_on(
     crash: CrashDriver, calibration: Any, tiny_mixtral: Path, tmp_path: Path
 ) -> None:

@@ -4,8 +4,6 @@ import json
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from itertools import product
@@ -16,7 +14,6 @@ import pytest
 import torch
 import yaml
 from checkpoints import (
-    ONE_THREAD,
     change_config,
     config_of,
     contents,
@@ -47,6 +44,9 @@ PROMPTS = [
     ["1 + 2 * 3 = 7; 12 / 4 = 3", "99 - 98 = 1"],
     ["def f(x):\n    return x[::-1]", "for (;;) { i++; }", "import os"],
 ]
+
+
+merges = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,10 @@ def adapter(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Pat
     return path
 
 
-def test_an_adapter_in_the_place_of_a_model(run_cli: Any, adapter: Path, models: list[Path], tmp_path: Path) -> None:
+@merges
+def test_an_adapter_in_the_place_of_a_model(
+    run_cli: Any, adapter: Path, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it is and what to do with it; the line to type does it."""
     for command in (("inspect", adapter), ("upcycle", adapter, tmp_path / "out"), ("moefy", adapter, tmp_path / "out")):
         result = run_cli(*command)
@@ -106,14 +109,12 @@ def test_an_adapter_in_the_place_of_a_model(run_cli: Any, adapter: Path, models:
     line = re.search(r"python -c ('.*?'),", result.stderr)
     assert line is not None
     (program,) = shlex.split(line[1])
-    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=ONE_THREAD, check=True, capture_output=True)
+    monkeypatch.chdir(tmp_path)
+    exec(program, {})
     assert Checkpoint.open(tmp_path / "MERGED").tensors.keys() == Checkpoint.open(models[0]).tensors.keys()
     broken = copy_of(adapter, tmp_path / "broken")
     (broken / "adapter_config.json").write_text("[")
     assert f"{broken} is an adapter of another model" in run_cli("inspect", broken).stderr
-
-
-merges = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 
 @pytest.fixture(scope="module")
@@ -453,7 +454,7 @@ def test_centred_random_routers(upcycle: Any, models: list[Path], given: Any, ca
 @merges
 @pytest.mark.parametrize(
     ("kind", "tenths"),
-    sampled(product(("prompts", "adapter"), (1, 3, 6)), [("prompts", 1), ("prompts", 6), ("adapter", 3)]),
+    sampled(product(("prompts", "adapter"), (1, 3, 6)), [("prompts", 6)]),
 )
 def test_a_killed_job_resumes_to_the_same_bytes(
     crash: Any, models: list[Path], preset: Any, adapter: Path, tmp_path: Path, kind: str, tenths: int

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sampling import sampled
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -35,10 +36,13 @@ def config_only(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return directory
 
 
-every_model = pytest.mark.parametrize("config_only", PUBLISHED, indirect=True)
+# Plans that take little: few layers, or few experts.
+PLANNED = ("mixtral-8x7b", "qwen1.5-moe-a2.7b", "deepseek-v2-lite", "phi-3.5-moe", "granite-3.0-3b-a800m")
 
 
-@every_model
+@pytest.mark.parametrize(
+    "config_only", sampled(PUBLISHED, PUBLISHED.keys() - {"deepseek-v3", "qwen3-235b-a22b"}), indirect=True
+)
 def test_parameter_counts(run_cli: Any, config_only: Path) -> None:
     told = run_cli("inspect", config_only, "--json").json
     counts = tuple(round(told["parameters"][kind] / 1e9, 2) for kind in ("total", "active"))
@@ -48,7 +52,7 @@ def test_parameter_counts(run_cli: Any, config_only: Path) -> None:
     assert told["headers"] == "config.json alone"
 
 
-@every_model
+@pytest.mark.parametrize("config_only", sampled(PUBLISHED, PLANNED), indirect=True)
 def test_plans(run_cli: Any, config_only: Path, tmp_path: Path) -> None:
     arguments = ("compress", config_only, tmp_path / "out", "--ratio", 0.3, "--calibration", "text.txt", "--dry-run")
     arguments = (*arguments, "--memory", "1TB")  # for all experts of a layer at once

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from kinds import KINDS, save_kind
 from safetensors.torch import load_file
+from sampling import sampled
 from torch import Tensor
 
 import moetool
@@ -61,8 +63,12 @@ def places(model: Any) -> dict[str, str]:
     return found
 
 
-@every_kind
-@pytest.mark.parametrize("by", ["device map", "accelerate"])
+@pytest.mark.parametrize(
+    ("kind", "by"),
+    sampled(
+        product(KINDS, ("device map", "accelerate")), zip(KINDS, cycle(("device map", "accelerate")), strict=False)
+    ),
+)
 def test_offloaded_weights_compute_what_loaded_ones_do(
     kind: str, by: str, saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,11 @@ def build(
 
 
 def asked_for(typed: Mapping[str, object]) -> tuple[EvaluationOptions | None, TaskOptions | None]:
-    """What to do with a text, and what with tasks. Raises `UsageError` for options of one that was not given."""
+    """Split the options into those of a text and those of tasks.
+
+    Raises:
+        UsageError: an option belongs to one of the two that was not asked for.
+    """
     said = {name: value for name, value in typed.items() if value is not None and value != []}
     shared = {name: said[name] for name in said.keys() & _SHARED}
     of_text = {name: said[name] for name in said.keys() & EvaluationOptions.model_fields.keys() - _SHARED}

@@ -146,7 +146,7 @@ def measured_grams(
 
 
 def measuring_owners(shape: MoEShape, share: SharedFactor, peers: Peers) -> Owned:
-    """Which process factorizes which delta of a layer: the first process all of them if experts share a factor."""
+    """Assign the deltas of a layer to processes for factorization: all to the first if experts share a factor."""
     return Owned(shape, peers) if share == "none" else Owned.by_first(shape, peers)
 
 

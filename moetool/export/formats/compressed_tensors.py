@@ -54,7 +54,7 @@ from moetool.representations.quantized import Quantized
 
 
 class ExportCompressedTensorsOptions(RunOptions, TextOptions):
-    """How many bits, for which engine, and on which text codes are chosen, if on any."""
+    """Options of the export to compressed-tensors: bits, engine, and the text that codes are fitted on, if any."""
 
     bits: int = Field(
         4,

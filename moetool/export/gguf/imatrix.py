@@ -17,7 +17,7 @@ _TYPE, _DATASETS, _CHUNKS, _CHUNK_SIZE = "imatrix", "imatrix.datasets", "imatrix
 
 
 def imatrix_tensors(name: str, given: Tensor, counts: Tensor) -> dict[str, Tensor]:
-    """What stands for one tensor: sums of squared inputs `[matrices, in]`, and tokens `[matrices, 1]`."""
+    """Entries of one tensor in an imatrix file: sums of squared inputs `[matrices, in]` and tokens `[matrices, 1]`."""
     return {f"{name}.in_sum2": given.float().cpu(), f"{name}.counts": counts.float()[:, None].cpu()}
 
 

@@ -1,4 +1,4 @@
-"""What every matrix of a GGUF file is given on a text, and on the way back what its outputs are blamed for.
+"""Second moments of the inputs of every matrix of a GGUF file on a text, and of the gradients at its outputs.
 
 The first is llama.cpp's importance matrix: Σ x² of every input, by expert. With gradients δ at the outputs, an error E
 in a matrix then costs about `Σ_j mean(δ_j²) Σ_i Σ(x_i²) E_ji²` in loss, as in `compress.factors.sensitivity`.

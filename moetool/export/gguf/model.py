@@ -216,7 +216,7 @@ class GgufSource:
         return found
 
     def turned(self, name: str, rows: Tensor) -> Tensor:
-        """What a model has for every row of a tensor of this (GGUF's) name, in the order of rows that the file has."""
+        """Reorder values per row of a tensor, named as in GGUF, from the model's order of rows to the file's."""
         heads = self.family.turned_heads(name, *attention_heads(self.checkpoint.settings))
         return rows if heads is None else interleaved(rows, heads)
 

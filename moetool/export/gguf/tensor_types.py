@@ -1,7 +1,7 @@
-"""Which type llama-quantize is to give every tensor, by what each loses in each.
+"""Choice of the type that llama-quantize gives to each tensor, by the estimated loss of each type.
 
-What is lost is measured on an even grid of as many bits and as many numbers to a scale: llama.cpp's own search for
-scales loses less, of all types about alike. Types are in ggml-common.h, what does for short rows in llama-quant.cpp.
+Losses are measured on an even grid with as many bits, and as many numbers per scale: llama.cpp's own search for scales
+loses less, for all types about alike. Types are in ggml-common.h, what does for short rows in llama-quant.cpp.
 """
 
 import math

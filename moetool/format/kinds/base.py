@@ -1,4 +1,4 @@
-"""What every kind of custom module says of itself: how many experts, where its tensors lie, and what they count as.
+"""Base class of custom module kinds: number of experts, names of tensors, parameter counts.
 
 A kind is a frozen spec, which the `config.json` of such a model has as an entry of `quantization_config`. The module
 itself is `runtime/modules/{name}.py`, whose function `insert(model, dense, spec)` builds it.
@@ -106,7 +106,7 @@ class CustomModule(BaseModel, ABC):
         return self
 
     def among(self, layers: int) -> tuple[int, ...]:
-        """Which of so many decoder layers have such a module."""
+        """Indices of the decoder layers, of `layers` in all, that have a module of this kind."""
         return tuple(range(layers))
 
     def check(self, dense: DenseArchitecture, layers: int | None, hidden: int | None) -> None:

@@ -20,8 +20,10 @@ SHARED = "shared_expert"
 
 
 def routed_scale(shared: str, *, native: bool) -> float:
-    """What the down matrices of routed experts are multiplied by: ½ beside a shared expert that gives half of the
-    output, in a family of transformers, which has no word for it."""
+    """Factor on the down matrices of routed experts.
+
+    It is ½ beside a shared expert that gives half of the output, in a family of transformers: its config cannot say so.
+    """
     return 0.5 if native and shared == "half" else 1.0
 
 
@@ -82,7 +84,7 @@ class MoESpec(RoutedModule):
         return partial if self.shared == "none" else (*partial, f"shared_{self.shared}")
 
     def told(self) -> dict[str, object]:
-        """What the manifest says of how a model was upcycled."""
+        """Fields that the manifest records of an upcycled model."""
         return self.model_dump(mode="json", include={"experts", "top_k", "intermediate", "layers", "shared"})
 
     def among(self, layers: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What a model computes and reads for one token, counted from its modules.
+"""FLOPs and bytes read per token, counted from a model's modules.
 
 FLOPs are two per number that meets an input in a product: matrices, factors, stored elements, routers, the language
 model's head, and attention's two products with what is cached. Norms, activations and unpacking are not counted.
@@ -123,7 +123,7 @@ def model_costs(model: Any, *, is_causal: bool = True) -> Costs:
 
 @singledispatch
 def of_module(module: nn.Module, chosen: int) -> Cost:
-    """What a module computes and reads for one token, `chosen` experts of which are used where there are several."""
+    """FLOPs and bytes of one module per token, if a token uses `chosen` of its experts."""
     found = getattr(module, "top_k", None)
     chosen = found if isinstance(found, int) else chosen
     own = dict(module.named_parameters(recurse=False))

@@ -26,7 +26,7 @@ Numbers = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_sp
 
 
 class BenchOptions(LoadedOptions):
-    """What to time, and how."""
+    """Options of `bench`: models, batch sizes, lengths, repetitions."""
 
     against: str | None = Field(None, description="Another model, timed in turns with this one; ratios are to it.")
     batch: Numbers = Field((1, 8), description="Prompts at a time [default: 1,8].")

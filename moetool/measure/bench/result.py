@@ -1,4 +1,4 @@
-"""What `moetool bench` finds (docs/json.md). Ratios are to the original, whose own are 1."""
+"""Results of `moetool bench` (docs/json.md). Ratios are to the original, whose own are 1."""
 
 from dataclasses import dataclass
 

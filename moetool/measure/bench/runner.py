@@ -100,7 +100,7 @@ class HereRunner:
         return time_decode(self._model, batch, length, self._options.new_tokens, self._options.seed)
 
     def warm_up(self, batch: int, length: int) -> Memory:
-        """The same pass, not timed: the memory of the process with the peak so far."""
+        """Run a pass without timing it; returns the memory of the process with its peak so far."""
         with PeakMemory(_INTERVAL) as peak, described_in(self._checkpoint.path):
             self.time(batch, length)
         return_heap()
@@ -118,7 +118,7 @@ class HereRunner:
 
 
 class ThereRunner:
-    """The same in a process of its own; as a context, which ends that."""
+    """Runner that loads and times a model in a process of its own, which ends with its `with` block."""
 
     def __init__(self, path: str, options: BenchOptions, threads: int) -> None:
         self._path = path

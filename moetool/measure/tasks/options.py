@@ -12,7 +12,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 class TaskOptions(EvaluatedOptions):
-    """Which tasks to evaluate on, and how."""
+    """Options of evaluating on lm-eval's tasks."""
 
     tasks: Names = Field(
         (),

@@ -1,4 +1,4 @@
-"""What `moetool eval` tells of several models, or of tasks (docs/json.md)."""
+"""Results of `moetool eval` for several models and for tasks (docs/json.md)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -54,7 +54,7 @@ def _source_named(given: object) -> object:
 
 
 class BranchTrainMixOptions(UpcycleOptions):
-    """Which models, where the rest comes from, and what routers start as."""
+    """Options of Branch-Train-MiX: source models, origin of all other weights, first values of routers."""
 
     experts: int | None = Field(
         None, ge=2, le=10_000, description="Routed experts per layer [default: one per source]."

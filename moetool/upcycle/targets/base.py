@@ -59,7 +59,7 @@ def positions(dense: DenseModel) -> dict[str, object]:
 
 
 def common(dense: DenseModel) -> dict[str, object]:
-    """What every family calls the same, written out: families differ in their defaults."""
+    """Config keys that all target families share, written out since families differ in their defaults."""
     config = dense.config
     return {
         "hidden_size": dense.hidden,

@@ -10,7 +10,7 @@ IDLE_WIDTH = 64
 
 
 def sliding(dense: DenseModel) -> dict[str, object]:
-    """Which layers see a window only, layer by layer: the families' own rules for this differ."""
+    """Config keys of sliding windows, listed layer by layer: the families' own rules for them differ."""
     used = any(name in dense.features for name in ("sliding_window", "mixed_attention"))
     kinds = getattr(dense.config, "layer_types", None) or ["sliding_attention"] * dense.layers
     return {

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from dense_families import DENSE_FAMILIES, build_dense
+from sampling import DENSE_STRUCTURES, sampled
 from torch import Tensor, nn
 from torch.nn import functional as F
 from upcycled import load, logits, open_dense, prompt, relative_error, save_dense, with_adapters, write_upcycled
@@ -147,7 +148,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("adapters")
 
 
-@pytest.mark.parametrize("family", DENSE_FAMILIES)
+@pytest.mark.parametrize("family", sampled(DENSE_FAMILIES, DENSE_STRUCTURES))
 def test_every_family_starts_as_the_dense_model(family: str, directory: Path) -> None:
     dense = save_dense(directory / f"{family}-dense", family)
     converted = with_adapters(open_dense(dense), layers=(0, 2))
