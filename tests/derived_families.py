@@ -19,6 +19,7 @@ _DELTA = {
 _ONE_DENSE = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
 
 DERIVED: dict[str, dict[str, Any]] = {
+    "aria_text": {"intermediate_size": 24, "moe_num_experts": 6, "moe_topk": 2, "moe_num_shared_experts": 1},
     "axk1": {**LATENT_WITH_QUERIES, **GROUPED, **WIDTHS, "first_k_dense_replace": 1},
     "axk2": {**LATENT_WITH_QUERIES, **GROUPED, **WIDTHS},
     "bailing_hybrid": {
@@ -62,6 +63,13 @@ DERIVED: dict[str, dict[str, Any]] = {
     },
     "glm4_moe_lite": {**LATENT_WITH_QUERIES, **GROUPED, **WIDTHS, "first_k_dense_replace": 1},
     "glm_moe_dsa": {**SPARSE_ATTENTION, **GROUPED, **WIDTHS, "first_k_dense_replace": 1},
+    "gpt_oss": {
+        "intermediate_size": 48,
+        "num_local_experts": 6,
+        "head_dim": 8,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "granitemoe_swa": {"intermediate_size": 48, "num_local_experts": 6},
     "granitemoehybrid": {
         "intermediate_size": 48,
@@ -127,6 +135,18 @@ DERIVED: dict[str, dict[str, Any]] = {
         "intermediate_size": 64,
         "moe_intermediate_size": 24,
         "first_k_dense_replace": 1,
+    },
+    "nemotron_h": {
+        **WIDTHS,
+        "n_routed_experts": 8,
+        "moe_shared_expert_intermediate_size": 40,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "head_dim": 8,
     },
     "qwen3_5_moe_text": {
         **WIDTHS,

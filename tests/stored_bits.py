@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
@@ -48,6 +49,20 @@ def save_fp8(source: Path, target: Path, block: tuple[int, int] | None = (8, 8),
         **({} if scale_fmt == "float" else {"scale_fmt": scale_fmt}),
     }
     return rewrite(source, target, tensors, entry)
+
+
+def save_mxfp4(source: Path, target: Path) -> Path:
+    """A gpt-oss as the hub has it: experts in groups of 32 e2m1 codes, here any, that share an exponent."""
+    generator, tensors = torch.Generator().manual_seed(7), dict[str, Tensor]()
+    for name, tensor in load_file(source / FILE).items():
+        if tensor.ndim < 3:
+            tensors[name] = tensor
+            continue
+        experts, columns, rows = tensor.shape
+        shape = experts, rows, columns // 32
+        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_scales"] = torch.randint(122, 125, shape, dtype=torch.uint8, generator=generator)
+    return rewrite(source, target, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
 
 
 def dequantized(path: Path, **options: Any) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NewType
 
+from moetool.architectures.fused_layout import PLAIN, FusedLayout
 from moetool.errors import InvalidInputError
 
 # What a `config.json` says, and what transformers fills in where that says nothing, made by `checkpoint/settings.py`.
@@ -219,7 +220,8 @@ class Architecture:
 
     `{layer}` and `{expert}` are filled in with numbers. Names on disk are those of the hub's checkpoints; names in
     memory are what transformers 5 holds after loading, where `experts_module` owns the fused tensors
-    `gate_up_proj [experts, 2·intermediate, hidden]` and `down_proj [experts, hidden, intermediate]`.
+    `gate_up_proj [experts, 2·intermediate, hidden]` (`up_proj` without gates) and `down_proj [experts, hidden,
+    intermediate]`, unless `in_memory` says otherwise.
 
     Attributes:
         name: as people say it.
@@ -232,7 +234,8 @@ class Architecture:
         block: the MoE block on disk, relative to the layer. Every tensor in it must be known.
         weights: one expert's matrix on disk, relative to the block. A template without `{expert}` names one tensor
             for all experts, `[experts, out, in]`, which gate and up then share, one below the other.
-        is_transposed: the one tensor has them as `[experts, in, out]`.
+        on_disk: how matrices lie in the one tensor for all experts, if not so.
+        in_memory: how they lie in the fused tensors of transformers.
         router: router weight on disk, relative to the block.
         experts_module: module path in memory, relative to the layer.
         top_k_key: config key, experts per token.
@@ -263,7 +266,8 @@ class Architecture:
     layer: str = "model.layers.{layer}"
     block: str = "mlp"
     weights: Mapping[Role, str] = field(default_factory=lambda: PROJECTIONS)
-    is_transposed: bool = False
+    on_disk: FusedLayout = PLAIN
+    in_memory: FusedLayout = PLAIN
     router: str = "gate.weight"
     experts_module: str = "mlp.experts"
     top_k_key: str = "num_experts_per_tok"

@@ -20,15 +20,18 @@ from moetool.architectures.base import (
     GATED,
     GATED_JOINED,
     GROUP_KEYS,
+    ROLES,
     TOP_K_KEYS,
     WIDTH_KEYS,
     Architecture,
     ModelNumbers,
     MoEShape,
     Role,
+    fused_name,
     whole_number,
 )
 from moetool.architectures.described import empty_model_of, language_model_in
+from moetool.architectures.fused_layout import layout_of
 from moetool.architectures.probing import DiskNames, names_in_layers
 from moetool.errors import InvalidInputError
 
@@ -37,15 +40,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _IN_LAYER = re.compile(r"(?P<layers>.*?)\.(?P<index>\d+)\.(?P<inside>.+)")
-# What transformers' decorator of classes of experts says of them: the value that moetool computes, and what it means
-# where that is another.
-_FLAGS: Mapping[str, tuple[bool, str]] = {
-    "has_gate": (True, "its experts have no gate"),
-    "has_bias": (False, "its experts have biases"),
-    "is_transposed": (False, "its experts' matrices are transposed, [in, out]"),
-    "is_concatenated": (True, "rows of gate and up are interleaved in its experts"),
-    "has_post_expert_norm": (False, "its experts end in a norm"),
-}
 _PLAIN = "transformers.integrations.moe"  # where act(gate) · up is, which most families' experts compute
 _ROUTERS = ("gate", "router")  # names of the module, in all families of transformers
 # Entries that say nothing of the modules, and one of transformers' own that it does not take back.
@@ -163,11 +157,12 @@ class _Derivation:
 
     def architecture(self) -> Architecture:
         shape = self._shape()
-        names = names_in_layers(self.model, self.inside, self.tensors, f"{self.layers}.{{layer}}")
+        layer = f"{self.layers}.{{layer}}"
+        in_memory = layout_of(self._experts(self.moe_layers[0]))
+        names = names_in_layers(self.model, self.inside, self.tensors, layer, shape.groups, in_memory)
         router, router_others, others = self._block_names(shape, names)
         block = names.own.removesuffix("experts.").rstrip(".")
         shared_module, shared = self._shared_expert(names)
-        layer = f"{self.layers}.{{layer}}"
         groups, groups_keys = self._groups(shape)
         kind = type(self.model).__name__.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
         model_type = str(self.config["model_type"])
@@ -184,7 +179,8 @@ class _Derivation:
             layer_module="" if layer == names.layer else layer,
             block=block,
             weights={role: _within(block, name) for role, name in names.weights.items()},
-            is_transposed=names.is_transposed,
+            on_disk=names.on_disk,
+            in_memory=in_memory,
             router=router,
             experts_module=self.inside,
             router_others=router_others,
@@ -205,19 +201,32 @@ class _Derivation:
         return found.pop()
 
     def _shape_of(self, layer: int) -> MoEShape:
-        experts: Any = self._layer(layer).get_submodule(self.inside)
-        if wrong := [reason for flag, (value, reason) in _FLAGS.items() if getattr(experts, flag, value) is not value]:
-            raise InvalidInputError(", ".join(wrong))
-        count, hidden, intermediate = experts.down_proj.shape
-        if experts.gate_up_proj.shape != (count, 2 * intermediate, hidden):
-            raise InvalidInputError("its experts' matrices do not have the shapes [2 · width, hidden], [hidden, width]")
-        if extra := [name for name, _ in experts.named_parameters() if name not in ("gate_up_proj", "down_proj")]:
+        experts: Any = self._experts(layer)
+        if getattr(experts, "has_post_expert_norm", False):
+            raise InvalidInputError("its experts end in a norm")
+        roles = ROLES if experts.has_gate else ROLES[1:]
+        count, hidden, intermediate = (int(size) for size in layout_of(experts).rows(experts.down_proj).shape)
+        shape = MoEShape(count, self._top_k(layer), hidden, intermediate, roles, roles if experts.has_bias else ())
+        promised: dict[str, tuple[int, ...]] = {}
+        for group in shape.groups:
+            rows, columns = shape.matrix(group[0])
+            rows *= len(group)
+            promised[fused_name(group)] = (count, *layout_of(experts).shape(rows, columns))
+            if shape.biases:
+                promised[f"{fused_name(group)}_bias"] = (count, rows)
+        found = {name: tuple(parameter.shape) for name, parameter in experts.named_parameters()}
+        if extra := sorted(found.keys() - promised.keys()):
             raise InvalidInputError(f"its experts have more than matrices ({', '.join(extra)})")
+        if found != promised:
+            raise InvalidInputError(f"its experts' matrices do not have the shapes that fit each other ({found})")
         if hidden != self.text_config.hidden_size:
             raise InvalidInputError(f"its experts' inputs have {hidden} channels, its hidden states others")
-        if (top_k := self._top_k(layer)) > count:
-            raise InvalidInputError(f"it routes every token to {top_k} of {count} experts")
-        return MoEShape(count, top_k, hidden, intermediate)
+        if shape.top_k > count:
+            raise InvalidInputError(f"it routes every token to {shape.top_k} of {count} experts")
+        return shape
+
+    def _experts(self, layer: int) -> "nn.Module":
+        return self._layer(layer).get_submodule(self.inside)
 
     def _router(self, layer: int | None = None) -> tuple[str, "nn.Module"]:
         """Name of the router's module in the block, and the module."""
@@ -245,13 +254,14 @@ class _Derivation:
         router_name, router = self._router()
         start = f"{self.block}." if self.block else ""
         block = names.own.removesuffix("experts.").rstrip(".")
+        biases = self._biases(shape, names)
         layers = reversed(self.tensors.values())
         shapes = {name: tuple(tensor.shape) for layer in layers for name, tensor in layer.items()}
         held = {name for layer in self.moe_layers for name in self._layer(layer).state_dict(keep_vars=True)}
         inside = {
             name: places
             for name, places in names.others.items()
-            if name in held and (name.startswith(start) or not block)
+            if name in held and name not in biases and (name.startswith(start) or not block)
         }
         weights = [
             name
@@ -272,6 +282,15 @@ class _Derivation:
                     own = _within(block, place)
                     others.add(own.partition(".")[0] + "." if "." in own else own)
         return _within(block, weight), tuple(sorted(per_expert)), tuple(sorted(others))
+
+    def _biases(self, shape: MoEShape, names: DiskNames) -> set[str]:
+        """Names in memory, relative to the layer, of the experts' biases, which lie on disk beside their matrices."""
+        found = set()
+        for group in shape.groups if shape.biases else ():
+            found.add(name := f"{self.inside}.{fused_name(group)}_bias")
+            if names.others[name] != (f"{names.weights[group[0]]}_bias",):
+                raise InvalidInputError(f"its experts' biases lie apart from their matrices ({names.others[name]})")
+        return found
 
     def _shared_expert(self, names: DiskNames) -> tuple[str, Mapping[Role, str]]:
         """Path of the shared expert, relative to the layer, and its matrices, if they are gate, up and down alone and
@@ -296,7 +315,7 @@ class _Derivation:
         found: dict[str, None] = {}
         for index in self.tensors:
             for path, module in self._layer(index).named_children():
-                if re.search("attn|attention|^conv$", path):
+                if re.search("attn|attention|^conv$", path) or type(module).__name__.endswith("Attention"):
                     linear = (name for name, child in module.named_children() if type(child) is nn.Linear)
                     found |= dict.fromkeys(f"{path}.{name}" for name in linear)
         return tuple(path for path in found if names.others.get(f"{path}.weight") == (f"{path}.weight",))

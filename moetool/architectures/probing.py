@@ -4,12 +4,13 @@ The names alone would not say which of two matrices is the gate: probes are smal
 of them went.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from moetool.architectures.base import ROLES, Role
+from moetool.architectures.base import ROLES, Role, fused_name
+from moetool.architectures.fused_layout import PLAIN, FusedLayout
 from moetool.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _OWN = "moetool_probe"  # stands for moetool's own tensors
-_GATE_UP, _DOWN = range(8), range(8, 12)  # numbers in the probes of two experts, of two rows per matrix
+_EXPERTS, _ROWS = 2, 2  # in the probes of experts, whose matrices have one column
 _OWN_NUMBER, _SEEN = -1, -2  # in the probe of moetool's own tensors, and in those that tell nothing new
 _FIRST = 16  # number of the first tensor beside them; below 2048 numbers are exact in 16 bits
 
@@ -31,18 +32,23 @@ class DiskNames:
         own: prefix of moetool's own tensors beside the experts, relative to the layer.
         weights: an expert's matrices, relative to the layer, with `{expert}` unless all lie in one tensor.
         others: by name in memory, relative to the layer, the names of every other tensor, relative to the layer too.
-        is_transposed: all experts' matrices lie in one tensor as `[experts, in, out]`.
+        on_disk: how matrices lie in one tensor for all experts, if they do.
     """
 
     layer: str
     own: str
     weights: Mapping[Role, str]
     others: Mapping[str, tuple[str, ...]]
-    is_transposed: bool
+    on_disk: FusedLayout
 
 
 def names_in_layers(
-    model: "PreTrainedModel", experts: str, layers: Mapping[int, Mapping[str, "Tensor"]], prefix: str
+    model: "PreTrainedModel",
+    experts: str,
+    layers: Mapping[int, Mapping[str, "Tensor"]],
+    prefix: str,
+    groups: Sequence[Sequence[Role]] = (ROLES[:-1], ROLES[-1:]),
+    in_memory: FusedLayout = PLAIN,
 ) -> DiskNames:
     """Names on disk of the tensors of some decoder layers, of which the first has experts.
 
@@ -51,34 +57,50 @@ def names_in_layers(
         experts: path of the experts, relative to the layer.
         layers: of some layers, by index, the tensors by name relative to the layer.
         prefix: of a layer in memory, with `{layer}`.
+        groups: an expert's matrices, those together that share a fused tensor.
+        in_memory: how they lie in it.
 
     Raises:
         InvalidInputError: experts lie on disk in a way that moetool does not read.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    probes, numbered = _probes(experts, layers, prefix)
+    matrices = {f"{experts}.{fused_name(roles)}": in_memory.fused(_matrices(roles)) for roles in groups}
+    probes, numbered = _probes(experts, layers, prefix, matrices)
     found = _Found(revert_weight_conversion(model, probes))
     own = found.holding(_OWN_NUMBER)
     layer, own_inside = found.split(own[0]) if len(own) == 1 else ("", "")
     if not own_inside.endswith(f"experts.{_OWN}"):
         raise InvalidInputError(f"beside its experts on disk there is no room for other tensors ({', '.join(own)})")
-    _check_own_names(model, own[0].removesuffix(_OWN), f"{prefix.format(layer=next(iter(layers)))}.{experts}.")
+    _check_own_names(model, own[0].removesuffix(_OWN), f"{prefix.format(layer=next(iter(layers)))}.{experts}.", groups)
     others: dict[str, tuple[str, ...]] = {}
     for number, name in numbered.items():
         inside = tuple(found.split(place)[1] for place in found.holding(number))
         others[name] = inside
-    return DiskNames(layer, own_inside.removesuffix(_OWN), found.weights(), others, found.is_transposed())
+    weights, on_disk = found.weights(groups, in_memory)
+    return DiskNames(layer, own_inside.removesuffix(_OWN), weights, others, on_disk)
 
 
-def _check_own_names(model: "PreTrainedModel", on_disk: str, in_memory: str) -> None:
+def _matrices(roles: Sequence[Role]) -> "list[Tensor]":
+    """Probes `[experts, rows, 1]` of the experts' matrices, each row of which has a number of its own."""
+    import torch
+
+    size = _EXPERTS * _ROWS
+    starts = (ROLES.index(role) * size for role in roles)
+    return [
+        torch.arange(start, start + size, dtype=torch.float16, device="cpu").view(_EXPERTS, _ROWS, 1)
+        for start in starts
+    ]
+
+
+def _check_own_names(model: "PreTrainedModel", on_disk: str, in_memory: str, groups: Sequence[Sequence[Role]]) -> None:
     """Raise `InvalidInputError` if what transformers renames when it loads is also a part of moetool's own names."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
     mapping = get_model_conversion_mapping(model, None, None)
     renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
-    for role in ROLES:
+    for role in (role for roles in groups for role in roles):
         own = f"moetool.0.{role}.matrix"
         renamed, _ = rename_source_key(on_disk + own, renamings, [])
         if renamed != in_memory + own:
@@ -89,7 +111,7 @@ def _check_own_names(model: "PreTrainedModel", on_disk: str, in_memory: str) -> 
 
 
 def _probes(
-    experts: str, layers: Mapping[int, Mapping[str, "Tensor"]], prefix: str
+    experts: str, layers: Mapping[int, Mapping[str, "Tensor"]], prefix: str, matrices: Mapping[str, "Tensor"]
 ) -> tuple[dict[str, "Tensor"], dict[int, str]]:
     """Probes by full name in memory, and which number stands for which tensor."""
     import torch
@@ -98,13 +120,11 @@ def _probes(
     probes: dict[str, Tensor] = {}
     numbered: dict[int, str] = {}
     seen: set[str] = set()
-    matrices = {f"{experts}.gate_up_proj": (_GATE_UP, (2, 4, 1)), f"{experts}.down_proj": (_DOWN, (2, 2, 1))}
     for layer, tensors in layers.items():
         start = prefix.format(layer=layer)
         for name, tensor in tensors.items():
             if name in matrices:
-                numbers, shape = matrices[name]
-                probe = probe_of([_SEEN] * len(numbers) if name in seen else [*numbers]).view(shape)
+                probe = matrices[name].new_full(matrices[name].shape, _SEEN) if name in seen else matrices[name]
             else:
                 number = _SEEN if name in seen else _FIRST + len(numbered)
                 probe = probe_of([number]).expand(tensor.shape)
@@ -133,40 +153,36 @@ class _Found:
             return "", name
         return ".".join([*parts[:at], "{layer}"]), ".".join(parts[at + 1 :])
 
-    def weights(self) -> dict[Role, str]:
-        """Names of an expert's matrices. Raises `InvalidInputError`."""
-        entering = {name: self._listed(name) for name in self._within(_GATE_UP)}
-        leaving = {name: self._listed(name) for name in self._within(_DOWN)}
-        if sorted(entering.values()) == [[*_GATE_UP]] and sorted(leaving.values()) == [[*_DOWN]]:
-            (both,), (down,) = entering, leaving
-            return {"gate": self.split(both)[1], "up": self.split(both)[1], "down": self.split(down)[1]}
-        pairs = [[first, first + 1] for first in (*_GATE_UP, *_DOWN)[::2]]
-        by_rows = {tuple(rows): name for name, rows in {**entering, **leaving}.items()}
-        if sorted([*entering.values(), *leaving.values()]) != pairs:
+    def weights(self, groups: Sequence[Sequence[Role]], in_memory: FusedLayout) -> tuple[dict[Role, str], FusedLayout]:
+        """Names of an expert's matrices, and how these lie where all experts share a tensor. Raises
+        `InvalidInputError`."""
+        names: dict[Role, str] = {}
+        # What turned the order of rows round would turn that of moetool's own bases, too.
+        layouts = [replace(in_memory, is_transposed=transposed) for transposed in (False, True)]
+        for roles in groups:
+            matrices = dict(zip(roles, _matrices(roles), strict=True))
+            found = [name for name, number in self._numbers.items() if any(number in own for own in matrices.values())]
+            if len(found) == 1:
+                whole = self._tensors[found[0]]
+                layouts = [own for own in layouts if own.fused([*matrices.values()]).equal(whole)]
+                names |= dict.fromkeys(roles, self.split(found[0])[1])
+                continue
+            by_rows = {tuple(self._tensors[name].flatten().tolist()): name for name in found}
+            for role, matrix in matrices.items():
+                parts = [by_rows.pop(tuple(own.flatten().tolist()), "") for own in matrix]
+                names |= {role: self._template(*parts)} if all(parts) else {}
+            layouts = [] if by_rows else [PLAIN]
+        alike = {"{expert}" in name for name in names.values()}
+        if not layouts or len(alike) > 1 or len(names) < sum(map(len, groups)):
             raise InvalidInputError(
                 "on disk its experts' matrices lie in another order than gate, up and down of each expert, or of all "
-                f"({', '.join([*entering, *leaving][:4])})"
+                f"({', '.join(self._holding_matrices(groups))})"
             )
-        gate, up, gate_of_next, up_of_next, down, down_of_next = (by_rows[tuple(pair)] for pair in pairs)
-        return {
-            "gate": self._template(gate, gate_of_next),
-            "up": self._template(up, up_of_next),
-            "down": self._template(down, down_of_next),
-        }
+        return names, layouts[0]
 
-    def is_transposed(self) -> bool:
-        """Whether a tensor that has the rows of two experts has them in its last dimension."""
-        return any(
-            tensor.ndim == 3 and tensor.shape[2] > 1
-            for name in self._within(_GATE_UP)
-            for tensor in [self._tensors[name]]
-        )
-
-    def _within(self, numbers: range) -> Iterator[str]:
-        return (name for name, number in self._numbers.items() if number in numbers)
-
-    def _listed(self, name: str) -> list[int]:
-        return [int(number) for number in self._tensors[name].flatten().tolist()]
+    def _holding_matrices(self, groups: Sequence[Sequence[Role]]) -> list[str]:
+        numbers = [matrix for roles in groups for matrix in _matrices(roles)]
+        return [name for name, number in self._numbers.items() if any(number in own for own in numbers)][:4]
 
     def _template(self, first: str, second: str) -> str:
         """The name, relative to its layer, with `{expert}` where the names of experts 0 and 1 differ."""

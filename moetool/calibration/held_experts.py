@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moetool.architectures import MoEShape, Role
+from moetool.architectures.fused_layout import layout_of
 from moetool.checkpoint.experts import ExpertReader
 from moetool.runtime.modules import fused
 
@@ -37,7 +37,8 @@ class HeldExperts:
     """
 
     def __init__(self, native: nn.Module, experts: range, entering: Tensor, down: Tensor) -> None:
-        """`native` are transformers' fused experts, of which biases and the activation function are used."""
+        """`native` are transformers' fused experts, of which biases and the activation function are used, and as whose
+        tensors those of the held ones lie."""
         self.experts = experts
         self._native, self._entering, self._down = native, entering, down
 
@@ -58,7 +59,7 @@ class HeldExperts:
         device: torch.device,
     ) -> "HeldExperts":
         """Read some experts of a layer from the checkpoint."""
-        read = fused.fused_tensors(reader.shape, partial(reader.dense, layer), dtype, device, experts)
+        read = fused.fused_tensors(reader.shape, partial(reader.dense, layer), dtype, device, native, experts)
         (_, entering), (_, down) = read
         return cls(native, experts, entering, down)
 
@@ -67,18 +68,24 @@ class HeldExperts:
         """Device that the held matrices are on."""
         return self._down.device
 
+    @property
+    def intermediate(self) -> int:
+        """Width of an expert between its matrices."""
+        return layout_of(self._native).rows(self._down).shape[-1]
+
     def matrix(self, shape: MoEShape, expert: int, role: Role) -> Tensor:
         """One expert's matrix `[out, in]`."""
         group = shape.group(role)
         tensor = self._down if role == "down" else self._entering
-        return tensor.detach()[expert - self.experts.start].chunk(len(group))[group.index(role)]
+        own = tensor.detach()[expert - self.experts.start]
+        return layout_of(self._native).matrices(own, len(group))[group.index(role)]
 
     def run(self, expert: int, inputs: Tensor) -> ExpertRun:
         """Run one expert on inputs `[routed, hidden]`."""
         own = expert - self.experts.start
-        gate_up = F.linear(inputs, self._entering[own])
+        gate_up = fused.entered(self._native, inputs, self._entering[own])
         activation = fused.activation(self._native, expert, gate_up)
-        product = F.linear(activation, self._down[own])
+        product = fused.left(self._native, activation, self._down[own])
         return ExpertRun(gate_up, activation, product, fused.add_bias(self._native, "down_proj", expert, product))
 
 

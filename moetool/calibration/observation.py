@@ -105,7 +105,7 @@ def observed(experts: nn.Module, length: int, collectors: Sequence[Collector]) -
         # A node of its own, at which the experts' gradients meet before those of router and shared expert join them.
         given = hidden_states.view_as(hidden_states)
         result = torch.zeros_like(hidden_states)
-        summed = hidden_states.new_zeros(len(hidden_states), module.intermediate_dim) if wanted else None
+        summed = hidden_states.new_zeros(len(hidden_states), held.intermediate) if wanted else None
         routing = RoutedBatch(top_k_index, top_k_weights, module.num_experts)
         for collector in collectors:
             collector.observe_routing(routing)

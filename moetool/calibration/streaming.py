@@ -235,7 +235,7 @@ class StreamedModel:
                     absent.update(experts.modules())
                 else:
                     matrix = partial(reader.dense, index)
-                    for name, fused in fused_tensors(reader.shape, matrix, self.dtype, self.device):
+                    for name, fused in fused_tensors(reader.shape, matrix, self.dtype, self.device, experts):
                         setattr(experts, name, nn.Parameter(fused, requires_grad=False))
                     self._held = HeldExperts.of_layer(experts)
                 if reader.layout(index).is_extended:

@@ -10,6 +10,7 @@ from torch import Tensor
 from moetool.architectures import Architecture, MoEShape, Role
 from moetool.architectures.base import EXPERT_KEYS, by_name, fused_name
 from moetool.architectures.described import language_entries
+from moetool.architectures.fused_layout import PLAIN, FusedLayout
 from moetool.checkpoint.header import check_dtype
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec, is_finite
@@ -37,7 +38,8 @@ class ExpertReader:
         shape: of every MoE layer.
         layouts: of the layers that are moetool's.
         moe_layers: indices.
-        names: of every tensor on disk that stores experts.
+        names: of every tensor on disk that stores experts' matrices.
+        biases: names of those with all experts' biases, where there are some.
 
     Raises:
         InvalidInputError: on construction, if the files do not hold exactly the experts that `config.json` promises.
@@ -51,6 +53,7 @@ class ExpertReader:
         self.moe_layers: tuple[int, ...] = architecture.moe_layers(checkpoint.settings)
         self.architecture = self._as_stored(architecture)
         self.names: frozenset[str] = frozenset()
+        self.biases: frozenset[str] = frozenset()
         self._last_base: tuple[tuple[int, Role], Tensor] | None = None
         self._check()
 
@@ -62,13 +65,15 @@ class ExpertReader:
         if architecture.weight_name(first, 0, "down") not in tensors:
             if architecture.block_prefix(first) + fused["down"] not in tensors:
                 return architecture
-            architecture = replace(architecture, weights=fused)
-        if not architecture.is_transposed:
+            architecture = replace(architecture, weights=fused, on_disk=architecture.in_memory)
+        turned = architecture.on_disk.is_transposed
+        if turned == architecture.in_memory.is_transposed:
             return architecture
         rows, columns = self.shape.matrix("down")
         native = next((layer for layer in self.moe_layers if self.layout(layer).weights["down"] is None), None)
         found = None if native is None else tensors.get(architecture.weight_name(native, 0, "down"))
-        return replace(architecture, is_transposed=found is None or found.shape != (self.shape.experts, rows, columns))
+        turned = found is None or found.shape != (self.shape.experts, rows, columns)
+        return replace(architecture, on_disk=replace(architecture.on_disk, is_transposed=turned))
 
     def has(self, layer: int) -> bool:
         """Whether a layer is an MoE layer."""
@@ -88,9 +93,9 @@ class ExpertReader:
             count = self.shape.experts if native else 1
             matrices = {role: self.shape.matrix(role) if native else layout.native_shape(role) for role in roles}
             if self.architecture.is_fused:
-                sizes = sum(shape[0] for shape in matrices.values()), matrices[roles[0]][1]
-                turned = sizes[::-1] if native and self.architecture.is_transposed else sizes
-                yield self.architecture.weight_name(layer, 0, roles[0]), (count, *turned), None
+                lies = self.architecture.on_disk if native else PLAIN
+                sizes = lies.shape(sum(shape[0] for shape in matrices.values()), matrices[roles[0]][1])
+                yield self.architecture.weight_name(layer, 0, roles[0]), (count, *sizes), None
                 continue
             for role, shape in matrices.items():
                 for expert in range(count):
@@ -186,7 +191,7 @@ class ExpertReader:
                     f"Tensor {name} is inside an MoE block, and moetool does not know what it is for. "
                     "Refusing to guess: a rewritten checkpoint would be wrong."
                 )
-        self.names = frozenset(experts)
+        self.names, self.biases = frozenset(experts), frozenset(biases)
         check_dtype("The experts", self.dtype)
 
     def _unsaid(self) -> str:
@@ -207,10 +212,12 @@ class ExpertReader:
         name = self.architecture.weight_name(layer, expert, role)
         if not self.architecture.is_fused:
             return self.checkpoint.read(name)
-        start = self.shape.group(role).index(role) * shape[0]
-        if self.architecture.is_transposed and self.layout(layer).weights[role] is None:
-            return self.checkpoint.read_part(name, expert, 0, shape[1])[:, start : start + shape[0]].T.contiguous()
-        return self.checkpoint.read_part(name, expert, start, start + shape[0])
+        group, lies = self.shape.group(role), self.architecture.on_disk
+        if self.layout(layer).weights[role] is not None or lies == PLAIN:
+            start = group.index(role) * shape[0]
+            return self.checkpoint.read_part(name, expert, start, start + shape[0])
+        part = self.checkpoint.read_part(name, expert, 0, self.checkpoint.info(name).shape[1])
+        return lies.matrices(part, len(group))[group.index(role)].contiguous()
 
     def _decode(
         self,
@@ -252,7 +259,7 @@ class ExpertReader:
         """The bias `[out]` beside an expert's matrix, of experts that have one there."""
         group = self.shape.group(role)
         fused = self.checkpoint.read_rows(self.architecture.bias_name(layer, role), expert, expert + 1)[0]
-        return fused.chunk(len(group))[group.index(role)]
+        return self.architecture.on_disk.parts(fused, len(group))[group.index(role)].contiguous()
 
     def base(self, layer: int, role: Role) -> Tensor:
         """The base of a layer that has one, `[out, in]` without pruned channels, in its storage dtype if it is dense
@@ -353,23 +360,36 @@ class ExpertReader:
         self, layer: int, roles: Sequence[Role], count: int, matrix: Callable[[Role, int], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         """`count` experts' matrices per role of a group under their native names, `matrix(role, i)` each."""
-        is_transposed = self.architecture.is_transposed
-        for name, tensor in self._under_native_names(layer, roles, count, matrix):
-            yield name, tensor.transpose(1, 2).contiguous() if is_transposed else tensor
+        return self._under_native_names(layer, roles, count, matrix, self.architecture.on_disk)
+
+    def bias_tensors(
+        self, layer: int, roles: Sequence[Role], count: int, bias: Callable[[Role, int], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """`count` experts' biases per role of a group under their native name, `bias(role, i)` each, if they have any.
+        In the dtype of their own."""
+        if roles[0] in self.shape.biases:
+            name, lies = self.architecture.bias_name(layer, roles[0]), self.architecture.on_disk
+            rows = torch.stack([lies.joined([bias(role, i) for role in roles]) for i in range(count)])
+            yield name, rows.to(self.checkpoint.info(name).dtype)
 
     def base_tensors(
         self, layer: int, roles: Sequence[Role], matrix: Callable[[Role], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         """The bases of the roles of a group, `matrix(role)` each, at the native names of one expert's matrices."""
-        return self._under_native_names(layer, roles, 1, lambda role, _: matrix(role))
+        return self._under_native_names(layer, roles, 1, lambda role, _: matrix(role), PLAIN)
 
     def _under_native_names(
-        self, layer: int, roles: Sequence[Role], count: int, matrix: Callable[[Role, int], Tensor]
+        self,
+        layer: int,
+        roles: Sequence[Role],
+        count: int,
+        matrix: Callable[[Role, int], Tensor],
+        lies: FusedLayout,
     ) -> Iterator[tuple[str, Tensor]]:
         architecture = self.architecture
         if architecture.is_fused:
-            rows = [torch.cat([matrix(role, i) for role in roles]) for i in range(count)]
-            yield architecture.weight_name(layer, 0, roles[0]), torch.stack(rows)
+            whole = [lies.fused([matrix(role, i) for role in roles]) for i in range(count)]
+            yield architecture.weight_name(layer, 0, roles[0]), torch.stack(whole)
             return
         for role in roles:
             for i in range(count):

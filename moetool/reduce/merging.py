@@ -25,7 +25,12 @@ def layer_tensors(source: Source, layer: int, left: Sequence[Merged], *, align: 
         def matrix(role: Role, place: int) -> Tensor:
             return merged_matrix(weights, role, left[place], orders, reader.dtype)
 
+        def bias(role: Role, place: int) -> Tensor:
+            apart = {} if role == "down" else orders  # its outputs are no neurons
+            return merged_matrix(partial(reader.bias, layer), role, left[place], apart, reader.dtype)
+
         yield from reader.native_tensors(layer, roles, len(left), matrix)
+        yield from reader.bias_tensors(layer, roles, len(left), bias)
     for name in source.checkpoint.tensors:
         if source.architecture.is_router(layer, name):
             rows = torch.tensor([merged.members[0] for merged in left])
@@ -36,7 +41,8 @@ def layer_tensors(source: Source, layer: int, left: Sequence[Merged], *, align: 
 def merged_matrix(
     weights: Weights, role: Role, merged: Merged, orders: dict[int, Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """One matrix `[out, in]`: of an expert that is left alone bit by bit the same, else the weighted sum."""
+    """One matrix `[out, in]`, or one bias `[out]`: of an expert that is left alone bit by bit the same, else the
+    weighted sum."""
     if len(merged.members) == 1:
         return weights(merged.members[0], role)
     total: Tensor | None = None

@@ -33,7 +33,7 @@ class ReducedPlan(ShardPlan):
         specs: dict[int, list[TensorSpec]] = {layer: [] for layer in range(-1, count)}
         for name, info in tensors.items():
             layer = next((owners[name[:length]] for length in lengths if name[:length] in owners), -1)
-            if name in reader.names or name in gone:
+            if name in reader.names or name in reader.biases or name in gone:
                 continue
             shape = list(info.shape)
             if reader.has(layer) and architecture.is_router(layer, name):
@@ -51,6 +51,9 @@ class ReducedPlan(ShardPlan):
                 info = source.checkpoint.tensors[source.architecture.weight_name(layer, 0, role)]
                 if source.architecture.is_fused:
                     yield TensorSpec(info.name, info.dtype, (self.kept, *info.shape[1:]))
+                    if role in shape.biases:
+                        bias = source.checkpoint.tensors[source.architecture.bias_name(layer, role)]
+                        yield TensorSpec(bias.name, bias.dtype, (self.kept, *bias.shape[1:]))
                     continue
                 for expert in range(self.kept):
                     name = source.architecture.weight_name(layer, expert, role)

@@ -69,7 +69,7 @@ def dense_experts(module: SharedBaseExperts) -> nn.Module:
     with torch.device("meta"):
         native: Any = module.native_class(module.config)
     shape, like = module.layout.shape, module.down_proj
-    for name, fused in fused_tensors(shape, module.dense, like.dtype, like.device):
+    for name, fused in fused_tensors(shape, module.dense, like.dtype, like.device, native):
         setattr(native, name, nn.Parameter(fused))
         if hasattr(module, f"{name}_bias"):
             setattr(native, f"{name}_bias", getattr(module, f"{name}_bias"))

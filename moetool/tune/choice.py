@@ -25,8 +25,9 @@ def is_efficient(model: nn.Module) -> bool:
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether a model has routers, or custom experts."""
-    return bool(len(Routers(model))) or any(isinstance(module, CustomLayer) for module in model.modules())
+    """Whether a model has routers, or experts of moetool's."""
+    own = (CustomLayer, SharedBaseExperts)
+    return bool(len(Routers(model))) or any(isinstance(module, own) for module in model.modules())
 
 
 def choose(model: "PreTrainedModel", train: Train, *, freeze_shared: bool) -> int:

@@ -26,9 +26,10 @@ SHARING = {
 }
 
 
-# Latent attention, clamped activations, layers of embeddings, a state space, two kinds of linear attention, and a model
-# around another.
-STRUCTURES = ("axk1", "deepseek_v4", "gemma4_text", "jamba", "kimi_linear", "qwen3_5_moe_text", "qwen3_vl_moe")
+# Latent attention, clamped activations, layers of embeddings, interleaved experts with biases, a state space, two kinds
+# of linear attention, experts without gates, and a model around another.
+STRUCTURES = ("axk1", "deepseek_v4", "gemma4_text", "gpt_oss", "jamba", "kimi_linear", "qwen3_5_moe_text")
+STRUCTURES += ("nemotron_h", "qwen3_vl_moe")
 # What does not depend on a family's own names and layers is tried on a sample.
 each_structure = pytest.mark.parametrize("model", sampled(FAMILIES, STRUCTURES), indirect=True, scope="module")
 
@@ -65,7 +66,7 @@ def test_all_is_kept_if_nothing_is_asked_for(
 
 
 @each_structure
-def test_it_gets_smaller_and_becomes_dense_again(
+def test_it_gets_smaller_learns_and_becomes_dense_again(
     run_cli: Any, model: Path, calibration: Any, tiny_text: Path, tokens: torch.Tensor, tmp_path: Path
 ) -> None:
     small = tmp_path / "small"
@@ -78,6 +79,9 @@ def test_it_gets_smaller_and_becomes_dense_again(
         "eval", small, "--against", model, "--data", tiny_text, "--windows", 2, "--sequence-length", 32, "--json"
     )
     assert told.code == 0, told.stderr
+    options = ("--data", tiny_text, "--steps", 1, "--sequence-length", 32, "--batch-size", 2)
+    assert run_cli("tune", small, tmp_path / "tuned", *options).code == 0
+    assert torch.isfinite(logits(tmp_path / "tuned", tokens)).all()
     assert run_cli("export", small, tmp_path / "dense").code == 0
     assert load_file(tmp_path / "dense" / WEIGHTS).keys() == load_file(model / WEIGHTS).keys()
     assert_close(logits(tmp_path / "dense", tokens), logits(small, tokens), 2e-5)

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import families
 import pytest
+import torch
+from derived_families import DERIVED
 from safetensors.torch import load_file
 
 
@@ -39,6 +42,15 @@ def twice(run_cli, tmp_path: Path, *arguments: object) -> tuple[dict, dict]:
 )
 def test_less_memory_same_model(run_cli, tiny_mixtral_bf16, calibration, tmp_path, method) -> None:
     found, expected = twice(run_cli, tmp_path, "compress", tiny_mixtral_bf16, "--method", *method, *calibration)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].equal(tensor), name
+
+
+@pytest.mark.parametrize("method", [("d2moe", "--ratio", 0.2), ("m-smoe", "--experts", 5)])
+def test_less_memory_where_experts_lie_otherwise(run_cli, save_model, calibration, tmp_path, method) -> None:
+    model = save_model(families.build("gpt_oss", dtype=torch.bfloat16, **DERIVED["gpt_oss"]), tmp_path / "model")
+    found, expected = twice(run_cli, tmp_path, "compress", model, "--method", *method, *calibration)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].equal(tensor), name

@@ -9,12 +9,13 @@ import families
 import pytest
 import torch
 from checkpoints import config_of, load_whole, tensors_of, weights
+from derived_families import DERIVED
 from safetensors.torch import load_file
-from stored_bits import FILE, rewrite, save_fp8
+from stored_bits import FILE, rewrite, save_fp8, save_mxfp4
 
 from moetool.checkpoint.reader import Checkpoint
 
-FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
 
 def plain_copy(path: Path, target: Path) -> Path:
@@ -29,13 +30,15 @@ def plain_copy(path: Path, target: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(save_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
-    """`pair(family)`: a model in FP8, and the same numbers in bf16."""
+    """`pair(family)`: a model in FP8, gpt-oss in MXFP4, and the same numbers in bf16."""
     root, made = tmp_path_factory.mktemp("stored"), {}
 
     def make(family: str) -> tuple[Path, Path]:
         if family not in made:
-            source = save_model(families.build(family, dtype=torch.bfloat16), root / f"{family}-source")
-            stored = save_fp8(source, root / f"{family}-fp8")
+            own = {**DERIVED.get(family, {}), **({"intermediate_size": 64} if family == "gpt_oss" else {})}
+            source = save_model(families.build(family, dtype=torch.bfloat16, **own), root / f"{family}-source")
+            save = save_mxfp4 if family == "gpt_oss" else save_fp8
+            stored = save(source, root / f"{family}-stored")
             made[family] = stored, plain_copy(stored, root / f"{family}-bf16")
         return made[family]
 
@@ -55,8 +58,11 @@ def run(run_cli: Any, *arguments: object) -> Any:
         ("mixtral", ("compress", "--method", "quantize", "--bits", 4)),
         ("qwen3_moe", ("compress", "--method", "reap", "--experts", 3)),
         ("deepseek_v3", ("export", "--format", "dense-experts")),
+        ("gpt_oss", ("compress", "--method", "quantize", "--bits", 3)),
+        ("gpt_oss", ("compress", "--method", "reap", "--experts", 4)),
+        ("gpt_oss", ("export", "--format", "dense-experts")),
     ],
-    ids=["d2moe", "quantize", "reap", "dense-experts"],
+    ids=["d2moe", "quantize", "reap", "dense-experts", "mxfp4-quantize", "mxfp4-reap", "mxfp4-dense-experts"],
 )
 def test_a_job_makes_what_it_makes_of_the_decoded_model(
     run_cli: Any,

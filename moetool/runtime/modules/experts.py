@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moetool.architectures import Role
 from moetool.architectures.base import fused_name
+from moetool.architectures.fused_layout import PLAIN, FusedLayout, layout_of
 from moetool.format.layout import LayerLayout
 from moetool.kernels.held import Held, are_held
 from moetool.kernels.operands import UnsupportedMatrixError
@@ -53,13 +54,14 @@ class SharedBaseExperts(RoutedExperts):
             shape.intermediate,
         )
         self.native_class = type(native)
+        self._native_layout = layout_of(native)
         self._has_base = {role: layout.has_base(role) for role in shape.roles}
         self._turns = {role: turn for role in shape.roles if (turn := layout.input_rotation(role)) is not None}
         for roles in shape.groups:
             is_native = layout.weights[roles[0]] is None
             rows, columns = shape.matrix(roles[0]) if is_native else layout.native_shape(roles[0])
             count = shape.experts if is_native else 1
-            fused = empty_parameter((count, len(roles) * rows, columns), dtype, device)
+            fused = empty_parameter((count, *self._lies(roles[0]).shape(len(roles) * rows, columns)), dtype, device)
             if is_native or layout.has_dense_base(roles[0]):
                 self.register_parameter(fused_name(roles), fused)
             else:  # no parameter: nothing is to train a placeholder, or adapt it
@@ -90,6 +92,10 @@ class SharedBaseExperts(RoutedExperts):
             for role, representation in layout.compact_bases()
         }:
             self.moetool["base"] = nn.ModuleDict(bases)
+
+    def _lies(self, role: Role) -> FusedLayout:
+        """How the fused tensor of a role lies: as in transformers' own module, if it was left alone."""
+        return self._native_layout if self.layout.weights[role] is None else PLAIN
 
     def delta(self, expert: int, role: Role) -> Weight:
         """The stored form of one matrix."""
@@ -150,7 +156,7 @@ class SharedBaseExperts(RoutedExperts):
         if roles[0] not in self.layout.shape.biases:
             return None
         fused: Tensor = getattr(self, f"{fused_name(roles)}_bias")
-        return fused.chunk(len(roles), dim=1)[roles.index(role)]
+        return self._native_layout.parts(fused, len(roles))[roles.index(role)]
 
     def _activation(
         self, expert: int, hidden: Tensor, base: dict[Role, Tensor], tokens: Tensor, biases: Mapping[Role, Tensor]
@@ -158,7 +164,7 @@ class SharedBaseExperts(RoutedExperts):
         """`act(gate x) · up x` of one expert for its tokens: `[routed, intermediate]`."""
         roles = self.layout.shape.entering
         if self.layout.weights["up"] is None:
-            values = list(F.linear(hidden, self._fused(expert, "up")).chunk(len(roles), dim=-1))
+            values = list(self._lies("up").parts(F.linear(hidden, self._fused(expert, "up")), len(roles)))
         else:
             values = [
                 base[role][tokens] + self.delta(expert, role)(hidden)
@@ -306,12 +312,12 @@ class SharedBaseExperts(RoutedExperts):
     def _native(self, index: int, role: Role) -> Tensor:
         """The matrix `[out, in]` of a role that stands in the fused tensors."""
         group = self.layout.shape.group(role)
-        return self._fused(index, role).chunk(len(group))[group.index(role)]
+        return self._lies(role).parts(self._fused(index, role), len(group), -2)[group.index(role)]
 
     def _fused(self, index: int, role: Role) -> Tensor:
-        """A part of a fused tensor, with the matrices of a role's group one below the other."""
+        """A part `[out, in]` of a fused tensor, with all outputs of a role's group in the order in which they lie."""
         fused = self.down_proj if role == "down" else entering(self)
-        return fused if fused.dim() == 2 else fused[index]
+        return self._lies(role).rows(fused if fused.dim() == 2 else fused[index])
 
     def flatten_bases(self) -> None:
         """Let bases be matrices, without the leading dimension of 1: sharding cuts tensors by their first."""

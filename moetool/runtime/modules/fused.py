@@ -6,15 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from moetool.architectures.base import MoEShape, Role, fused_name
+from moetool.architectures.fused_layout import layout_of
 
 _PLAIN = "transformers.integrations.moe"  # where act(gate) · up is, which most families have
 
 
 def entering(experts: nn.Module) -> Tensor:
     """What meets the experts' input: `gate_up_proj [experts, 2·intermediate, hidden]`, or without gates `up_proj
-    [experts, intermediate, hidden]`."""
+    [experts, intermediate, hidden]`, as it lies in memory."""
     return getattr(experts, _entering_name(experts))
 
 
@@ -22,21 +24,27 @@ def _entering_name(experts: nn.Module) -> str:
     return "gate_up_proj" if hasattr(experts, "gate_up_proj") else "up_proj"
 
 
+def _entering_count(experts: nn.Module) -> int:
+    """How many matrices of each expert meet its input."""
+    return 2 if hasattr(experts, "gate_up_proj") else 1
+
+
 def fused_tensors(
     shape: MoEShape,
     matrix: Callable[[int, Role], Tensor],
     dtype: torch.dtype,
     device: torch.device,
+    native: nn.Module,
     experts: range | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """All experts of a layer, or some that follow each other, by the names of their fused tensors, from `matrix(expert,
-    role)` `[out, in]`, one of which is in memory beside them."""
-    experts = range(shape.experts) if experts is None else experts
+    role)` `[out, in]`, one of which is in memory beside them. They lie as in `native`, transformers' own module."""
+    experts, lies = range(shape.experts) if experts is None else experts, layout_of(native)
     for roles in shape.groups:
         rows, columns = shape.matrix(roles[0])
-        fused = torch.empty(len(experts), len(roles) * rows, columns, dtype=dtype, device=device)
+        fused = torch.empty(len(experts), *lies.shape(len(roles) * rows, columns), dtype=dtype, device=device)
         for place, expert in enumerate(experts):
-            for own, role in zip(fused[place].chunk(len(roles)), roles, strict=True):
+            for own, role in zip(lies.matrices(fused[place], len(roles)), roles, strict=True):
                 own.copy_(matrix(expert, role))
         yield fused_name(roles), fused
 
@@ -45,7 +53,7 @@ def fused_matrix(shape: MoEShape, experts: nn.Module, expert: int, role: Role) -
     """One expert's matrix `[out, in]`, as a view of its fused tensor."""
     group = shape.group(role)
     fused: Tensor = getattr(experts, fused_name(group))
-    return fused.detach()[expert].chunk(len(group))[group.index(role)]
+    return layout_of(experts).matrices(fused.detach()[expert], len(group))[group.index(role)]
 
 
 class OwnGate:
@@ -54,11 +62,12 @@ class OwnGate:
     def __init__(self, native: Any) -> None:
         """`native` are experts with a method `_apply_gate` of their own, which sees their numbers and functions."""
         self._apply: Callable[[Any, Tensor], Tensor] = type(native)._apply_gate
+        self._lies = layout_of(native)
         entries = {name: value for name, value in vars(native).items() if not name.startswith("_")}
         self._numbers = SimpleNamespace(**entries, **dict(native.named_children()))
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self._apply(self._numbers, torch.cat([gate, up], -1))
+        return self._apply(self._numbers, self._lies.joined([gate, up]))
 
 
 Between = Callable[[Tensor], Tensor] | OwnGate
@@ -87,10 +96,24 @@ def add_bias(experts: nn.Module, name: str, expert: int | Tensor, output: Tensor
     return output if bias is None else output + bias[expert]
 
 
+def entered(experts: nn.Module, inputs: Tensor, matrix: Tensor) -> Tensor:
+    """Products of `inputs` [tokens, in] with one expert's part of the fused tensor that meets them, without biases:
+    those of the gate before those of up, `[tokens, out]`."""
+    lies = layout_of(experts)
+    return lies.canonical(F.linear(inputs, lies.rows(matrix)), _entering_count(experts))
+
+
+def left(experts: nn.Module, activations: Tensor, matrix: Tensor) -> Tensor:
+    """Products of `activations` [tokens, intermediate] with one expert's part of the fused tensor of down matrices."""
+    return F.linear(activations, layout_of(experts).rows(matrix))
+
+
 def activation(experts: Any, expert: int | Tensor, values: Tensor) -> Tensor:
-    """What an expert's down matrix is given `[tokens, intermediate]`, from the products of its input with the fused
-    tensor before it, without bias."""
-    return experts._apply_gate(add_bias(experts, _entering_name(experts), expert, values))
+    """What an expert's down matrix is given `[tokens, intermediate]`, from what `entered` gives."""
+    values = layout_of(experts).as_lying(values, _entering_count(experts))
+    values = add_bias(experts, _entering_name(experts), expert, values)
+    activated: Tensor = experts._apply_gate(values) if getattr(experts, "has_gate", True) else experts.act_fn(values)
+    return activated
 
 
 def gathered(matrices: Tensor, pairs: Tensor, inputs: Tensor) -> Tensor:

@@ -1,0 +1,73 @@
+"""How the matrices of all experts of a layer lie in one tensor, in files and in memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class FusedLayout:
+    """Layout of a tensor that fuses experts' matrices `[out, in]`, and of what is computed with it.
+
+    Attributes:
+        is_transposed: every matrix lies as `[in, out]`.
+        is_interleaved: outputs of gate and up take turns; otherwise those of up follow those of gate.
+    """
+
+    is_transposed: bool = False
+    is_interleaved: bool = False
+
+    def shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of one expert's part of the tensor, which holds `rows` outputs of `columns` inputs."""
+        return (columns, rows) if self.is_transposed else (rows, columns)
+
+    def rows(self, fused: "Tensor") -> "Tensor":
+        """View of fused matrices `[…, out, in]`, with outputs in the order in which they lie."""
+        return fused.transpose(-1, -2) if self.is_transposed else fused
+
+    def matrices(self, fused: "Tensor", count: int) -> tuple["Tensor", ...]:
+        """Views `[…, out, in]` of the `count` matrices that each expert has in the tensor."""
+        return self.parts(self.rows(fused), count, -2)
+
+    def parts(self, values: "Tensor", count: int, dimension: int = -1) -> tuple["Tensor", ...]:
+        """Views of the outputs of each of `count` matrices, from all of them along a dimension."""
+        if not self.is_interleaved or count == 1:
+            return values.chunk(count, dimension)
+        return values.unflatten(dimension, (-1, count)).unbind(dimension)
+
+    def joined(self, parts: "Sequence[Tensor]", dimension: int = -1) -> "Tensor":
+        """Inverse of `parts`."""
+        import torch
+
+        if not self.is_interleaved or len(parts) == 1:
+            return torch.cat(tuple(parts), dimension)
+        return torch.stack(tuple(parts), dimension).flatten(dimension - 1, dimension)
+
+    def fused(self, matrices: "Sequence[Tensor]") -> "Tensor":
+        """Inverse of `matrices`, contiguous."""
+        return self.rows(self.joined(matrices, -2)).contiguous()
+
+    def canonical(self, outputs: "Tensor", count: int) -> "Tensor":
+        """Outputs `[…, out]` in the order in which they lie → those of each of `count` matrices after the other."""
+        if not self.is_interleaved or count == 1:
+            return outputs
+        return outputs.unflatten(-1, (-1, count)).transpose(-1, -2).flatten(-2)
+
+    def as_lying(self, outputs: "Tensor", count: int) -> "Tensor":
+        """Inverse of `canonical`."""
+        if not self.is_interleaved or count == 1:
+            return outputs
+        return outputs.unflatten(-1, (count, -1)).transpose(-1, -2).flatten(-2)
+
+
+# One matrix below the other, as torch has them: most families, and all bases of compressed experts.
+PLAIN = FusedLayout()
+
+
+def layout_of(experts: object) -> FusedLayout:
+    """How the fused tensors of a module of experts lie in memory, by what transformers' decorator says of its class."""
+    is_concatenated = getattr(experts, "is_concatenated", True)
+    return FusedLayout(bool(getattr(experts, "is_transposed", False)), not is_concatenated)
