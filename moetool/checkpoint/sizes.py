@@ -1,4 +1,4 @@
-"""Bytes as people write them: `8GiB`, `5GB`, `1500000`."""
+"""Sizes as people write them: bytes (`8GiB`, `1500000`) and shares of bytes (`0.4`, `40%`)."""
 
 import re
 from typing import Annotated
@@ -24,6 +24,27 @@ def parse_bytes(value: object) -> object:
 
 
 ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
+
+
+def parse_share(value: object) -> object:
+    """`"40%"` and `"0.4"` → 0.4; anything but a number or a string passes through.
+
+    Raises:
+        ValueError: it is no number, or more than all.
+    """
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"\s*(-?(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?)\s*(%?)\s*", str(value))
+    if match is None:
+        raise ValueError("write a share like 0.4 or 40%")
+    share = float(match[1]) / (100 if match[2] else 1)
+    if share >= 1:
+        instead = f"; for {share:g} % write {share / 100:g} or {share:g}%" if 2 <= share < 100 else ""
+        raise ValueError(f"it is a share of all bytes, below 1{instead}")
+    return share
+
+
+Ratio = Annotated[float, BeforeValidator(parse_share), Field(gt=0, lt=1)]
 
 
 def format_bytes(count: float) -> str:

@@ -6,7 +6,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from moetool.cli.front import front
-from moetool.cli.names import commands
+from moetool.cli.names import COMMAND_GROUPS, commands
 from moetool.errors import did_you_mean
 
 
@@ -20,6 +20,15 @@ class LazyGroup(TyperGroup):
         if (known := commands().get(cmd_name)) is None:
             return None
         return TyperCommand(cmd_name, help=known[1], short_help=known[1])
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """One line for each command, in groups."""
+        known = commands()
+        grouped = {name for names in COMMAND_GROUPS.values() for name in names}
+        *groups, (last, names) = COMMAND_GROUPS.items()
+        for title, those in (*groups, (last, (*names, *(name for name in known if name not in grouped)))):
+            with formatter.section(title):
+                formatter.write_dl([(name, known[name][1]) for name in those])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         known = commands()

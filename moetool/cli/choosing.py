@@ -1,7 +1,7 @@
 """Commands that are several stages, and the option that chooses one of them."""
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import typer
 
@@ -14,7 +14,20 @@ CHOICES = {
     "moefy": ("method", "g-moefication"),
     "export": ("format", "dense-experts"),
 }
+# Those to try first; the others follow by name.
+_FIRST = {
+    "compress": ("auto", "hybrid", "quantize", "d2moe", "ders-quantize", "ders-sparsify", "reap"),
+    "upcycle": ("vanilla", "fine-grained", "drop", "branch-train-mix"),
+    "moefy": ("g-moefication",),
+    "export": ("dense-experts", "gguf", "compressed-tensors", "dense"),
+}
 PRESET = ("--preset", "--recipe")  # the second is its older name
+
+
+def in_order(command: str, known: Iterable[str]) -> list[str]:
+    """The stages of a command, those first that most should try first."""
+    first = _FIRST[command]
+    return sorted(known, key=lambda name: (first.index(name) if name in first else len(first), name))
 
 
 def typed_choice(command: str, arguments: Sequence[str]) -> str | None:

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -11,11 +11,14 @@ import typer
 from typer.core import TyperCommand
 from typer.models import ArgumentInfo, ParameterInfo
 
-from moetool.cli.examples import EXAMPLES
+from moetool.cli.choosing import CHOICES
+from moetool.cli.examples import EXAMPLES, MAIN
+from moetool.cli.foreign import ours
 from moetool.cli.names import commands
 from moetool.errors import did_you_mean
 
-_UNGROUPED = "Options"
+_MAIN, _UNGROUPED = "Main options", "Options"
+_HELP_ALL = "--help-all"
 _KINDS: Mapping[str, Any] = MappingProxyType(
     {"str": str, "int": int, "float": float, "bool": bool, "path": Path, "list": list[str]}
 )
@@ -28,38 +31,72 @@ class HintingCommand(TyperCommand):
     Attributes:
         elsewhere: what to type for options that only other forms of the command have, by option.
         parameters: arguments and options, in order.
+        shows_all: whether `--help` shows the options that many commands share.
     """
 
     elsewhere: Mapping[str, str] = MappingProxyType({})
     parameters: tuple[inspect.Parameter, ...] = ()
+    shows_all: bool = False
+    _left: dict[str, int]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Arguments, options of the command itself, and then those that many commands share, group by group."""
-        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], _UNGROUPED: []}
-        for parameter in self.get_params(ctx):
-            if (record := parameter.get_help_record(ctx)) is not None:
-                is_option = parameter.param_type_name == "option"
-                group = getattr(parameter, "rich_help_panel", None) or _UNGROUPED
-                sections.setdefault(group if is_option else "Arguments", []).append(record)
+        """Arguments, the options that most want, the other ones of the command itself, and with `--help-all` those that
+        many commands share, group by group."""
+        main = MAIN.get(self.name or "", ())
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], _MAIN: [], _UNGROUPED: []}
+        self._left = {}  # by group, how many are not shown
+        for parameter in sorted(self.get_params(ctx), key=lambda one: _place(one.opts, main)):
+            if (record := parameter.get_help_record(ctx)) is None:
+                continue
+            group = getattr(parameter, "rich_help_panel", None)
+            if parameter.param_type_name != "option":
+                sections["Arguments"].append(record)
+            elif _place(parameter.opts, main) < len(main):
+                sections[_MAIN].append(record)
+            elif group is None or self.shows_all or not main:
+                sections.setdefault(group or _UNGROUPED, []).append(record)
+            else:
+                self._left[group] = self._left.get(group, 0) + 1
         for title, rows in sections.items():
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
 
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """What else there is to show, and the example."""
+        if self._left:
+            groups = ", ".join(f"{count} of {group}" for group, count in self._left.items())
+            formatter.write_paragraph()
+            formatter.write_text(f"--help-all shows {groups}, too.")
+        if (choice := CHOICES.get(self.name or "")) is not None:
+            formatter.write_paragraph()
+            formatter.write_text(
+                f"Each --{choice[0]} has options of its own: moetool {self.name} --{choice[0]} NAME --help shows them."
+            )
+        super().format_epilog(ctx, formatter)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        self.shows_all = _HELP_ALL in args
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, ["--help" if word == _HELP_ALL else word for word in args])
         # By what they carry, not by class: some versions of typer have click's errors, others have their own.
         except Exception as raised:
             error: Any = raised
             if hasattr(error, "option_name") and hasattr(error, "possibilities"):
                 option, there = error.option_name, self.elsewhere.get(error.option_name)
                 known = [name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)]
-                hint = f" It exists with {there}." if there else did_you_mean(option, known)
+                arguments = [own.name.upper() for own in self.params if own.param_type_name == "argument" and own.name]
+                hint = f" It exists with {there}." if there else ""
+                hint = hint or ours(self.name or "", option, known, arguments) or did_you_mean(option, known)
                 error.possibilities, error.message = None, f"No such option: {option}.{hint}"
             elif wrong := re.search(r"'([^']*)' is not one of (.*)", getattr(error, "message", "")):
                 error.message = wrong[0] + did_you_mean(wrong[1], quoted_choices(wrong[2]))
             raise
+
+
+def _place(names: Sequence[str], main: Sequence[str]) -> int:
+    """Where an option stands among those that come first; behind them if it is none."""
+    return next((main.index(name) for name in names if name in main), len(main))
 
 
 def quoted_choices(text: str) -> list[str]:

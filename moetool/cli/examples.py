@@ -1,4 +1,7 @@
-"""One example for the `--help` of each command; they go on with each other's results."""
+"""What `--help` begins and ends with: the options that most want, and an example.
+
+Examples go on with each other's results.
+"""
 
 _TEXT = "--calibration text.txt"
 
@@ -26,4 +29,19 @@ EXAMPLES = {
     "doctor": "doctor --json",
     "demo": "demo folder",
     "list": "list presets",
+}
+
+# Of commands with many options those that come first; groups that many commands share are then left to --help-all.
+MAIN = {
+    "upcycle": ("--method", "--experts", "--top-k", "--calibration", "--dry-run"),
+    "moefy": ("--experts", "--keep", "--calibration", "--dry-run"),
+    "tune": ("--data", "--eval-data", "--epochs", "--learning-rate", "--dry-run"),
+    "compress": ("--method", "--ratio", "--bytes", "--calibration", "--dry-run", "--resume"),
+    "fisher-merge": ("--merge", "--calibration", "--dry-run"),
+    "decompose": ("--base", "--dry-run"),
+    "svd-compress": ("--ratio", "--calibration", "--dry-run"),
+    "prune-base": ("--ratio", "--dry-run"),
+    "quantize-delta": ("--bits", "--calibration", "--dry-run"),
+    "sparsify-delta": ("--drop", "--select", "--dry-run"),
+    "export": ("--format", "--type", "--bits", "--expert", "--dry-run"),
 }

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from moetool.checkpoint.sizes import format_bytes, parse_bytes
+from moetool.checkpoint.sizes import format_bytes, parse_bytes, parse_share
 from moetool.cli.command import HintingCommand, command_of, quoted_choices
 from moetool.errors import UsageError, did_you_mean, explained
 
@@ -96,8 +96,9 @@ def _group(model: type[BaseModel], name: str) -> str | None:
 
 def _annotation(name: str, field: FieldInfo, group: str | None) -> Any:
     flag = "--" + name.replace("_", "-")
-    is_size = any(getattr(rule, "func", None) is parse_bytes for rule in field.metadata)
-    kind = str if is_size else _plain_type(field.annotation)
+    rules = [getattr(rule, "func", None) for rule in field.metadata]
+    is_size = parse_bytes in rules
+    kind = str if is_size or parse_share in rules else _plain_type(field.annotation)
     description = field.description or ""
     if re.search(r"\[(default|required)", description):
         pass  # it is said already, with more to it

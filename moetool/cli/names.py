@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moetool.compress import stages
 
-# Name → (module with a function `build(name, arguments)`, one line for --help), in the order of --help.
+# Name → (module with a function `build(name, arguments)`, one line for --help).
 COMMANDS: dict[str, tuple[str, str]] = {
     "upcycle": ("stage", "Turn a dense model into an MoE model (--method vanilla, drop, fine-grained …)."),
     "moefy": ("stage", "Split a dense model's FFNs into experts and skip most of them, without training."),
@@ -32,6 +32,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("doctor", "Check this machine: libraries, memory, disk, compiler, speed."),
     "demo": ("demo", "Train a small model, upcycle it, compress it, evaluate it: two minutes, offline."),
     "list": ("listing", "Known methods, architectures, targets, presets and representations."),
+}
+
+
+# In the order of --help; stages that are not named come last.
+COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
+    "Make": ("upcycle", "moefy", "tune", "compress", "export"),
+    "Measure": ("eval", "compare", "bench", "routing", "inspect", "verify", "report"),
+    "Use": ("generate", "push"),
+    "Find out": ("demo", "doctor", "list"),
+    "Compress step by step": ("fisher-merge", "decompose", "svd-compress", "prune-base"),
 }
 
 

@@ -2,22 +2,26 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from moetool.calibration.opening import BOS_HELP, Bos
-from moetool.checkpoint.sizes import ByteSize
+from moetool.checkpoint.sizes import ByteSize, parse_share
 from moetool.job.options import Names, Options, split_names
 from moetool.runtime.synthesis import Synthesis
 
 
 def _shares(value: object) -> object:
     found = split_names(value)
-    if isinstance(found, list) and not all(0 < float(ratio) < 1 for ratio in found):
-        raise ValueError("write shares above 0 and below 1")
-    return found
+    return [parse_share(entry) for entry in found] if isinstance(found, list) else found
 
 
-AskedRatios = Annotated[tuple[float, ...], BeforeValidator(_shares)]
+def _are_shares(ratios: tuple[float, ...]) -> tuple[float, ...]:
+    if not all(0 < ratio < 1 for ratio in ratios):
+        raise ValueError("write shares above 0 and below 1, like 0.4 or 40%")
+    return ratios
+
+
+AskedRatios = Annotated[tuple[float, ...], BeforeValidator(_shares), AfterValidator(_are_shares)]
 
 
 class CompareOptions(Options):

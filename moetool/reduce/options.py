@@ -4,6 +4,7 @@ from typing import ClassVar, TypeVar
 
 from pydantic import Field
 
+from moetool.checkpoint.sizes import Ratio
 from moetool.job.options import RunOptions, TextOptions
 
 
@@ -12,12 +13,10 @@ class ReduceOptions(RunOptions, TextOptions):
 
     alternatives: ClassVar[tuple[str, ...]] = ("ratio", "experts")
 
-    ratio: float | None = Field(
+    ratio: Ratio | None = Field(
         None,
-        gt=0,
-        lt=1,
-        description="Share of the weight files' bytes that disappears, at least: every layer keeps as many experts as "
-        "this allows.",
+        description="Share of the weight files' bytes to save, at least (0.4 or 40%): every layer keeps as many "
+        "experts as this allows.",
     )
     experts: int | None = Field(None, ge=1, description="Instead of a ratio: experts that every layer keeps.")
 

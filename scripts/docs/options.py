@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import AliasChoices
 from pydantic.fields import FieldInfo
 
-from moetool.cli.choosing import CHOICES
+from moetool.cli.choosing import CHOICES, in_order
 from moetool.cli.command import to_record
 from moetool.cli.front import FILE as TABLE
 from moetool.cli.front import imported
@@ -73,7 +73,7 @@ def front_table() -> str:
     forms: dict[str, dict[str, list[int]]] = {}
     for command in COMMANDS:
         choice = CHOICES[command][0] if command in CHOICES else None
-        methods = [name for name, kind in stages().items() if kind.method_of == command] if choice else [""]
+        methods = in_order(command, _methods_of(command)) if choice else [""]
         for method in methods:
             own = [to_record(one) for one in imported(command, [f"--{choice}", method] if choice else []).parameters]
             for record in own:
@@ -81,12 +81,13 @@ def front_table() -> str:
                     del record["default"]  # which is what was typed
             lines = [json.dumps(record, ensure_ascii=False) for record in own]
             forms.setdefault(command, {})[method] = [parameters.setdefault(line, len(parameters)) for line in lines]
-    names = {
-        "target": ["auto", *targets()],
-        "methods": [name for name, kind in stages().items() if kind.method_of == "compress"],
-    }
+    names = {"target": ["auto", *targets()], "methods": in_order("compress", _methods_of("compress"))}
     listed = ",\n".join(parameters)
     return f'{{"names": {json.dumps(names)},\n"forms": {json.dumps(forms)},\n"parameters": [\n{listed}\n]}}\n'
+
+
+def _methods_of(command: str) -> list[str]:
+    return [name for name, kind in stages().items() if kind.method_of == command]
 
 
 def table(content: list[Row], places: list[str] | None = None) -> list[str]:
@@ -114,7 +115,7 @@ def text() -> str:
 def _forms(command: str, known: list[Row]) -> list[str]:
     """A command whose options depend on its method."""
     choice, default = CHOICES[command]
-    methods = {name: kind for name, kind in stages().items() if kind.method_of == command}
+    methods = {name: stages()[name] for name in in_order(command, _methods_of(command))}
     lines = [f"| `--{choice}` | |", "|---|---|"]
     lines += [f"| `{name}`{' (default)' * (name == default)} | {kind.summary} |" for name, kind in methods.items()]
     found: dict[Row, list[str]] = {}

@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from moetool.checkpoint.sizes import ByteSize, format_bytes, parse_bytes
+from moetool.checkpoint.sizes import ByteSize, Ratio, format_bytes, parse_bytes
 
 GB = 1_000_000_000
 
@@ -64,3 +64,14 @@ def test_sizes_of_options() -> None:
 )
 def test_sizes_as_people_read_them(count: float, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(("written", "share"), [("0.4", 0.4), ("40%", 0.4), ("62 %", 0.62), (0.4, 0.4), (".5", 0.5)])
+def test_shares(written: object, share: float) -> None:
+    assert TypeAdapter(Ratio).validate_python(written) == share
+
+
+@pytest.mark.parametrize("written", ["40", 40, "100%", "0", "-0.4", "0.4.1", "4%0", "", True, None, "nan", "1e999"])
+def test_what_is_no_share(written: object) -> None:
+    with pytest.raises(ValidationError):
+        TypeAdapter(Ratio).validate_python(written)

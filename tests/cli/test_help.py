@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from moetool.cli.examples import EXAMPLES
-from moetool.cli.names import COMMANDS
+from moetool.cli.examples import EXAMPLES, MAIN
+from moetool.cli.front import table
+from moetool.cli.names import COMMAND_GROUPS, COMMANDS, commands
 
 
 def built(command: str, *arguments: str) -> Any:
@@ -25,19 +26,46 @@ def test_examples_are_taken(command: str) -> None:
     built(command, *arguments).make_context(command, [*arguments])  # exits for what it does not know
 
 
-def test_options_that_many_commands_share_come_behind_its_own() -> None:
+def shown(command: Any, name: str) -> str:
+    return str(command.get_help(command.make_context(name, [], resilient_parsing=True)))
+
+
+def test_options_that_most_want_come_first_and_shared_ones_on_request() -> None:
     command = built("compress", "--method", "hybrid")
-    text = command.get_help(command.make_context("compress", [], resilient_parsing=True))
-    places = [text.index(f"\n{title}:\n") for title in ("Arguments", "Options", "Job", "Calibration", "Machine")]
-    assert places == sorted(places)
-    own, job, calibration, machine = (
-        text[start:end] for start, end in zip(places[1:], [*places[2:], None], strict=True)
-    )
+    text = shown(command, "compress")
+    assert text.index("\nArguments:\n") < text.index("\nMain options:\n") < text.index("\nOptions:\n")
+    main, own = text.partition("\nOptions:\n")[::2]
+    assert [main.index(f"--{name} ") for name in ("method", "ratio", "calibration", "dry-run", "resume")]
     assert "--trellis" in own
-    assert "--resume" in job
-    assert "--gradient-samples" in calibration
-    assert "--memory" in machine
-    assert "Example: moetool compress" in machine
+    assert "--memory" not in text
+    assert "--help-all shows" in text
+    assert "Each --method has options of its own" in text
+    assert "Example: moetool compress" in text
+
+
+def test_help_all_has_every_option() -> None:
+    command = built("compress", "--method", "hybrid")
+    text = command.get_help(command.make_context("compress", ["--help-all"], resilient_parsing=True))
+    titles = ("Arguments", "Main options", "Options", "Job", "Calibration", "Machine")
+    places = [text.index(f"\n{title}:\n") for title in titles]
+    assert sorted(places) == [*places[:3], *sorted(places[3:])]
+    for parameter in command.params:
+        assert parameter.param_type_name == "argument" or parameter.opts[0] in text
+    assert "--help-all shows" not in text
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_main_options_are_options_of_some_form(name: str) -> None:
+    records = [table()["parameters"][index] for form in table()["forms"][name].values() for index in form]
+    assert set(MAIN[name]) <= {"--" + record["name"].replace("_", "-") for record in records}
+
+
+def test_every_command_is_in_one_group(run_cli: Any) -> None:
+    grouped = [name for names in COMMAND_GROUPS.values() for name in names]
+    assert len(grouped) == len(set(grouped))
+    assert set(grouped) <= commands().keys()
+    text = run_cli("--help").stdout
+    assert all(f"\n  {name} " in text for name in commands())
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,14 @@ from moetool.errors import did_you_mean
         (("compress", "a", "b", "--preset", "d2moe-4"), "Did you mean d2moe-40?"),
         (("upcycle", "a", "b", "--rank", "3"), "No such option: --rank. It exists with --method ders-lowrank."),
         (("export", "a", "b", "--expert", "3"), "It exists with --format dense."),
+        (("compress", "a", "b", "--num-calibration-samples", "3"), "Here it is --samples."),
+        (("compress", "a", "b", "--dataset", "c4"), "Here it is --calibration."),
+        (("eval", "a", "--dataset", "c4"), "Here it is --data."),
+        (("compress", "--model", "a"), "INPUT is typed without a name: `moetool compress INPUT OUTPUT`."),
+        (("compress", "a", "--output-dir", "b"), "OUTPUT is typed without a name"),
+        (("compress", "a", "b", "--ratio", "40"), "below 1; for 40 % write 0.4 or 40%"),
+        (("compress", "a", "b", "--ratio", "1.2"), "--ratio 1.2: it is a share of all bytes, below 1"),
+        (("compress", "a", "b", "--ratio", "half"), "--ratio half: write a share like 0.4 or 40%"),
     ],
 )
 def test_a_name_that_is_nearly_right(run_cli, arguments, hint):

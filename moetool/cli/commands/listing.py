@@ -7,9 +7,10 @@ import typer
 from moetool.architectures import architectures
 from moetool.architectures.dense import FEATURES, dense_architectures
 from moetool.cli import next_step, presets
-from moetool.cli.choosing import CHOICES
+from moetool.cli.choosing import CHOICES, in_order
 from moetool.cli.display import AsJson, print_json, print_table
 from moetool.cli.generate import builder
+from moetool.cli.names import commands
 
 What = Literal["methods", "architectures", "dense-architectures", "targets", "presets", "recipes", "representations"]
 
@@ -44,16 +45,16 @@ def build(
 
 
 def _methods() -> list[dict[str, str]]:
+    """Stages in the order of `moetool --help`; those of one command with those first that most should try first."""
     from moetool.stages import stages
 
-    return [
-        {
-            "method": name,
-            "command": name if (command := stage.method_of) is None else f"{command} --{CHOICES[command][0]}",
-            "summary": stage.summary,
-        }
-        for name, stage in sorted(stages().items())
-    ]
+    rows = []
+    for command in commands():
+        methods = [name for name, stage in stages().items() if command in (stage.method_of, name)]
+        for name in in_order(command, methods) if command in CHOICES else methods:
+            called = f"{command} --{CHOICES[command][0]}" if command in CHOICES else command
+            rows.append({"method": name, "command": called, "summary": stages()[name].summary})
+    return rows
 
 
 def _architectures() -> list[dict[str, str]]:

@@ -14,7 +14,7 @@ from moetool.checkpoint.names import CONFIG
 from moetool.checkpoint.reader import read_config
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.cli import next_step
-from moetool.cli.choosing import CHOICES, PRESET, chosen
+from moetool.cli.choosing import CHOICES, PRESET, chosen, in_order
 from moetool.cli.command import HintingCommand
 from moetool.cli.display import Display, print_fields, print_json
 from moetool.cli.events import LOG_HELP, EventLog, logged, started
@@ -48,6 +48,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
     own = name
     methods = [stage for stage, kind in stages().items() if kind.method_of == name]
     if methods:
+        methods = in_order(name, methods)
         choice, default = CHOICES[name]
         own = chosen(name, words, methods)
         option = typer.Option(help=f"One of: {', '.join(methods)}. [default: {default}]", show_default=False)

@@ -16,7 +16,7 @@ from moetool.bases.layer_base import LayerBase, base_path
 from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Owned
 from moetool.calibration.routed_tokens import RoutedTokens
-from moetool.checkpoint.sizes import format_bytes
+from moetool.checkpoint.sizes import Ratio, format_bytes
 from moetool.compress.budget.items import factors_of
 from moetool.compress.choices import Allocation, Sensitivity, SharedFactor, Svd
 from moetool.compress.encoded import Encoding, encoded_bytes
@@ -57,8 +57,8 @@ class FactorOptions(RunOptions, TextOptions):
 
     alternatives: ClassVar[tuple[str, ...]] = ("ratio", "rank")
 
-    ratio: float | None = Field(
-        None, description="Share of the weight files' bytes to save: 0.4 makes the model 40 % smaller."
+    ratio: Ratio | None = Field(
+        None, description="Share of the weight files' bytes to save: 0.4 or 40% makes them 40 % smaller."
     )
     rank: int | None = Field(None, ge=0, description="Instead of --ratio: one rank for every matrix.")
     svd: Svd = Field(

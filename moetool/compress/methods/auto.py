@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moetool.bases.choices import Merge
 from moetool.checkpoint.files import atomically
-from moetool.checkpoint.sizes import ByteSize, format_bytes
+from moetool.checkpoint.sizes import ByteSize, Ratio, format_bytes
 from moetool.checkpoint.source import local_path
 from moetool.compress.encoding import BaseBits
 from moetool.compress.mixing.layers import MixedLayers
@@ -50,8 +50,8 @@ class AutoOptions(MixingOptions):
 
     alternatives: ClassVar[tuple[str, ...]] = ("ratio", "bytes", "max_increase", "plan")
 
-    ratio: float | None = Field(
-        None, gt=0, lt=1, description="Share of the weight files' bytes to save: 0.8 makes them 80 % smaller."
+    ratio: Ratio | None = Field(
+        None, description="Share of the weight files' bytes to save: 0.8 or 80% makes them 80 % smaller."
     )
     bytes: ByteSize | None = Field(None, description="Instead of --ratio: largest size of the weight files, e.g. 20GB.")
     max_increase: Increase | None = Field(

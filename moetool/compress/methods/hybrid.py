@@ -6,6 +6,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from moetool.bases.choices import Merge
+from moetool.checkpoint.sizes import Ratio
 from moetool.compress.encoding import BaseBits
 from moetool.compress.mixing.measuring import MixingOptions
 from moetool.compress.mixing.schemes import StorageScheme, on_base
@@ -16,9 +17,7 @@ from moetool.job.options import RunOptions
 class HybridOptions(MixingOptions):
     """Options of `hybrid`: a budget of bytes, the base, and rotation."""
 
-    ratio: float = Field(
-        gt=0, lt=1, description="Share of the weight files' bytes to save: 0.8 makes the model 80 % smaller."
-    )
+    ratio: Ratio = Field(description="Share of the weight files' bytes to save: 0.8 or 80% makes them 80 % smaller.")
     merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
     base_bits: BaseBits = Field(
         "2", description="Bits of the base: 1, 2, 3, 4, 8, nf4 or int8. Deltas correct its errors."

@@ -15,6 +15,7 @@ from moetool.architectures import Role
 from moetool.bases.delta import Deltas
 from moetool.bases.layer_base import LayerBase, base_path, no_base, unweighted_base
 from moetool.checkpoint.experts import Weights
+from moetool.checkpoint.sizes import Ratio
 from moetool.compress.encoding import refuse_compressed
 from moetool.compress.factors.files import LayerFactors, SpectrumFile
 from moetool.compress.factors.writing import FactoredLayers, FactorOptions, factor_memory, factor_plan, finish
@@ -34,8 +35,8 @@ class PlainSvdOptions(RunOptions):
 
     alternatives: ClassVar[tuple[str, ...]] = ("ratio", "rank")
 
-    ratio: float | None = Field(
-        None, description="Share of the weight files' bytes to save: 0.4 makes the model 40 % smaller."
+    ratio: Ratio | None = Field(
+        None, description="Share of the weight files' bytes to save: 0.4 or 40% makes them 40 % smaller."
     )
     rank: int | None = Field(None, ge=0, description="Instead of --ratio: one rank for every matrix.")
 

@@ -19,6 +19,7 @@ from moetool.architectures import Role
 from moetool.bases.given import base_form
 from moetool.bases.layer_base import LayerBase, no_base
 from moetool.checkpoint.experts import Weights
+from moetool.checkpoint.sizes import Ratio
 from moetool.compress.choices import Granularity
 from moetool.compress.encoding import (
     BaseBits,
@@ -49,12 +50,10 @@ class QuantizeOptions(MixingOptions):
     bits: BaseBits | None = Field(
         None, description="Bits of every number: 1, 2, 3, 4, 8, or bitsandbytes' formats nf4 and int8."
     )
-    ratio: float | None = Field(
+    ratio: Ratio | None = Field(
         None,
-        gt=0,
-        lt=1,
-        description="Instead of --bits: share of the weight files' bytes to save. Each matrix gets its own bits, so "
-        "that the model loses least.",
+        description="Instead of --bits: share of the weight files' bytes to save (0.6 or 60%). Each matrix gets its "
+        "own bits, so that the model loses least.",
     )
     rounding: Rounding | None = Field(
         None,

@@ -14,6 +14,7 @@ from moetool.bases.layer_base import base_tensors, stored_base
 from moetool.bases.pruning import PruningPlan, plan_pruning
 from moetool.calibration.collectors import LayerStatistics, UsageCollector
 from moetool.checkpoint.files import save_tensors
+from moetool.checkpoint.sizes import Ratio
 from moetool.compress.results import PrunedResult
 from moetool.costs.building_blocks import moe_size
 from moetool.costs.calibration_cost import CalibrationCost
@@ -36,7 +37,7 @@ from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 class PruneBaseOptions(RunOptions, TextOptions):
     """Options of pruning: how much of the base, and when."""
 
-    ratio: float = Field(0.1, gt=0, lt=1, description="Share of the base's intermediate channels to prune.")
+    ratio: Ratio = Field(0.1, description="Share of the base's intermediate channels to prune.")
     pruning: Pruning = Field(
         "static",
         description="static: remove channels from the file. semi-dynamic: remove half of them, and skip as many per "

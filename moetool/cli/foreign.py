@@ -1,0 +1,85 @@
+"""Options as other tools name them, and what moetool calls the same."""
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+
+# By the other's name without dashes, ours in order of preference: the first that a command has is meant.
+_OURS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "size": ("--bytes", "--ratio"),
+        "target-size": ("--bytes", "--ratio"),
+        "target-bpw": ("--bytes", "--ratio"),
+        "compression-ratio": ("--ratio",),
+        "sparsity": ("--ratio", "--drop"),
+        "bits": ("--ratio", "--type"),
+        "wbits": ("--bits", "--ratio"),
+        "bit": ("--bits", "--ratio"),
+        "scheme": ("--bits", "--ratio", "--type"),
+        "group": ("--group-size",),
+        "groupsize": ("--group-size",),
+        "algorithm": ("--method",),
+        "quant-method": ("--method",),
+        "merge-method": ("--method", "--merge"),
+        "format": ("--method",),
+        "outtype": ("--type",),
+        "qtype": ("--type",),
+        "imatrix": ("--calibration",),
+        "dataset": ("--calibration", "--data"),
+        "dataset-name": ("--calibration", "--data"),
+        "train-file": ("--data",),
+        "text": ("--calibration", "--data"),
+        "calib": ("--calibration",),
+        "calibration-dataset": ("--calibration",),
+        "data": ("--calibration",),
+        "calibration": ("--data",),
+        "nsamples": ("--samples", "--windows"),
+        "num-samples": ("--samples", "--windows"),
+        "num-calibration-samples": ("--samples",),
+        "limit": ("--windows",),
+        "seqlen": ("--sequence-length",),
+        "seq-len": ("--sequence-length",),
+        "max-seq-length": ("--sequence-length",),
+        "max-length": ("--sequence-length", "--max-new-tokens"),
+        "context": ("--sequence-length",),
+        "ctx-size": ("--sequence-length",),
+        "iters": ("--refine", "--steps"),
+        "max-steps": ("--steps",),
+        "lr": ("--learning-rate",),
+        "num-experts": ("--experts",),
+        "num-experts-per-tok": ("--top-k",),
+        "experts-per-token": ("--top-k",),
+        "dtype": ("--compute-dtype",),
+        "torch-dtype": ("--compute-dtype",),
+        "precision": ("--compute-dtype",),
+        "device-map": ("--device",),
+        "gpu": ("--device",),
+        "max-memory": ("--memory",),
+        "force": ("--overwrite",),
+        "yes": ("--overwrite",),
+        "config": ("--preset",),
+        "recipe": ("--preset",),
+        "prompt": ("PROMPT",),
+        "n-predict": ("--max-new-tokens",),
+        "max-tokens": ("--max-new-tokens",),
+    }
+)
+_INPUT = ("model", "model-name-or-path", "input", "base-model", "model-id", "pretrained")
+_OUTPUT = ("output", "output-dir", "out", "save-path", "outfile", "save-dir")
+
+
+def ours(command: str, option: str, known: Collection[str], arguments: Collection[str]) -> str:
+    """A sentence on what an option of another tool is here, to end a message with; nothing if no such is known.
+
+    Args:
+        command: its name.
+        option: as it was typed, with its dashes.
+        known: options of the command.
+        arguments: of the command, in capitals.
+    """
+    name = option.lstrip("-").replace("_", "-").lower()
+    for names, argument in ((_INPUT, ("INPUT", "MODEL")), (_OUTPUT, ("OUTPUT",))):
+        if name in names and (found := next((own for own in argument if own in arguments), None)):
+            return f" {found} is typed without a name: `moetool {command} {' '.join(arguments)}`."
+    there = {*known, *arguments}
+    found = next((own for own in _OURS.get(name, ()) if own in there), None)
+    return f" Here it is {found}." if found else ""
