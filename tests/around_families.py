@@ -41,6 +41,12 @@ _SAM = {
 _ENCODER = {**_EYE, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 AROUND: dict[str, dict[str, Any]] = {
+    "aria": {
+        "image_token_index": IMAGE,
+        "projector_patch_to_query_dict": {"4": 4},
+        "text_config": {**_TEXT, **DERIVED["aria_text"], "head_dim": 8},
+        "vision_config": {**_ENCODER, "model_type": "idefics3_vision", "image_size": 8},
+    },
     "deepseek_ocr2": {
         "image_token_id": IMAGE,
         "text_config": {**_EXPERTS_OF_OCR, "mlp_layer_types": ["dense", "sparse", "sparse"]},
@@ -134,6 +140,18 @@ AROUND: dict[str, dict[str, Any]] = {
         },
         "vision_config": {**_LAYERS, "pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 2},
     },
+    "llama4": {
+        "image_token_index": IMAGE,
+        "text_config": {**_TEXT, **DERIVED["llama4_text"]},
+        "vision_config": {
+            **_ENCODER,
+            "image_size": 16,
+            "intermediate_size": 64,  # of four patches
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        },
+    },
     "minimax_m3_vl": {
         "image_token_index": IMAGE,
         "video_token_index": VIDEO,
@@ -197,6 +215,8 @@ def with_image(model_type: str, tokens: Tensor) -> dict[str, Tensor] | None:
             "image_position_ids": places,
             "mm_token_type_ids": kinds,
         }
+    if model_type == "llama4":
+        return {"input_ids": given, "pixel_values": torch.randn(1, 3, 16, 16, generator=draw)}
     if model_type in ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"):
         patches = torch.randn(16, 3 * 2 * 4 * 4, generator=draw)
         grid = torch.tensor([[1, 4, 4]])

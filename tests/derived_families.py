@@ -119,6 +119,16 @@ DERIVED: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 24,
         "head_dim": 8,
     },
+    "llama4_text": {
+        "intermediate_size": 24,
+        "intermediate_size_mlp": 40,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 1,
+        "head_dim": 8,
+        "num_hidden_layers": 4,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 16,
+    },
     "mellum": {**WIDTHS, "num_experts": 6, "head_dim": 8},
     "mimo_v2_flash": {**WIDTHS, "n_routed_experts": 8, "head_dim": 8, "v_head_dim": 8},
     "minimax_m3_vl_text": {

@@ -206,7 +206,7 @@ def build(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **over
                     parameter.copy_(0.1 * torch.randn(parameter.shape))
                 else:
                     parameter.copy_(1 + 0.1 * torch.randn(parameter.shape))
-    return model.to(dtype)
+    return model if model.dtype == dtype else model.to(dtype)  # which would also make complex numbers real
 
 
 def add_prediction_layer(path: Path) -> None:

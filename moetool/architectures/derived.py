@@ -33,6 +33,7 @@ from moetool.architectures.base import (
 from moetool.architectures.described import empty_model_of, language_model_in
 from moetool.architectures.fused_layout import layout_of
 from moetool.architectures.probing import DiskNames, names_in_layers
+from moetool.architectures.trying import are_ordinary, takes_weighed_inputs
 from moetool.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class _Derivation:
             if found is None or not isinstance(down, nn.Parameter) or down.ndim != 3:
                 if re.search("experts", type(module).__name__, re.IGNORECASE):
                     others.add(type(module).__name__)
-            elif not hasattr(module, "has_gate"):  # not by transformers' decorator
+            elif not hasattr(module, "has_gate") and not are_ordinary(module):  # not by transformers' decorator
                 others.add(type(module).__name__)
             else:
                 places.setdefault((found["layers"], found["inside"]), []).append(int(found["index"]))
@@ -204,9 +205,10 @@ class _Derivation:
         experts: Any = self._experts(layer)
         if getattr(experts, "has_post_expert_norm", False):
             raise InvalidInputError("its experts end in a norm")
-        roles = ROLES if experts.has_gate else ROLES[1:]
+        roles = ROLES if getattr(experts, "has_gate", True) else ROLES[1:]
+        biases = roles if getattr(experts, "has_bias", False) else ()
         count, hidden, intermediate = (int(size) for size in layout_of(experts).rows(experts.down_proj).shape)
-        shape = MoEShape(count, self._top_k(layer), hidden, intermediate, roles, roles if experts.has_bias else ())
+        shape = MoEShape(count, self._top_k(layer), hidden, intermediate, roles, biases)
         promised: dict[str, tuple[int, ...]] = {}
         for group in shape.groups:
             rows, columns = shape.matrix(group[0])
@@ -223,6 +225,8 @@ class _Derivation:
             raise InvalidInputError(f"its experts' inputs have {hidden} channels, its hidden states others")
         if shape.top_k > count:
             raise InvalidInputError(f"it routes every token to {shape.top_k} of {count} experts")
+        if shape.top_k > 1 and takes_weighed_inputs(experts):
+            raise InvalidInputError("its router weighs the inputs of experts, and a token has several of them")
         return shape
 
     def _experts(self, layer: int) -> "nn.Module":
@@ -296,7 +300,8 @@ class _Derivation:
         """Path of the shared expert, relative to the layer, and its matrices, if they are gate, up and down alone and
         lie on disk under the names that they have in memory; otherwise an empty path."""
         layer: Any = self._layer(self.moe_layers[0])
-        if type(layer.get_submodule(self.inside))._apply_gate.__module__ != _PLAIN:
+        own_gate = getattr(type(layer.get_submodule(self.inside)), "_apply_gate", None)
+        if own_gate is not None and own_gate.__module__ != _PLAIN:
             return "", GATED  # the shared one may compute something else
         for path, module in layer.named_modules():
             if "shared" not in path.rpartition(".")[2]:

@@ -68,6 +68,11 @@ PLAIN = FusedLayout()
 
 
 def layout_of(experts: object) -> FusedLayout:
-    """How the fused tensors of a module of experts lie in memory, by what transformers' decorator says of its class."""
-    is_concatenated = getattr(experts, "is_concatenated", True)
-    return FusedLayout(bool(getattr(experts, "is_transposed", False)), not is_concatenated)
+    """How the fused tensors of a module of experts lie in memory: by what transformers' decorator says of its class, or
+    by their shapes, where it has none."""
+    if hasattr(experts, "is_transposed"):
+        return FusedLayout(bool(experts.is_transposed), not getattr(experts, "is_concatenated", True))
+    both, down = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
+    if both is None or down is None or both.ndim != 3:
+        return PLAIN
+    return FusedLayout(is_transposed=both.shape[2] == 2 * down.shape[1])

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from moetool.calibration.held_experts import HeldExperts, RoutedBatch
 from moetool.checkpoint.experts import ExpertReader
+from moetool.runtime.modules.fused import on_weighed_inputs
 
 
 class DiskExperts:
@@ -20,7 +21,11 @@ class DiskExperts:
         self._native, self._reader, self._layer, self._dtype, self._device = native, reader, layer, dtype, device
         self.tokens = torch.zeros(reader.shape.experts, dtype=torch.int64)
 
-    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def __call__(
+        self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
+    ) -> Tensor:
+        if top_k_index is None or top_k_weights is None:
+            return on_weighed_inputs(self, hidden_states, len(self.tokens))
         result = torch.zeros_like(hidden_states)
         routing = RoutedBatch(top_k_index, top_k_weights, len(self.tokens))
         for expert in range(len(self.tokens)):

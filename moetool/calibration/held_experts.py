@@ -59,7 +59,8 @@ class HeldExperts:
         device: torch.device,
     ) -> "HeldExperts":
         """Read some experts of a layer from the checkpoint."""
-        read = fused.fused_tensors(reader.shape, partial(reader.dense, layer), dtype, device, native, experts)
+        lies = layout_of(native)
+        read = fused.fused_tensors(reader.shape, partial(reader.dense, layer), dtype, device, lies, experts)
         (_, entering), (_, down) = read
         return cls(native, experts, entering, down)
 

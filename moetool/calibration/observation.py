@@ -7,8 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from moetool.architectures.trying import takes_weighed_inputs
 from moetool.calibration.held_experts import ExpertRun, HeldExperts, RoutedBatch
 from moetool.calibration.peers import Peers
+from moetool.runtime.modules.fused import on_weighed_inputs
 
 ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden states, indices and weights of the top k
 
@@ -127,7 +129,10 @@ def observed(experts: nn.Module, length: int, collectors: Sequence[Collector]) -
 def replaced(experts: nn.Module, forward: ExpertsForward) -> Iterator[None]:
     """Let another function stand in for the forward of the fused `experts`."""
     module: Any = experts
-    module.forward = forward
+    if takes_weighed_inputs(experts):
+        module.forward = lambda given: on_weighed_inputs(forward, given, module.num_experts)
+    else:
+        module.forward = forward
     try:
         yield
     finally:

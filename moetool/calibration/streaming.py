@@ -28,6 +28,7 @@ from moetool.architectures import Architecture, Role
 from moetool.architectures.base import by_name
 from moetool.architectures.dense import DenseArchitecture, is_encoder
 from moetool.architectures.described import language_model_in, towers_in
+from moetool.architectures.fused_layout import layout_of
 from moetool.calibration.disk_experts import DiskExperts
 from moetool.calibration.held_experts import HeldExperts, working_sets
 from moetool.checkpoint.decoded import decoded
@@ -235,7 +236,8 @@ class StreamedModel:
                     absent.update(experts.modules())
                 else:
                     matrix = partial(reader.dense, index)
-                    for name, fused in fused_tensors(reader.shape, matrix, self.dtype, self.device, experts):
+                    lies = layout_of(experts)
+                    for name, fused in fused_tensors(reader.shape, matrix, self.dtype, self.device, lies):
                         setattr(experts, name, nn.Parameter(fused, requires_grad=False))
                     self._held = HeldExperts.of_layer(experts)
                 if reader.layout(index).is_extended:

@@ -24,6 +24,7 @@ from moetool.job.result import LoadedLayer
 from moetool.numerics.seeding import generator
 from moetool.runtime.building import empty_model
 from moetool.runtime.memory import free_bytes
+from moetool.runtime.modules.fused import run_experts
 from moetool.runtime.modules.insertion import path_in
 
 LARGEST_ERROR = 1e-5  # ‖Δ‖ / ‖output‖ in fp32
@@ -116,8 +117,9 @@ def _error_of_experts(made: Checkpoint, reader: ExpertReader, layer: int, model:
     chosen[:, -1] = torch.where(chosen[:, -1] == chosen[:, 0], (chosen[:, 0] + 1) % count, chosen[:, -1])
     weights = torch.rand(chosen.shape, generator=stream) + 0.5
     promised = DiskExperts(native, reader, layer, torch.float32, torch.device("cpu"))(hidden, chosen, weights)
-    run = getattr(experts, "eager", experts)  # kernels would be compiled first
-    return _error(f"the experts of layer {layer}", run(hidden, chosen, weights), promised, made)
+    eager = getattr(experts, "eager", None)  # kernels would be compiled first
+    found = run_experts(experts, hidden, chosen, weights) if eager is None else eager(hidden, chosen, weights)
+    return _error(f"the experts of layer {layer}", found, promised, made)
 
 
 def _native_experts(made: Checkpoint, path: str, experts: nn.Module) -> nn.Module:

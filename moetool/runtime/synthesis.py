@@ -15,7 +15,7 @@ from moetool.kernels.products import problem
 from moetool.runtime.loading import run_experts_of_any_width
 from moetool.runtime.memory import free_bytes, returning_memory
 from moetool.runtime.modules.experts import SharedBaseExperts
-from moetool.runtime.modules.fused import fused_tensors
+from moetool.runtime.modules.fused import fused_tensors, without_tensors
 from moetool.runtime.modules.offloading import is_offloaded
 from moetool.runtime.modules.quantized import dense_modules, quantized_modules
 from moetool.runtime.modules.shared_expert import SharedExpertOnBase
@@ -66,10 +66,8 @@ def _stored(model: "PreTrainedModel") -> Iterator[tuple[str, SharedBaseExperts]]
 
 def dense_experts(module: SharedBaseExperts) -> nn.Module:
     """The native experts module of the same family, in the same dtype and on the same device."""
-    with torch.device("meta"):
-        native: Any = module.native_class(module.config)
-    shape, like = module.layout.shape, module.down_proj
-    for name, fused in fused_tensors(shape, module.dense, like.dtype, like.device, native):
+    native, shape, like = without_tensors(module.native), module.layout.shape, module.down_proj
+    for name, fused in fused_tensors(shape, module.dense, like.dtype, like.device, module.native_layout):
         setattr(native, name, nn.Parameter(fused))
         if hasattr(module, f"{name}_bias"):
             setattr(native, f"{name}_bias", getattr(module, f"{name}_bias"))

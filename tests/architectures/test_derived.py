@@ -68,6 +68,7 @@ def test_a_config_of_the_size_of_deepseek_v3() -> None:
     ("config", "says"),
     [
         ({"model_type": "nemotron_h", "moe_latent_size": 64}, "inputs have 64 channels"),
+        ({"model_type": "llama4_text", "num_experts_per_tok": 2}, "weighs the inputs"),
         ({"model_type": "longcat_flash"}, "LongcatFlashExperts"),
         ({"model_type": "zaya"}, "router is not one matrix"),
         ({"model_type": "inkling2_text"}, "lie in another order"),
@@ -79,7 +80,7 @@ def test_a_config_of_the_size_of_deepseek_v3() -> None:
         ),
         ({"model_type": "qwen3_omni_moe", "thinker_config": {}}, "no language model: transformers has no class"),
         ({"model_type": "mistral_large4", "text_config": {"hidden_size": 64}}, "does not leave other names alone"),
-        ({"model_type": "step3p7", "text_config": {"hidden_size": 64}}, "Step3p7Experts"),
+        ({"model_type": "step3p7", "text_config": {"hidden_size": 64}}, "lie in another order"),
         ({"model_type": "diffusion_gemma", "text_config": {"num_experts": 8}}, "does not predict the next token"),
         ({"model_type": "muse_spark", "text_config": {"num_hidden_layers": 2}}, "end in a norm"),
         ({"model_type": "mixtral", "num_attention_heads": 0}, "transformers cannot build the mixtral model"),

@@ -27,9 +27,9 @@ SHARING = {
 
 
 # Latent attention, clamped activations, layers of embeddings, interleaved experts with biases, a state space, two kinds
-# of linear attention, experts without gates, and a model around another.
+# of linear attention, weighed inputs, experts without gates, and a model around another.
 STRUCTURES = ("axk1", "deepseek_v4", "gemma4_text", "gpt_oss", "jamba", "kimi_linear", "qwen3_5_moe_text")
-STRUCTURES += ("nemotron_h", "qwen3_vl_moe")
+STRUCTURES += ("llama4_text", "nemotron_h", "qwen3_vl_moe")
 # What does not depend on a family's own names and layers is tried on a sample.
 each_structure = pytest.mark.parametrize("model", sampled(FAMILIES, STRUCTURES), indirect=True, scope="module")
 

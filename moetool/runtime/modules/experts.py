@@ -23,7 +23,14 @@ from moetool.kernels.operands import UnsupportedMatrixError
 from moetool.kernels.table import Table
 from moetool.representations.base import Weight, empty_parameter
 from moetool.representations.operand import numbers
-from moetool.runtime.modules.fused import activated, activation_between, add_rows, entering
+from moetool.runtime.modules.fused import (
+    activated,
+    activation_between,
+    add_rows,
+    entering,
+    on_weighed_inputs,
+    without_tensors,
+)
 from moetool.runtime.modules.inference import KernelExperts, RoleMatrices
 from moetool.runtime.modules.offloading import below, loaded
 from moetool.runtime.modules.routed import RoutedExperts
@@ -46,15 +53,15 @@ class SharedBaseExperts(RoutedExperts):
         fused = entering(native)
         dtype, device, shape = fused.dtype, fused.device, layout.shape
         self.layout = layout
-        self.config = native.config
+        self.config = getattr(native, "config", None)
         self.act_fn: Any = activation_between(native)
         self.num_experts, self.hidden_dim, self.intermediate_dim = (
             shape.experts,
             shape.hidden,
             shape.intermediate,
         )
-        self.native_class = type(native)
-        self._native_layout = layout_of(native)
+        self._original = (without_tensors(native),)  # in a tuple, or it would be registered
+        self.native_layout = layout_of(native)
         self._has_base = {role: layout.has_base(role) for role in shape.roles}
         self._turns = {role: turn for role in shape.roles if (turn := layout.input_rotation(role)) is not None}
         for roles in shape.groups:
@@ -95,7 +102,21 @@ class SharedBaseExperts(RoutedExperts):
 
     def _lies(self, role: Role) -> FusedLayout:
         """How the fused tensor of a role lies: as in transformers' own module, if it was left alone."""
-        return self._native_layout if self.layout.weights[role] is None else PLAIN
+        return self.native_layout if self.layout.weights[role] is None else PLAIN
+
+    @property
+    def native(self) -> nn.Module:
+        """The family's own module, without its matrices and biases."""
+        return self._original[0]
+
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
+    ) -> Tensor:
+        """See `RoutedExperts`; or, of a family whose router weighs inputs, on these alone."""
+        run = super().forward
+        if top_k_index is None or top_k_weights is None:
+            return on_weighed_inputs(run, hidden_states, self.num_experts)
+        return run(hidden_states, top_k_index, top_k_weights)
 
     def delta(self, expert: int, role: Role) -> Weight:
         """The stored form of one matrix."""
@@ -156,7 +177,7 @@ class SharedBaseExperts(RoutedExperts):
         if roles[0] not in self.layout.shape.biases:
             return None
         fused: Tensor = getattr(self, f"{fused_name(roles)}_bias")
-        return self._native_layout.parts(fused, len(roles))[roles.index(role)]
+        return self.native_layout.parts(fused, len(roles))[roles.index(role)]
 
     def _activation(
         self, expert: int, hidden: Tensor, base: dict[Role, Tensor], tokens: Tensor, biases: Mapping[Role, Tensor]

@@ -1,5 +1,6 @@
 """Experts of one layer in fused tensors: those of transformers 5, and ours, which may lack gates and have biases."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moetool.architectures.base import MoEShape, Role, fused_name
-from moetool.architectures.fused_layout import layout_of
+from moetool.architectures.fused_layout import FusedLayout, layout_of
+from moetool.architectures.trying import takes_weighed_inputs
 
 _PLAIN = "transformers.integrations.moe"  # where act(gate) · up is, which most families have
 
@@ -34,12 +36,12 @@ def fused_tensors(
     matrix: Callable[[int, Role], Tensor],
     dtype: torch.dtype,
     device: torch.device,
-    native: nn.Module,
+    lies: FusedLayout,
     experts: range | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """All experts of a layer, or some that follow each other, by the names of their fused tensors, from `matrix(expert,
-    role)` `[out, in]`, one of which is in memory beside them. They lie as in `native`, transformers' own module."""
-    experts, lies = range(shape.experts) if experts is None else experts, layout_of(native)
+    role)` `[out, in]`, one of which is in memory beside them."""
+    experts = range(shape.experts) if experts is None else experts
     for roles in shape.groups:
         rows, columns = shape.matrix(roles[0])
         fused = torch.empty(len(experts), *lies.shape(len(roles) * rows, columns), dtype=dtype, device=device)
@@ -110,10 +112,39 @@ def left(experts: nn.Module, activations: Tensor, matrix: Tensor) -> Tensor:
 
 def activation(experts: Any, expert: int | Tensor, values: Tensor) -> Tensor:
     """What an expert's down matrix is given `[tokens, intermediate]`, from what `entered` gives."""
-    values = layout_of(experts).as_lying(values, _entering_count(experts))
-    values = add_bias(experts, _entering_name(experts), expert, values)
-    activated: Tensor = experts._apply_gate(values) if getattr(experts, "has_gate", True) else experts.act_fn(values)
-    return activated
+    lies, count = layout_of(experts), _entering_count(experts)
+    values = add_bias(experts, _entering_name(experts), expert, lies.as_lying(values, count))
+    if not getattr(experts, "has_gate", True) or not hasattr(experts, "_apply_gate"):
+        return activated(experts.act_fn, lies.parts(values, count))
+    own: Tensor = experts._apply_gate(values)
+    return own
+
+
+def on_weighed_inputs(run: Callable[[Tensor, Tensor, Tensor], Tensor], given: Tensor, experts: int) -> Tensor:
+    """Call `run(hidden, chosen, weights)` where a block calls its experts with weighed inputs.
+
+    Args:
+        run: gives `[tokens, hidden]`.
+        given: `[experts · tokens, hidden]`, zero where an expert was not chosen; every token has chosen one.
+        experts: their number.
+    """
+    by_expert = given.view(experts, -1, given.shape[-1])
+    chosen = by_expert.detach().abs().amax(-1).argmax(0)  # [tokens]
+    hidden = by_expert[chosen, torch.arange(len(chosen), device=given.device)]
+    output = run(hidden, chosen[:, None], torch.ones_like(hidden[:, :1]))
+    # The block adds up what all experts give.
+    return torch.cat([output, output.new_zeros(len(given) - len(output), given.shape[-1])])
+
+
+def run_experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of what experts of any family give: `[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` →
+    `[tokens, hidden]`."""
+    if not takes_weighed_inputs(experts):
+        summed: Tensor = experts(hidden, chosen, weights)
+        return summed
+    count: Any = experts.num_experts
+    every = experts(hidden.repeat(count, 1)).view(count, *hidden.shape)
+    return (every[chosen, torch.arange(len(hidden))[:, None]] * weights[..., None]).sum(1)
 
 
 def gathered(matrices: Tensor, pairs: Tensor, inputs: Tensor) -> Tensor:
@@ -137,6 +168,13 @@ def weighted_sum(run: Callable[[int, Tensor], Tensor], hidden: Tensor, chosen: T
         output = run(expert, hidden[tokens]) * weights[tokens, slot, None]
         result.index_add_(0, tokens, output.to(result.dtype))
     return result
+
+
+def without_tensors(experts: nn.Module) -> nn.Module:
+    """A copy of fused experts with everything but parameters and buffers of their own."""
+    made = copy.copy(experts)
+    made.__dict__.update(_parameters={}, _buffers={}, _modules=dict(experts._modules))
+    return made
 
 
 def add_rows(total: Tensor, rows: Tensor, parts: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ from moetool.kernels.products import problem
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
 from moetool.runtime.modules.experts import SharedBaseExperts
-from moetool.runtime.modules.fused import fused_matrix
+from moetool.runtime.modules.fused import fused_matrix, run_experts
 from moetool.runtime.synthesis import dense_experts
 
 TOKENS = 40
-FAMILIES = ("aria_text", "gpt_oss", "nemotron_h")
+FAMILIES = ("aria_text", "gpt_oss", "llama4_text", "nemotron_h")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -72,7 +72,7 @@ def test_experts_on_a_base_give_what_the_original_gives(native: Any, kept: tuple
     experts, shape = native
     module, given = standing_in(experts, shape, kept), routed(shape)
     with torch.no_grad():
-        expected = experts(*given)
+        expected = run_experts(experts, *given)
         close(module.eager(*given), expected)
         close(module(*given), expected)
         close(module(*(own[:1] for own in given)), expected[:1])
@@ -96,8 +96,23 @@ def test_held_experts_run_as_the_original(native: Any) -> None:
             result.index_add_(0, rows, work.output * batch.weights[pairs])
             parts = [hidden[rows] @ held.matrix(shape, expert, role).T for role in shape.entering]
             close(work.gate_up, torch.cat(parts, -1))
-        close(result, experts(hidden, chosen, weights))
+        close(result, run_experts(experts, hidden, chosen, weights))
     assert held.intermediate == shape.intermediate
+
+
+def test_a_block_that_weighs_inputs_calls_them_as_its_own() -> None:
+    model = families.build("llama4_text", **DERIVED["llama4_text"])
+    block = model.model.layers[1].feed_forward
+    hidden = torch.randn(2, 9, 32, requires_grad=True)
+    shape = MoEShape(6, 1, 32, 24)
+    expected = block(hidden)[0]
+    [gradient] = torch.autograd.grad(expected.square().sum(), hidden)
+    block.experts = standing_in(block.experts, shape, ())
+    found = block(hidden)[0]
+    close(found, expected)
+    close(torch.autograd.grad(found.square().sum(), hidden)[0], gradient)
+    with torch.no_grad():
+        close(block(hidden)[0], expected)
 
 
 LAYOUTS = [FusedLayout(*flags) for flags in ((False, False), (True, False), (False, True), (True, True))]
