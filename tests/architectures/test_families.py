@@ -114,7 +114,7 @@ def test_an_unknown_family_gets_a_hint() -> None:
         (
             {"model_type": "step3p7", "text_config": {"num_experts": 8}},
             "text_config.num_experts is 8",
-            "way of their own (Step3p7Experts",
+            "lie in another order than",
         ),
     ],
 )
