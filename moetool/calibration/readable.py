@@ -156,13 +156,18 @@ class BundledWindows:
             return
         if self._left_out:
             yield left_out_remark(self._left_out)
-        few = {kind: len(found) for kind, found in self.drawn.items() if len(found) < self._due[kind]}
-        if few:
-            listed = ", ".join(f"{kind} {count} of {self._due[kind]}" for kind, count in few.items())
-            yield f"Kinds of the bundled text with too few windows, for which others stand in: {listed}."
+        few = [kind for kind, found in self.drawn.items() if len(found) < self._due[kind]]
+        unread, short = ([kind for kind in few if (kind in self._pools) == is_read] for is_read in (False, True))
+        is_made_up = any(len(found) > self._due[kind] for kind, found in self.drawn.items())
+        end = "; others stand in." if is_made_up else "."
+        if unread:
+            yield f"Kinds of the bundled text of which it can read nothing: {', '.join(unread)}{end}"
+        if short and len(self.drawn) > 1:
+            listed = ", ".join(f"{kind} {len(self.drawn[kind])} of {self._due[kind]}" for kind in short)
+            yield f"Kinds of the bundled text with too few windows of this length: {listed}{end}"
         due, there = sum(self._due.values()), sum(map(len, self.drawn.values()))
         if there < due:
-            yield f"The bundled text has {there} windows of this length, not {due}."
+            yield f"The bundled text has {there} window{'s' if there != 1 else ''} of this length, not {due}."
 
 
 def left_out_remark(names: Collection[str]) -> str:

@@ -71,8 +71,8 @@ class TextOptions(Options):
     def _mixed_with_something(self) -> Self:
         if "mix" in self.model_fields_set and self.calibration is None:
             raise ValueError(
-                "--mix is the share of the bundled text beside another text, and there is none: name it with "
-                "--calibration, or leave out --mix"
+                "--mix is the share of bundled text beside a text of yours: name that with --calibration, or leave out "
+                "--mix, and all windows are bundled text"
             )
         return self
 

@@ -140,8 +140,9 @@ def test_windows_that_are_longer_than_a_kind(
     assert len(drawn.windows) == 32
     assert drawn.counts.given == {"own.txt": 32 - there}
     assert drawn.counts.bundled["code"] == 0
-    assert "code 0 of 2" in drawn.remarks[0]
-    assert drawn.remarks[1] == f"The bundled text has {there} windows of this length, not 16."
+    assert drawn.remarks[0].startswith("Kinds of the bundled text of which it can read nothing: dialogue, ")
+    assert "code 0 of 2" in drawn.remarks[1]
+    assert drawn.remarks[2] == f"The bundled text has {there} windows of this length, not 16."
     long = counted["prose"] + 1
     assert mixed(own, tiny_tokenizer, 0.5, samples=2, sequence_length=long).remarks == (
         "No kind of the bundled text is as long as one window: the given text alone is used.",

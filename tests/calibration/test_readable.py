@@ -103,9 +103,18 @@ def test_kinds_with_too_few_windows_are_made_up_for(
     bundled = BundledWindows(due, tiny_tokenizer, length=32, seed=0)
     assert {kind: len(found) for kind, found in bundled.drawn.items()} == {"code": 6, "dialogue": 0, "prose": 6}
     assert list(bundled.remarks()) == [
-        "Kinds of the bundled text with too few windows, for which others stand in: dialogue 0 of 4."
+        "Kinds of the bundled text with too few windows of this length: dialogue 0 of 4; others stand in."
     ]
     assert {kind: len(found) for kind, found in bundled.take(due).items()} == {"code": 6, "dialogue": 0, "prose": 6}
+
+
+def test_of_one_kind_alone_what_it_lacks_is_told_once(
+    tiny_tokenizer: PreTrainedTokenizerFast, pieces: Callable[..., None]
+) -> None:
+    pieces(BundledPiece("prose", "short", "Yes, said she, and no, said he, and that was all.\n"))
+    tokens = len(tiny_tokenizer(readable.pieces()[0].text)["input_ids"])
+    bundled = BundledWindows({"prose": 3}, tiny_tokenizer, length=tokens, seed=0)
+    assert list(bundled.remarks()) == ["The bundled text has 1 window of this length, not 3."]
 
 
 def test_pieces_that_are_cut_into_bytes_are_left_out(
@@ -125,9 +134,10 @@ def test_pieces_that_are_cut_into_bytes_are_left_out(
     assert readable_text(("prose",), tiny_tokenizer).left_out == ()
     bundled = BundledWindows({"other": 2, "prose": 2}, tiny_tokenizer, length=8, seed=0)
     assert {kind: len(own) for kind, own in bundled.drawn.items()} == {"other": 0, "prose": 4}
-    assert next(bundled.remarks()) == (
-        "This tokenizer cuts 1 piece of the bundled text into bytes, left out here: other/torn."
-    )
+    assert list(bundled.remarks()) == [
+        "This tokenizer cuts 1 piece of the bundled text into bytes, left out here: other/torn.",
+        "Kinds of the bundled text of which it can read nothing: other; others stand in.",
+    ]
 
 
 @pytest.fixture

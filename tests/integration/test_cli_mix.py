@@ -83,7 +83,7 @@ def test_nothing_is_added_to_what_names_it(
 def test_a_share_without_a_text(run_cli: Any, tiny_mixtral: Path, tmp_path: Path, options: Any, share: float) -> None:
     refused = run_cli("compress", tiny_mixtral, tmp_path / "out", *options, "--mix", share)
     assert refused.code == 2
-    assert "--mix is the share of the bundled text beside another text, and there is none" in refused.stderr
+    assert "--mix is the share of bundled text beside a text of yours" in refused.stderr
     assert not (tmp_path / "out").exists()
 
 
