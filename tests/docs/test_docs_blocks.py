@@ -88,7 +88,10 @@ def test_the_picture_shows_what_was_measured():
     assert len(points["moetool --method d2moe"]) == 3
     assert all(0 < size < 100 and loss > 0 for series in points.values() for size, loss in series)
     text = (ROOT / "docs" / "size-and-loss.svg").read_text(encoding="utf-8")
-    assert all(label in text for label in points)
+    other = chart["other_kind"]()
+    assert other["hybrid 75 %", "half"] < other["hybrid 75 %", "text"] < other["nearest 3 bits", "no text"]
+    assert {calibrated for _, calibrated in other} == {own for own, _ in chart["CALIBRATED"].values()}
+    assert all(label in text for label in [*points, *chart["CALIBRATED"], *(method for method, _ in other)])
 
 
 def test_the_format_names_every_representation():
