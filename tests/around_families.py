@@ -191,6 +191,21 @@ AROUND: dict[str, dict[str, Any]] = {
         "text_config": {**_TEXT, **DERIVED["qwen4_exp_text"], "rope_parameters": _AXES},
         "vision_config": {**_MERGING, "num_position_embeddings": 16},
     },
+    "step3p7": {
+        "image_token_id": IMAGE,
+        "text_config": {
+            **_TEXT,
+            **WIDTHS,
+            "n_routed_experts": 6,
+            "share_expert_dim": 40,
+            "head_dim": 8,
+            "sliding_window": 16,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "swiglu_limits": [0.0, 0.0, 0.5],
+        },
+        "vision_config": {**_ENCODER, "image_size": 16},
+    },
     "unlimited_ocr": {
         "image_token_id": IMAGE,
         "text_config": _EXPERTS_OF_OCR,

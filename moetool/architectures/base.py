@@ -253,6 +253,7 @@ class Architecture:
         embeddings: those of tokens, and the head.
         aliases: parts of names that some tools write, and what stands there on the hub. Such a checkpoint is read as if
             it had the hub's names.
+        own: prefix of moetool's own tensors, relative to the block.
         layer_module: module path of one decoder layer in memory, if that is not `layer`.
         given: numbers of this one model, of a family whose keys are not written down.
     """
@@ -283,6 +284,7 @@ class Architecture:
     attention: tuple[str, ...] = ATTENTION
     embeddings: tuple[str, ...] = ("model.embed_tokens", "lm_head")
     aliases: Mapping[str, str] = field(default_factory=dict)
+    own: str = "experts."
     layer_module: str = ""
     given: ModelNumbers | None = None
 
@@ -389,11 +391,15 @@ class Architecture:
 
     def experts_prefix(self, layer: int) -> str:
         """`model.layers.3.block_sparse_moe.experts.`, under which moetool's own tensors lie on disk."""
-        return f"{self.block_prefix(layer)}experts."
+        return self.block_prefix(layer) + self.own
 
     def weight_name(self, layer: int, expert: int, role: Role) -> str:
         """Name on disk of one expert's matrix, or of the tensor that holds those of all experts."""
         return self.block_prefix(layer) + self.weights[role].format(expert=expert)
+
+    def together(self, roles: Sequence[Role]) -> list[list[Role]]:
+        """Some roles of all experts, those together that share a tensor on disk, where all experts do."""
+        return [*by_name({role: self.weights[role] for role in roles}).values()]
 
     def shared_expert_names(self, layer: int) -> dict[Role, str]:
         """Names of the shared expert's matrices; empty for a family without one."""

@@ -162,7 +162,7 @@ class _Derivation:
         in_memory = layout_of(self._experts(self.moe_layers[0]))
         names = names_in_layers(self.model, self.inside, self.tensors, layer, shape.groups, in_memory)
         router, router_others, others = self._block_names(shape, names)
-        block = names.own.removesuffix("experts.").rstrip(".")
+        block = _block(names)
         shared_module, shared = self._shared_expert(names)
         groups, groups_keys = self._groups(shape)
         kind = type(self.model).__name__.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
@@ -180,6 +180,7 @@ class _Derivation:
             layer_module="" if layer == names.layer else layer,
             block=block,
             weights={role: _within(block, name) for role, name in names.weights.items()},
+            own=_within(block, names.own),
             on_disk=names.on_disk,
             in_memory=in_memory,
             router=router,
@@ -257,7 +258,7 @@ class _Derivation:
         layer; and beginnings of the names of all other tensors in the block, relative to it."""
         router_name, router = self._router()
         start = f"{self.block}." if self.block else ""
-        block = names.own.removesuffix("experts.").rstrip(".")
+        block = _block(names)
         biases = self._biases(shape, names)
         layers = reversed(self.tensors.values())
         shapes = {name: tuple(tensor.shape) for layer in layers for name, tensor in layer.items()}
@@ -357,6 +358,14 @@ class _Derivation:
         """Those of the keys under which transformers' config has a number, its own names of it first."""
         said = [key for key in keys if whole_number({key: getattr(self.text_config, key, None)}, key) == value]
         return tuple(sorted(said, key=lambda key: key not in vars(self.text_config)))
+
+
+def _block(names: DiskNames) -> str:
+    """Path on disk, relative to the layer, of what holds the experts; empty where they lie apart from moetool's own
+    tensors beside them, so that nothing less than the layer holds both."""
+    block = names.own.removesuffix("experts.").rstrip(".")
+    inside = all(name.startswith(f"{block}.") for name in names.weights.values())
+    return block if inside else ""
 
 
 def _within(block: str, name: str) -> str:

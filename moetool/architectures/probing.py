@@ -169,6 +169,10 @@ class _Found:
                 continue
             by_rows = {tuple(self._tensors[name].flatten().tolist()): name for name in found}
             for role, matrix in matrices.items():
+                if len(found) == len(roles):  # all experts' in a tensor of their own
+                    name = by_rows.pop(tuple(matrix.flatten().tolist()), "")
+                    names |= {role: self.split(name)[1]} if name else {}
+                    continue
                 parts = [by_rows.pop(tuple(own.flatten().tolist()), "") for own in matrix]
                 names |= {role: self._template(*parts)} if all(parts) else {}
             layouts = [] if by_rows else [PLAIN]

@@ -21,8 +21,15 @@ def takes_weighed_inputs(experts: "nn.Module") -> bool:
 def are_ordinary(experts: Any) -> bool:
     """Whether experts give `down(act(gate) · up)`, or with a gate of their own what `_apply_gate` makes of both.
 
-    They are on the meta device; a copy with few channels is run.
+    They are on the meta device; a copy with few channels is run on the processor.
     """
+    import torch
+
+    with torch.device("cpu"), torch.no_grad():
+        return _are_ordinary(experts)
+
+
+def _are_ordinary(experts: Any) -> bool:
     import torch
 
     both, down = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
@@ -36,7 +43,7 @@ def are_ordinary(experts: Any) -> bool:
     made.__dict__.update(numbers, _parameters={}, _buffers={})
 
     def drawn(*shape: int) -> "Tensor":
-        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     first, second = drawn(count, 2 * small[width], _HIDDEN), drawn(count, _HIDDEN, small[width])
     made.gate_up_proj = torch.nn.Parameter(lies.rows(first).contiguous(), requires_grad=False)

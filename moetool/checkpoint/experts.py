@@ -94,8 +94,9 @@ class ExpertReader:
             matrices = {role: self.shape.matrix(role) if native else layout.native_shape(role) for role in roles}
             if self.architecture.is_fused:
                 lies = self.architecture.on_disk if native else PLAIN
-                sizes = lies.shape(sum(shape[0] for shape in matrices.values()), matrices[roles[0]][1])
-                yield self.architecture.weight_name(layer, 0, roles[0]), (count, *sizes), None
+                for together in self.architecture.together(roles):
+                    sizes = lies.shape(sum(matrices[role][0] for role in together), matrices[together[0]][1])
+                    yield self.architecture.weight_name(layer, 0, together[0]), (count, *sizes), None
                 continue
             for role, shape in matrices.items():
                 for expert in range(count):
@@ -212,7 +213,8 @@ class ExpertReader:
         name = self.architecture.weight_name(layer, expert, role)
         if not self.architecture.is_fused:
             return self.checkpoint.read(name)
-        group, lies = self.shape.group(role), self.architecture.on_disk
+        [group] = [own for own in self.architecture.together(self.shape.group(role)) if role in own]
+        lies = self.architecture.on_disk
         if self.layout(layer).weights[role] is not None or lies == PLAIN:
             start = group.index(role) * shape[0]
             return self.checkpoint.read_part(name, expert, start, start + shape[0])
@@ -388,8 +390,9 @@ class ExpertReader:
     ) -> Iterator[tuple[str, Tensor]]:
         architecture = self.architecture
         if architecture.is_fused:
-            whole = [lies.fused([matrix(role, i) for role in roles]) for i in range(count)]
-            yield architecture.weight_name(layer, 0, roles[0]), torch.stack(whole)
+            for together in architecture.together(roles):
+                whole = [lies.fused([matrix(role, i) for role in together]) for i in range(count)]
+                yield architecture.weight_name(layer, 0, together[0]), torch.stack(whole)
             return
         for role in roles:
             for i in range(count):

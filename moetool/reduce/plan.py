@@ -47,7 +47,8 @@ class ReducedPlan(ShardPlan):
     def _experts(self, layer: int) -> Iterator[TensorSpec]:
         source, shape = self.source, self.source.experts.shape
         for roles in shape.groups:
-            for role in roles[:1] if source.architecture.is_fused else roles:
+            alone = (together[0] for together in source.architecture.together(roles))
+            for role in alone if source.architecture.is_fused else roles:
                 info = source.checkpoint.tensors[source.architecture.weight_name(layer, 0, role)]
                 if source.architecture.is_fused:
                     yield TensorSpec(info.name, info.dtype, (self.kept, *info.shape[1:]))

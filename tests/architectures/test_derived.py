@@ -80,7 +80,6 @@ def test_a_config_of_the_size_of_deepseek_v3() -> None:
         ),
         ({"model_type": "qwen3_omni_moe", "thinker_config": {}}, "no language model: transformers has no class"),
         ({"model_type": "mistral_large4", "text_config": {"hidden_size": 64}}, "does not leave other names alone"),
-        ({"model_type": "step3p7", "text_config": {"hidden_size": 64}}, "lie in another order"),
         ({"model_type": "diffusion_gemma", "text_config": {"num_experts": 8}}, "does not predict the next token"),
         ({"model_type": "muse_spark", "text_config": {"num_hidden_layers": 2}}, "end in a norm"),
         ({"model_type": "mixtral", "num_attention_heads": 0}, "transformers cannot build the mixtral model"),
