@@ -4,13 +4,16 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 from checkpoints import CrashDriver, contents
+from sampling import sampled
 
 
+@pytest.mark.parametrize("share", sampled((0.3, 0.5), [0.3]))
 def test_killed_anywhere_it_ends_with_the_same_models(
-    crash: CrashDriver, calibration: Any, tiny_mixtral_bf16: Path, tiny_text: Path, tmp_path: Path
+    crash: CrashDriver, calibration: Any, tiny_mixtral_bf16: Path, tiny_text: Path, tmp_path: Path, share: float
 ) -> None:
-    """In the statistics pass that two rows share, and later."""
+    """In the statistics pass that two rows share, or later."""
     rows = ("--methods", "hybrid", "--ratios", "0.6,0.4", "--option", "hybrid:group_size=16")
     options = (*rows, *calibration, "--samples", 4)
     arguments = ("compare", "--work", tiny_mixtral_bf16, *options, "--data", tiny_text, "--windows", 2, "--keep")
@@ -21,8 +24,7 @@ def test_killed_anywhere_it_ends_with_the_same_models(
     whole = crash(tmp_path / "whole", arguments)
     assert whole["code"] == 0
     assert len(made(tmp_path / "whole")) == 2
-    for share in (0.3, 0.5):
-        work = tmp_path / f"{share}"
-        assert crash(work, arguments, at=int(share * whole["changes"]))["code"] == -signal.SIGKILL
-        assert crash(work, arguments)["code"] == 0
-        assert made(work) == made(tmp_path / "whole")
+    work = tmp_path / "work"
+    assert crash(work, arguments, at=int(share * whole["changes"]))["code"] == -signal.SIGKILL
+    assert crash(work, arguments)["code"] == 0
+    assert made(work) == made(tmp_path / "whole")

@@ -89,8 +89,8 @@ def dense(tiny_mixtral: Path, save_model: Any, tmp_path_factory: pytest.TempPath
     sampled(
         product(METHODS, ("tiny_mixtral", "tiny_mixtral_bf16")),
         [
-            *product(METHODS, ["tiny_mixtral"]),
-            *product(("quantize", "low-rank and sparse", "hybrid"), ["tiny_mixtral_bf16"]),
+            *product(tuple(METHODS)[::2], ["tiny_mixtral"]),
+            *product(("hybrid", "low-rank and sparse"), ["tiny_mixtral_bf16"]),
         ],
     ),
 )
@@ -117,11 +117,17 @@ def test_results_load_compute_and_save(
     assert load(path).generate(tokens[:1, :8], max_new_tokens=3, do_sample=False).shape == (1, 11)
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3", "granitemoe", "phimoe"])
-@pytest.mark.parametrize("options", [METHODS["quantize with a base in few bits"], METHODS["sparsify"]])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    sampled(
+        product(("qwen2_moe", "deepseek_v3", "granitemoe", "phimoe"), ("quantize with a base in few bits", "sparsify")),
+        [("deepseek_v3", "sparsify"), ("granitemoe", "quantize with a base in few bits"), ("phimoe", "sparsify")],
+    ),
+)
 def test_other_families(
-    run_cli: Any, made: Any, save_model: Any, tokens: torch.Tensor, tmp_path: Path, name: str, options: Any
+    run_cli: Any, made: Any, save_model: Any, tokens: torch.Tensor, tmp_path: Path, name: str, method: str
 ) -> None:
+    options = METHODS[method]
     source = save_model(families.build(name), tmp_path / "model")
     if "--group-size" in options:
         options = (*options[:-1], 8)
@@ -275,7 +281,7 @@ def test_what_factors_leave_over_is_less(made: Any, tiny_mixtral: Path) -> None:
     ("name", "at"),
     sampled(
         product(("hybrid", "quantize, rounded on text", "sparsify"), (8, 25)),
-        [("hybrid", 25), ("quantize, rounded on text", 25), ("sparsify", 8)],
+        [("hybrid", 25), ("sparsify", 8)],
     ),
 )
 def test_killed_runs_resume_to_the_same_bytes(

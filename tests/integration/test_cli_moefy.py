@@ -94,9 +94,7 @@ def masked_reference(model: Any) -> None:
 # -- with all experts it computes what the dense model computed, with fewer what the masked sum is
 
 
-@pytest.mark.parametrize(
-    "family", sampled([*DENSE_FAMILIES, *MOEFY_FAMILIES], [*DENSE_STRUCTURES, "llama-mlp-bias", *MOEFY_FAMILIES])
-)
+@pytest.mark.parametrize("family", sampled([*DENSE_FAMILIES, *MOEFY_FAMILIES], [*DENSE_STRUCTURES, *MOEFY_FAMILIES]))
 def test_every_family(
     run_cli: Any, dense: Any, moefy: Any, calibration: Any, tokens: Tensor, tmp_path: Path, family: str
 ) -> None:
@@ -127,7 +125,9 @@ def test_every_family(
     assert run_cli("verify", made.path).code == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "opt", "falcon", "gpt_bigcode"])
+@pytest.mark.parametrize(
+    "family", sampled(("llama", "gpt_neox", "opt", "falcon", "gpt_bigcode"), ("llama", "opt", "gpt_bigcode"))
+)
 def test_generation_takes_the_path_of_few_tokens(dense: Any, moefy: Any, tokens: Tensor, family: str) -> None:
     """Cached, a token at a time: the masked sum again, and with all experts the dense model's own words."""
     made = moefy(dense(family), *FOUR)
@@ -223,8 +223,8 @@ VARIANTS = [
     sampled(
         product(("llama", "bert"), VARIANTS),
         [
-            *product(["llama"], VARIANTS),
-            *product(["bert"], ("--selector oracle", "--method moefication --baseline snip", "--layers 0,2")),
+            *product(["llama"], VARIANTS[1:6]),
+            *product(["bert"], ("--selector oracle", "--layers every:2 --selector random")),
         ],
     ),
 )
@@ -399,7 +399,7 @@ def test_an_encoder_with_the_head_of_a_task(dense: Any, moefy: Any, tokens: Tens
 # -- jobs
 
 
-@pytest.mark.parametrize("options", [(), ("--baseline", "snip"), ("--selector", "random")])
+@pytest.mark.parametrize("options", [("--baseline", "snip"), ("--selector", "random")])
 def test_the_same_seed_gives_the_same_bytes(run_cli: Any, llama: Path, moefy: Any, calibration: Any, tmp_path: Path,
                                             options: Any) -> None:  # fmt: skip
     again = run_cli("moefy", llama, tmp_path / "out", *calibration, *FOUR, *options)
@@ -409,7 +409,8 @@ def test_the_same_seed_gives_the_same_bytes(run_cli: Any, llama: Path, moefy: An
 
 
 @pytest.mark.parametrize(
-    ("family", "options"), [("llama", ()), ("bert", ("--shard-size", "100kB")), ("opt", ("--baseline", "snip"))]
+    ("family", "options"),
+    sampled([("llama", ()), ("bert", ("--shard-size", "100kB")), ("opt", ("--baseline", "snip"))], [("llama", ())]),
 )
 def test_a_killed_job_goes_on_to_the_same_bytes(
     crash: Any, dense: Any, calibration: Any, tmp_path: Path, family: str, options: Any
@@ -568,7 +569,13 @@ def routed(run_cli: Any, path: Path, *texts: Path) -> dict[str, Any]:
     return result.json
 
 
-@pytest.mark.parametrize("kind", ["llama", "opt", "bert", "gpt_bigcode", "snip", "mixtral", "mixture", "pesc", "simoe"])
+@pytest.mark.parametrize(
+    "kind",
+    sampled(
+        ("llama", "opt", "bert", "gpt_bigcode", "snip", "mixtral", "mixture", "pesc", "simoe"),
+        ("opt", "bert", "snip", "mixture", "pesc", "simoe"),
+    ),
+)
 def test_shares_of_experts_by_text(
     run_cli: Any, dense: Any, moefy: Any, upcycle: Any, tiny_mixtral: Path, texts: Any, kind: str, tmp_path: Path
 ) -> None:

@@ -4,7 +4,7 @@ import importlib.util
 import json
 import signal
 from collections.abc import Iterator
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from subprocess import PIPE, Popen
 from sys import executable
@@ -94,8 +94,9 @@ def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
 # -- from a dense model
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "method"), sampled(product(FAMILIES, METHODS), zip(FAMILIES, cycle(METHODS), strict=False))
+)
 def test_every_family(dense: Any, upcycle: Any, run_cli: Any, tokens: Tensor, family: str, method: str) -> None:
     source = dense(family)
     made = upcycle(source, *METHODS[method])
@@ -521,10 +522,7 @@ def test_recomputed_activations_train_the_same(tuned: Any, pesc: Path, simoe: Pa
     sampled(
         product(METHODS, ("gpt_neox", "gpt_bigcode", "falcon", "gemma2")),
         [
-            ("pesc", "gpt_neox"),
             ("pesc", "gpt_bigcode"),
-            ("simoe", "falcon"),
-            ("simoe", "gemma2"),
             ("simoe", "gpt_neox"),
         ],
     ),
@@ -542,7 +540,7 @@ def test_other_families_are_tuned(
     ("which", "tenths"),
     sampled(
         product(("pesc", "pesc with lora", "simoe", "tuned simoe"), (2, 6)),
-        [("pesc", 6), ("pesc with lora", 6), ("simoe", 6), ("simoe", 2), ("tuned simoe", 2)],
+        [("pesc with lora", 6), ("simoe", 2)],
     ),
 )
 def test_a_stopped_tuning_goes_on_to_the_same_bytes(
@@ -625,8 +623,10 @@ def test_factors_beside_the_experts_of_a_mixtral(tuned: Any, tiny_mixtral: Path)
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-@pytest.mark.parametrize("which", ["pesc", "simoe", "dense"])
+@pytest.mark.parametrize(
+    ("which", "kind"),
+    sampled(product(("pesc", "simoe", "dense"), ("nf4", "int8")), [("pesc", "nf4"), ("simoe", "int8")]),
+)
 def test_a_base_in_few_bits_is_written_whole(tuned: Any, dense: Any, upcycle: Any, which: str, kind: str) -> None:
     """Without factors not a bit of it has changed; with them it is the source and what they learnt."""
     source = dense("llama", hidden_size=64, intermediate_size=128)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import WEIGHTS, CrashDriver, check_use, config_of, contents, logits, relative_error, weight_bytes
 from safetensors.torch import load_file
+from sampling import sampled
 from torch import Tensor
 
 from moetool.architectures import ROLES
@@ -57,7 +58,7 @@ def test_nearest_codes_are_those_of_each_matrix(compress: Any, tiny_mixtral: Pat
     assert made.told["layers"]["0"]["relative_error"]["gate"][0] < (0.01 if bits == 8 else 0.5)
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", sampled(CHOICES, ("rotated", "trellis", "int8", "ratio, one per role")))
 def test_no_base_is_stored_and_the_result_runs(
     run_cli: Any, compress: Any, tiny_mixtral: Path, tokens: Tensor, tmp_path: Path, name: str
 ) -> None:

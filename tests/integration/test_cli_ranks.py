@@ -44,7 +44,12 @@ def alone(crash, jobs, tmp_path_factory) -> Callable[[str], dict[str, bytes]]:
     return write
 
 
-@pytest.mark.parametrize("name", ["quantize-delta", "with a text", "export", "upcycle", "moefy", "snip"])
+@pytest.mark.parametrize(
+    "name",
+    sampled(
+        ("quantize-delta", "with a text", "export", "upcycle", "moefy", "snip"), ("with a text", "upcycle", "snip")
+    ),
+)
 def test_as_one_would(crash, alone, jobs, tmp_path, name):
     expected = alone(name)
     told = crash(tmp_path / "out", jobs[name], ranks=2, rank=1)
@@ -56,7 +61,7 @@ def test_as_one_would(crash, alone, jobs, tmp_path, name):
 
 @pytest.mark.parametrize(
     ("killed", "at", "again"),
-    sampled([(0, 5, 3), (0, 12, 1), (1, 4, 1), (1, 9, 3)], [(0, 12, 1), (1, 4, 1), (0, 5, 3)]),
+    sampled([(0, 5, 3), (0, 12, 1), (1, 4, 1), (1, 9, 3)], [(1, 4, 1), (0, 5, 3)]),
 )
 def test_one_is_killed(crash, alone, jobs, tmp_path, killed, at, again):
     """The other ends by itself, resumably; any number of processes goes on."""

@@ -116,7 +116,7 @@ def test_what_cannot_be_trained(run_cli: Any, moe: Path, data: Path, tmp_path: P
     ("source", "tenths"),
     sampled(
         product(("mixtral", "own module", "differences"), (2, 3, 4)),
-        [("mixtral", 2), ("own module", 4), ("differences", 3)],
+        [("mixtral", 2), ("own module", 4)],
     ),
 )
 def test_a_stopped_job_goes_on_to_the_same_bytes(

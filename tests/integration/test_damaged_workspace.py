@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from checkpoints import contents, copy_of
+from sampling import sampled
 
 from moetool.job.execute import run_stage
 from moetool.job.result import Result
@@ -47,7 +48,7 @@ def start(smallest: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFact
         yield start
 
 
-@pytest.fixture(scope="module", params=list(KILLED_AT))
+@pytest.fixture(scope="module", params=sampled(KILLED_AT, ["d2moe"]))
 def job(
     request: pytest.FixtureRequest, start: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path, dict[str, bytes]]:

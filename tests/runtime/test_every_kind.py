@@ -29,6 +29,7 @@ TOKENS = torch.arange(3, 35).view(2, 16)
 GENERATE: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 WIDE = (".centre", ".absmax", ".log_phi", ".multiplier")  # what stays in 32 bits in a model of 16
 every_kind = pytest.mark.parametrize("kind", list(KINDS))
+several_kinds = pytest.mark.parametrize("kind", sampled(KINDS, list(KINDS)[::3]))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_offloaded_weights_compute_what_loaded_ones_do(
     assert any(parameter.is_meta for parameter in model.parameters())
 
 
-@every_kind
+@several_kinds
 def test_a_dispatched_model_is_what_it_was(kind: str, saved: Any) -> None:
     model = load(saved(kind))
     expected, tensors = logits(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -140,7 +141,7 @@ def test_in_16_bits_it_is_what_it_is_and_is_saved_as_it_is(kind: str, saved: Any
     assert all(narrowed[name].equal(tensor) for name, tensor in model.state_dict().items())
 
 
-@every_kind
+@several_kinds
 def test_a_batch_generates_with_a_cache_what_each_prompt_does(kind: str, saved: Any) -> None:
     """A prompt of six tokens, padded on the left, beside one of sixteen; with and without a cache."""
     model = load(saved(kind))
