@@ -34,7 +34,7 @@ STRUCTURES += ("llama4_text", "nemotron_h", "qwen3_vl_moe")
 each_structure = pytest.mark.parametrize("model", sampled(FAMILIES, STRUCTURES), indirect=True, scope="module")
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+@pytest.fixture(scope="module", params=sampled(FAMILIES, STRUCTURES))
 def model(request: pytest.FixtureRequest, save_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = families.build(request.param, **FAMILIES[request.param])
     return save_model(built, tmp_path_factory.mktemp(request.param) / "model")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from checkpoints import contents
+from sampling import sampled
 
 
 @contextlib.contextmanager
@@ -34,7 +35,7 @@ JOBS: dict[str, tuple[Any, ...]] = {
 LIMITS = {"d2moe": 20_000, "hybrid": 16_000, "ders-quantize": 20_000, "vanilla": 60_000, "tune": 600_000}
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", sampled(JOBS, ("hybrid", "vanilla", "tune")))
 def test_no_room(run_cli: Any, dense: Any, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path, job: str) -> None:
     examples = tmp_path / "examples.jsonl"
     examples.write_text("\n".join(json.dumps({"prompt": "Say it: ", "completion": f"word {n}"}) for n in range(4)))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoints import contents
 from safetensors.torch import load_file
+from sampling import sampled
 from transformers import AutoTokenizer
 
 from moetool.calibration import readable
@@ -121,7 +122,10 @@ def test_a_tokenizer_that_reads_half_of_it(
     assert "cuts all of the bundled text into bytes: give --mix 0." in refused.stderr
 
 
-@pytest.mark.parametrize("job", ["compress", "moefy", "upcycle", "gguf", "compressed-tensors"])
+@pytest.mark.parametrize(
+    "job",
+    sampled(("compress", "moefy", "upcycle", "gguf", "compressed-tensors"), ("compress", "moefy", "gguf")),
+)
 def test_every_job_that_measures_takes_its_share(
     run_cli: Any, tiny_mixtral: Path, dense: Any, text: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str
 ) -> None:

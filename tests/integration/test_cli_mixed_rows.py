@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoints import check_use, config_of, copy_of, weight_bytes
 from safetensors.torch import load_file, save_file
+from sampling import sampled
 from torch import Tensor
 
 from moetool.representations import parse_representation
@@ -19,7 +20,7 @@ WAYS: dict[str, tuple[object, ...]] = {
     "on their own": ("--method", "quantize", "--ratio", 0.6, *GROUP),
     "in trellises": ("--method", "quantize", "--ratio", 0.6, *GROUP, "--trellis", "--refine", 2),
 }
-every_way = pytest.mark.parametrize("name", WAYS)
+every_way = pytest.mark.parametrize("name", sampled(WAYS, ("on a base", "in trellises")))
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ METHODS: dict[str, tuple[object, ...]] = {
     "reap": ("reap", "--experts", 2),
 }
 SHARDS = ("--shard-size", "40kB")
-KILLS = int(os.environ.get("MOETOOL_TEST_KILLS", "4"))
+KILLS = int(os.environ.get("MOETOOL_TEST_KILLS", "2"))
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from moetool.compress.mixing.plan_file import read_plan
 from moetool.errors import MoetoolError
 from moetool.job.job import Source
 
-PLANS = int(os.environ.get("MOETOOL_TEST_EDITS", "8"))  # edited ones
-PRESETS = int(os.environ.get("MOETOOL_TEST_EDITS", "60"))
+PLANS = int(os.environ.get("MOETOOL_TEST_EDITS", "4"))  # edited ones
+PRESETS = int(os.environ.get("MOETOOL_TEST_EDITS", "30"))
 VALUES = tuple(value for value in WRONG if not isinstance(value, Nested))
 BASES = ("none", "quantised-weight:2:16", "nf4", "int8", "dense", "trellis-weight:2:16", "low-rank:4", "quantised:8:16")
 FORMS = (
