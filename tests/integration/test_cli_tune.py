@@ -280,6 +280,7 @@ def test_two_processes_learn_what_one_learns(
         assert (tensor - second[name]).norm() < 0.02 * moved, name
 
 
+@pytest.mark.exhaustive
 def test_a_sharded_model_goes_on_where_it_was_killed(
     run_cli: Any, crash: Any, two_processes: Any, dense: Any, upcycle: Any, data: Path, tmp_path: Path
 ) -> None:
