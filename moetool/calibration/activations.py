@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moetool.calibration.peers import Peers
 from moetool.checkpoint.files import TEMPORARY, FastDigest, atomically, storage_errors
-from moetool.checkpoint.reader import byte_view
+from moetool.checkpoint.header import byte_view
 from moetool.errors import ResourceError
 
 

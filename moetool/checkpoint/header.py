@@ -1,4 +1,4 @@
-"""The header of a safetensors file: eight bytes of length, a JSON object, then the data it describes."""
+"""A safetensors file: eight bytes of length, a JSON object, then the data that it describes."""
 
 import json
 import math
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+from torch import Tensor
 
 from moetool.errors import InvalidInputError
 
@@ -162,6 +163,27 @@ def check_dtype(what: str, dtype: torch.dtype) -> None:
             f"{what} are stored as {dtype}; moetool works on 16- and 32-bit floating point numbers. "
             "Convert the checkpoint to bfloat16 first."
         )
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor of any dtype, in place."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def read_numbers(info: TensorInfo, first: int, shape: tuple[int, ...]) -> Tensor:
+    """A tensor's numbers from the `first` on, in a shape.
+
+    Not mapped but read: pages of a mapping stay in this process's memory long after the tensor is forgotten.
+    """
+    target = torch.empty(shape, dtype=info.dtype)
+    buffer = byte_view(target)
+    with reading(info.file), info.file.open("rb", buffering=0) as file:
+        file.seek(info.offset + first * info.dtype.itemsize)
+        while buffer:
+            if not (count := file.readinto(buffer)):
+                raise InvalidInputError(f"{info.file} ends inside tensor {info.name}: it changed since it was opened.")
+            buffer = buffer[count:]
+    return target
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -9,18 +9,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from moetool.architectures import aliases
 from moetool.architectures.base import Settings
-from moetool.checkpoint.header import Header, TensorInfo, read_header, reading
+from moetool.checkpoint.header import Header, TensorInfo, read_header, read_numbers
 from moetool.checkpoint.missing import without_config, without_weights
 from moetool.checkpoint.names import CARD, CONFIG, COSTS, INDEX, MANIFEST, SINGLE, WEIGHTS
 from moetool.checkpoint.sampling import sampled, whole_limit
 from moetool.checkpoint.settings import settings_of
 from moetool.checkpoint.source import resolve_source
-from moetool.checkpoint.stored.formats import matrices_of
+from moetool.checkpoint.stored.formats import ABOUT_WEIGHTS, matrices_of
 from moetool.checkpoint.stored.matrix import DecodedMatrix
 from moetool.errors import InvalidInputError, did_you_mean
 from moetool.format.validation import check_config, check_depth, check_headers, check_settings, is_known
@@ -226,10 +225,10 @@ class Checkpoint:
 
     def _span(self, info: TensorInfo, first: int, shape: tuple[int, ...]) -> Tensor:
         if (form := self.forms.get(info.name)) is None:
-            return _read(info, first, shape)
+            return read_numbers(info, first, shape)
         count, columns = math.prod(shape), info.shape[-1]
         start, stop = first // columns, -(-(first + count) // columns)
-        rows = form.rows(lambda name, begin, wanted: _read(self.stored[name], begin, wanted), start, stop)
+        rows = form.rows(lambda name, begin, wanted: read_numbers(self.stored[name], begin, wanted), start, stop)
         skipped = first - start * columns
         return rows.view(-1)[skipped : skipped + count].view(shape)
 
@@ -237,10 +236,11 @@ class Checkpoint:
         """Every file that goes into an output byte for byte, sorted: tokenizer, templates, licence, and the like.
 
         Left out are weights in any format with their indices, `config.json`, which gets patched, `moetool.json`, what
-        the job cost and the model card, which describe this checkpoint and no other, and the directories of tools
-        (`.git`, `.cache`, `.moetool`).
+        the job cost and the model card, which describe this checkpoint and no other, the directories of tools
+        (`.git`, `.cache`, `.moetool`), and what another tool says of a format that is decoded.
         """
-        return sorted(_sidecars(self.path))
+        left = ABOUT_WEIGHTS if self.stored_as is not None else frozenset()
+        return sorted(file for file in _sidecars(self.path) if file.name not in left)
 
     def fingerprint(self) -> str:
         """SHA-256 in hexadecimal, over the config and the names, sizes, headers and content of the weight files.
@@ -369,27 +369,6 @@ def _weight_files(path: Path) -> tuple[tuple[Path, ...], dict[str, Path]]:
 def _stays_inside(shard: str) -> bool:
     name = Path(shard)
     return not name.is_absolute() and ".." not in name.parts and "\0" not in shard and len(name.name) <= _LONGEST_NAME
-
-
-def byte_view(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor of any dtype, in place."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
-
-
-def _read(info: TensorInfo, first: int, shape: tuple[int, ...]) -> Tensor:
-    """A tensor's numbers from the `first` on, in a shape.
-
-    Not mapped but read: pages of a mapping stay in this process's memory long after the tensor is forgotten.
-    """
-    target = torch.empty(shape, dtype=info.dtype)
-    buffer = byte_view(target)
-    with reading(info.file), info.file.open("rb", buffering=0) as file:
-        file.seek(info.offset + first * info.dtype.itemsize)
-        while buffer:
-            if not (count := file.readinto(buffer)):
-                raise InvalidInputError(f"{info.file} ends inside tensor {info.name}: it changed since it was opened.")
-            buffer = buffer[count:]
-    return target
 
 
 def _sidecars(root: Path) -> Iterator[Path]:

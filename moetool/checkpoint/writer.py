@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from moetool.checkpoint.files import atomically, free_bytes, storage_errors, write_json
-from moetool.checkpoint.header import DTYPE_CODES, LENGTH_BYTES, MAX_HEADER_BYTES
+from moetool.checkpoint.header import DTYPE_CODES, LENGTH_BYTES, MAX_HEADER_BYTES, byte_view
 from moetool.checkpoint.names import INDEX, SINGLE
-from moetool.checkpoint.reader import byte_view
 from moetool.errors import ResourceError, VerificationError
 
 PIECE_BYTES = 8 << 20  # what is checked and written at once: in the cache, and small beside any tensor that matters

@@ -9,7 +9,7 @@ from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.names import CONFIG, SINGLE
 from moetool.checkpoint.reader import Checkpoint, has_weights, read_config
 from moetool.checkpoint.source import resolve_source
-from moetool.checkpoint.stored.formats import expected_bytes
+from moetool.checkpoint.stored.formats import entry_of, expected_bytes
 from moetool.checkpoint.writer import TensorSpec, shard_nbytes
 from moetool.errors import InvalidInputError
 from moetool.format.families import is_opaque
@@ -74,5 +74,5 @@ def imagine(source: str, path: Path, config: dict[str, object]) -> Checkpoint:
     stored = expected_bytes(config, {spec.name: spec.shape for spec in specs}, path)
     if stored is None:
         return Checkpoint(source, path, config, ordered, (), shard_nbytes(specs), f"{CONFIG} alone", ())
-    told = str(config["quantization_config"]["quant_method"])  # type: ignore[index]
-    return Checkpoint(source, path, plain, ordered, (), stored, f"{CONFIG} alone", (), stored_as=told)
+    told = (entry_of(config, path) or {}).get("quant_method")
+    return Checkpoint(source, path, plain, ordered, (), stored, f"{CONFIG} alone", (), stored_as=str(told))

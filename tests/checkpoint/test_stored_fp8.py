@@ -52,6 +52,18 @@ def test_bits_are_those_of_transformers(
     assert shown.weight_bytes == (path / FILE).stat().st_size < shown.shown_bytes
 
 
+def test_mxfp8(saved: dict[str, Path], tmp_path: Path) -> None:
+    """Exponents of 32 numbers each, and no block in the config: transformers tells by the shapes."""
+    path = save_fp8(saved["deepseek_v3"], tmp_path / "blocks", (1, 8), "ue8m0")
+    held = load_file(path / FILE)
+    held |= {name: own.view(torch.uint8) for name, own in held.items() if own.dtype == torch.float8_e8m0fnu}
+    path = rewrite(path, tmp_path / "model", held, {"quant_method": "mxfp8", "scale_fmt": "ue8m0"})
+    shown = Checkpoint.open(path)
+    expected = dequantized(path, quantization_config=FineGrainedFP8Config(weight_block_size=None, dequantize=True))
+    assert sum(own.dtype == torch.uint8 for own in held.values()) == len(shown.forms) > 0
+    assert all(shown.read(name).equal(expected[name]) for name in shown.forms)
+
+
 def test_every_way_to_read_gives_the_same(path: Path) -> None:
     shown = Checkpoint.open(path)
     whole = shown.read(UP)

@@ -12,6 +12,7 @@ from checkpoints import config_of, load_whole, tensors_of, weights
 from derived_families import DERIVED
 from safetensors.torch import load_file
 from stored_bits import FILE, rewrite, save_fp8, save_mxfp4
+from stored_words import save_awq, save_bitsandbytes, save_gptq, save_nvfp4
 
 from moetool.checkpoint.reader import Checkpoint
 
@@ -88,6 +89,41 @@ def test_a_job_makes_what_it_makes_of_the_decoded_model(
     load_whole(tmp_path / "one")
     verified = run(run_cli, "verify", tmp_path / "one", "--against", stored)
     assert (verified["same_tensors"] > 0) == ("reap" not in job)  # a result of fewer experts has another shape
+
+
+@pytest.mark.parametrize(
+    ("family", "save"),
+    [("mixtral", save_gptq), ("qwen3_moe", save_awq), ("mixtral", save_bitsandbytes), ("deepseek_v3", save_nvfp4)],
+    ids=["gptq", "awq", "bitsandbytes", "nvfp4"],
+)
+def test_other_formats(
+    run_cli: Any,
+    save_model: Any,
+    tmp_path: Path,
+    calibration: tuple[object, ...],
+    tiny_text: Path,
+    family: str,
+    save: Callable[..., Path],
+) -> None:
+    stored = save(save_model(families.build(family, dtype=torch.bfloat16), tmp_path / "source"), tmp_path / "stored")
+    (stored / "quantize_config.json").write_text("{}")
+    plain = plain_copy(stored, tmp_path / "plain")
+    for path in (stored, plain):
+        job = ("--method", "quantize", "--bits", 4, *calibration)
+        run(run_cli, "compress", path, tmp_path / f"{path.name}-4", *job)
+    assert weights(tmp_path / "stored-4") == weights(tmp_path / "plain-4")
+    run(run_cli, "export", stored, tmp_path / "dense", "--format", "dense-experts")
+    assert {name: own.tolist() for name, own in tensors_of(tmp_path / "dense").items()} == {
+        name: own.tolist() for name, own in tensors_of(plain).items()
+    }
+    for made in ("stored-4", "dense"):
+        load_whole(tmp_path / made)
+        assert not (tmp_path / made / "quantize_config.json").exists()
+    told = run(
+        run_cli, "eval", stored, "--against", plain, "--data", tiny_text, "--windows", 2, "--sequence-length", 32
+    )
+    assert told["against"]["kl"] == 0
+    assert run(run_cli, "verify", tmp_path / "stored-4", "--against", stored)["same_tensors"] > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)

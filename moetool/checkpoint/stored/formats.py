@@ -1,6 +1,7 @@
 """Formats of other tools, one file each. A file in this directory that defines `FORMAT` is known."""
 
 import importlib
+import json
 import math
 import pkgutil
 import re
@@ -10,12 +11,17 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from moetool.checkpoint.header import TensorInfo
+from moetool.checkpoint.header import TensorInfo, read_numbers
 from moetool.checkpoint.stored.matrix import DecodedMatrix
 from moetool.errors import InvalidInputError
 from moetool.format.entry import is_quantized_elsewhere
 
+ABOUT_MODELOPT = "hf_quant_config.json"
+# What other tools leave beside the weights about their format: it is not true of what is made of the decoded ones.
+ABOUT_WEIGHTS = frozenset({ABOUT_MODELOPT, "quantize_config.json", "quant_config.json"})
+_EXCEPTED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "llm_int8_skip_modules")
 _LEFT = re.compile(r"(embed|lm_head|\bgate\.weight|router|norm)")
 
 
@@ -34,6 +40,11 @@ class QuantizedFiles:
     entry: Mapping[str, object]
     tensors: Mapping[str, TensorInfo]
     dtype: torch.dtype
+
+    def read(self, name: str) -> Tensor:
+        """A small tensor, whole: notes on matrices that some formats keep outside of the headers. Raises
+        `InvalidInputError` for a file that cannot be read."""
+        return read_numbers(self.tensors[name], 0, self.tensors[name].shape)
 
     def refuse(self, what: str) -> InvalidInputError:
         """What is raised where parts of a tensor, whose name `what` begins with, do not fit."""
@@ -80,23 +91,39 @@ def formats() -> Mapping[str, StoredFormat]:
     return {method: own for own in found for method in own.methods}
 
 
+def entry_of(config: Mapping[str, object], path: Path) -> Mapping[str, object] | None:
+    """What a checkpoint says of the format that another tool has stored it in: `quantization_config` of its config, or
+    the file beside it in which ModelOpt's first exports have that; `None` for any that is not quantized.
+
+    Raises:
+        InvalidInputError: that file cannot be read.
+    """
+    entry = config.get("quantization_config")
+    if entry is not None or not (path / ABOUT_MODELOPT).exists():
+        return entry if is_quantized_elsewhere(config) and isinstance(entry, Mapping) else None
+    try:
+        held = json.loads((path / ABOUT_MODELOPT).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"Cannot use {path / ABOUT_MODELOPT}: {error}. Download it again.") from error
+    own = held.get("quantization") if isinstance(held, Mapping) else None
+    return {**own, "quant_method": "modelopt"} if isinstance(own, Mapping) and own.get("quant_algo") else None
+
+
 def matrices_of(config: Mapping[str, object], tensors: Mapping[str, TensorInfo], path: Path) -> StoredTensors | None:
     """What a checkpoint in another tool's format holds; `None` for one that is in none, or in one that is not known.
 
     Raises:
         InvalidInputError: parts of a matrix are missing or do not fit each other, or are in a scheme that is not known.
     """
-    entry = config.get("quantization_config")
-    if not is_quantized_elsewhere(config) or not isinstance(entry, Mapping):
-        return None
-    method = str(entry.get("quant_method"))
-    if (known := formats().get(method)) is None:
+    entry = entry_of(config, path)
+    if entry is None or (known := formats().get(str(entry.get("quant_method")))) is None:
         return None
     found = known.find(QuantizedFiles(path, entry, tensors, model_dtype(config, tensors)))
     if not found.matrices:
         raise InvalidInputError(
-            f"config.json of {path} says that its weights are quantized (quant_method '{method}'), and no tensor of "
-            "the files is. If they are not, remove quantization_config from it."
+            f"{path} says that its weights are quantized (quant_method '{entry['quant_method']}'), and no tensor of "
+            f"the files is. If they are not, remove quantization_config from config.json, and {ABOUT_MODELOPT} if it "
+            "is there."
         )
     return found
 
@@ -107,22 +134,29 @@ def expected_bytes(config: Mapping[str, object], shapes: Mapping[str, tuple[int,
     Embeddings, heads and routers count in 16 bits, in which all makers leave them, and what the config excepts.
     Raises `InvalidInputError` for an entry that cannot be used.
     """
-    entry = config.get("quantization_config")
-    if not is_quantized_elsewhere(config) or not isinstance(entry, Mapping):
-        return None
-    if (known := formats().get(str(entry.get("quant_method")))) is None:
+    entry = entry_of(config, path)
+    if entry is None or (known := formats().get(str(entry.get("quant_method")))) is None:
         return None
     files = QuantizedFiles(path, entry, {}, model_dtype(config, {}))
-    given = [entry.get(key) for key in ("modules_to_not_convert", "ignored_layers", "ignore")]
-    left = [str(own).removeprefix("re:") for names in given if isinstance(names, list) for own in names]
+    given = [entry.get(key) for key in _EXCEPTED]
+    left = [_pattern(str(own)) for names in given if isinstance(names, list) for own in names]
     total = 0.0
     for name, shape in shapes.items():
         module = name.removesuffix("weight")
-        excepted = any(re.match(rf"(?:{own})\b", module) or module.endswith(f"{own}.") for own in left)
+        excepted = any(own.match(module.removesuffix(".")) for own in left)
         stays = len(shape) < 2 or excepted or _LEFT.search(name) is not None
         bits = files.dtype.itemsize * 8 if stays else known.bits(files, module)
         total += math.prod(shape) * bits / 8
     return round(total)
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    """Of the modules that a config excepts by a name, its last parts, or a pattern (`re:` or with stars)."""
+    own = name.removeprefix("re:") if name.startswith("re:") else re.escape(name).replace(r"\*", ".*")
+    try:
+        return re.compile(rf"(?:.*\.)?(?:{own})(?:\.|$)")
+    except re.error as error:
+        raise InvalidInputError(f"quantization_config excepts {name!r}, which is no pattern ({error}).") from error
 
 
 def model_dtype(config: Mapping[str, object], tensors: Mapping[str, TensorInfo]) -> torch.dtype:

@@ -157,4 +157,4 @@ def _bits(files: QuantizedFiles, module: str) -> float:
     return 8 + (0 if (block := _block_size(files.entry)) is None else 32 / math.prod(block))
 
 
-FORMAT = StoredFormat(("fp8",), _find, _bits)
+FORMAT = StoredFormat(("fp8", "mxfp8"), _find, _bits)
