@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import derived_dense
 import torch
 from transformers import AutoConfig
 
@@ -101,12 +102,13 @@ MOEFY_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build_dense(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """A model at the scales of a trained one: norms and biases, too, are not what they are initialised to."""
-    model_type, own = {**DENSE_FAMILIES, **MOEFY_FAMILIES}[family]
+    derived = {name: (name, own) for name, own in {**derived_dense.DERIVED_DENSE, **derived_dense.ENCODERS}.items()}
+    model_type, own = {**derived, **DENSE_FAMILIES, **MOEFY_FAMILIES}[family]
     config = AutoConfig.for_model(model_type, **{**COMMON, **own, **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class({"model_type": model_type}).from_config(config).eval()
-        offset = 0.0 if model_type.startswith("gemma") else 1.0
+        offset = 0.0 if model_type in ("gemma", "gemma2", "gemma3_text") else 1.0
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.ndim >= 2:

@@ -5,12 +5,9 @@ disk by turning transformers' conversion of checkpoints round, and numbers are r
 checkpoint (`auto_map`) is never run.
 """
 
-import ast
 import dataclasses
-import inspect
 import json
 import re
-import textwrap
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -30,7 +27,7 @@ from moetool.architectures.base import (
     fused_name,
     whole_number,
 )
-from moetool.architectures.described import empty_model_of, language_model_in
+from moetool.architectures.described import empty_model_of, entries_returned, language_model_in
 from moetool.architectures.fused_layout import layout_of
 from moetool.architectures.probing import DiskNames, names_in_layers
 from moetool.architectures.trying import are_ordinary, takes_weighed_inputs
@@ -61,8 +58,13 @@ def derive(config: Mapping[str, object]) -> Architecture:
         InvalidInputError: transformers does not know the model type or cannot build the model, or the experts, the
             router or their names on disk are of a kind that moetool does not handle. The message says which.
     """
+    return _derived(entries_of(config))
+
+
+def entries_of(config: Mapping[str, object]) -> str:
+    """What a config says of its modules, as JSON."""
     entries = {key: value for key, value in config.items() if key not in _APART}
-    return _derived(json.dumps(own_entries(entries), sort_keys=True, default=_plain))
+    return json.dumps(own_entries(entries), sort_keys=True, default=_plain)
 
 
 def own_entries(config: Mapping[str, object]) -> dict[str, object]:
@@ -76,7 +78,13 @@ def own_entries(config: Mapping[str, object]) -> dict[str, object]:
     own = {field.name for field in dataclasses.fields(kind)} | {"model_type"}
     parts = (_plain(config[key]) for key in kind.sub_configs if config.get(key))
     repeated = {name for part in parts if isinstance(part, Mapping) for name in part} - own
-    return {key: value for key, value in config.items() if key not in repeated}
+    return {key: value for key, value in config.items() if key not in repeated and not _is_computed(kind, key)}
+
+
+def _is_computed(kind: Any, key: str) -> bool:
+    """Whether a config computes what it has under a name, which cannot be set, or is another name of that."""
+    found = getattr(kind, kind.attribute_map.get(key, key), None)
+    return isinstance(found, property) and found.fset is None
 
 
 def _plain(value: Any) -> object:
@@ -336,10 +344,8 @@ class _Derivation:
         return tuple(name.removesuffix(".weight") for found in on_disk for name in found if name.endswith(".weight"))
 
     def _returned(self) -> int:
-        """How many things a decoder layer gives, by its source."""
-        [function] = ast.parse(textwrap.dedent(inspect.getsource(type(self._layer(0)).forward))).body
-        given = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
-        return max(len(value.elts) if isinstance(value, ast.Tuple) else 1 for value in given)
+        """How many things a decoder layer gives."""
+        return max(1, entries_returned(self._layer(0)))
 
     def _groups(self, shape: MoEShape) -> tuple[tuple[int, int], tuple[str, str] | None]:
         """Number of groups of experts and of those that are taken, and their keys."""

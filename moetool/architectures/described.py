@@ -4,8 +4,10 @@ weights, in which the language model may be one part of several.
 The code of a checkpoint (`auto_map`) is never run.
 """
 
+import ast
 import copy
 import inspect
+import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -172,6 +174,18 @@ def language_model_class(model_type: object) -> Any:
         if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
         else AutoModelForCausalLM
     )
+
+
+def entries_returned(layer: "nn.Module") -> int:
+    """How many things a decoder layer gives in a tuple, by its source; 0 if it gives hidden states alone."""
+    [function] = ast.parse(textwrap.dedent(inspect.getsource(type(layer).forward))).body
+    given = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+    names = {value.id for value in given if isinstance(value, ast.Name)}
+    for node in ast.walk(function):  # outputs = (hidden_states,)
+        if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id in names for to in node.targets):
+            given.append(node.value)
+    starts = [value.left if isinstance(value, ast.BinOp) else value for value in given]  # (hidden_states,) + others
+    return max(len(value.elts) if isinstance(value, ast.Tuple | ast.List) else 0 for value in starts)
 
 
 def transformers_config(config: Mapping[str, object]) -> "PreTrainedConfig":

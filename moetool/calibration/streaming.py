@@ -90,13 +90,13 @@ class StreamedModel:
         text = self.config.get_text_config()
         self.layer_count, self.hidden_size = int(text.num_hidden_layers), int(text.hidden_size)
         # get_decoder() is not right for every family; the decoder is what holds the layers.
-        held = (getattr(architecture, "layer_module", "") or architecture.layer).split(".")[-2]
+        held = (architecture.layer_module or architecture.layer).split(".")[-2]
         holder: Any = next(
             module
             for module in language_model_in(self.model)[1].modules()
             if isinstance(getattr(module, held, None), nn.ModuleList) and len(getattr(module, held)) == self.layer_count
         )
-        self.layers: Any = getattr(holder, held)
+        self._decoder, self.layers = holder, getattr(holder, held)
         self._aside = {part for _, tower in towers_in(self.model) for part in tower.modules()}  # stay without weights
         self._calls: dict[tuple[int, ...], list[LayerCall]] = {}  # how each layer is called, by batch size and length
         self._tried: set[int] = set()  # layers that have run, −1 for what is before them
@@ -203,14 +203,17 @@ class StreamedModel:
     def _fill_buffers(self, module: nn.Module) -> None:
         """Other buffers that no file holds, as transformers itself makes them; what was loaded is marked as such."""
         missing = {
-            name: torch.empty_like(buffer, device=self.device)
+            name: torch.full_like(buffer, torch.nan if buffer.is_floating_point() else 0, device=self.device)
             for name, buffer in module.named_buffers(recurse=False)
             if buffer.device.type == "meta" and name in module._non_persistent_buffers_set
         }
         module._buffers.update(missing)
-        if missing:
-            with torch.no_grad():
-                self.model._init_weights(module)
+        for maker in (module, self._decoder) if missing else ():
+            if any(buffer.isnan().any() for buffer in missing.values()) or maker is module:
+                with torch.no_grad():
+                    self.model._init_weights(maker)
+        if unknown := [name for name, buffer in missing.items() if buffer.isnan().any()]:
+            raise InvalidInputError(f"transformers does not say what {type(module).__name__}.{unknown[0]} is.")
 
     def _require_loaded(self, modules: Iterator[nn.Module]) -> None:
         names = {id(module): name for name, module in self.model.named_modules()}
@@ -243,6 +246,8 @@ class StreamedModel:
                 if reader.layout(index).is_extended:
                     shared = layer.get_submodule(reader.architecture.shared_expert_module)
                     self._fill_shared_expert(reader, index, shared)
+            for module in layer.modules():
+                self._fill_buffers(module)
             self._require_loaded(module for module in layer.modules() if module not in absent)
             yield layer
         finally:
@@ -287,8 +292,7 @@ class StreamedModel:
         self, forward: Callable[[int, Tensor, tuple[object, ...], dict[str, object]], Tensor]
     ) -> Iterator[None]:
         """Let `forward` stand in for every decoder layer. An instance attribute wins over the class's method."""
-        count = self.architecture.handed_on if isinstance(self.architecture, Architecture) else 0
-        more = [_HandedOn() for _ in range(count)]
+        more = [_HandedOn() for _ in range(self.architecture.handed_on)]
 
         def bind(index: int) -> Callable[..., Any]:
             def replaced(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
@@ -333,6 +337,8 @@ class StreamedModel:
 
         with self._layers_replaced(record), self._trying(-1):
             self.model.base_model(input_ids=tokens.to(self.device), **self._uncached)
+        if first[0].shape[1] != tokens.shape[1]:
+            self._refuse("see more than the tokens of a text")
         return calls, first[0]
 
     def _refuse(self, how: str) -> NoReturn:
@@ -367,9 +373,9 @@ class StreamedModel:
             if any(isinstance(value, _HandedOn) for value in (*args, *kwargs.values())):
                 self._refuse("hand more than hidden states to each other")
             raise
-        if _entries(kwargs) != before or (isinstance(output, tuple) and not self.architecture.returns_tuple):
+        if _entries(kwargs) != before or (isinstance(output, tuple | list) and not self.architecture.returns_tuple):
             self._refuse("hand more than hidden states to each other")
-        return output[0] if isinstance(output, tuple) else output
+        return output[0] if isinstance(output, tuple | list) else output
 
     @contextmanager
     def _trying(self, index: int) -> Iterator[None]:

@@ -73,20 +73,15 @@ class Conversion(Stage[ConversionT, DenseSource]):
     """A stage that turns a dense model into another that computes the same function."""
 
     source_type: ClassVar[type[Input]] = DenseSource
-    takes_any_network: ClassVar[bool] = False  # encoders too, and networks that are no module of their own
+    takes_encoders: ClassVar[bool] = False
 
     def __init__(self, source: DenseSource, options: ConversionT) -> None:
         super().__init__(source, options)
         architecture, model_type = source.dense.architecture, source.checkpoint.config["model_type"]
-        if not self.takes_any_network and architecture.is_encoder:
+        if not self.takes_encoders and architecture.is_encoder:
             raise InvalidInputError(
                 f"This model ({model_type}) only encodes. Upcycling needs a decoder: a causal language model. "
                 "moefy takes encoders."
-            )
-        if not self.takes_any_network and architecture.spread is not None:
-            raise InvalidInputError(
-                f"{architecture.name}'s feed-forward networks are no modules of their own, in whose place experts "
-                "could stand. moefy takes them."
             )
 
     @property

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Role
-from moetool.architectures.base import Settings, whole_number
+from moetool.architectures.base import Settings, by_name, whole_number
 from moetool.architectures.dense import DENSE_SIBLINGS, DenseArchitecture
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.header import TensorInfo
@@ -17,6 +17,7 @@ from moetool.checkpoint.settings import settings_of
 from moetool.checkpoint.writer import InParts, TensorSpec
 from moetool.convert.parts import REST, Made
 from moetool.errors import InvalidInputError
+from moetool.format.kinds.moe import SHARED
 from moetool.upcycle.upcycling import QKV
 
 Parts = list[Callable[[], Iterator[Tensor]]]
@@ -58,11 +59,10 @@ class Unmerging:
         self._checkpoint, self._experts, self._dense = checkpoint, experts, architecture
         self._expert, self._granularity, self._down_scale = expert, granularity, down_scale
         self._native = native
-        ffn = {architecture.ffn_prefix(layer): layer for layer in layers}
+        ffn = {name: (layer, role, bias) for layer in layers for name, role, bias in _parts(architecture, layer)}
         self._made: dict[str, Made] = {}
         for name, info in tensors.items():
-            layer = next((layer for prefix, layer in ffn.items() if name.startswith(prefix)), None)
-            own, parts = self._passed(name, info) if layer is None else self._ffn_part(name, layer)
+            own, parts = self._ffn_part(*ffn[name]) if name in ffn else self._passed(name, info)
             stored = own if dtype is None else dtype
             self._made[name] = Made(TensorSpec(name, stored, info.shape), partial(_in_parts, stored, info.shape, parts))
 
@@ -77,6 +77,7 @@ class Unmerging:
     def _passed(self, name: str, info: TensorInfo) -> tuple[torch.dtype, Parts]:
         """What is not a feed-forward network that became an MoE layer."""
         there = self._checkpoint.tensors
+        name = self._place(name)
         if name in there and there[name].shape == info.shape:
             if self._native and self._dense.norm_offset and name.endswith("norm.weight"):
                 return there[name].dtype, [partial(self._shifted, name)]
@@ -98,17 +99,25 @@ class Unmerging:
         weight = self._checkpoint.read(name)
         yield (weight.double() - self._dense.norm_offset).to(weight.dtype)
 
-    def _ffn_part(self, name: str, layer: int) -> tuple[torch.dtype, Parts]:
-        relative = name.removeprefix(self._dense.ffn_prefix(layer))
-        bias = relative.endswith("bias")
-        matrix = relative.removesuffix("bias") + "weight" if bias else relative
-        roles: list[Role] = [role for role, own in self._dense.weights.items() if own == matrix]
-        if not roles:
-            raise InvalidInputError(f"{name} is no part of a feed-forward network that moetool knows.")
+    def _place(self, name: str) -> str:
+        """Where the numbers of an activation lie, which a shared expert may have taken along."""
+        for kept in self._dense.kept:
+            start = name.removesuffix(kept)
+            if name.endswith(f".{kept}") and f"{start}{SHARED}.{kept}" in self._checkpoint.tensors:
+                return f"{start}{SHARED}.{kept}"
+        return name
+
+    def _ffn_part(self, layer: int, roles: tuple[Role, ...], bias: bool) -> tuple[torch.dtype, Parts]:
         return self._experts.dtype, [partial(self._role, layer, role, bias) for role in roles]
 
     def _role(self, layer: int, role: Role, bias: bool) -> Iterator[Tensor]:
-        """One matrix or bias of the chosen expert, put together from its pieces."""
+        """One matrix or bias of the chosen expert as the dense model has it, put together from its pieces."""
+        if bias or not self._dense.is_transposed:
+            yield from self._whole(layer, role, bias)
+        else:
+            yield torch.cat([*self._whole(layer, role, bias)]).t().contiguous()
+
+    def _whole(self, layer: int, role: Role, bias: bool) -> Iterator[Tensor]:
         first = self._expert * self._granularity
         pieces = [self._piece(layer, expert, role, bias) for expert in range(first, first + self._granularity)]
         if bias:
@@ -124,6 +133,13 @@ class Unmerging:
         if bias:
             return self._experts.bias(layer, expert, role)
         return self._experts.dense(layer, expert, role).to(self._experts.dtype)
+
+
+def _parts(architecture: DenseArchitecture, layer: int) -> Iterator[tuple[str, tuple[Role, ...], bool]]:
+    """The tensors of one layer's network: name, roles of the matrices that it holds, and whether it is their bias."""
+    for roles in by_name(architecture.weights).values():
+        yield architecture.weight_name(layer, roles[0]), tuple(roles), False
+        yield architecture.bias_name(layer, roles[0]), tuple(roles), True
 
 
 def _in_parts(dtype: torch.dtype, shape: tuple[int, ...], parts: Parts) -> InParts:

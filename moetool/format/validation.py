@@ -13,7 +13,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from moetool.architectures import Architecture, architectures
 from moetool.architectures.base import Settings, whole_number
-from moetool.architectures.dense import DenseArchitecture, dense_architectures, find_dense_architecture
+from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
+from moetool.architectures.dense.derived import derive_dense
+from moetool.architectures.dense.told import CHECKED
 from moetool.errors import InvalidInputError
 from moetool.format.beside import quantized_beside
 from moetool.format.entry import check_format_version, layer_layouts
@@ -153,7 +155,7 @@ def check_config(config: Mapping[str, object], file: Path) -> None:
     Raises:
         InvalidInputError: a field is not what it has to be; the message has its name, its value and what was expected.
     """
-    _validate(_Any if _named(config.get("model_type")) is None else _Known, config, str(file))
+    _validate(_Known if _is_checked(config.get("model_type")) else _Any, config, str(file))
     entry = config.get("quantization_config")
     if isinstance(entry, Mapping) and entry.get("quant_method") == METHOD:
         check_format_version(entry)
@@ -163,7 +165,7 @@ def check_config(config: Mapping[str, object], file: Path) -> None:
 
 def is_known(config: Mapping[str, object]) -> bool:
     """Whether moetool knows the family of a `config.json`, and so what its settings have to be."""
-    return _family(config) is not None
+    return isinstance(custom_module(config), MoESpec) or _is_checked(config.get("model_type"))
 
 
 def check_settings(settings: Settings, config: Mapping[str, object], file: Path) -> None:
@@ -177,12 +179,12 @@ def check_settings(settings: Settings, config: Mapping[str, object], file: Path)
     Raises:
         InvalidInputError: a number is too large, or two of them do not fit.
     """
-    family, heads = _family(config), whole_number(settings, "num_attention_heads")
+    family, heads = _moe_family(config), whole_number(settings, "num_attention_heads")
     shared = whole_number(settings, "num_key_value_heads")
     if heads and shared and heads % shared:
         said = _said("num_key_value_heads", config, shared)
         raise InvalidInputError(f"{file}: {said}, which does not divide num_attention_heads, {heads}.")
-    if isinstance(family, Architecture):
+    if family is not None:
         _check_experts(family, settings, config, file)
     layer_layouts(settings)
     quantized_beside(settings)
@@ -202,10 +204,10 @@ def check_headers(
     Raises:
         InvalidInputError: no tensor has that size, or the last layer no tensor.
     """
-    family = _family(config)
-    assert family is not None
+    moe = _moe_family(config)
+    family: Architecture | DenseArchitecture = derive_dense(config) if moe is None else moe
     sizes = {size for shape in shapes.values() for size in shape}
-    layers = whole_number(settings, "num_hidden_layers") or 0
+    layers = moe.layers(settings) if moe is not None else whole_number(settings, "num_hidden_layers") or 0
     last = family.layer_prefix(layers - 1)
     end = ".".join(last.split(".")[-3:])  # the bare decoder's tensors have shorter names
     if not any(end in name for name in shapes):
@@ -218,7 +220,7 @@ def check_headers(
             raise InvalidInputError(
                 f"config.json of {path}: {_said(key, config, size)}, and no tensor of the files has that size."
             )
-    experts = _experts(family, settings)[1] if isinstance(family, Architecture) else None
+    experts = _experts(moe, settings)[1] if moe is not None else None
     if experts is not None and experts > max([len(shapes), *sizes]):
         raise InvalidInputError(f"config.json of {path} promises {experts} experts, more than the files can hold.")
 
@@ -251,16 +253,19 @@ def _check_experts(family: Architecture, settings: Settings, config: Mapping[str
     family.moe_layers_rule.among(family.layers(settings), settings)
 
 
-def _family(config: Mapping[str, object]) -> Architecture | DenseArchitecture | None:
-    """The family of a config, by its model type and moetool's entry; `None` if it is not known."""
+def _moe_family(config: Mapping[str, object]) -> Architecture | None:
+    """The MoE family of a config, by its model type and moetool's entry; `None` if it has none that is written down."""
     if isinstance(custom_module(config), MoESpec):
         return architecture_of(config)
     return _named(config.get("model_type"))
 
 
-def _named(model_type: object) -> Architecture | DenseArchitecture | None:
-    families: tuple[Architecture | DenseArchitecture, ...] = (*architectures(), *dense_architectures())
-    return next((family for family in families if model_type in family.model_types), None)
+def _is_checked(model_type: object) -> bool:
+    return model_type in CHECKED or _named(model_type) is not None
+
+
+def _named(model_type: object) -> Architecture | None:
+    return next((family for family in architectures() if model_type in family.model_types), None)
 
 
 def _check_custom(config: Mapping[str, object], file: Path) -> None:

@@ -95,8 +95,8 @@ class DenseSource:
     def of(cls, checkpoint: Checkpoint) -> "DenseSource":
         dense = DenseModel(checkpoint)
         if not checkpoint.is_imagined:
-            check_against_config(checkpoint)
-        return cls(checkpoint, dense)
+            check_against_config(dense.checkpoint)
+        return cls(dense.checkpoint, dense)
 
     @property
     def architecture(self) -> DenseArchitecture:

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import torch
 
-from moetool.architectures.base import whole_number
 from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
 from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.reader import Checkpoint
+from moetool.errors import InvalidInputError
 from moetool.format.kinds import custom_module
-from moetool.format.kinds.base import Mask
+from moetool.format.kinds.base import CustomModule, Mask
+from moetool.format.kinds.moefied import MoefiedSpec
 from moetool.measure.inspected import Files, Inspection, MaskedLayer, Masks, MoELayer, ParameterCounts, StoredLayers
 from moetool.numerics.hard_concrete import median_gate
 
@@ -24,21 +25,21 @@ def inspect_custom(path: str | Path, checkpoint: Checkpoint, files: Files) -> In
     dense = find_dense_architecture(config)
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
     counts = spec.counts(dense, shapes)
-    down = _down(checkpoint, dense)
-    layers = whole_number(checkpoint.settings, "num_hidden_layers", "n_layer")
-    moe_layers = spec.among(layers or 0)
+    down, is_transposed = _down(checkpoint, dense, spec)
+    hidden, intermediate = down.shape[::-1] if is_transposed else down.shape
+    moe_layers = spec.among(dense.layers)
     masks = spec.masks(shapes)
     return Inspection(
         path=str(path),
         model_type=str(config["model_type"]),
         architecture=f"{dense.name}, {spec.title}",
         router_rule=spec.rule,
-        layers=layers,
+        layers=dense.layers,
         moe_layers=len(moe_layers),
         experts=spec.experts,
         top_k=spec.at_work,
-        hidden_size=down.shape[0],
-        intermediate_size=down.shape[1],
+        hidden_size=hidden,
+        intermediate_size=intermediate,
         dtype=str(down.dtype).removeprefix("torch."),
         parameters=ParameterCounts(
             total=counts.total,
@@ -55,15 +56,15 @@ def _networks(layers: Sequence[int]) -> StoredLayers:
     return StoredLayers(moe=[MoELayer(layer=layer, representation="native") for layer in layers])
 
 
-def _down(checkpoint: Checkpoint, dense: DenseArchitecture) -> TensorInfo:
-    """The down matrix of some expert or network, wherever it lies."""
-    name = dense.weights["down"].removesuffix(".weight")
-    ends: tuple[str, ...] = (f"{name}.weight", f"{name}.linear.weight", "experts.down_proj")
-    if dense.spread is not None:
-        ends = (".ffn.down.weight",)
-    inside = f".{dense.ffn}."  # attention may have a matrix of that name too
-    found = (info for tensor, info in checkpoint.tensors.items() if inside in tensor and tensor.endswith(ends))
-    return next(info for info in found if info.shape[-1] > 1)
+def _down(checkpoint: Checkpoint, dense: DenseArchitecture, spec: CustomModule) -> tuple[TensorInfo, bool]:
+    """The down matrix of some network, wherever it lies, and whether it is `[in, out]`."""
+    for layer in dense.ffn_layers:
+        name, inside = dense.weight_name(layer, "down"), dense.linear_paths["down"]
+        places = (f"{dense.ffn_prefix(layer)}ffn.{inside}.weight", f"{name.removesuffix('weight')}linear.weight", name)
+        if (found := next((place for place in places if place in checkpoint.tensors), None)) is not None:
+            is_turned = isinstance(spec, MoefiedSpec) and found == places[0]
+            return checkpoint.tensors[found], dense.is_transposed and not is_turned
+    raise InvalidInputError(f"{checkpoint.path} has no {dense.weight_name(dense.ffn_layers[0], 'down')}.")
 
 
 def _densities(checkpoint: Checkpoint, masks: Mapping[str, Mask], experts: int) -> Masks | StoredLayers:

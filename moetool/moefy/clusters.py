@@ -12,7 +12,7 @@ from moetool.checkpoint.writer import TensorSpec
 from moetool.convert.parts import Customized, Made
 from moetool.errors import UsageError
 from moetool.format.kinds.base import PLACEHOLDER
-from moetool.format.kinds.moefied import CENTRE, FIRST, ORDER, SECOND, MoefiedSpec, SelectorKind, linear_paths
+from moetool.format.kinds.moefied import CENTRE, FIRST, ORDER, SECOND, MoefiedSpec, SelectorKind
 from moetool.numerics.balanced_kmeans import balanced_kmeans
 from moetool.runtime.dense import DenseModel
 
@@ -106,7 +106,7 @@ class Moefied(Customized[MoefiedSpec]):
         """The network's tensors under the name of the module that wraps it, neurons in their new order."""
         dense, architecture = self.dense, self.dense.architecture
         width, joined = dense.intermediate, architecture.is_joined
-        for role, path in linear_paths(architecture).items():
+        for role, path in architecture.linear_paths.items():
             if joined and role == "gate":
                 continue  # with `up`, in one tensor
             halves: list[Role] = ["gate", "up"] if joined and role == "up" else [role]
@@ -138,7 +138,7 @@ def flops(dense: DenseModel, layers: int, keep: float, experts: int, length: int
     follows at a length of 128.
     """
     config, hidden = dense.config, dense.hidden
-    heads = int(config.num_attention_heads)
+    heads = int(getattr(config, "num_attention_heads", None) or 1)
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
     if getattr(config, "new_decoder_architecture", False):
         groups = int(config.num_kv_heads)

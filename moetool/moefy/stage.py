@@ -47,7 +47,7 @@ class Moefy(Conversion[MoefyOptions]):
 
     options_type: ClassVar[type[RunOptions]] = MoefyOptions
     method_of: ClassVar[str | None] = "moefy"
-    takes_any_network: ClassVar[bool] = True
+    takes_encoders: ClassVar[bool] = True
     is_parallel: ClassVar[bool] = True
 
     @property
@@ -75,7 +75,7 @@ class Moefy(Conversion[MoefyOptions]):
 
     @cached_property
     def _layers(self) -> tuple[int, ...]:
-        return parse_layers(self.options.layers, self.dense.layers)
+        return parse_layers(self.options.layers, self.dense.layers, self.dense.ffn_layers)
 
     def planned(self) -> Moefied:
         return self._moefied(lambda layer: _NOTHING)

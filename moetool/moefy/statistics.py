@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moetool.architectures import Role
 from moetool.architectures.dense import DenseArchitecture
+from moetool.architectures.dense.networks import network_in, size_of
 from moetool.calibration.peers import Peers
 
 CHUNK = 1024  # tokens whose activations are in memory together
@@ -45,7 +46,7 @@ class NeuronStatistics:
         self.size, self._tokens = min(most, tokens), tokens
         self._seen, self._count = before, 0
         self.first = before * self.size // tokens
-        width, device = int(self._down.weight.shape[1]), self._down.weight.device
+        width, device = size_of(self._down)[1], self._down.weight.device
         self._total = torch.zeros(width, dtype=torch.float64, device=device)
         self._product = torch.zeros(width, dtype=torch.float64, device=device)
         self.inputs: list[Tensor] = []
@@ -115,6 +116,7 @@ class SampledNetwork:
         self._layer, self._architecture, self.inputs = layer, architecture, inputs
         self._up = _linear(layer, architecture, "gate" if "gate" in architecture.weights else "up")
         self._down = _linear(layer, architecture, "down")
+        self._more = architecture.spread is None and network_in(layer.get_submodule(architecture.ffn)).adds
 
     @property
     def device(self) -> torch.device:
@@ -142,15 +144,16 @@ class SampledNetwork:
     def _run(self, rows: Tensor) -> None:
         """The network alone on `[1, rows, hidden]`, as far as its down matrix."""
         entry, spread = self._layer.get_submodule(self._architecture.ffn), self._architecture.spread
-        hidden = entry(rows)
+        hidden = entry(rows, *(rows,) * self._more)  # a residual that is added after all that is seen
         if spread is not None and spread.activation is not None:
-            hidden = self._layer.get_submodule(spread.activation)(hidden)
+            hidden = getattr(self._layer, spread.activation)(hidden)
         self._down(hidden)
 
     @torch.no_grad()
     def input_rows(self) -> Tensor:
         """Weights `[intermediate, hidden]` that meet the input: the gate's, of a network that has one."""
-        return self._up.weight[: self._down.weight.shape[1]]
+        weight = self._up.weight.t() if self._architecture.is_transposed else self._up.weight
+        return weight[: size_of(self._down)[1]]
 
 
 class _SeenError(Exception):

@@ -1,6 +1,7 @@
 """A dense model to be converted: its feed-forward networks by role, its numbers, and what its layers do."""
 
 import math
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -21,13 +22,14 @@ if TYPE_CHECKING:
 
 
 class DenseModel:
-    """A checkpoint of a known dense family whose headers agree with its config.
+    """A dense checkpoint whose headers agree with its config.
 
     Attributes:
-        checkpoint: where it lies.
-        architecture: its family.
-        hidden, intermediate: widths of the FFN, the same in every layer.
+        checkpoint: where it lies. Tensors of a bare decoder have the names that they have in the language model.
+        architecture: what is known of it.
+        hidden, intermediate: widths of the FFN, the same in every layer that has one.
         layers: number of decoder layers.
+        ffn_layers: those of them that have an FFN.
 
     Raises:
         InvalidInputError: the family is not known, or a tensor of an FFN is missing, of another shape, or of fewer than
@@ -35,23 +37,23 @@ class DenseModel:
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
         self.architecture: DenseArchitecture = dense_architecture_of(checkpoint.config)
+        self.checkpoint = _of_language_model(checkpoint, self.architecture)
         check_unquantized(checkpoint.config)
-        self.layers = int(self.config.num_hidden_layers)
-        down = self.checkpoint.info(self.architecture.weight_name(0, "down")).shape
+        self.layers, self.ffn_layers = self.architecture.layers, self.architecture.ffn_layers
+        down = self.checkpoint.info(name := self.architecture.weight_name(self.ffn_layers[0], "down")).shape
         if len(down) != 2:
-            raise InvalidInputError(f"{self.architecture.weight_name(0, 'down')} is no matrix: {list(down)}.")
-        self.hidden, self.intermediate = down
-        for layer in range(self.layers):
+            raise InvalidInputError(f"{name} is no matrix: {list(down)}.")
+        self.hidden, self.intermediate = self._turned(down)
+        for layer in self.ffn_layers:
             for role in self.architecture.roles:
                 name = self.architecture.weight_name(layer, role)
                 rows, columns = self.shape(role)
                 if role != "down" and self.architecture.is_joined:
                     rows *= 2
-                found = self.checkpoint.info(name).shape
-                if found != (rows, columns):
-                    raise InvalidInputError(f"Tensor {name} has shape {list(found)}; expected {[rows, columns]}.")
+                found, expected = self.checkpoint.info(name).shape, self._turned((rows, columns))
+                if found != expected:
+                    raise InvalidInputError(f"Tensor {name} has shape {list(found)}; expected {list(expected)}.")
                 check_dtype(f"The numbers of {name}", self.checkpoint.info(name).dtype)
 
     @cached_property
@@ -62,7 +64,7 @@ class DenseModel:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the FFNs."""
-        return self.checkpoint.info(self.architecture.weight_name(0, "down")).dtype
+        return self.checkpoint.info(self.architecture.weight_name(self.ffn_layers[0], "down")).dtype
 
     @property
     def parameters(self) -> int:
@@ -72,24 +74,26 @@ class DenseModel:
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
-        return int(getattr(self.config, "head_dim", None) or self.hidden // self.config.num_attention_heads)
+        heads = int(getattr(self.config, "num_attention_heads", None) or 1)
+        return int(getattr(self.config, "head_dim", None) or self.hidden // heads)
 
     @cached_property
     def features(self) -> tuple[str, ...]:
         """Features of the model's layers that a plain Llama lacks, by the names of `FEATURES`."""
         found = list(self.architecture.features)
         found += [name for key, name in self.architecture.optional_features.items() if getattr(self.config, key, False)]
+        if "own_block" in found:
+            return tuple(found)  # whatever else its layers do
         window = getattr(self.config, "sliding_window", None)
         if getattr(self.config, "use_sliding_window", True) and window and "mixed_attention" not in found:
             kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention"])
             if kinds != {"full_attention"}:
                 found.append("sliding_window" if kinds == {"sliding_attention"} else "mixed_attention")
         rope = getattr(self.config, "rope_parameters", None) or {}
-        if "own_block" not in found:
-            if self.head_dim * self.config.num_attention_heads != self.hidden:
-                found.append("head_dim")
-            if rope.get("partial_rotary_factor", 1.0) != 1.0:
-                found.append("partial_rotary")
+        if self.head_dim * self.config.num_attention_heads != self.hidden:
+            found.append("head_dim")
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            found.append("partial_rotary")
         return tuple(found)
 
     def shape(self, role: Role) -> tuple[int, int]:
@@ -100,11 +104,14 @@ class DenseModel:
     def biases(self) -> tuple[Role, ...]:
         """The matrices with a bias beside them."""
         architecture = self.architecture
-        return tuple(role for role in architecture.roles if architecture.bias_name(0, role) in self.checkpoint.tensors)
+        held, layer = self.checkpoint.tensors, self.ffn_layers[0]
+        return tuple(role for role in architecture.roles if architecture.bias_name(layer, role) in held)
 
     def matrix(self, layer: int, role: Role) -> Tensor:
         """One matrix `[out, in]`, in the dtype it is stored in."""
         name = self.architecture.weight_name(layer, role)
+        if self.architecture.is_transposed:
+            return self.checkpoint.read(name).t().contiguous()
         if role == "down" or not self.architecture.is_joined:
             return self.checkpoint.read(name)
         start = self.intermediate if role == "up" else 0
@@ -115,10 +122,26 @@ class DenseModel:
         return self.checkpoint.read(self.architecture.bias_name(layer, role))
 
     def ffn_names(self, layer: int) -> set[str]:
-        """Names on disk of everything in one layer's FFN."""
-        if self.architecture.spread is not None:
-            roles = self.architecture.roles
-            found = {self.architecture.weight_name(layer, role) for role in roles}
-            return found | {self.architecture.bias_name(layer, role) for role in self.biases}
-        prefix = self.architecture.ffn_prefix(layer)
-        return {name for name in self.checkpoint.tensors if name.startswith(prefix)}
+        """Names on disk of the matrices and biases of one layer's FFN."""
+        roles = self.architecture.roles
+        found = {self.architecture.weight_name(layer, role) for role in roles}
+        return found | {self.architecture.bias_name(layer, role) for role in self.biases}
+
+    def _turned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """A shape `[out, in]` as it is on disk, and back."""
+        return shape[::-1] if self.architecture.is_transposed else shape
+
+
+def _of_language_model(checkpoint: Checkpoint, architecture: DenseArchitecture) -> Checkpoint:
+    """A checkpoint in whose files the decoder lies bare (`h.0.` for `transformer.h.0.`, as GPT-2 and BLOOM do on the
+    hub), under the names that its tensors have in the language model."""
+    base, dot, inner = architecture.layer.partition(".")
+    start = inner.partition("{layer}")[0]
+    if (
+        any(name.startswith(f"{base}{dot}") for name in checkpoint.tensors)
+        or not start
+        or (not any(name.startswith(start) for name in checkpoint.tensors))
+    ):
+        return checkpoint
+    found = {f"{base}.{name}": replace(info, name=f"{base}.{name}") for name, info in checkpoint.tensors.items()}
+    return replace(checkpoint, tensors=found)

@@ -13,7 +13,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from moetool.architectures import aliases
 from moetool.architectures.base import Settings
-from moetool.architectures.dense import dense_architectures, head_of_a_task, is_encoder
+from moetool.architectures.dense import find_dense_architecture, head_of_a_task, is_encoder
 from moetool.architectures.described import language_model_class
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
@@ -171,8 +171,7 @@ def _from_decoded(checkpoint: Checkpoint, options: Mapping[str, Any]) -> tuple[A
 def surplus(names: Sequence[str], config: Settings) -> list[str]:
     """The names that a model has no tensor for and should have: not of the heads that its family's files have
     for other tasks, of layers that predict further tokens, or of buffers that transformers computes itself."""
-    family = next((own for own in dense_architectures() if config.get("model_type") in own.model_types), None)
-    unused = () if family is None else family.unused
+    unused = find_dense_architecture(config).unused if is_encoder(config) else ()
     layers, further = (config.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
     beyond = range(layers, layers + further) if isinstance(layers, int) and isinstance(further, int) else range(0)
 

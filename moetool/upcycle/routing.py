@@ -79,7 +79,7 @@ class RoutedConversion(Conversion[RoutedT]):
     @cached_property
     def layers(self) -> tuple[int, ...]:
         """Numbers of the layers that get experts."""
-        return parse_layers(self.options.layers, self.dense.layers)
+        return parse_layers(self.options.layers, self.dense.layers, self.dense.ffn_layers)
 
     def fresh(self) -> Rows:
         """Gives every layer's fresh router `[copies, hidden]` fp32."""

@@ -119,7 +119,7 @@ class Upcycled(Converted):
             elif native and architecture.norm_offset and name.endswith("norm.weight"):
                 yield self._shifted(name, architecture.norm_offset)
             else:
-                yield self.copied(name)
+                yield self.copied(name, self._place(layer, name))
         if layer == REST or not native:
             return
         completed = self.target.completed_biases if "qkv_bias" in self.dense.features else ()
@@ -132,6 +132,14 @@ class Upcycled(Converted):
                     else self.dense.checkpoint.info(weight).shape[0]
                 )
                 yield self.filled(bias, (rows,))
+
+    def _place(self, layer: int, name: str) -> str | None:
+        """Where numbers of an activation lie that a shared expert has; `None` where they lay."""
+        dense = self.dense.architecture
+        if layer not in self.spec.layers or self.spec.shared == "none" or not dense.kept:
+            return None
+        inside = name.removeprefix(dense.ffn_prefix(layer))
+        return f"{dense.ffn_prefix(layer)}{SHARED}.{inside}" if inside in dense.kept else None
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
         parts = [model.checkpoint.read_rows(name, start, stop) for model in self.rest]
@@ -251,16 +259,21 @@ class Upcycled(Converted):
             scale = (2.0 if self.target.shared_gate else 1.0) * (0.5 if self.spec.shared == "half" else 1.0)
         prefix = "" if native else f"{dense.ffn_prefix(layer)}{SHARED}."
 
+        turned = not native and dense.is_transposed  # it is the dense network itself
+
         def part(role: Role) -> Tensor:
             matrix = self._averaged(layer, role)
+            matrix = matrix.t() if turned else matrix
             return matrix * scale if role == "down" else matrix
 
+        own: dict[Role, str] = {role: f"{path}.weight" for role, path in dense.linear_paths.items()}
         on_base = layer in self.layouts and self.layouts[layer].is_extended
-        for name, roles in by_name(self._native_shared(layer) or dense.weights).items() if not on_base else ():
-            rows, columns = sum(self.dense.shape(role)[0] for role in roles), self.dense.shape(roles[0])[1]
-            yield self.joined(prefix + name, (rows, columns), [partial(part, role) for role in roles])
+        for name, roles in by_name(self._native_shared(layer) or own).items() if not on_base else ():
+            shape = sum(self.dense.shape(role)[0] for role in roles), self.dense.shape(roles[0])[1]
+            shape = shape[::-1] if turned else shape
+            yield self.joined(prefix + name, shape, [partial(part, role) for role in roles])
         for role in self.dense.biases:
-            name = prefix + dense.weights[role].removesuffix("weight") + "bias"
+            name = f"{prefix}{dense.linear_paths[role]}.bias"
             yield self.joined(name, (self.dense.shape(role)[0],), [partial(self._averaged_bias, layer, role)])
         yield from self._shared_gate(layer)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import CrashDriver
 from dense_families import build_dense
+from derived_dense import ENCODERS
 
 RunCli = Callable[..., Any]
 Options = tuple[object, ...]
@@ -66,7 +67,7 @@ def dense(
         if key not in made:
             model = build_dense(family, seed, dtype, **overrides)
             made[key] = save_model(model, tmp_path_factory.mktemp("dense") / f"{family}-{seed}")
-            if family == "bert":
+            if family in ("bert", *ENCODERS):
                 masking_tokenizer.save_pretrained(made[key])
         return made[key]
 

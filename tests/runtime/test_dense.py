@@ -29,14 +29,11 @@ FEATURES_OF = {
     "phi3": (),
     "phi3-longrope": (),
     "gemma": ("scaled_embedding",),
-    "gemma2": ("scaled_embedding", "sandwich_norm", "mixed_attention"),
-    "gemma3": ("scaled_embedding", "sandwich_norm", "mixed_attention"),
     "granite": ("multipliers",),
-    "olmo3": ("query_norm", "own_block", "mixed_attention"),
     "seed_oss": ("qkv_bias",),
-    **dict.fromkeys(("cohere2", "exaone4"), ("own_block", "mixed_attention")),
+    **dict.fromkeys(("gemma2", "gemma3", "olmo3", "cohere2", "exaone4"), ("own_block",)),
     **dict.fromkeys(("smollm3", "olmo", "cohere", "glm", "glm4", "ernie4_5", "hunyuan_v1_dense"), ("own_block",)),
-    **dict.fromkeys(("gpt_neox", "phi", "gpt_bigcode", "starcoder2", "falcon"), ("ungated", "own_block")),
+    **dict.fromkeys(("gpt_neox", "phi", "gpt_bigcode", "starcoder2", "falcon"), ("own_block", "ungated")),
 }
 # What a config may say beyond those: what it turns on, and (None) what it does not.
 VARIANTS: list[tuple[str, dict[str, Any], str | None]] = [

@@ -1,21 +1,21 @@
-"""Dense model families, one declarative file each. A file in this directory that defines `DENSE` is known."""
+"""Dense models: what is known of one by its `config.json`, derived from transformers' own class."""
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
-from functools import cache
 
 from moetool.architectures import architectures
 from moetool.architectures.base import experts_told
 from moetool.architectures.dense.base import FEATURES, DenseArchitecture
-from moetool.errors import InvalidInputError, did_you_mean
+from moetool.architectures.dense.derived import derive_dense, has_experts
+from moetool.architectures.dense.told import ENCODERS, TOLD, is_encoder
+from moetool.errors import InvalidInputError
 
 __all__ = [
     "DENSE_SIBLINGS",
+    "ENCODERS",
     "FEATURES",
+    "TOLD",
     "DenseArchitecture",
     "check_predicts",
-    "dense_architectures",
     "find_dense_architecture",
     "head_of_a_task",
     "is_encoder",
@@ -28,22 +28,10 @@ DENSE_SIBLINGS = {
     "flex_olmo": ("olmo2", "Olmo2ForCausalLM"),
     "granitemoe": ("granite", "GraniteForCausalLM"),
 }
-_ENCODERS = ("MaskedLM", "Encoder", "SequenceClassification", "TokenClassification")
+_ENCODES = ("MaskedLM", "Encoder", "SequenceClassification", "TokenClassification")  # ends of names of classes
 _MASKED = ("MaskedLM", "PreTraining")
-_ENCODER_TYPES = ("bert", "roberta", "xlm-roberta", "deberta", "deberta-v2", "electra", "distilbert", "modernbert")
-
-
-@cache
-def dense_architectures() -> tuple[DenseArchitecture, ...]:
-    """Every known family, by name."""
-    modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
-    found = [module.DENSE for module in modules if hasattr(module, "DENSE")]
-    return tuple(sorted(found, key=lambda family: family.name))
-
-
-def is_encoder(config: Mapping[str, object]) -> bool:
-    """Whether a `config.json` is that of a known family of encoders."""
-    return any(family.is_encoder and config.get("model_type") in family.model_types for family in dense_architectures())
+# Families that fill in words, and of which there are models that predict the next one, too.
+_BOTH = ("flaubert", "reformer", "xlm")
 
 
 def head_of_a_task(config: Mapping[str, object]) -> str | None:
@@ -51,50 +39,61 @@ def head_of_a_task(config: Mapping[str, object]) -> str | None:
     listed = config.get("architectures")
     if not is_encoder(config) or not isinstance(listed, list | tuple) or not listed:
         return None
-    return None if any(str(name).endswith(_MASKED) for name in listed) else str(listed[0])
+    # What ELECTRA is trained with beside its masked language model tells words that were replaced from others.
+    heads = _MASKED[:1] if config.get("model_type") == "electra" else _MASKED
+    return None if any(str(name).endswith(heads) for name in listed) else str(listed[0])
 
 
 def check_predicts(config: Mapping[str, object]) -> None:
     """Raise `InvalidInputError` for an encoder of a family that is not known: as a causal language model, as which
     transformers loads many, each of its tokens sees those that it is to predict."""
-    listed = config.get("architectures")
-    fills_in = isinstance(listed, list) and any(str(name).endswith("MaskedLM") for name in listed)
-    encodes = (fills_in or config.get("model_type") in _ENCODER_TYPES) and not config.get("is_decoder")
-    if encodes and not is_encoder(config):
+    if _fills_in(config) and not config.get("is_decoder") and not is_encoder(config):
         raise InvalidInputError(
             f"This model ({config.get('model_type')}) only encodes: its tokens see those after them, and it predicts "
-            f"none. Of encoders moetool takes {_encoders()} only."
+            f"none. Of encoders moetool takes {', '.join(ENCODERS)} only."
         )
 
 
-def _encoders() -> str:
-    return ", ".join(family.name for family in dense_architectures() if family.is_encoder)
+def _fills_in(config: Mapping[str, object]) -> bool:
+    listed = config.get("architectures")
+    return isinstance(listed, list) and any(str(name).endswith("MaskedLM") for name in listed)
+
+
+def _only_encodes(config: Mapping[str, object]) -> bool:
+    """Whether a model that is no known encoder encodes, by the class it lists or those that transformers has of it."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    if is_encoder(config) or config.get("is_decoder"):
+        return False
+    listed = config.get("architectures")
+    if isinstance(listed, list | tuple) and any(str(name).endswith(_ENCODES) for name in listed):
+        return True
+    others = {*MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, *_BOTH}
+    return config.get("model_type") in MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys() - others
 
 
 def find_dense_architecture(config: Mapping[str, object]) -> DenseArchitecture:
-    """The dense family that a `config.json` belongs to, by its model type, whatever custom modules it lists.
+    """What is known of the dense model that a `config.json` describes, whatever custom modules it lists.
 
     Raises:
-        InvalidInputError: the model is an MoE model already, encodes only, or its family is not known.
+        InvalidInputError: the model is an MoE model already, encodes only, has an encoder and a decoder, has others
+            around it, or transformers does not know it or runs it in a way that moetool does not handle.
     """
-    model_type = str(config.get("model_type"))
-    by_type = {name: family for family in dense_architectures() for name in family.model_types}
-    if told := experts_told(config):
-        known = {*by_type, *(name for family in architectures() for name in family.model_types)}
-        of = "it" if model_type in DENSE_SIBLINGS else "what moetool upcycled to this family"
-        way = f"; `export --format dense --expert 0` makes one of {of}" if model_type in known else ""
-        raise InvalidInputError(
-            f"This model ({model_type}) is an MoE model already: {told}. Upcycling and moefying start from a dense "
-            f"model{way}."
-        )
-    if model_type in by_type:
-        return by_type[model_type]
-    listed = config.get("architectures")
-    classes = [str(name) for name in listed] if isinstance(listed, list | tuple) else []
-    if model_type in _ENCODER_TYPES or any(mark in name for name in classes for mark in _ENCODERS):
+    model_type = config.get("model_type")
+    if (told := experts_told(config)) and has_experts(config):
+        raise InvalidInputError(_is_moe(config, told))
+    if _only_encodes(config):
         raise InvalidInputError(
             f"This model ({model_type}) only encodes. Upcycling needs a decoder: a causal language model; moefy takes "
-            f"{_encoders()} too."
+            f"{', '.join(ENCODERS)} too."
+        )
+    if config.get("is_encoder_decoder") is True:
+        raise InvalidInputError(
+            f"This model ({model_type}) has an encoder that reads one text and a decoder that writes another. "
+            "Upcycling and moefying need a causal language model."
         )
     if isinstance(inner := config.get("text_config"), Mapping):
         raise InvalidInputError(
@@ -103,7 +102,15 @@ def find_dense_architecture(config: Mapping[str, object]) -> DenseArchitecture:
         )
     if "model_type" not in config:
         raise InvalidInputError("config.json names no model_type, so that its family cannot be told.")
-    hint = did_you_mean(model_type, by_type)
-    raise InvalidInputError(
-        f"Unknown dense model family {model_type!r}. Known families: {', '.join(sorted(by_type))}.{hint}"
+    return derive_dense(config)
+
+
+def _is_moe(config: Mapping[str, object], told: str) -> str:
+    model_type = str(config.get("model_type"))
+    of = "it" if model_type in DENSE_SIBLINGS else "what moetool upcycled to this family"
+    known = {*TOLD, *(name for family in architectures() for name in family.model_types)}
+    way = f"; `export --format dense --expert 0` makes one of {of}" if model_type in known else ""
+    return (
+        f"This model ({model_type}) is an MoE model already: {told}. Upcycling and moefying start from a dense "
+        f"model{way}."
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from moetool.architectures.base import GATED, Role
+from moetool.architectures.base import Role
 
 # What a layer may do that a plain Llama does not, as an error message says it.
 FEATURES: Mapping[str, str] = MappingProxyType(
@@ -21,13 +21,11 @@ FEATURES: Mapping[str, str] = MappingProxyType(
         "head_dim": "heads whose widths do not add up to the hidden size",
         "head_norm": "norms on every head's queries and keys",
         "query_norm": "norms on whole queries and keys, and after each block instead of before it",
-        "sandwich_norm": "norms before and after each block",
         "partial_rotary": "rotary positions on a part of each head",
         "scaled_embedding": "embeddings that are multiplied by a constant",
         "narrow_norms": "norms whose weights are kept less one in 16 bits (--dtype float32 has room for the rest)",
         "multipliers": "multipliers on embeddings, attention, residuals and logits",
         "ungated": "a feed-forward network without a gate",
-        "spread": "a feed-forward network that is no module of its own (moefy takes it)",
         "own_block": "a decoder layer that no MoE family shares",
         "dense_layers": "dense layers among those with experts",
         "shared_half": "a shared expert that gives half of the output",
@@ -53,40 +51,52 @@ class Spread:
 
 @dataclass(frozen=True)
 class DenseArchitecture:
-    """One dense model family, by name templates.
+    """A dense model, by name templates. Those of its language model, if it has others around it.
 
     Attributes:
         name: as people say it.
         model_types: of `config.json`.
         reference: where the family is described.
+        layers: number of its layers.
+        ffn_layers: those of them that have a feed-forward network.
         layer: prefix of one decoder layer, on disk.
         ffn: the feed-forward network, relative to the layer, on disk and in memory.
         weights: its matrices by role, relative to it. Gate and up may share one tensor, one below the other; a network
             without a gate has `up` and `down`. A bias, where a checkpoint has one, has the name of its matrix with
             `bias` in the place of `weight`.
+        is_transposed: the matrices are `[in, out]` on disk.
+        kept: other tensors of the network, relative to it, which stay as they are: numbers of its activation.
         spread: set if the network is no module of its own: `ffn` is then what gets its input, and `weights` are
             relative to the layer.
         is_encoder: trained to fill in masked tokens, not to predict the next.
         joined_qkv: the tensor that holds queries, keys and values one below the other, relative to the layer.
         norm_offset: what the norms add to their weights.
+        layer_module: module path of one decoder layer in memory, if that is not `layer`.
         returns_tuple: a decoder layer gives a tuple, of which the model takes the first entry.
+        handed_on: how many more entries that tuple has.
         unused: beginnings of the names of tensors that the hub's files have and the language model does not compute
             with.
-        features: of every model of the family, by the names of `FEATURES`.
+        features: what its layers do beyond a plain Llama's, by the names of `FEATURES`.
         optional_features: those that a config key turns on, by that key.
     """
 
     name: str
     model_types: tuple[str, ...]
     reference: str
-    layer: str = "model.layers.{layer}"
-    ffn: str = "mlp"
-    weights: Mapping[Role, str] = field(default_factory=lambda: GATED)
-    joined_qkv: str | None = None
+    layers: int
+    ffn_layers: tuple[int, ...]
+    layer: str
+    ffn: str
+    weights: Mapping[Role, str]
+    is_transposed: bool = False
+    kept: tuple[str, ...] = ()
     spread: Spread | None = None
     is_encoder: bool = False
+    joined_qkv: str | None = None
     norm_offset: float = 0.0
+    layer_module: str = ""
     returns_tuple: bool = False
+    handed_on: int = 0
     unused: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     optional_features: Mapping[str, str] = field(default_factory=dict)
@@ -120,3 +130,24 @@ class DenseArchitecture:
     def bias_name(self, layer: int, role: Role) -> str:
         """Name on disk of the bias beside one matrix, of a checkpoint that has one."""
         return self.weight_name(layer, role).removesuffix("weight") + "bias"
+
+    @property
+    def linear_paths(self) -> Mapping[Role, str]:
+        """The linear layer of every role, relative to the network where that is put into a module of moetool's: one
+        that is spread over its layer is then a module, whose parts are called by their roles."""
+        return {role: role if self.spread else name.removesuffix(".weight") for role, name in self.weights.items()}
+
+    @property
+    def placeholder(self) -> str:
+        """The weight in the network's place, relative to it, that other loaders expect: up's, or for one that is spread
+        over its layer that of the module which gets its input."""
+        return self.weights["up"].removeprefix(f"{self.ffn}.") if self.spread else self.weights["up"]
+
+    def tensors(self, layer: int) -> dict[str, str]:
+        """Names on disk of all tensors that one layer's network may have, and what each is called relative to it where
+        it is put into a module of moetool's."""
+        found = {}
+        for role, path in self.linear_paths.items():
+            found[self.weight_name(layer, role)] = f"{path}.weight"
+            found[self.bias_name(layer, role)] = f"{path}.bias"
+        return found | {self.ffn_prefix(layer) + name: name for name in self.kept}

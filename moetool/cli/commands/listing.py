@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import typer
 
 from moetool.architectures import architectures
-from moetool.architectures.dense import FEATURES, dense_architectures
+from moetool.architectures.dense import FEATURES, TOLD
 from moetool.cli import next_step, presets
 from moetool.cli.choosing import CHOICES, in_order
 from moetool.cli.display import AsJson, print_json, print_table
@@ -65,14 +65,14 @@ def _architectures() -> list[dict[str, str]]:
 
 
 def _dense_architectures() -> list[dict[str, str]]:
-    return [
+    rows = [
         {
-            "architecture": entry.name,
-            "model types": ", ".join(entry.model_types),
-            "beyond a Llama": "; ".join(f"{name}: {FEATURES[name]}" for name in entry.features) or "nothing",
+            "model type": model_type,
+            "beyond a Llama": "; ".join(f"{name}: {FEATURES[name]}" for name in told.features) or "nothing",
         }
-        for entry in dense_architectures()
+        for model_type, told in TOLD.items()
     ]
+    return [*rows, {"model type": "any other", "beyond a Llama": f"own_block: {FEATURES['own_block']}"}]
 
 
 def _targets() -> list[dict[str, str]]:

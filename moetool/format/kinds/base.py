@@ -181,6 +181,7 @@ def numbers(shapes: Shapes, names: Iterable[str]) -> int:
 
 
 def network_tensors(dense: DenseArchitecture, layer: int, names: Iterable[str]) -> dict[str, str]:
-    """The tensors of one layer's feed-forward network by name, and what follows its prefix."""
-    prefix = dense.ffn_prefix(layer)
-    return {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    """The tensors of one layer's feed-forward network by name, and what each is called relative to it where it is put
+    into a module of moetool's."""
+    there = {*names}
+    return {name: inside for name, inside in dense.tensors(layer).items() if name in there}

@@ -109,10 +109,10 @@ class MoESpec(RoutedModule):
         found = {name: name for name in shapes}
         for layer in self.layers:
             for name, inside in network_tensors(dense, layer, shapes).items():
-                if self.shared == "none":
-                    del found[name]
-                else:
+                if self.shared != "none":
                     found[name] = f"{dense.ffn_prefix(layer)}{SHARED}.{inside}"
+                elif inside not in dense.kept:
+                    del found[name]
         return found
 
     def new(self, dense: DenseArchitecture, shapes: Shapes) -> set[str]:

@@ -10,19 +10,13 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from moetool.architectures.base import Role
 from moetool.architectures.dense import DenseArchitecture
 from moetool.format.fields import Layers
-from moetool.format.kinds.base import CustomModule, Shape, Shapes, numbers
+from moetool.format.kinds.base import CustomModule, Shape, Shapes, network_tensors, numbers
 
 SelectorKind = Literal["mlp", "oracle", "fixed"]
 
 CENTRE, FIRST, SECOND, ORDER = "centre", "selector.first.weight", "selector.second.weight", "order"
-
-
-def linear_paths(dense: DenseArchitecture) -> dict[Role, str]:
-    """The linear layer of every role, relative to `{ffn}.ffn.`."""
-    return {role: role if dense.spread else name.removesuffix(".weight") for role, name in dense.weights.items()}
 
 
 class MoefiedSpec(CustomModule):
@@ -83,18 +77,15 @@ class MoefiedSpec(CustomModule):
     def moved(self, dense: DenseArchitecture, shapes: Shapes) -> dict[str, str]:
         found = {name: name for name in shapes}
         for layer in self.layers:
-            for role, path in linear_paths(dense).items():
-                inner = f"{dense.ffn_prefix(layer)}ffn.{path}"
-                for name, kind in ((dense.weight_name(layer, role), "weight"), (dense.bias_name(layer, role), "bias")):
-                    if name in shapes:
-                        found[name] = f"{inner}.{kind}"
+            inner = network_tensors(dense, layer, shapes)
+            found |= {name: f"{dense.ffn_prefix(layer)}ffn.{inside}" for name, inside in inner.items()}
         return found
 
     def new(self, dense: DenseArchitecture, shapes: Shapes) -> set[str]:
         return {dense.ffn_prefix(layer) + name for layer in self.layers for name in self.tensors(1, 1)}
 
     def idle(self, dense: DenseArchitecture, shapes: Shapes) -> int:
-        paths = linear_paths(dense)
+        paths = dense.linear_paths
         ends = {f"{path}.{kind}" for path in paths.values() for kind in ("weight", "bias")} - {f"{paths['down']}.bias"}
         names = (f"{dense.ffn_prefix(layer)}ffn.{end}" for layer in self.layers for end in sorted(ends))
         neurons = numbers(shapes, (name for name in names if name in shapes))

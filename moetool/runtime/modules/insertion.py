@@ -54,10 +54,12 @@ def experts_per_token(model: "PreTrainedModel") -> int:
 
 def add_placeholder(module: nn.Module, path: str, like: Tensor) -> None:
     """Put a placeholder at `path.weight` below `module`, or at its own `weight` for an empty path."""
-    holder = nn.Module() if path else module
+    holder = module
+    for part in path.split(".") if path else ():
+        if not hasattr(holder, part):
+            holder.add_module(part, nn.Module())
+        holder = getattr(holder, part)
     holder.register_buffer("weight", torch.zeros(PLACEHOLDER, device=like.device, dtype=like.dtype))
-    if path:
-        module.add_module(path, holder)
 
 
 def is_placeholder(tensor: Tensor) -> bool:

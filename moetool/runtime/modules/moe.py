@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from moetool.architectures.base import MoEShape, fused_name
 from moetool.architectures.dense import DenseArchitecture
 from moetool.format.kinds.moe import MoESpec
+from moetool.runtime.modules.dense_networks import network_in, take, unowned
 from moetool.runtime.modules.fused import (
     activated,
     activation,
@@ -26,8 +27,8 @@ from moetool.runtime.modules.fused import (
     weighted_sum,
 )
 from moetool.runtime.modules.inference import KernelExperts
-from moetool.runtime.modules.insertion import Routed, add_placeholder, path_in
-from moetool.runtime.modules.networks import activation_of, dropout_of, wide
+from moetool.runtime.modules.insertion import Routed, add_placeholder
+from moetool.runtime.modules.networks import wide
 from moetool.runtime.modules.routed import RoutedExperts, matrices_of
 
 if TYPE_CHECKING:
@@ -118,15 +119,19 @@ class CustomMoELayer(Routed):
         shape = spec.shape
         self.num_experts, self.top_k = shape.experts, shape.top_k
         self.shared = spec.shared
-        self.dropout = dropout_of(ffn)
-        like = next(ffn.parameters())
+        if self.shared != "none":
+            self.shared_expert = ffn = copy.deepcopy(ffn)
+        else:
+            for part in dict.fromkeys(name.partition(".")[0] for name in architecture.kept):
+                setattr(self, part, getattr(ffn, part))
+        network = network_in(ffn)
+        self.dropout, self.factor, self.adds = network.dropout, network.factor, network.adds
+        like: Tensor = ffn.get_submodule(network.linear["down"]).weight  # type: ignore[assignment]
         with torch.device(like.device):
-            config = SimpleNamespace(shape=shape, act_fn=activation_of(ffn))
+            config = SimpleNamespace(shape=shape, act_fn=unowned(network.activation))
             self.experts: nn.Module = FusedExperts(config).to(like.dtype)
         self.gate = Router(shape.hidden, shape.experts, bias=False, device=like.device, dtype=like.dtype)
-        if self.shared != "none":
-            self.shared_expert = copy.deepcopy(ffn)
-        add_placeholder(self, architecture.weights["up"].removesuffix(".weight"), like)
+        add_placeholder(self, architecture.placeholder.removesuffix("weight").removesuffix("."), like)
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Experts `[tokens, k]`, their weights `[tokens, k]` and the largest probability `[tokens, 1]`, fp32."""
@@ -139,19 +144,22 @@ class CustomMoELayer(Routed):
             weights = weights / weights.sum(-1, keepdim=True)
         return chosen, weights / 2 if self.shared == "half" else weights, largest
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """`[..., hidden]` → `[..., hidden]`."""
+    def forward(self, hidden_states: Tensor, *residual: Tensor) -> Tensor:
+        """`[..., hidden]` → `[..., hidden]`; in a family whose networks add the residual, that is an argument, too."""
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         chosen, weights, largest = self.route(rows)
         result = F.dropout(self.experts(rows, chosen, weights.to(rows.dtype)), self.dropout, self.training)
+        result = result if self.factor == 1.0 else result * self.factor
         if self.shared != "none":
             share = {"half": 0.5, "med": 1.0, "xft": (1 - largest).to(rows.dtype)}[self.shared]
-            result = result + share * self.shared_expert(rows)
-        return result.view_as(hidden_states)
+            nothing = (torch.zeros_like(rows),) if self.adds else ()
+            result = result + share * self.shared_expert(rows, *nothing)
+        result = result.view_as(hidden_states)
+        return result + residual[0] if self.adds else result
 
 
 def insert(model: "PreTrainedModel", dense: DenseArchitecture, spec: MoESpec) -> None:
     """Put MoE layers where they are listed."""
     for layer in spec.layers:
-        path = path_in(model, dense.ffn_prefix(layer).removesuffix("."))
-        model.set_submodule(path, CustomMoELayer(model.get_submodule(path), dense, spec))
+        taken = take(model, dense, layer)
+        model.set_submodule(taken.path, CustomMoELayer(taken.module, dense, spec))

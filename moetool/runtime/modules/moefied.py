@@ -17,10 +17,11 @@ from torch.nn import functional as F
 from moetool.architectures.base import Role
 from moetool.architectures.dense import DenseArchitecture
 from moetool.errors import UsageError
-from moetool.format.kinds.moefied import MoefiedSpec, linear_paths
+from moetool.format.kinds.moefied import MoefiedSpec
+from moetool.runtime.modules.dense_networks import network_in, take, unowned
 from moetool.runtime.modules.inference import numbered, run_rows_by_number
-from moetool.runtime.modules.insertion import add_placeholder, path_in
-from moetool.runtime.modules.networks import KernelNeurons, SplitFFN, activation_of, dropout_of, wide
+from moetool.runtime.modules.insertion import add_placeholder
+from moetool.runtime.modules.networks import KernelNeurons, SplitFFN, dropout_of, wide
 from moetool.runtime.modules.offloading import below, loaded
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class NeuronExperts(SplitFFN):
         """
         super().__init__(ffn, names, act_fn, hidden, intermediate, spec.experts)
         self.selector_kind = spec.selector
-        self.dropout = dropout_of(ffn)
+        self.dropout, self.factor, self.adds = dropout_of(ffn), 1.0, False
         self.on_selection: Callable[[Tensor], object] | None = None
         self._cached: dict[str, tuple[object, object]] = {}
         self._number = numbered(self)
@@ -151,8 +152,13 @@ class NeuronExperts(SplitFFN):
 
         return self._cache("constant", tensors, compute)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """`[..., hidden]` → `[..., hidden]`."""
+    def forward(self, hidden_states: Tensor, *residual: Tensor) -> Tensor:
+        """`[..., hidden]` → `[..., hidden]`; in a family whose networks add the residual, that is an argument, too."""
+        result = self._computed(hidden_states)
+        result = result if self.factor == 1.0 else result * self.factor
+        return result + residual[0] if self.adds else result
+
+    def _computed(self, hidden_states: Tensor) -> Tensor:
         if torch.compiler.is_compiling() and not torch.is_grad_enabled():
             return run_rows_by_number(hidden_states, self._number, self.hidden)
         return self.infer(hidden_states)
@@ -267,20 +273,23 @@ def set_keep(model: "PreTrainedModel", keep: float) -> None:
 
 def insert(model: "PreTrainedModel", dense: DenseArchitecture, spec: MoefiedSpec) -> None:
     """Split the networks of the layers that are listed."""
-    names = {role: name.removesuffix(".weight") for role, name in dense.weights.items()}
     for number in spec.layers:
-        layer = model.get_submodule(path_in(model, dense.layer_prefix(number).removesuffix(".")))
-        ffn = layer.get_submodule(dense.ffn)
-        act_fn, expected = None, names["up"]
-        if (spread := dense.spread) is not None:
-            act_fn = activation_of(ffn if spread.activation is None else layer, spread.activation)
-            ffn = nn.ModuleDict({role: layer.get_submodule(name) for role, name in names.items()})
-            expected = names["up"].removeprefix(dense.ffn).removeprefix(".")
-            for emptied in (spread.exit, spread.activation):
-                if emptied is not None:
-                    layer.set_submodule(emptied, nn.Identity())
-        within = linear_paths(dense)
-        hidden, intermediate = ffn.get_submodule(within["down"]).weight.shape
-        act_fn = act_fn or activation_of(ffn)
-        experts = NeuronExperts(ffn, within, act_fn, hidden, intermediate, spec, expected)
-        layer.set_submodule(dense.ffn, experts)
+        taken = take(model, dense, number)
+        network = network_in(taken.module)
+        if network.is_transposed:
+            _turn(taken.module, network.linear)
+        hidden, intermediate = taken.module.get_submodule(network.linear["down"]).weight.shape
+        expected = dense.placeholder.removesuffix("weight").removesuffix(".")
+        act_fn = unowned(network.activation)
+        experts = NeuronExperts(taken.module, network.linear, act_fn, hidden, intermediate, spec, expected)
+        experts.dropout, experts.factor, experts.adds = network.dropout, network.factor, network.adds
+        model.set_submodule(taken.path, experts)
+
+
+def _turn(ffn: nn.Module, names: Mapping[Role, str]) -> None:
+    """Put empty linear layers in the place of a network's `Conv1D`s: the files hold matrices `[out, in]`."""
+    for path in names.values():
+        old: Any = ffn.get_submodule(path)
+        entering, leaving = old.weight.shape
+        linear = nn.Linear(entering, leaving, device=old.weight.device, dtype=old.weight.dtype)
+        ffn.set_submodule(path, linear)

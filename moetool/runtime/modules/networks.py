@@ -254,21 +254,6 @@ def _contiguous(module: nn.Module, state: dict[str, object], prefix: str, _: obj
             state[name] = tensor.contiguous()
 
 
-def activation_of(ffn: nn.Module, known: str | None = None) -> Callable[[Tensor], Tensor]:
-    """The activation function of a feed-forward network, whatever its family calls it, if its name is not `known`.
-
-    Raises:
-        ValueError: there is none, or more than one candidate.
-    """
-    for name in (known,) if known else ("act_fn", "activation_fn", "act", "intermediate_act_fn"):
-        if callable(found := getattr(ffn, name, None)):
-            return found
-    free = [m for m in ffn.children() if not isinstance(m, nn.Dropout) and not any(True for _ in m.parameters())]
-    if len(free) != 1:
-        raise ValueError(f"{type(ffn).__name__}: {len(free)} modules could be the activation function")
-    return free[0]
-
-
 def dropout_of(ffn: nn.Module) -> float:
     """The probability of dropout on what a feed-forward network gives."""
     if isinstance(module := getattr(ffn, "dropout", None), nn.Dropout):

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 from moetool.architectures.dense import DenseArchitecture
 from moetool.format.kinds.pesc import PescSpec
+from moetool.runtime.modules.dense_networks import network_in, take
 from moetool.runtime.modules.fused import gathered, gathered_sum, weighted_sum
 from moetool.runtime.modules.inference import KernelExperts
-from moetool.runtime.modules.insertion import Routed, add_placeholder, path_in
+from moetool.runtime.modules.insertion import Routed, add_placeholder
 from moetool.runtime.modules.routed import RoutedExperts, matrices_of
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class AdapterExperts(Routed):
         super().__init__()
         like = next(ffn.parameters())
         self.num_experts, self.top_k = spec.experts, spec.top_k
-        self.ffn = ffn
+        self.ffn, self.adds = ffn, network_in(ffn).adds
         self.gate = nn.Linear(hidden, self.num_experts, bias=False, device=like.device, dtype=like.dtype)
         with torch.device(like.device):
             self.adapters = Adapters(hidden, spec).to(like.dtype)
@@ -77,20 +78,21 @@ class AdapterExperts(Routed):
     def expert_parameters(self) -> Iterator[nn.Parameter]:
         yield from (*self.gate.parameters(), *self.adapters.parameters())
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """`[..., hidden]` → `[..., hidden]`."""
-        shared = self.ffn(hidden_states)
+    def forward(self, hidden_states: Tensor, *residual: Tensor) -> Tensor:
+        """`[..., hidden]` → `[..., hidden]`; in a family whose networks add the residual, that is an argument, too."""
+        nothing = (torch.zeros_like(hidden_states),) if self.adds else ()
+        shared = self.ffn(hidden_states, *nothing)
         logits = self.gate(hidden_states.reshape(-1, hidden_states.shape[-1])).float()
         largest, chosen = logits.topk(self.top_k, dim=-1)
         rows = shared.reshape(-1, shared.shape[-1])
         added = self.adapters(rows, chosen, largest.softmax(-1).to(rows.dtype))
-        return (rows + added).view_as(shared)
+        result = (rows + added).view_as(shared)
+        return result + residual[0] if self.adds else result
 
 
 def insert(model: "PreTrainedModel", dense: DenseArchitecture, spec: PescSpec) -> None:
     """Put adapters on the networks of the layers that are listed."""
-    expected = dense.weights["up"].removesuffix(".weight")
+    expected = dense.placeholder.removesuffix("weight").removesuffix(".")
     for layer in spec.layers:
-        path = path_in(model, dense.ffn_prefix(layer).removesuffix("."))
-        ffn = model.get_submodule(path)
-        model.set_submodule(path, AdapterExperts(ffn, model.config.hidden_size, spec, expected))
+        taken = take(model, dense, layer)
+        model.set_submodule(taken.path, AdapterExperts(taken.module, model.config.hidden_size, spec, expected))

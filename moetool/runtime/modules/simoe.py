@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moetool.architectures.dense import DenseArchitecture
+from moetool.errors import InvalidInputError
 from moetool.format.kinds.simoe import SimoeSpec
 from moetool.numerics.hard_concrete import median_gate, open_probability, sampled_gate
 from moetool.runtime.modules.insertion import CustomLayer, add_placeholder, path_in
@@ -148,6 +149,8 @@ def overlap_penalty(model: nn.Module) -> Tensor:
 
 def insert(model: "PreTrainedModel", dense: DenseArchitecture, spec: SimoeSpec) -> None:
     """Wrap every linear layer of the decoder layers."""
+    if dense.is_transposed:
+        raise InvalidInputError(f"SIMoE takes torch's linear layers, and {dense.name} has others (Conv1D).")
     prefix, _, _ = dense.layer.partition(".{layer}")
     layers = path_in(model, prefix)
     path, _, _ = layers.rpartition(".")

@@ -16,6 +16,6 @@ TARGET = Target(
     architecture=None,
     model_class="",
     entries=_entries,
-    expresses=frozenset(FEATURES) - {"spread"},
+    expresses=frozenset(FEATURES),
     needs=frozenset(),
 )

@@ -13,9 +13,9 @@ from upcycled import fill_expert
 
 from moetool.architectures import MoEShape
 from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
+from moetool.architectures.dense.networks import network_in
 from moetool.runtime.modules.fused import weighted_sum
 from moetool.runtime.modules.moe import FusedExperts
-from moetool.runtime.modules.networks import activation_of
 
 EXPERTS, TOP_K, HIDDEN = 5, 2, 32
 FAMILIES = ["llama", "llama-mlp-bias", "phi3", "gemma2", "gpt_neox", "gpt_bigcode", "starcoder2", "falcon", "phi"]
@@ -64,7 +64,7 @@ def networks(family: str) -> tuple[FusedExperts, list[nn.Module], DenseArchitect
     own = {name for name, _ in ffn.named_parameters()}
     biases = tuple(r for r, name in architecture.weights.items() if name.removesuffix("weight") + "bias" in own)
     shape = MoEShape(EXPERTS, TOP_K, HIDDEN, int(width), architecture.roles, biases)
-    experts = FusedExperts(SimpleNamespace(shape=shape, act_fn=activation_of(ffn))).double()
+    experts = FusedExperts(SimpleNamespace(shape=shape, act_fn=network_in(ffn).activation)).double()
     apart = [copy.deepcopy(ffn) for _ in range(EXPERTS)]
     for index, network in enumerate(apart):
         with torch.no_grad():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense_families import DENSE_FAMILIES, build_dense
+from dense_families import build_dense
 from sampling import sampled
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,7 +18,6 @@ from moetool.compiled.compiler import problem
 from moetool.format.kinds.moefied import MoefiedSpec, SelectorKind
 from moetool.runtime.modules.insertion import is_placeholder
 from moetool.runtime.modules.moefied import NeuronExperts, insert
-from moetool.runtime.modules.networks import activation_of
 
 HIDDEN, EXPERTS, KEEP = 32, 8, 0.5
 FAMILIES = ["llama", "llama-mlp-bias", "phi3", "gpt_neox", "phi", "gpt_bigcode", "starcoder2", "falcon", "gemma"]
@@ -284,15 +283,6 @@ def test_what_does_not_fit_is_refused() -> None:
     experts.ffn.up_proj = nn.Sequential(experts.ffn.up_proj)
     with pytest.raises(TypeError, match="Sequential"):
         experts(inputs(1))
-
-
-@pytest.mark.parametrize("family", DENSE_FAMILIES)
-def test_every_family_has_one_activation_function(family: str) -> None:
-    model = build_dense(family)
-    ffn = model.get_submodule(find_dense_architecture(model.config.to_dict()).ffn_prefix(0).removesuffix("."))
-    assert activation_of(ffn)(torch.ones(1)).shape == (1,)
-    with pytest.raises(ValueError, match="0 modules"):
-        activation_of(nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
 
 
 def test_dropout_is_where_the_family_has_it() -> None:

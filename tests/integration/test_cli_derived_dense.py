@@ -1,0 +1,61 @@
+"""Dense families that are known by nothing but transformers' own class: upcycled, moefied, and back."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import load_whole, logits, relative_error, tensors_of
+from derived_dense import DERIVED_DENSE, ENCODERS
+from sampling import sampled
+from torch import Tensor
+
+from moetool.runtime.modules.moefied import NeuronExperts, set_keep
+
+FOUR = ("--experts", 4)
+# Conv1D, a residual that the network adds, an activation with numbers, one that is spread over its layer, networks in
+# some layers only and under other names on disk, joined matrices under names of their own.
+STRUCTURES = ("gpt2", "bloom", "apertus", "xglm", "nemotron_h", "granitemoehybrid")
+NATIVE = {"internlm3": "mixtral", "iquestcoder": "mixtral"}
+
+
+@pytest.fixture(scope="module")
+def tokens(tiny_tokens: Tensor) -> Tensor:
+    return tiny_tokens[1000:1128].view(2, 64)
+
+
+@pytest.mark.parametrize("family", sampled(DERIVED_DENSE, STRUCTURES))
+def test_upcycled_and_back(run_cli: Any, dense: Any, upcycle: Any, tokens: Tensor, tmp_path: Path, family: str) -> None:
+    source = dense(family)
+    expected = logits(source, tokens)
+    for options in (FOUR, (*FOUR, "--shared", "half", "--target", "moetool")):
+        made = upcycle(source, *options)
+        assert made.told["target"] == (NATIVE.get(family, "moetool") if options == FOUR else "moetool")
+        assert made.told["proof"]["relative_logit_error"] < 1e-5
+        with torch.inference_mode():
+            assert relative_error(load_whole(made.path)(input_ids=tokens).logits, expected) < 1e-5
+    back = tmp_path / "dense"
+    result = run_cli("export", upcycle(source, *FOUR).path, back, "--format", "dense", "--expert", 3)
+    assert result.code == 0, result.stderr
+    before, after = tensors_of(source), tensors_of(back)
+    assert before.keys() == after.keys()
+    assert all(before[name].equal(after[name]) for name in before)
+
+
+@pytest.mark.parametrize("family", sampled([*DERIVED_DENSE, *ENCODERS], [*STRUCTURES, "distilbert"]))
+def test_moefied(dense: Any, moefy: Any, run_cli: Any, tokens: Tensor, family: str) -> None:
+    source = dense(family)
+    made = moefy(source, *FOUR, "--keep", 0.5)
+    assert made.told["proof"]["relative_logit_error"] < 1e-5
+    model = load_whole(made.path)
+    assert any(isinstance(module, NeuronExperts) for module in model.modules())
+    expected = logits(source, tokens)
+    with torch.inference_mode():
+        half = model(input_ids=tokens).logits
+        set_keep(model, 1.0)
+        assert relative_error(model(input_ids=tokens).logits, expected) < 1e-5
+    assert 1e-4 < relative_error(half, expected) < 1.5
+    told = run_cli("inspect", made.path, "--json").json
+    assert {name: told["parameters"][name] for name in ("total", "active", "added")} == made.told["parameters"]
+    assert told["hidden_size"] == 32
+    assert run_cli("verify", made.path).code == 0
