@@ -26,7 +26,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moetool.architectures import architectures, find_architecture
-from moetool.architectures.dense import dense_architectures
 from moetool.calibration.streaming import StreamedModel
 from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.experts import ExpertReader
@@ -76,7 +75,7 @@ def examples(page: str) -> Iterator[Example]:
 
 
 EXAMPLES = [example for page in ADDING for example in examples(page)]
-DENSE, FAMILY, TARGET, REPRESENTATION, METHOD, KERNELS, KIND, STAGE = EXAMPLES
+FAMILY, TARGET, REPRESENTATION, METHOD, KERNELS, KIND, STAGE = EXAMPLES
 SIZES: dict[str, Any] = {
     "vocab_size": 288,
     "hidden_size": 64,
@@ -95,7 +94,6 @@ TOKENS = torch.randint(1, 288, (2, 24), generator=torch.Generator().manual_seed(
 WINDOWS = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
 # By what the page calls a model: its type, and what its config has beyond `SIZES`.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "stabilityai/stablelm-2-1_6b": ("stablelm", {}),
     "JetBrains/Mellum2-12B-A2.5B-Base": ("mellum", {**WINDOWS, "num_experts": 8, "moe_intermediate_size": 48}),
     "QWEN3_WITH_WINDOWS": ("qwen3", {**WINDOWS, "use_sliding_window": True}),
     "meta-llama/Llama-3.2-3B": ("llama", {}),
@@ -130,7 +128,7 @@ def added(root: Path, files: Sequence[Block]) -> Iterator[None]:
 def forget() -> None:
     """What was found in directories before."""
     importlib.invalidate_caches()
-    for found in (architectures, dense_architectures, targets, representations, kinds, stages, decoder):
+    for found in (architectures, targets, representations, kinds, stages, decoder):
         found.cache_clear()
     compiler.added_forms.cache_clear()
     compiler.problem.cache_clear()
@@ -231,24 +229,21 @@ def test_what_is_added_keeps_to_the_floors() -> None:
 
 def test_nothing_is_left_of_them(tmp_path: Path) -> None:
     def known() -> list[set[str]]:
-        named = ({family.name for family in found()} for found in (architectures, dense_architectures))
-        return [*named, set(targets()), set(representations()), set(kinds()), set(stages())]
+        return [
+            {family.name for family in architectures()},
+            set(targets()),
+            set(representations()),
+            set(kinds()),
+            set(stages()),
+        ]
 
     before = known()
-    added_here = [block for example in (DENSE, REPRESENTATION, METHOD, KIND, STAGE) for block in example.files]
+    added_here = [block for example in (REPRESENTATION, METHOD, KIND, STAGE) for block in example.files]
     with added(tmp_path, added_here):
         more = [inside - outside for inside, outside in zip(known(), before, strict=True)]
         made = {"kronecker", "mov", "average-experts"}
-        assert more == [set(), {"StableLM"}, set(), {"kronecker"}, {"vector_experts"}, made]
+        assert more == [set(), set(), {"kronecker"}, {"vector_experts"}, made]
     assert known() == before
-
-
-@about(DENSE)
-def test_a_dense_family(section: Section) -> None:
-    [told] = section.run(DENSE)
-    assert told["target"] == "moetool"
-    assert told["proof"]["preserves"]
-    assert told["proof"]["relative_logit_error"] < 1e-5
 
 
 @about(FAMILY)

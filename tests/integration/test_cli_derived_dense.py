@@ -9,6 +9,7 @@ from checkpoints import load_whole, logits, relative_error, tensors_of
 from derived_dense import DERIVED_DENSE, ENCODERS
 from sampling import sampled
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from moetool.runtime.modules.moefied import NeuronExperts, set_keep
 
@@ -40,6 +41,15 @@ def test_upcycled_and_back(run_cli: Any, dense: Any, upcycle: Any, tokens: Tenso
     before, after = tensors_of(source), tensors_of(back)
     assert before.keys() == after.keys()
     assert all(before[name].equal(after[name]) for name in before)
+
+
+def test_a_family_whose_layers_see_more_than_the_text(run_cli: Any, save_model: Any, tmp_path: Path) -> None:
+    """CPM-Ant puts a prompt of its own before every text."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "dim_head": 8, "dim_ff": 48}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("cpmant", vocab_size=288, **sizes))
+    result = run_cli("upcycle", save_model(model, tmp_path / "dense"), tmp_path / "out")
+    assert result.code == 3
+    assert "The layers of CpmAnt see more than the tokens of a text" in result.stderr
 
 
 @pytest.mark.parametrize("family", sampled([*DERIVED_DENSE, *ENCODERS], [*STRUCTURES, "distilbert"]))

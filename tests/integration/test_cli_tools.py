@@ -321,7 +321,7 @@ def test_export_says_what_it_leaves_out(run_cli, compress, tiny_mixtral, tmp_pat
     [
         ("methods", "method", {"d2moe", "fisher-merge", "decompose", "svd-compress", "prune-base", "vanilla", "dense"}),
         ("architectures", "architecture", {"Mixtral"}),
-        ("dense-architectures", "architecture", {"Llama", "Phi-3"}),
+        ("dense-architectures", "architecture", {"llama", "phi3"}),
         ("targets", "target", {"mixtral", "moetool"}),
         ("representations", "representation", {"dense", "low-rank"}),
         ("recipes", "recipe", {"d2moe"}),

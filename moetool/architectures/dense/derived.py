@@ -132,7 +132,7 @@ class _Derivation:
             return None
 
     def architecture(self) -> DenseArchitecture:
-        count = len(self.model.get_submodule(self.layers))  # type: ignore[arg-type]
+        count = len(self.model.get_submodule(self.layers))
         if count != self.text_config.num_hidden_layers:
             raise InvalidInputError(f"they lie in {count} of {self.text_config.num_hidden_layers} layers")
         kinds = {self._described(module, network) for module, network in self.found.values()}
@@ -224,6 +224,8 @@ def _parts_of(layer: "nn.Module", hidden: int) -> _Parts | None:
         found = [name for name in ACTIVATIONS if callable(getattr(layer, name, None))]
         if entering == leaving == hidden and width == inner and len(found) == 1:
             return _Parts(up, up, down, found[0])
+    intermediate: Any
+    output: Any
     intermediate, output = (getattr(layer, name, None) for name in ("intermediate", "output"))
     if not all(is_linear(getattr(part, "dense", None)) for part in (intermediate, output)):
         return None

@@ -13,7 +13,9 @@ from moetool.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torch.fx import Graph, Node
+    from torch.fx import Graph
+
+    Node = Any  # torch.fx's, whose arguments may be anything
 
 _MOST = 3  # linear layers of a network
 # Modules with activations of one neuron at a time, and functions and methods that such are made of.
@@ -58,7 +60,7 @@ def size_of(linear: "nn.Module") -> tuple[int, int]:
     """The number of outputs and of inputs of a linear layer."""
     from torch import nn
 
-    rows, columns = linear.weight.shape  # type: ignore[misc, operator]
+    rows, columns = linear.weight.shape  # type: ignore[misc]
     return (rows, columns) if isinstance(linear, nn.Linear) else (columns, rows)
 
 
@@ -220,7 +222,7 @@ class _Trace:
     def _linear_of(self, node: "Node") -> str:
         """Path of the matrix that gave a piece."""
         while node not in self.linears:
-            node = node.args[0]  # type: ignore[assignment]
+            node = node.args[0]
         return str(node.target)
 
     def _linear_node(self, path: str) -> "Node":

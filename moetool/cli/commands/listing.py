@@ -67,12 +67,14 @@ def _architectures() -> list[dict[str, str]]:
 def _dense_architectures() -> list[dict[str, str]]:
     rows = [
         {
-            "model type": model_type,
+            "architecture": model_type,
+            "model types": model_type,
             "beyond a Llama": "; ".join(f"{name}: {FEATURES[name]}" for name in told.features) or "nothing",
         }
         for model_type, told in TOLD.items()
     ]
-    return [*rows, {"model type": "any other", "beyond a Llama": f"own_block: {FEATURES['own_block']}"}]
+    own = f"own_block: {FEATURES['own_block']}"
+    return [*rows, {"architecture": "any other", "model types": "docs/families.md", "beyond a Llama": own}]
 
 
 def _targets() -> list[dict[str, str]]:

@@ -278,7 +278,8 @@ def insert(model: "PreTrainedModel", dense: DenseArchitecture, spec: MoefiedSpec
         network = network_in(taken.module)
         if network.is_transposed:
             _turn(taken.module, network.linear)
-        hidden, intermediate = taken.module.get_submodule(network.linear["down"]).weight.shape
+        down: Any = taken.module.get_submodule(network.linear["down"])
+        hidden, intermediate = down.weight.shape
         expected = dense.placeholder.removesuffix("weight").removesuffix(".")
         act_fn = unowned(network.activation)
         experts = NeuronExperts(taken.module, network.linear, act_fn, hidden, intermediate, spec, expected)
