@@ -710,7 +710,7 @@ def test_too_little_room(refused: Any, llama: Path) -> None:
         ({"model_type": "camembert", "architectures": ["CamembertForMaskedLM"]}, ["camembert", "moefy takes", "bert"]),
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, ["t5 is no language model"]),
         ({"num_hidden_layers": 2}, ["has a tensor model.layers.2.", "config.json does not know"]),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["already quantized", "gptq"]),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantized", "gptq"]),
     ],
 )
 def test_a_model_that_is_not_recognised(
