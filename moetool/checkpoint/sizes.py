@@ -30,7 +30,7 @@ def parse_share(value: object) -> object:
     """`"40%"` and `"0.4"` → 0.4; anything but a number or a string passes through.
 
     Raises:
-        ValueError: it is no number, or more than all.
+        ValueError: it is no number, or not above 0 and below 1.
     """
     if not isinstance(value, str | int | float) or isinstance(value, bool):
         return value
@@ -38,13 +38,13 @@ def parse_share(value: object) -> object:
     if match is None:
         raise ValueError("write a share like 0.4 or 40%")
     share = float(match[1]) / (100 if match[2] else 1)
-    if share >= 1:
+    if not 0 < share < 1:
         instead = f"; for {share:g} % write {share / 100:g} or {share:g}%" if 2 <= share < 100 else ""
-        raise ValueError(f"it is a share of all bytes, below 1{instead}")
+        raise ValueError(f"it is a share of all bytes, above 0 and below 1{instead}")
     return share
 
 
-Ratio = Annotated[float, BeforeValidator(parse_share), Field(gt=0, lt=1)]
+Ratio = Annotated[float, BeforeValidator(parse_share)]
 
 
 def format_bytes(count: float) -> str:

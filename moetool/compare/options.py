@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from moetool.calibration.opening import BOS_HELP, Bos
 from moetool.checkpoint.sizes import ByteSize, parse_share
@@ -15,13 +15,7 @@ def _shares(value: object) -> object:
     return [parse_share(entry) for entry in found] if isinstance(found, list) else found
 
 
-def _are_shares(ratios: tuple[float, ...]) -> tuple[float, ...]:
-    if not all(0 < ratio < 1 for ratio in ratios):
-        raise ValueError("write shares above 0 and below 1, like 0.4 or 40%")
-    return ratios
-
-
-AskedRatios = Annotated[tuple[float, ...], BeforeValidator(_shares), AfterValidator(_are_shares)]
+AskedRatios = Annotated[tuple[float, ...], BeforeValidator(_shares)]
 
 
 class CompareOptions(Options):

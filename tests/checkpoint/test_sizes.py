@@ -71,7 +71,7 @@ def test_shares(written: object, share: float) -> None:
     assert TypeAdapter(Ratio).validate_python(written) == share
 
 
-@pytest.mark.parametrize("written", ["40", 40, "100%", "0", "-0.4", "0.4.1", "4%0", "", True, None, "nan", "1e999"])
+@pytest.mark.parametrize("written", ["40", 40, "100%", "0", "-0.4", "0.4.1", "4%0", "", None, "nan", "1e999"])
 def test_what_is_no_share(written: object) -> None:
     with pytest.raises(ValidationError):
         TypeAdapter(Ratio).validate_python(written)

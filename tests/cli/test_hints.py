@@ -22,8 +22,8 @@ from moetool.errors import did_you_mean
         (("eval", "a", "--dataset", "c4"), "Here it is --data."),
         (("compress", "--model", "a"), "INPUT is typed without a name: `moetool compress INPUT OUTPUT`."),
         (("compress", "a", "--output-dir", "b"), "OUTPUT is typed without a name"),
-        (("compress", "a", "b", "--ratio", "40"), "below 1; for 40 % write 0.4 or 40%"),
-        (("compress", "a", "b", "--ratio", "1.2"), "--ratio 1.2: it is a share of all bytes, below 1"),
+        (("compress", "a", "b", "--ratio", "40"), "above 0 and below 1; for 40 % write 0.4 or 40%"),
+        (("compress", "a", "b", "--ratio", "1.2"), "--ratio 1.2: it is a share of all bytes, above 0 and below 1"),
         (("compress", "a", "b", "--ratio", "half"), "--ratio half: write a share like 0.4 or 40%"),
     ],
 )

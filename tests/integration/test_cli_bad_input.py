@@ -263,7 +263,8 @@ def test_an_output_that_was_there_stays(refused, tiny_mixtral, tmp_path):
 
 OPTIONS: dict[str, tuple[int, tuple[object, ...], list[str]]] = {
     "ratio too high": (2, ("--ratio", 0.9), ["--ratio 0.9", "at most 0.", "kB"]),
-    "ratio above one": (2, ("--ratio", 40), ["--ratio 40", "at most 0."]),
+    "ratio above one": (2, ("--ratio", 40), ["--ratio 40", "write 0.4 or 40%"]),
+    "ratio that is too much": (2, ("--ratio", 0.99), ["--ratio 0.99", "at most 0."]),
     "ratio of nothing": (2, ("--ratio", 0), ["--ratio 0", "above 0"]),
     "negative ratio": (2, ("--ratio", -0.1), ["--ratio -0.1", "above 0"]),
     "ratio that is no number": (2, ("--ratio", "nan"), ["--ratio nan"]),
