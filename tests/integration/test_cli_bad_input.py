@@ -281,7 +281,7 @@ OPTIONS: dict[str, tuple[int, tuple[object, ...], list[str]]] = {
     "unknown method": (2, ("--ratio", 0.3, "--method", "magic"), ["magic", "d2moe"]),
     "unknown option": (2, ("--ratio", 0.3, "--ration", 0.3), ["--ration"]),
     "unknown choice": (2, ("--ratio", 0.3, "--svd", "best"), ["--svd", "best", "truncation-aware"]),
-    "not a number": (2, ("--ratio", "much"), ["--ratio", "number"]),
+    "not a number": (2, ("--ratio", "much"), ["--ratio much", "0.4 or 40%"]),
     "unknown device": (2, ("--ratio", 0.3, "--device", "toaster"), ["toaster"]),
     "a device for shapes only": (2, ("--ratio", 0.3, "--device", "meta"), ["meta"]),
     "no such seed": (2, ("--ratio", 0.3, "--seed", 2**64), ["--seed"]),

@@ -362,10 +362,10 @@ def test_help_imports_nothing_heavy():
 
 
 def test_help_of_every_command(run_cli):
-    listed = re.findall(r"^  ([a-z-]+) ", run_cli("--help").stdout.partition("Commands:")[2], re.M)
+    listed = re.findall(r"^  ([a-z-]+) ", run_cli("--help").stdout.partition("Make:")[2], re.M)
     assert {"compress", "eval", "inspect", "verify", "demo", "list", "export"} <= set(listed)
     for command in listed:
-        result = run_cli(command, "--help")
+        result = run_cli(command, "--help-all")
         assert result.code == 0
         assert f"moetool {command}" in result.stdout
         assert "--json" in result.stdout

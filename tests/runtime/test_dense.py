@@ -143,8 +143,8 @@ def test_numbers_of_fewer_than_16_bits_are_refused(
 
 
 def test_quantized_models_are_refused(saved: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"already quantized \(quant_method 'gptq'\)"):
-        open_dense(broken(saved("llama"), tmp_path / "gptq", {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(InvalidInputError, match=r"already quantized \(quant_method 'hqq'\)"):
+        open_dense(broken(saved("llama"), tmp_path / "hqq", {"quantization_config": {"quant_method": "hqq"}}))
 
 
 def test_a_config_that_transformers_cannot_read(saved: Callable[[str], Path], tmp_path: Path) -> None:
