@@ -36,7 +36,7 @@ FLOORS: tuple[frozenset[str], ...] = (
 )
 LARGEST = 0.15  # share of the package's lines that a room may hold
 # Names by which the files of a directory say the same thing each of itself.
-CONTRACTS = {"ARCHITECTURE", "DENSE", "UNSUPPORTED", "TARGET", "KIND", "FORMAT"}
+CONTRACTS = {"DENSE", "TARGET", "KIND", "FORMAT"}
 
 
 def floor(room: str) -> int:

@@ -10,8 +10,8 @@ from dense_families import build_dense
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from moetool.architectures.base import fused_name
 from moetool.architectures.dense import DenseArchitecture
+from moetool.architectures.shape import fused_name
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import CheckpointWriter
 from moetool.convert.parts import Converted, Made

@@ -13,23 +13,18 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from moetool.architectures.base import (
-    EXPERT_KEYS,
     GATED,
     GATED_JOINED,
     GROUP_KEYS,
-    ROLES,
     TOP_K_KEYS,
-    WIDTH_KEYS,
     Architecture,
-    ModelNumbers,
-    MoEShape,
-    Role,
-    fused_name,
     whole_number,
 )
 from moetool.architectures.described import empty_model_of, entries_returned, language_model_in
 from moetool.architectures.fused_layout import layout_of
+from moetool.architectures.known import KNOWN
 from moetool.architectures.probing import DiskNames, names_in_layers
+from moetool.architectures.shape import ROLES, MoEShape, Role, fused_name
 from moetool.architectures.trying import are_ordinary, takes_weighed_inputs
 from moetool.errors import InvalidInputError
 
@@ -172,18 +167,15 @@ class _Derivation:
         router, router_others, others = self._block_names(shape, names)
         block = _block(names)
         shared_module, shared = self._shared_expert(names)
-        groups, groups_keys = self._groups(shape)
         kind = type(self.model).__name__.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
-        model_type = str(self.config["model_type"])
+        known = KNOWN.get(str(self.config["model_type"]))
         return Architecture(
-            name=kind,
-            model_types=(model_type,),
-            reference=f"https://huggingface.co/docs/transformers/model_doc/{model_type}",
-            experts_key=self._keys(EXPERT_KEYS, shape.experts),
-            intermediate_key=next(iter(self._keys(WIDTH_KEYS, shape.intermediate)), ""),
-            top_k_key=next(iter(self._keys(TOP_K_KEYS, shape.top_k)), ""),
-            groups_keys=groups_keys,
-            router_rule=f"as transformers computes it ({type(self._router()[1]).__name__})",
+            name=known.name if known else kind,
+            router_rule=known.router_rule if known else f"as {type(self._router()[1]).__name__} computes it",
+            layers=self.count,
+            moe_layers=self.moe_layers,
+            shape=shape,
+            groups=self._groups(shape),
             layer=names.layer,
             layer_module="" if layer == names.layer else layer,
             block=block,
@@ -201,7 +193,6 @@ class _Derivation:
             embeddings=self._embeddings(),
             returns_tuple=self._returned() > 1,
             handed_on=self._returned() - 1,
-            given=ModelNumbers(self.count, self.moe_layers, shape, groups),
         )
 
     def _shape(self) -> MoEShape:
@@ -347,23 +338,18 @@ class _Derivation:
         """How many things a decoder layer gives."""
         return max(1, entries_returned(self._layer(0)))
 
-    def _groups(self, shape: MoEShape) -> tuple[tuple[int, int], tuple[str, str] | None]:
-        """Number of groups of experts and of those that are taken, and their keys."""
+    def _groups(self, shape: MoEShape) -> tuple[int, int]:
+        """Number of groups of experts, and of those that are taken."""
         for keys in GROUP_KEYS:
             groups, taken = (whole_number(vars(self.text_config), key) for key in keys)
-            if groups and taken:
-                if shape.experts % groups or taken > groups:
+            if groups:
+                if shape.experts % groups or (taken or 1) > groups:
                     raise InvalidInputError(
                         f"{keys[0]} is {groups} and {keys[1]} is {taken}; {shape.experts} experts cannot be divided "
                         "and chosen so"
                     )
-                return (groups, taken), keys
-        return (1, 1), None
-
-    def _keys(self, keys: tuple[str, ...], value: int) -> tuple[str, ...]:
-        """Those of the keys under which transformers' config has a number, its own names of it first."""
-        said = [key for key in keys if whole_number({key: getattr(self.text_config, key, None)}, key) == value]
-        return tuple(sorted(said, key=lambda key: key not in vars(self.text_config)))
+                return groups, taken or 1
+        return 1, 1
 
 
 def _block(names: DiskNames) -> str:

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from moetool.architectures.base import EXPERT_KEYS, experts_told
 from moetool.errors import InvalidInputError, did_you_mean
 from moetool.quiet import refused
 
@@ -89,6 +90,17 @@ def _check_language_is_there(config: Mapping[str, object], described: "PreTraine
             f"config.json of this {config.get('model_type')} model has no {key}, which says what its language model "
             "is. Download it again."
         )
+
+
+def experts_by_default(config: Mapping[str, object]) -> str | None:
+    """What transformers says of the experts of a model whose `config.json` says nothing of them; `None` if nothing."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if config.get("model_type") not in CONFIG_MAPPING:
+        return None
+    described = _read(config).get_text_config()
+    named = (*EXPERT_KEYS, *described.attribute_map)
+    return experts_told({key: getattr(described, key, None) for key in named})
 
 
 def language_key(described: "PreTrainedConfig") -> str | None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from moetool.architectures.base import ROLES, Role, fused_name
 from moetool.architectures.fused_layout import PLAIN, FusedLayout
+from moetool.architectures.shape import ROLES, Role, fused_name
 from moetool.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class _Found:
 
     def _holding_matrices(self, groups: Sequence[Sequence[Role]]) -> list[str]:
         numbers = [matrix for roles in groups for matrix in _matrices(roles)]
-        return [name for name, number in self._numbers.items() if any(number in own for own in numbers)][:4]
+        return sorted(name for name, number in self._numbers.items() if any(number in own for own in numbers))[:4]
 
     def _template(self, first: str, second: str) -> str:
         """The name, relative to its layer, with `{expert}` where the names of experts 0 and 1 differ."""

@@ -120,7 +120,7 @@ class DenseBase(GivenBase):
         dense, shape = self._dense, experts.shape
         found = (dense.layers, dense.hidden, dense.intermediate, dense.architecture.roles)
         needed = (
-            experts.architecture.layers(experts.checkpoint.settings),
+            experts.architecture.layers,
             shape.hidden,
             shape.intermediate,
             shape.roles,

@@ -25,10 +25,10 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from moetool.architectures import Architecture, Role
-from moetool.architectures.base import by_name
 from moetool.architectures.dense import DenseArchitecture, is_encoder
 from moetool.architectures.described import language_model_in, towers_in
 from moetool.architectures.fused_layout import layout_of
+from moetool.architectures.shape import by_name
 from moetool.calibration.disk_experts import DiskExperts
 from moetool.calibration.held_experts import HeldExperts, working_sets
 from moetool.checkpoint.decoded import decoded

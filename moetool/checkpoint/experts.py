@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Architecture, MoEShape, Role
-from moetool.architectures.base import EXPERT_KEYS, by_name, fused_name
+from moetool.architectures.base import EXPERT_KEYS, WIDTH_KEYS, whole_number
 from moetool.architectures.described import language_entries
 from moetool.architectures.fused_layout import PLAIN, FusedLayout
+from moetool.architectures.shape import by_name, fused_name
 from moetool.checkpoint.header import check_dtype
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec, is_finite
@@ -48,9 +49,9 @@ class ExpertReader:
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         check_unquantized(checkpoint.config)
         self.checkpoint = checkpoint
-        self.shape: MoEShape = architecture.shape(checkpoint.settings)
+        self.shape: MoEShape = architecture.shape
         self.layouts: dict[int, LayerLayout] = layer_layouts(checkpoint.settings)
-        self.moe_layers: tuple[int, ...] = architecture.moe_layers(checkpoint.settings)
+        self.moe_layers: tuple[int, ...] = architecture.moe_layers
         self.architecture = self._as_stored(architecture)
         self.names: frozenset[str] = frozenset()
         self.biases: frozenset[str] = frozenset()
@@ -198,9 +199,9 @@ class ExpertReader:
     def _unsaid(self) -> str:
         """Sentences on the numbers of experts that are transformers' and not the config's own."""
         config, settings = language_entries(self.checkpoint.config), self.checkpoint.settings
-        counts = self.architecture.experts_keys
-        keys = (*(() if config.keys() & {*counts, *EXPERT_KEYS} else counts[:1]), self.architecture.intermediate_key)
-        unsaid = [key for key in keys if key in settings and key not in config]
+        numbers = ((EXPERT_KEYS, self.shape.experts), (WIDTH_KEYS, self.shape.intermediate))
+        said = ([key for key in keys if whole_number(settings, key) == number] for keys, number in numbers)
+        unsaid = [keys[0] for keys in said if keys and not config.keys() & {*keys}]
         return "".join(f" It has no {key}, for which transformers takes {settings[key]}." for key in unsaid)
 
     @property

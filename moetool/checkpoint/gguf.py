@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moetool.architectures import Architecture, Role, find_architecture
-from moetool.architectures.base import by_name
+from moetool.architectures.shape import by_name
 from moetool.checkpoint.header import reading
 from moetool.checkpoint.permissions import open_to_readers
 from moetool.checkpoint.sizes import format_bytes
@@ -190,7 +190,7 @@ class GgufModel:
 
     @cached_property
     def _moe(self) -> Architecture | None:
-        return find_architecture({"model_type": self._family.model_type}) if self._family.is_moe else None
+        return find_architecture(self.config) if self._family.is_moe else None
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -232,16 +232,14 @@ class GgufModel:
         return entries | {f"{kind}_token_id": int(token) for kind, token in ids if token is not None}
 
     def _widths(self) -> dict[str, object]:
-        family, moe = self._family, self._moe
-        if moe is None:
-            return {"intermediate_size": int(self._number(WIDTH))}
-        found: dict[str, object] = {
-            moe.experts_keys[0]: int(self._number(EXPERT_COUNT)),
-            moe.top_k_key: int(self._number(EXPERTS_USED)),
-        }
+        family = self._family
+        found: dict[str, object] = {"intermediate_size": int(self._number(WIDTH))}
+        if not family.is_moe:
+            return found
+        found[family.experts_key] = int(self._number(EXPERT_COUNT))
+        found["num_experts_per_tok"] = int(self._number(EXPERTS_USED))
         if family.width_key != WIDTH:
-            found["intermediate_size"] = int(self._number(WIDTH))
-        found[moe.intermediate_key] = int(self._number(family.width_key))
+            found["moe_intermediate_size"] = int(self._number(family.width_key))
         if family.shared_width is not None:
             found[family.shared_width] = int(self._number(SHARED_WIDTH))
         return found

@@ -70,7 +70,7 @@ class ModelSize:
 def moe_size(reader: ExpertReader, at_once: int | None = None) -> ModelSize:
     """The size of an MoE model, of whose layers all experts are in memory together, or so many `at_once`."""
     checkpoint, shape, count = reader.checkpoint, reader.shape, len(reader.moe_layers)
-    layers = reader.architecture.layers(checkpoint.settings)
+    layers = reader.architecture.layers
     prefixes = tuple(reader.architecture.layer_prefix(layer) for layer in range(layers))
     rest = _numbers(checkpoint, prefixes) - _numbers(checkpoint, prefixes, among=reader.names)
     experts = count * shape.expert_parameters

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Role
-from moetool.architectures.base import Settings, by_name, whole_number
+from moetool.architectures.base import Settings, whole_number
 from moetool.architectures.dense import DENSE_SIBLINGS, DenseArchitecture
+from moetool.architectures.shape import by_name
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.reader import Checkpoint

@@ -50,7 +50,7 @@ def quantized_beside(config: Settings) -> dict[str, QuantizedMatrix]:
     if not isinstance(listed, Mapping):
         raise InvalidInputError(f"quantization_config.{BESIDE} must be an object by module, not {listed!r}.")
     architecture = architecture_of(config)
-    known = {name for names in quantizable(architecture, architecture.layers(config)).values() for name in names}
+    known = {name for names in quantizable(architecture, architecture.layers).values() for name in names}
     found = {}
     for name, spec in listed.items():
         if name not in known:

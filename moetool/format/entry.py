@@ -53,7 +53,7 @@ def layer_layouts(config: Settings) -> dict[int, LayerLayout]:
     if not isinstance(layers, Mapping):
         raise InvalidInputError(f"quantization_config.layers must be an object by layer, not {layers!r}.")
     architecture = architecture_of(config)
-    shape, count = architecture.numbers(config), architecture.layers(config)
+    shape, count = architecture.shape, architecture.layers
     names = {str(layer): layer for layer in range(count)}
     if absent := [key for key in layers if key not in names]:
         raise InvalidInputError(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from moetool.architectures import find_architecture
-from moetool.architectures.base import Architecture, ModelNumbers
+from moetool.architectures.base import Architecture
 from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
 from moetool.errors import InvalidInputError
 from moetool.format.kinds import custom_module
@@ -54,17 +54,14 @@ def _custom_moe(dense: DenseArchitecture, spec: MoESpec) -> Architecture:
     biases = {f"{weights[role]}_bias" for role in spec.biases}
     return Architecture(
         name=f"{dense.name} ({spec.title})",
-        model_types=(),
-        reference=dense.reference,
-        experts_key="",
-        intermediate_key="",
         router_rule=spec.rule,
+        layers=spec.of,
+        moe_layers=spec.layers,
+        shape=spec.shape,
         layer=dense.layer,
         layer_module=dense.layer_module,
         block=dense.ffn,
         weights=weights,
-        attention=(),
-        embeddings=(),
         router=ROUTER,
         experts_module=f"{dense.ffn}.experts",
         returns_tuple=dense.returns_tuple,
@@ -72,5 +69,4 @@ def _custom_moe(dense: DenseArchitecture, spec: MoESpec) -> Architecture:
         others=(f"{SHARED}.", *sorted(biases), dense.placeholder, *dense.kept),
         shared_expert_module=f"{dense.ffn}.{SHARED}" if spec.shared != "none" else "",
         shared_expert={role: f"{path}.weight" for role, path in dense.linear_paths.items()},
-        given=ModelNumbers(spec.of, spec.layers, spec.shape),
     )

@@ -74,6 +74,7 @@ class GgufFamily:
         groups_heads: whether there may be fewer heads of keys than of queries.
         biases: attention modules that may have one.
         needs_head: whether tied embeddings have to be there a second time, as the output matrix.
+        experts_key: config key of the number of experts.
         width_key: metadata key of the experts' width.
         shared_width: config key of the shared expert's, of a family that may have one.
         multipliers: further fractions, as `FRACTIONS`.
@@ -90,6 +91,7 @@ class GgufFamily:
     groups_heads: bool = True
     biases: tuple[str, ...] = ()
     needs_head: bool = False
+    experts_key: str = "num_local_experts"
     width_key: str = WIDTH
     shared_width: str | None = None
     multipliers: Mapping[str, str] = field(default_factory=dict)
@@ -127,6 +129,7 @@ _QWEN2_MOE = GgufFamily(
     is_square=True,
     biases=_QKV,
     needs_head=True,
+    experts_key="num_experts",
     width_key=EXPERT_WIDTH,
     shared_width="shared_expert_intermediate_size",
     computes=_NOT_RENORMALIZED,
@@ -155,6 +158,7 @@ GGUF_FAMILIES: tuple[GgufFamily, ...] = (
         is_moe=True,
         has_head_norms=True,
         biases=_QKV,
+        experts_key="num_experts",
         width_key=EXPERT_WIDTH,
         computes=_RENORMALIZED,
     ),
@@ -166,6 +170,7 @@ GGUF_FAMILIES: tuple[GgufFamily, ...] = (
         is_square=True,
         groups_heads=False,
         needs_head=True,
+        experts_key="num_experts",
         computes={**_NOT_RENORMALIZED, "clip_qkv": (None,)},
     ),
     GgufFamily(

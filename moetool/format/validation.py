@@ -1,8 +1,8 @@
 """Validation of `config.json` and of moetool's entry in it, done once for every checkpoint that is opened.
 
-Of a family that moetool knows, the numbers that it computes with are checked; the rest, and all of any other family, is
-left to transformers. No check refuses what transformers computes: names of activations and of rotary embeddings that
-are not listed here are looked up there.
+Of a dense family, and of an MoE family that has a name in moetool, the numbers that it computes with are checked; the
+rest, and all of any other family, is left to transformers. No check refuses what transformers computes: names of
+activations and of rotary embeddings that are not listed here are looked up there.
 """
 
 from collections.abc import Mapping
@@ -11,16 +11,15 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from moetool.architectures import Architecture, architectures
-from moetool.architectures.base import Settings, whole_number
-from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
+from moetool.architectures.base import EXPERT_KEYS, GROUP_KEYS, TOP_K_KEYS, Settings, whole_number
+from moetool.architectures.dense import find_dense_architecture
 from moetool.architectures.dense.derived import derive_dense
 from moetool.architectures.dense.told import CHECKED
+from moetool.architectures.known import KNOWN
 from moetool.errors import InvalidInputError
 from moetool.format.beside import quantized_beside
 from moetool.format.entry import check_format_version, layer_layouts
-from moetool.format.families import architecture_of
-from moetool.format.fields import MOST, MOST_EXPERTS, Bytes, Count, LayerCount, Name, Positive, Share, explain
+from moetool.format.fields import MOST_EXPERTS, Bytes, Count, LayerCount, Name, Positive, Share, explain
 from moetool.format.kinds import custom_module
 from moetool.format.kinds.moe import MoESpec
 from moetool.format.marker import METHOD
@@ -179,13 +178,13 @@ def check_settings(settings: Settings, config: Mapping[str, object], file: Path)
     Raises:
         InvalidInputError: a number is too large, or two of them do not fit.
     """
-    family, heads = _moe_family(config), whole_number(settings, "num_attention_heads")
+    heads = whole_number(settings, "num_attention_heads")
     shared = whole_number(settings, "num_key_value_heads")
     if heads and shared and heads % shared:
         said = _said("num_key_value_heads", config, shared)
         raise InvalidInputError(f"{file}: {said}, which does not divide num_attention_heads, {heads}.")
-    if family is not None:
-        _check_experts(family, settings, config, file)
+    if config.get("model_type") in KNOWN:
+        _check_experts(settings, config, file)
     layer_layouts(settings)
     quantized_beside(settings)
 
@@ -204,11 +203,10 @@ def check_headers(
     Raises:
         InvalidInputError: no tensor has that size, or the last layer no tensor.
     """
-    moe = _moe_family(config)
-    family: Architecture | DenseArchitecture = derive_dense(config) if moe is None else moe
     sizes = {size for shape in shapes.values() for size in shape}
-    layers = moe.layers(settings) if moe is not None else whole_number(settings, "num_hidden_layers") or 0
-    last = family.layer_prefix(layers - 1)
+    layers = whole_number(settings, "num_hidden_layers") or 0
+    is_moe = config.get("model_type") in KNOWN
+    last = f"model.layers.{layers - 1}." if is_moe else derive_dense(config).layer_prefix(layers - 1)
     end = ".".join(last.split(".")[-3:])  # the bare decoder's tensors have shorter names
     if not any(end in name for name in shapes):
         raise InvalidInputError(
@@ -220,7 +218,8 @@ def check_headers(
             raise InvalidInputError(
                 f"config.json of {path}: {_said(key, config, size)}, and no tensor of the files has that size."
             )
-    experts = _experts(moe, settings)[1] if moe is not None else None
+    spec = custom_module(config)
+    experts = spec.shape.experts if isinstance(spec, MoESpec) else whole_number(settings, *EXPERT_KEYS)
     if experts is not None and experts > max([len(shapes), *sizes]):
         raise InvalidInputError(f"config.json of {path} promises {experts} experts, more than the files can hold.")
 
@@ -230,42 +229,31 @@ def _said(key: str, config: Mapping[str, object], value: object) -> str:
     return f"{key} is {value}" if key in config else f"{key} is not there, for which transformers takes {value}"
 
 
-def _experts(family: Architecture, settings: Settings) -> tuple[str, int | None]:
-    """Read the number of experts, and the key that gave it."""
-    if family.given is not None:
-        return "experts", family.given.shape.experts
-    key = next((key for key in family.experts_keys if key in settings), family.experts_keys[0])
-    return key, whole_number(settings, key)
+def _check_experts(settings: Settings, config: Mapping[str, object], file: Path) -> None:
+    experts, top_k = (_count(settings, keys, file) for keys in (EXPERT_KEYS, TOP_K_KEYS))
+    if top_k > experts:
+        key = next(key for key in TOP_K_KEYS if key in settings)
+        raise InvalidInputError(f"{file} routes every token to {top_k} experts ({key}) but has only {experts}.")
+    for keys in GROUP_KEYS:
+        groups, chosen = (whole_number(settings, key) for key in keys)
+        if groups and (experts % groups or (chosen or 1) > groups):
+            said = " and ".join(_said(name, config, settings[name]) for name in keys)
+            raise InvalidInputError(f"{file}: {said}; {experts} experts cannot be divided and chosen so.")
 
 
-def _check_experts(family: Architecture, settings: Settings, config: Mapping[str, object], file: Path) -> None:
-    if family.given is not None:
-        return
-    key, experts = _experts(family, settings)
-    for name, most in ((key, MOST_EXPERTS), (family.top_k_key, MOST_EXPERTS), (family.intermediate_key, MOST)):
-        if family.number(settings, name) > most:
-            raise InvalidInputError(f"{file}: {name} is {settings[name]}, but should be less than or equal to {most}.")
-    family.numbers(settings)
-    groups, chosen = family.expert_groups(settings)
-    if experts is not None and (experts % groups or chosen > groups):
-        said = " and ".join(_said(name, config, settings[name]) for name in family.groups_keys or ())
-        raise InvalidInputError(f"{file}: {said}; {experts} experts cannot be divided and chosen so.")
-    family.moe_layers_rule.among(family.layers(settings), settings)
-
-
-def _moe_family(config: Mapping[str, object]) -> Architecture | None:
-    """The MoE family of a config, by its model type and moetool's entry; `None` if it has none that is written down."""
-    if isinstance(custom_module(config), MoESpec):
-        return architecture_of(config)
-    return _named(config.get("model_type"))
+def _count(settings: Settings, keys: tuple[str, ...], file: Path) -> int:
+    """The number of experts under the first of these keys that is there, which may say it of every layer."""
+    key = next((key for key in keys if key in settings), keys[0])
+    number = whole_number(settings, key)
+    if number is None or isinstance(number, bool) or not 1 <= number <= MOST_EXPERTS:
+        raise InvalidInputError(
+            f"{file} needs a whole number from 1 to {MOST_EXPERTS} as '{key}', found {settings.get(key)!r}."
+        )
+    return number
 
 
 def _is_checked(model_type: object) -> bool:
-    return model_type in CHECKED or _named(model_type) is not None
-
-
-def _named(model_type: object) -> Architecture | None:
-    return next((family for family in architectures() if model_type in family.model_types), None)
+    return model_type in CHECKED or model_type in KNOWN
 
 
 def _check_custom(config: Mapping[str, object], file: Path) -> None:

@@ -40,7 +40,7 @@ def including(source: InputT, options: Options) -> InputT:
         return source
     checkpoint, architecture = source.checkpoint, source.architecture
     kinds, done = (
-        quantizable(architecture, architecture.layers(checkpoint.settings)),
+        quantizable(architecture, architecture.layers),
         quantized_beside(checkpoint.settings),
     )
     chosen: dict[str, QuantizedMatrix] = {}

@@ -66,7 +66,7 @@ class OutputPlan(ShardPlan):
 def _units(source: Source, layouts: Mapping[int, LayerLayout]) -> Iterator[tuple[int, list[TensorSpec]]]:
     """Everything outside the layers, then the layers in order; tensors that are not experts pass through."""
     architecture, tensors = source.architecture, source.checkpoint.tensors
-    count = architecture.layers(source.checkpoint.settings)
+    count = architecture.layers
     owners = {architecture.layer_prefix(layer): layer for layer in range(count)}
     lengths = {len(prefix) for prefix in owners}
     experts = source.experts.names

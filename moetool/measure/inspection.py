@@ -50,7 +50,7 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
         model_type=str(checkpoint.config["model_type"]),
         architecture=source.architecture.name,
         router_rule=source.architecture.router_rule,
-        layers=source.architecture.layers(checkpoint.settings),
+        layers=source.architecture.layers,
         moe_layers=len(reader.moe_layers),
         experts=reader.shape.experts,
         top_k=reader.shape.top_k,

@@ -35,7 +35,7 @@ def possible_counts(source: Source) -> range:
     """Numbers of experts that every layer can be left with: enough for the router, as many in each of its groups, and
     not all."""
     shape = source.experts.shape
-    groups, chosen = source.architecture.expert_groups(source.checkpoint.settings)
+    groups, chosen = source.architecture.groups
     least = groups * max(2, -(-shape.top_k // chosen))  # routers look at two of a group
     return range(least, shape.experts, groups)
 
@@ -46,7 +46,7 @@ def experts_left(source: Source, options: ReduceOptions) -> tuple[Fewer, str | N
     Raises:
         UsageError: so many are not possible, or none are that leave a file so small.
     """
-    groups, _ = source.architecture.expert_groups(source.checkpoint.settings)
+    groups, _ = source.architecture.groups
     experts, counts = source.experts.shape.experts, possible_counts(source)
     if not counts:
         raise UsageError(f"{_limits(source)} So there is nothing to take away.")
@@ -87,7 +87,7 @@ def _span(counts: range) -> str:
 def _limits(source: Source) -> str:
     """Sentence that says why a layer cannot have fewer experts."""
     shape = source.experts.shape
-    groups, chosen = source.architecture.expert_groups(source.checkpoint.settings)
+    groups, chosen = source.architecture.groups
     if groups == 1:
         return f"The router takes {shape.top_k} of {shape.experts} experts for every token."
     return (

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from moetool.architectures.base import EXPERT_KEYS
+from moetool.architectures.base import EXPERT_KEYS, whole_number
 from moetool.architectures.described import language_entries, with_language_entries
 from moetool.checkpoint.writer import TensorSpec
 from moetool.job.job import Source
@@ -26,7 +26,7 @@ class ReducedPlan(ShardPlan):
         """Everything outside the layers, then the layers in order."""
         source, tensors = self.source, self.source.checkpoint.tensors
         architecture, reader = source.architecture, source.experts
-        count = architecture.layers(source.checkpoint.settings)
+        count = architecture.layers
         owners = {architecture.layer_prefix(layer): layer for layer in range(count)}
         lengths = {len(prefix) for prefix in owners}
         gone = lost_names(source)
@@ -72,7 +72,7 @@ def lost_names(source: Source) -> set[str]:
     """Tensors of the layers after the last that predict further tokens, if they have experts: transformers does not run
     them, so nothing is known of these, and with another number of experts no engine could load them."""
     architecture, tensors = source.architecture, source.checkpoint.tensors
-    further = architecture.layers(source.checkpoint.settings)
+    further = architecture.layers
     lost: set[str] = set()
     while architecture.router_name(further) in tensors:
         lost |= {name for name in tensors if name.startswith(architecture.layer_prefix(further))}
@@ -82,10 +82,10 @@ def lost_names(source: Source) -> set[str]:
 
 def reduced_config(source: Source, kept: int) -> dict[str, object]:
     """`config.json` with another number of experts, and without layers that predict further tokens if these go."""
-    shape, own = source.experts.shape, source.architecture.experts_keys
+    settings, count = source.checkpoint.settings, source.experts.shape.experts
     config = language_entries(source.checkpoint.config)
-    keys = {*own, *EXPERT_KEYS} & config.keys()
-    named = {key for key in keys if config[key] == shape.experts} or own[:1]
+    counts = [key for key in EXPERT_KEYS if whole_number(settings, key) == count]
+    named = {key for key in counts if key in config} or counts[:1]
     changes: dict[str, object] = dict.fromkeys(named, kept)
     if lost_names(source) and _PREDICTION in config:
         changes[_PREDICTION] = 0

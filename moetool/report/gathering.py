@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from moetool.architectures import architectures
 from moetool.checkpoint.counting import numbers_in_files
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.manifest import Manifest, Origin, manifest_of
@@ -13,7 +12,7 @@ from moetool.checkpoint.names import MANIFEST
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.results import Activations
 from moetool.errors import InvalidInputError, UsageError
-from moetool.format.families import is_opaque
+from moetool.format.families import architecture_of, is_opaque
 from moetool.format.kinds import custom_module
 from moetool.format.marker import moetool_entry
 from moetool.job.blueprint import open_for_planning
@@ -98,8 +97,13 @@ def _is_inspected(config: Mapping[str, object]) -> bool:
     """Whether a model has experts that moetool knows: others are reported without them."""
     if moetool_entry(config) is None and config.get("quantization_config") is not None:
         return False
-    known = {name for family in architectures() for name in family.model_types}
-    return custom_module(config) is not None or config.get("model_type") in known
+    if custom_module(config) is not None:
+        return True
+    try:
+        architecture_of(config)
+    except InvalidInputError:
+        return False
+    return True
 
 
 def _experts(checkpoint: Checkpoint) -> Source | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from moetool.architectures.base import by_name
+from moetool.architectures.shape import by_name
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import ResourceError, UsageError
 from moetool.kernels.products import problem

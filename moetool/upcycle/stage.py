@@ -167,7 +167,7 @@ class Upcycle(RoutedConversion[UpcycleT]):
 
     def notes(self, config: dict[str, object]) -> list[str]:
         notes = lint(self.target, self.dense, self.spec, config)
-        if self.start.pieces > 1 and self.target.architecture is not None:
+        if self.start.pieces > 1 and self.target.is_native:
             notes.append(
                 "run in 16 bits, two copies' logits are sometimes equal (bfloat16: for about 1 token in 300 per layer) "
                 f"and top-k may then take pieces of both: {self.target.name} routes in the model's dtype, --target "

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from moetool.architectures import MoEShape, Role
-from moetool.architectures.base import by_name
+from moetool.architectures import Architecture, MoEShape, Role, find_architecture
+from moetool.architectures.shape import by_name
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.writer import TensorSpec
 from moetool.convert.parts import REST, Converted, Made, mean
@@ -55,12 +55,17 @@ class Upcycled(Converted):
         source = self.dense.checkpoint.config
         entries: dict[str, object] = {**self.target.entries(self.dense, self.spec), **self.dtype_entry()}
         if self.layouts:
-            spec = self.spec if self.target.architecture is None else None
+            spec = None if self.target.is_native else self.spec
             entries["quantization_config"] = format_entry(self.layouts, spec)
-        if self.target.architecture is None:
+        if not self.target.is_native:
             return patch_config(source, entries)
         entries = {"model_type": self.target.name, "architectures": [self.target.model_class], **entries}
         return patch_config(source, entries, remove=[key for key in _DROPPED if key not in entries])
+
+    @cached_property
+    def family(self) -> Architecture | None:
+        """Names on disk of the family that is written; `None` for moetool's own module, which keeps the source's."""
+        return find_architecture(self.config()) if self.target.is_native else None
 
     def units(self) -> list[tuple[int, list[Made]]]:
         gone: set[str] = set()
@@ -73,7 +78,7 @@ class Upcycled(Converted):
         ]
 
     def parameters(self) -> Counts:
-        placeholders = len(self.spec.layers) if self.target.architecture is None else 0
+        placeholders = 0 if self.target.is_native else len(self.spec.layers)
         total = sum(math.prod(made.spec.shape) for _, unit in self.units() for made in unit) - placeholders
         shape, unused = self.shape, self.spec.experts - self.spec.top_k
         idle = len(self.spec.layers) * unused * (shape.expert_parameters + shape.bias_parameters)
@@ -86,7 +91,7 @@ class Upcycled(Converted):
     @property
     def _is_unjoined(self) -> bool:
         """Whether dense layers have gate and up apart although the source has them in one tensor."""
-        return self.target.architecture is not None and self.dense.architecture.is_joined
+        return self.target.is_native and self.dense.architecture.is_joined
 
     @property
     def shape(self) -> MoEShape:
@@ -96,21 +101,21 @@ class Upcycled(Converted):
     @property
     def _names(self) -> Mapping[Role, str]:
         """The experts' matrices on disk, relative to the block."""
-        family = self.target.architecture
+        family = self.family
         return fused_names(self.dense.architecture.roles) if family is None else family.weights
 
     def _block_prefix(self, layer: int) -> str:
-        family = self.target.architecture
+        family = self.family
         return self.dense.architecture.ffn_prefix(layer) if family is None else family.block_prefix(layer)
 
     @property
     def _routed_scale(self) -> float:
-        return routed_scale(self.spec.shared, native=self.target.architecture is not None)
+        return routed_scale(self.spec.shared, native=self.target.is_native)
 
     # What is not a feed-forward network.
 
     def _passed(self, layer: int, names: list[str]) -> Iterator[Made]:
-        native = self.target.architecture is not None
+        native = self.target.is_native
         architecture = self.dense.architecture
         prefix = architecture.layer_prefix(layer) if layer != REST else ""
         for name in names:
@@ -182,7 +187,7 @@ class Upcycled(Converted):
             yield from self._shared(layer)
         elif self.target.has_idle_shared:
             yield from self._idle_shared(layer)
-        if self.target.architecture is None:
+        if not self.target.is_native:
             yield self.filled(self.dense.architecture.weight_name(layer, "up"), PLACEHOLDER)
 
     def _dense_ffn(self, layer: int) -> Iterator[Made]:
@@ -247,13 +252,13 @@ class Upcycled(Converted):
         return matrix * scale if role == "down" and scale != 1.0 else matrix
 
     def _routing(self, layer: int) -> Made:
-        family = self.target.architecture
+        family = self.family
         name = self.dense.architecture.ffn_prefix(layer) + ROUTER if family is None else family.router_name(layer)
         return self.joined(name, (self.spec.experts, self.dense.hidden), [partial(self.router, layer)])
 
     def _shared(self, layer: int) -> Iterator[Made]:
         """The original FFN, scaled so that with the routed experts it gives what the MoE layer is to give."""
-        dense, native = self.dense.architecture, self.target.architecture is not None
+        dense, native = self.dense.architecture, self.target.is_native
         scale = 1.0
         if native:
             scale = (2.0 if self.target.shared_gate else 1.0) * (0.5 if self.spec.shared == "half" else 1.0)
@@ -279,7 +284,7 @@ class Upcycled(Converted):
 
     def _native_shared(self, layer: int) -> dict[Role, str]:
         """The shared expert's matrices, in a family that has one."""
-        return {} if self.target.architecture is None else self.target.architecture.shared_expert_names(layer)
+        return {} if self.family is None else self.family.shared_expert_names(layer)
 
     def _idle_rows(self, layer: int, role: Role) -> Tensor:
         stream = generator(self.seed, "idle", layer, role)

@@ -3,7 +3,6 @@
 python scripts/docs/families.py
 """
 
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +10,10 @@ from typing import Any
 
 import transformers
 from transformers import AutoConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-)
 
-from moetool.architectures import architectures, find_architecture
+from moetool.architectures import find_architecture
 from moetool.architectures.base import experts_told
+from moetool.architectures.listing import families_with_experts
 from moetool.errors import InvalidInputError
 from moetool.quiet import quiet
 
@@ -29,14 +24,11 @@ import around_families  # noqa: E402
 import derived_families  # noqa: E402
 import families  # noqa: E402
 
-MODELS = Path(transformers.__file__).parent / "models"
-EXPERTS = re.compile(r"^class \w*Experts\w*\(nn\.Module\)", re.MULTILINE)
 HEADER = """# MoE families
 
 Every family in transformers {version} that has a class of experts, {count} of them, and what moetool does with it.
-`make docs` writes this page; a test compares it with what is installed. What moetool needs to know of a family it reads
-from transformers' own class, by `config.json` alone (*derived*), or has in a file of its own in `moetool/architectures`
-(*written*).
+`make docs` writes this page; a test compares it with what is installed. What moetool needs to know of a model is
+derived from transformers' own class, by `config.json` alone.
 
 {taken} families go through the commands, each by a tiny random model. *All*: `tests/integration/test_cli_families.py`
 compresses it in one command and by hand, kills and resumes that, evaluates, inspects, verifies, exports and loads it.
@@ -59,41 +51,24 @@ only down of a transposed layer is compressed, the layer runs without kernels.
 Where layers hand more than hidden states to each other (GLM-5 and HY-V4 with shared indexers, as HY-V4 has by default;
 Gemma 4 with shared keys and values), calibration is refused.
 
-| family | `model_type` | how | what was run, or why it is refused |
-|---|---|---|---|
+| family | `model_type` | what was run, or why it is refused |
+|---|---|---|
 """
 
 
-def model_types() -> dict[str, list[str]]:
-    """By family (a directory of transformers' with a class of experts), its model types."""
-    having = [
-        path.name
-        for path in sorted(MODELS.iterdir())
-        if any(EXPERTS.search(file.read_text(encoding="utf-8")) for file in path.glob("modeling_*.py"))
-    ]
-    types: dict[str, list[str]] = {family: [] for family in having}
-    for name in CONFIG_MAPPING_NAMES:
-        if (family := model_type_to_module_name(name)) in types:
-            types[family].append(name)
-    return types
-
-
 def rows() -> Iterator[tuple[str, str, str, str]]:
-    """Family, model type, how moetool knows it, and what was run; empty if it is refused, then why."""
-    written = {name for family in architectures() for name in family.model_types}
+    """Family, model type, what was run (empty if it is refused), and why it is refused."""
     tested = {
         **dict.fromkeys(families.FAMILIES, "all"),
         **dict.fromkeys(derived_families.DERIVED, "contract"),
         **dict.fromkeys(around_families.AROUND, "contract, whole"),
     }
-    for family, names in model_types().items():
+    for family, names in families_with_experts().items():
         if run := [name for name in names if name in tested]:
             for name in run:
-                yield family, name, "written" if name in written else "derived", tested[name]
+                yield family, name, tested[name], ""
             continue
-        alone = [name for name in names if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
-        seeing = [name for name in names if name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES]
-        name = next((name for name in alone if name.endswith("_text")), [*alone, *seeing, *names][0])
+        name = next((name for name in names if name.endswith("_text")), names[0])
         yield family, name, "", reason(name)
 
 
@@ -112,9 +87,9 @@ def reason(model_type: str) -> str:
 
 def text() -> str:
     found = list(rows())
-    taken = {family for family, _, how, _ in found if how}
-    head = HEADER.format(version=transformers.__version__, count=len(model_types()), taken=len(taken))
-    lines = [f"| {family} | `{name}` | {how or 'refused'} | {what} |" for family, name, how, what in found]
+    taken = {family for family, _, run, _ in found if run}
+    head = HEADER.format(version=transformers.__version__, count=len(families_with_experts()), taken=len(taken))
+    lines = [f"| {family} | `{name}` | {run or f'refused: {why}'} |" for family, name, run, why in found]
     return head + "\n".join(lines) + "\n"
 
 

@@ -1,15 +1,17 @@
 """Names and numbers of the model families, against what transformers itself writes and holds."""
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 from safetensors import safe_open
 
-from moetool.architectures import ROLES, Architecture, MoEShape, architectures, find_architecture
+from moetool.architectures import ROLES, Architecture, MoEShape, find_architecture
 from moetool.architectures.dense import find_dense_architecture
+from moetool.architectures.known import KNOWN, REFUSED
+from moetool.architectures.listing import families_with_experts
 from moetool.errors import InvalidInputError
 
 CONFIG = {
@@ -29,9 +31,8 @@ def mixtral() -> Architecture:
 
 def test_numbers_of_the_config(mixtral: Architecture) -> None:
     assert mixtral.name == "Mixtral"
-    assert mixtral.shape(CONFIG) == MoEShape(experts=4, top_k=2, hidden=32, intermediate=48)
-    assert mixtral.layers(CONFIG) == 3
-    assert mixtral.moe_layers(CONFIG) == (0, 1, 2)
+    assert mixtral.shape == MoEShape(experts=4, top_k=2, hidden=32, intermediate=48)
+    assert (mixtral.layers, mixtral.moe_layers) == (3, (0, 1, 2))
 
 
 def test_matrices_are_stored_out_by_in() -> None:
@@ -42,7 +43,7 @@ def test_matrices_are_stored_out_by_in() -> None:
 def test_names_on_disk_are_those_transformers_writes(mixtral: Architecture, tiny_mixtral: Path) -> None:
     with safe_open(tiny_mixtral / "model.safetensors", "pt") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    shape = mixtral.shape(CONFIG)
+    shape = mixtral.shape
     for layer in range(3):
         block = {name for name in shapes if name.startswith(mixtral.block_prefix(layer))}
         experts = {
@@ -69,24 +70,24 @@ def test_layer_prefixes_do_not_match_each_other(mixtral: Architecture) -> None:
     assert not mixtral.weight_name(10, 0, "gate").startswith(mixtral.layer_prefix(1))
 
 
-@pytest.mark.parametrize("value", [None, 0, -1, 2.0, "4", True])
-def test_a_number_must_be_positive_and_whole(mixtral: Architecture, value: Any) -> None:
-    with pytest.raises(InvalidInputError, match=f"'num_local_experts', found {re.escape(repr(value))}"):
-        mixtral.shape({**CONFIG, "num_local_experts": value})
+@pytest.mark.parametrize("value", [None, 0, -1, 2.5, "4"])
+def test_a_number_must_be_positive_and_whole(value: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"num_local_experts|experts"):
+        find_architecture({**CONFIG, "num_local_experts": value})
 
 
-def test_a_missing_number_is_named(mixtral: Architecture) -> None:
-    with pytest.raises(InvalidInputError, match="hidden_size"):
-        mixtral.shape({key: value for key, value in CONFIG.items() if key != "hidden_size"})
+def test_more_routed_than_there_are() -> None:
+    with pytest.raises(InvalidInputError, match="routes every token to 5 of 4 experts"):
+        find_architecture({**CONFIG, "num_experts_per_tok": 5})
 
 
-def test_more_routed_than_there_are(mixtral: Architecture) -> None:
-    with pytest.raises(InvalidInputError, match=r"5 experts \(num_experts_per_tok\).*only 4 \(num_local_experts\)"):
-        mixtral.shape({**CONFIG, "num_experts_per_tok": 5})
+def test_defaults_of_transformers_count() -> None:
+    few = {key: value for key, value in CONFIG.items() if key != "num_local_experts"}
+    assert find_architecture(few).shape.experts == 8
 
 
 def test_a_dense_model_is_called_dense() -> None:
-    with pytest.raises(InvalidInputError, match=r"'llama' is not an MoE model.*moetool upcycle.*mixtral"):
+    with pytest.raises(InvalidInputError, match=r"'llama' is not an MoE model.*moetool upcycle.*list arch"):
         find_architecture({"model_type": "llama", "hidden_size": 32})
 
 
@@ -133,40 +134,41 @@ def test_a_config_without_a_usable_type(model_type: Any) -> None:
         find_architecture({**CONFIG, "model_type": model_type})
 
 
-@pytest.mark.parametrize(
-    ("config", "layers"),
-    [
-        ({"model_type": "ernie4_5_moe", "moe_layer_start_index": 1, "moe_layer_end_index": -1}, (1, 2, 3, 4)),
-        ({"model_type": "ernie4_5_moe", "moe_layer_start_index": 1, "moe_layer_end_index": 2}, (1, 2)),
-        ({"model_type": "ernie4_5_moe", "moe_layer_interval": 2, "moe_layer_end_index": 9}, (1, 3)),
-        ({"model_type": "exaone_moe", "first_k_dense_replace": 3}, (3, 4)),
-        ({"model_type": "exaone_moe", "first_k_dense_replace": 3, "mlp_layer_types": ["sparse", "dense"] * 2}, None),
-        ({"model_type": "exaone_moe", "mlp_layer_types": ["sparse"] + ["dense"] * 3 + ["sparse"]}, (0, 4)),
-    ],
-)
-def test_which_layers_have_experts(config: dict[str, Any], layers: tuple[int, ...] | None) -> None:
-    family, config = find_architecture(config), {**config, "num_hidden_layers": 5}
-    if layers is not None:
-        assert family.moe_layers(config) == layers
-        return
-    with pytest.raises(InvalidInputError, match="'mlp_layer_types' must be a list of 5"):
-        family.moe_layers(config)
-
-
 def test_a_number_may_be_said_of_every_layer() -> None:
-    config = {**CONFIG, "model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [3, 3, 3]}
-    assert find_architecture(config).shape(config).top_k == 3
+    config = {
+        "model_type": "hunyuan_v1_moe",
+        **families.COMMON,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": [3, 3, 3],
+    }
+    assert find_architecture(config).shape.top_k == 3
 
 
-def test_every_family_is_data_and_unambiguous() -> None:
-    found = architectures()
-    types = [name for architecture in found for name in architecture.model_types]
-    assert found == tuple(sorted(found, key=lambda architecture: architecture.name))
-    assert len(types) == len(set(types))
-    for architecture in found:
-        assert set(architecture.weights) == set(ROLES)
-        assert architecture.reference.startswith("https://")
-        with pytest.raises(TypeError):
-            architecture.weights["gate"] = "x"  # type: ignore[index]
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            architecture.layer = "x"  # type: ignore[misc]
+def test_layers_must_be_alike() -> None:
+    config = {
+        "model_type": "hunyuan_v1_moe",
+        **families.COMMON,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": [3, 2, 3],
+    }
+    with pytest.raises(InvalidInputError, match="different numbers or sizes"):
+        find_architecture(config)
+
+
+def test_an_architecture_is_data(mixtral: Architecture) -> None:
+    with pytest.raises(TypeError):
+        mixtral.weights["gate"] = "x"  # type: ignore[index]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mixtral.layer = "x"  # type: ignore[misc]
+
+
+def test_families_with_experts_are_listed() -> None:
+    found = families_with_experts()
+    assert {"mixtral", "gpt_oss"} <= found.keys()
+    assert "llama" not in found
+    assert found["qwen3_vl_moe"] == ["qwen3_vl_moe"]  # and not its tower
+    listed = {name for names in found.values() for name in names}
+    assert KNOWN.keys() - listed == {"deepseek"}  # of which transformers has no class, and moetool one
+    assert REFUSED.keys() <= {*listed, *(f"{name}_text" for name in found)}

@@ -58,26 +58,24 @@ def attention_of(layer: Any) -> Any:
     return next((one for one in layer.modules() if hasattr(one, "k_proj") and hasattr(one, "q_proj")), None)
 
 
-def check_moe(family: Architecture, config: dict[str, Any], model: Any) -> None:
-    settings, layers = settings_of(config, Path()), layers_of(model, family)
-    assert family.layers(settings) == len(layers)
-    found = {index: dict(layer.named_modules()).get(family.experts_module) for index, layer in enumerate(layers)}
-    sparse = {
-        index: module for index, module in found.items() if hasattr(module, "down_proj") and module.down_proj.ndim == 3
-    }
+def check_moe(config: dict[str, Any], model: Any, layers: Any, experts: str) -> None:
+    """Numbers of experts, those of the modules at this path in a layer."""
+    found = {index: dict(layer.named_modules()).get(experts) for index, layer in enumerate(layers)}
+    sparse = {index: module for index, module in found.items() if hasattr(module, "has_gate")}
     if not sparse:
-        with pytest.raises(InvalidInputError, match="no layer of this model has experts"):
-            family.moe_layers(settings)
+        with pytest.raises(InvalidInputError, match=r"is not an MoE model|none of its layers has experts"):
+            find_architecture(config)
         return
-    assert family.moe_layers(settings) == tuple(sparse)
-    shape = family.shape(settings)
+    family = find_architecture(config)
+    assert (family.layers, family.moe_layers) == (len(layers), tuple(sparse))
+    shape = family.shape
     for index, module in sparse.items():
         assert (shape.experts, shape.hidden, shape.intermediate) == tuple(module.down_proj.shape)
         block = list(layers[index].modules())
         assert {one.top_k for one in block if hasattr(one, "top_k")} <= {shape.top_k}
-        groups = {(one.n_group, one.topk_group) for one in block if hasattr(one, "n_group")}
-        groups |= {(one.num_group, one.topk_group) for one in block if hasattr(one, "num_group")}
-        assert {(one or 1, chosen or 1) for one, chosen in groups} <= {family.expert_groups(settings)}
+        groups = {(one.n_group, one.topk_group) for one in block if getattr(one, "n_group", None)}
+        groups |= {(one.num_group, one.topk_group) for one in block if getattr(one, "num_group", None)}
+        assert {(one, chosen or 1) for one, chosen in groups} <= {family.groups}
 
 
 def check_common(config: dict[str, Any], model: Any, layers: Any) -> None:
@@ -105,7 +103,7 @@ def check_metadata(config: dict[str, Any], model: Any, layers: Any) -> None:
     writer = SimpleNamespace(add_uint32=note, add_float32=note, add_string=note)
     checkpoint: Any = SimpleNamespace(config=config, path=Path(), settings=settings)
     family = gguf_family(settings)
-    experts: Any = SimpleNamespace(shape=find_architecture(config).shape(settings)) if family.is_moe else None
+    experts: Any = SimpleNamespace(shape=find_architecture(config).shape) if family.is_moe else None
     GgufSource(checkpoint, family, None, experts).describe(writer)
     start, attention = family.architecture, attention_of(layers[0])
     width, rotary = attention.head_dim, model.model.rotary_emb
@@ -156,7 +154,7 @@ def test_numbers_of_experts_are_those_of_the_model(name: str, tmp_path: Path) ->
         if (model := built(config)) is None:
             continue  # a config, but no model
         try:
-            check_moe(family, config, model)
+            check_moe(config, model, layers_of(model, family), family.experts_module)
             check_common(config, model, layers_of(model, family))
             if name in {one.model_type for one in GGUF_FAMILIES}:
                 check_metadata(config, model, layers_of(model, family))

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import families
 import pytest
 
-from moetool.architectures import architectures, find_architecture
+from moetool.architectures import find_architecture
 from moetool.errors import InvalidInputError
 from moetool.format import entry as entries
 from moetool.format.beside import quantizable, quantized_beside
@@ -62,12 +63,14 @@ def test_older_readers_refuse_it_and_nothing_else(monkeypatch: pytest.MonkeyPatc
 
 
 def test_families_name_projections_and_embeddings_and_nothing_else() -> None:
-    for family in architectures():
+    for model_type, sizes in families.FAMILIES.items():
+        family = find_architecture({"model_type": model_type, **families.COMMON, **sizes})
         names = quantizable(family, 1)
         assert all(
             name.endswith(("_proj", "_proj_with_mqa", "self_attn.output_gate", "in_proj_qkvz", "in_proj_ba"))
             for name in names["attention"]
         ), family.name
         assert names["embeddings"] == ("model.embed_tokens", "lm_head")
-    latent = quantizable(find_architecture({**CONFIG, "model_type": "deepseek_v3", "n_routed_experts": 4}), 1)
+    sizes = {**families.COMMON, **families.FAMILIES["deepseek_v3"]}
+    latent = quantizable(find_architecture({"model_type": "deepseek_v3", **sizes}), 1)
     assert "model.layers.0.self_attn.kv_a_proj_with_mqa" in latent["attention"]

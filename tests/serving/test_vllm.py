@@ -62,7 +62,7 @@ class Served:
         architecture = architecture_of(config)
         kind = sys.modules["vllm.model_executor.layers.quantization"].get_quantization_config("moetool")
         self.quantization = kind.from_config(config["quantization_config"])
-        shape = architecture.numbers(config)
+        shape = architecture.shape
         sizes = {
             "num_experts": shape.experts,
             "num_local_experts": shape.experts,

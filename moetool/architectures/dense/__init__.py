@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from moetool.architectures import architectures
 from moetool.architectures.base import experts_told
 from moetool.architectures.dense.base import FEATURES, DenseArchitecture
 from moetool.architectures.dense.derived import derive_dense, has_experts
 from moetool.architectures.dense.told import ENCODERS, TOLD, is_encoder
+from moetool.architectures.known import KNOWN
 from moetool.errors import InvalidInputError
 
 __all__ = [
@@ -108,8 +108,7 @@ def find_dense_architecture(config: Mapping[str, object]) -> DenseArchitecture:
 def _is_moe(config: Mapping[str, object], told: str) -> str:
     model_type = str(config.get("model_type"))
     of = "it" if model_type in DENSE_SIBLINGS else "what moetool upcycled to this family"
-    known = {*TOLD, *(name for family in architectures() for name in family.model_types)}
-    way = f"; `export --format dense --expert 0` makes one of {of}" if model_type in known else ""
+    way = f"; `export --format dense --expert 0` makes one of {of}" if model_type in {*TOLD, *KNOWN} else ""
     return (
         f"This model ({model_type}) is an MoE model already: {told}. Upcycling and moefying start from a dense "
         f"model{way}."

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from moetool.architectures.base import Role
+from moetool.architectures.shape import Role
 
 # What a layer may do that a plain Llama does not, as an error message says it.
 FEATURES: Mapping[str, str] = MappingProxyType(

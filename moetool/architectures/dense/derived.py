@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from moetool.architectures.base import Role
 from moetool.architectures.dense.base import DenseArchitecture, Spread
 from moetool.architectures.dense.networks import Network, is_linear, may_be_network, network_in, size_of
 from moetool.architectures.dense.told import OTHER, TOLD, is_encoder
@@ -22,6 +21,7 @@ from moetool.architectures.described import (
     language_model_in,
     transformers_config,
 )
+from moetool.architectures.shape import Role
 from moetool.errors import InvalidInputError
 from moetool.quiet import refused
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moetool.architectures.base import Role
+from moetool.architectures.shape import Role
 from moetool.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from moetool.architectures import architectures
 from moetool.architectures.dense import FEATURES, TOLD
 from moetool.cli import next_step, presets
 from moetool.cli.choosing import CHOICES, in_order
@@ -58,10 +57,21 @@ def _methods() -> list[dict[str, str]]:
 
 
 def _architectures() -> list[dict[str, str]]:
-    return [
-        {"architecture": entry.name, "model types": ", ".join(entry.model_types), "router": entry.router_rule}
-        for entry in architectures()
-    ]
+    from moetool.architectures.known import KNOWN, REFUSED
+    from moetool.architectures.listing import families_with_experts
+
+    rows = []
+    for family, model_types in families_with_experts().items():
+        known = next((KNOWN[name] for name in model_types if name in KNOWN), None)
+        refused = next((REFUSED[name] for name in model_types if name in REFUSED), None)
+        rows.append(
+            {
+                "architecture": known.name if known else family,
+                "model types": ", ".join(model_types),
+                "router": known.router_rule if known else refused or "as transformers computes it",
+            }
+        )
+    return rows
 
 
 def _dense_architectures() -> list[dict[str, str]]:
@@ -83,7 +93,7 @@ def _targets() -> list[dict[str, str]]:
     return [
         {
             "target": target.name,
-            "expresses": "everything" if target.architecture is None else ", ".join(sorted(target.expresses)),
+            "expresses": ", ".join(sorted(target.expresses)) if target.is_native else "everything",
             "needs": ", ".join(sorted(target.needs)) or "nothing",
         }
         for target in targets().values()

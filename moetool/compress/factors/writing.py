@@ -352,7 +352,7 @@ def factor_plan(
     else:
         output = size(options.rank or 0, options.trim)
     cost = factor_cost(source, options, gradients=gradients)
-    layers, hidden = source.architecture.layers(checkpoint.settings), reader.shape.hidden
+    layers, hidden = source.architecture.layers, reader.shape.hidden
     base_bytes = len(reader.shape.roles) * base_channels * hidden * reader.dtype.itemsize
     for_each = SpectrumFile(Path(), 0, reader.shape, options.share).nbytes + base_bytes
     if refine:  # the bases as they were, and what errors cost

@@ -161,7 +161,7 @@ class MixingStage(Stage[MixingOptionsT]):
         source, options, reader = self.source, self.options, self.source.experts
         output = self.target if self.given is not None else min(self.target, self._choice.largest)
         cost, shape, at_once = self._cost, reader.shape, self.experts_at_once
-        layers = source.architecture.layers(source.checkpoint.settings)
+        layers = source.architecture.layers
         stored = [(role, form) for scheme in self.offered for role, form in scheme.base.items()]
         bases = sum(form.nbytes(shape.matrix(role), reader.dtype) for role, form in stored)
         forward = cost.forward_bytes(shape.hidden) + encoded_bytes(reader, output, options.shard_size)

@@ -51,7 +51,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
                 "an ordinary checkpoint: so does this."
             )
         cost, at_once = self._cost, self._experts_at_once
-        layers = self.source.architecture.layers(self.source.checkpoint.settings)
+        layers = self.source.architecture.layers
         base = reader.shape.expert_parameters * reader.dtype.itemsize
         measured = options.calibration is not None
         shape = reader.shape

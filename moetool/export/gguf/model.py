@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Architecture, MoEShape, Role
-from moetool.architectures.base import by_name
+from moetool.architectures.shape import by_name
 from moetool.checkpoint.decoded import decoded
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint

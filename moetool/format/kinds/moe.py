@@ -8,8 +8,8 @@ gates), `{ffn}.experts.down_proj`, the same with `_bias` at the end, and `{ffn}.
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from moetool.architectures.base import MoEShape, Role, fused_name
 from moetool.architectures.dense import DenseArchitecture
+from moetool.architectures.shape import MoEShape, Role, fused_name
 from moetool.format.fields import Count, LayerCount, Layers
 from moetool.format.kinds.base import RoutedModule, Shapes, network_tensors
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from moetool.architectures import Role
-from moetool.architectures.base import fused_name
 from moetool.architectures.fused_layout import PLAIN, FusedLayout, layout_of
+from moetool.architectures.shape import fused_name
 from moetool.format.layout import LayerLayout
 from moetool.kernels.held import Held, are_held
 from moetool.kernels.operands import UnsupportedMatrixError

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moetool.architectures.base import MoEShape, Role, fused_name
 from moetool.architectures.fused_layout import FusedLayout, layout_of
+from moetool.architectures.shape import MoEShape, Role, fused_name
 from moetool.architectures.trying import takes_weighed_inputs
 
 _PLAIN = "transformers.integrations.moe"  # where act(gate) · up is, which most families have

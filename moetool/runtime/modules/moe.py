@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moetool.architectures.base import MoEShape, fused_name
 from moetool.architectures.dense import DenseArchitecture
+from moetool.architectures.shape import MoEShape, fused_name
 from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.modules.dense_networks import network_in, take, unowned
 from moetool.runtime.modules.fused import (

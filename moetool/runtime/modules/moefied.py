@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moetool.architectures.base import Role
 from moetool.architectures.dense import DenseArchitecture
+from moetool.architectures.shape import Role
 from moetool.errors import UsageError
 from moetool.format.kinds.moefied import MoefiedSpec
 from moetool.runtime.modules.dense_networks import network_in, take, unowned

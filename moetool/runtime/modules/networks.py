@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moetool.architectures.base import Role
+from moetool.architectures.shape import Role
 from moetool.kernels.operands import NUMBERS, UnsupportedMatrixError
 from moetool.kernels.products import problem, routed
 from moetool.kernels.table import Table

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moetool.architectures import Architecture
 from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
 
@@ -16,8 +15,7 @@ class Target:
 
     Attributes:
         name: its `model_type`.
-        architecture: its names on disk; `None` for moetool's own module, which keeps the source's.
-        model_class: for `architectures` of `config.json`.
+        model_class: for `architectures` of `config.json`; empty for moetool's own module, which keeps the source's.
         entries: the entries of `config.json` that make it an MoE model of this family.
         expresses: features, by the names of `FEATURES`, that a source and an MoE model may have.
         needs: features that a source must have.
@@ -29,7 +27,6 @@ class Target:
     """
 
     name: str
-    architecture: Architecture | None
     model_class: str
     entries: Entries
     expresses: frozenset[str]
@@ -39,6 +36,11 @@ class Target:
     has_idle_shared: bool = False
     biases: tuple[str, ...] = ()
     completed_biases: tuple[str, ...] = ()
+
+    @property
+    def is_native(self) -> bool:
+        """Whether it is a family of transformers, not moetool's own module."""
+        return bool(self.model_class)
 
     def missing(self, features: tuple[str, ...]) -> list[str]:
         """Features that it cannot express, and (first) those it needs that are not there."""

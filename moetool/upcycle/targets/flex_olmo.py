@@ -1,6 +1,5 @@
 """FlexOlmo: for OLMo 2."""
 
-from moetool.architectures.flex_olmo import ARCHITECTURE
 from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets.base import Target, common
@@ -20,7 +19,6 @@ def _entries(dense: DenseModel, spec: MoESpec) -> dict[str, object]:
 
 TARGET = Target(
     name="flex_olmo",
-    architecture=ARCHITECTURE,
     model_class="FlexOlmoForCausalLM",
     entries=_entries,
     expresses=frozenset({"query_norm", "attention_bias"}),

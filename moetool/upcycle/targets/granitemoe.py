@@ -1,6 +1,5 @@
 """Granite-MoE: for models with multipliers (Granite, Gemma), or biases on all attention projections."""
 
-from moetool.architectures.granitemoe import ARCHITECTURE
 from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets.base import Target, common
@@ -27,7 +26,6 @@ def entries(dense: DenseModel, spec: MoESpec) -> dict[str, object]:
 
 TARGET = Target(
     name="granitemoe",
-    architecture=ARCHITECTURE,
     model_class="GraniteMoeForCausalLM",
     entries=entries,
     expresses=EXPRESSES,

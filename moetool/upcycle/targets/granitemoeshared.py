@@ -1,6 +1,5 @@
 """Granite-MoE with a shared expert, which is simply added."""
 
-from moetool.architectures.granitemoeshared import ARCHITECTURE
 from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets import granitemoe
@@ -13,7 +12,6 @@ def _entries(dense: DenseModel, spec: MoESpec) -> dict[str, object]:
 
 TARGET = Target(
     name="granitemoeshared",
-    architecture=ARCHITECTURE,
     model_class="GraniteMoeSharedForCausalLM",
     entries=_entries,
     expresses=granitemoe.EXPRESSES | {"shared_half", "shared_on_base"},

@@ -1,6 +1,5 @@
 """Mixtral: the family that most engines know, for everything that is a plain Llama or Mistral."""
 
-from moetool.architectures.mixtral import ARCHITECTURE
 from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets.base import Target, common
@@ -20,7 +19,6 @@ def _entries(dense: DenseModel, spec: MoESpec) -> dict[str, object]:
 
 TARGET = Target(
     name="mixtral",
-    architecture=ARCHITECTURE,
     model_class="MixtralForCausalLM",
     entries=_entries,
     expresses=frozenset({"sliding_window", "head_dim"}),

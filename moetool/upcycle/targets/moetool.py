@@ -13,7 +13,6 @@ def _entries(dense: DenseModel, spec: MoESpec) -> dict[str, object]:
 
 TARGET = Target(
     name="moetool",
-    architecture=None,
     model_class="",
     entries=_entries,
     expresses=frozenset(FEATURES),

@@ -1,6 +1,5 @@
 """Qwen2-MoE: biases on queries, keys and values, dense layers among the MoE layers, a gated shared expert."""
 
-from moetool.architectures.qwen2_moe import ARCHITECTURE
 from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets.base import Target, common
@@ -47,7 +46,6 @@ def _entries(dense: DenseModel, spec: MoESpec) -> dict[str, object]:
 
 TARGET = Target(
     name="qwen2_moe",
-    architecture=ARCHITECTURE,
     model_class="Qwen2MoeForCausalLM",
     entries=_entries,
     expresses=frozenset(

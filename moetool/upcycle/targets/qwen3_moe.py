@@ -1,6 +1,5 @@
 """Qwen3-MoE: for Qwen3."""
 
-from moetool.architectures.qwen3_moe import ARCHITECTURE
 from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.targets.base import Target
@@ -19,7 +18,6 @@ def _entries(dense: DenseModel, spec: MoESpec) -> dict[str, object]:
 
 TARGET = Target(
     name="qwen3_moe",
-    architecture=ARCHITECTURE,
     model_class="Qwen3MoeForCausalLM",
     entries=_entries,
     expresses=frozenset({"head_norm", "attention_bias", "dense_layers", "sliding_window", "head_dim"}),

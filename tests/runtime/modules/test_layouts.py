@@ -8,8 +8,8 @@ import torch
 from derived_families import DERIVED
 from torch import Tensor, nn
 
-from moetool.architectures.base import ROLES, MoEShape, Role, fused_name
 from moetool.architectures.fused_layout import FusedLayout, layout_of
+from moetool.architectures.shape import ROLES, MoEShape, Role, fused_name
 from moetool.calibration.held_experts import HeldExperts, RoutedBatch
 from moetool.format.families import architecture_of
 from moetool.format.layout import LayerLayout
@@ -29,9 +29,8 @@ def native(request: pytest.FixtureRequest) -> tuple[Any, MoEShape]:
     """Experts of one layer of a family, and their shape."""
     model = families.build(request.param, **DERIVED[request.param])
     architecture = architecture_of(model.config.to_dict())
-    assert architecture.given is not None
-    layer = model.get_submodule(architecture.layer_path(architecture.given.moe_layers[0]))
-    return layer.get_submodule(architecture.experts_module), architecture.given.shape
+    layer = model.get_submodule(architecture.layer_path(architecture.moe_layers[0]))
+    return layer.get_submodule(architecture.experts_module), architecture.shape
 
 
 def routed(shape: MoEShape) -> tuple[Tensor, Tensor, Tensor]:

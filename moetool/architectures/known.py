@@ -1,0 +1,109 @@
+"""What transformers' own classes do not say of MoE families: names, routers' rules in words, and what is refused."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from moetool.errors import InvalidInputError
+
+
+@dataclass(frozen=True)
+class KnownFamily:
+    """What people know of a family beyond its class.
+
+    Attributes:
+        name: as people say it.
+        router_rule: in words.
+        computed: entries of `config.json` that would change the router's rule or the layers, and the values that
+            transformers computes, which does not look at them.
+        aliases: parts of tensors' names that some tools write, and what stands there on the hub.
+    """
+
+    name: str
+    router_rule: str
+    computed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+_SOFTMAX = "softmax over all experts, top-k, renormalized"
+_IF_ASKED = f"{_SOFTMAX} if norm_topk_prob"
+_TO_ONE = f"{_SOFTMAX} to sum 1"
+_LOGITS = "top-k of the logits, softmax over those k"
+_GROUPS = "sigmoid, top-k of the best groups by corrected scores, renormalized, times routed_scaling_factor"
+
+# By model type.
+KNOWN: Mapping[str, KnownFamily] = {
+    "afmoe": KnownFamily(
+        "AFMoE",
+        "sigmoid, top-k by corrected scores, renormalized to sum 1, times route_scale",
+        {"score_func": ("sigmoid",), "route_norm": (True,), "n_group": (1,)},
+    ),
+    "deepseek": KnownFamily("DeepSeekMoE", _IF_ASKED, {"scoring_func": ("softmax",)}),
+    "deepseek_v2": KnownFamily(
+        "DeepSeek-V2",
+        "softmax over all experts, top-k (of the best groups), times routed_scaling_factor",
+        {
+            "scoring_func": ("softmax",),
+            "topk_method": ("greedy", "group_limited_greedy"),
+            "norm_topk_prob": (False,),
+            "moe_layer_freq": (1,),
+        },
+    ),
+    "deepseek_v3": KnownFamily(
+        "DeepSeek-V3", _GROUPS, {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
+    ),
+    "dots1": KnownFamily("dots.llm1", _GROUPS, {"moe_layer_freq": (1,)}),
+    "ernie4_5_moe": KnownFamily("ERNIE-4.5-MoE", "softmax over all experts, top-k by corrected scores, renormalized"),
+    "exaone_moe": KnownFamily("EXAONE-MoE", _GROUPS, {"scoring_func": ("sigmoid",)}),
+    "flex_olmo": KnownFamily("FlexOlmo", _IF_ASKED),
+    "glm4_moe": KnownFamily("GLM-4-MoE", _GROUPS),
+    "granitemoe": KnownFamily("Granite-MoE", _LOGITS),
+    "granitemoeshared": KnownFamily("Granite-MoE-Shared", _LOGITS),
+    "hunyuan_v1_moe": KnownFamily("Hunyuan-MoE", _TO_ONE),
+    "lfm2_moe": KnownFamily(
+        "LFM2-MoE",
+        "sigmoid, top-k by corrected scores, renormalized if norm_topk_prob, times routed_scaling_factor",
+    ),
+    "minimax": KnownFamily("MiniMax", _TO_ONE),
+    "minimax_m2": KnownFamily(
+        "MiniMax-M2",
+        "sigmoid, top-k by corrected scores, renormalized to sum 1",
+        {"scoring_func": ("sigmoid",), "shared_intermediate_size": (0,)},
+    ),
+    "mixtral": KnownFamily(
+        "Mixtral",
+        _TO_ONE,
+        aliases={".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."},
+    ),
+    "olmoe": KnownFamily("OLMoE", _IF_ASKED),
+    "phimoe": KnownFamily(
+        "Phi-3.5-MoE", "SparseMixer: one expert after the other, each by a softmax over the logits near the highest"
+    ),
+    "qwen2_moe": KnownFamily("Qwen2-MoE", _IF_ASKED),
+    "qwen3_moe": KnownFamily("Qwen3-MoE", _IF_ASKED),
+    "qwen3_next": KnownFamily("Qwen3-Next", _IF_ASKED),
+    "solar_open": KnownFamily("Solar-Open", _GROUPS, {"first_k_dense_replace": (0,)}),
+}
+
+# Why families are refused whose classes would not tell, by model type.
+REFUSED: Mapping[str, str] = {
+    "jetmoe": "JetMoE cannot be compressed: its attention has experts too, and transformers holds all of them in "
+    "modules that no other family has.",
+}
+
+
+def check_refused(config: Mapping[str, object]) -> None:
+    """Raise `InvalidInputError` for a family that does not fit, and for a router's rule that transformers does not
+    compute for the family."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        return
+    if (reason := REFUSED.get(model_type)) is not None:
+        raise InvalidInputError(reason)
+    if (family := KNOWN.get(model_type)) is None:
+        return
+    for key, values in family.computed.items():
+        if key in config and config[key] not in values:
+            raise InvalidInputError(
+                f"config.json has {key} = {config[key]!r}: this router's rule is not implemented for {family.name}, "
+                f"which knows {', '.join(map(repr, values))}. Results would be wrong; refusing."
+            )
