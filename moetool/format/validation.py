@@ -112,6 +112,7 @@ class _Known(_Any):
     layer_norm_epsilon: Share | None = None
     n_group: Count | None = None
     topk_group: Count | None = None
+    decoder_sparse_step: Count | None = None
     attention_dropout: Share | None = None
     attention_probs_dropout_prob: Share | None = None
     attn_pdrop: Share | None = None
@@ -230,9 +231,8 @@ def _said(key: str, config: Mapping[str, object], value: object) -> str:
 
 
 def _check_experts(settings: Settings, config: Mapping[str, object], file: Path) -> None:
-    experts, top_k = (_count(settings, keys, file) for keys in (EXPERT_KEYS, TOP_K_KEYS))
+    (_, experts), (key, top_k) = (_count(settings, config, keys, file) for keys in (EXPERT_KEYS, TOP_K_KEYS))
     if top_k > experts:
-        key = next(key for key in TOP_K_KEYS if key in settings)
         raise InvalidInputError(f"{file} routes every token to {top_k} experts ({key}) but has only {experts}.")
     for keys in GROUP_KEYS:
         groups, chosen = (whole_number(settings, key) for key in keys)
@@ -241,15 +241,16 @@ def _check_experts(settings: Settings, config: Mapping[str, object], file: Path)
             raise InvalidInputError(f"{file}: {said}; {experts} experts cannot be divided and chosen so.")
 
 
-def _count(settings: Settings, keys: tuple[str, ...], file: Path) -> int:
-    """The number of experts under the first of these keys that is there, which may say it of every layer."""
-    key = next((key for key in keys if key in settings), keys[0])
+def _count(settings: Settings, config: Mapping[str, object], keys: tuple[str, ...], file: Path) -> tuple[str, int]:
+    """The first of these keys that `config.json` has, or else the settings, and its number of experts, which may be
+    listed for every layer."""
+    key = next((key for entries in (config, settings) for key in keys if key in entries), keys[0])
     number = whole_number(settings, key)
     if number is None or isinstance(number, bool) or not 1 <= number <= MOST_EXPERTS:
         raise InvalidInputError(
             f"{file} needs a whole number from 1 to {MOST_EXPERTS} as '{key}', found {settings.get(key)!r}."
         )
-    return number
+    return key, number
 
 
 def _is_checked(model_type: object) -> bool:

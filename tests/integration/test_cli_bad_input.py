@@ -96,7 +96,7 @@ CHECKPOINTS = {
     "no config": (without("config.json"), ["no config.json"]),
     "config that is no JSON": (written("config.json", b"{"), ["config.json", "not valid JSON"]),
     "config that is a list": (written("config.json", b"[]"), ["config.json", "object"]),
-    "dense": (configured(**DENSE), ["not an MoE model", "mixtral"]),
+    "dense": (configured(**DENSE), ["not an MoE model", "moetool upcycle"]),
     "unknown family": (configured(**UNKNOWN), ["Unknown model family 'mixtralish'", "Did you mean mixtral"]),
     "no model type": (configured(model_type=None), ["Unknown model family", "mixtral"]),
     "no number of experts": (configured(num_local_experts=None), ["num_local_experts"]),
