@@ -23,7 +23,7 @@ from moetool.upcycle.upcycling import Upcycled
 
 def unmerging(made: Path, model: Upcycled, **options: Any) -> Unmerging:
     checkpoint = Checkpoint.open(made)
-    own = model.target.architecture is None
+    own = not model.target.is_native
     options["native"] = not own
     experts = ExpertReader(checkpoint, architecture_of(checkpoint.config))
     options.setdefault("expert", 0)
