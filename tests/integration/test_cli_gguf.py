@@ -240,7 +240,7 @@ def test_files_that_cannot_be_read(run_cli: Any, models: dict[str, Path], tmp_pa
         ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob"),
         ("qwen2_moe", {"norm_topk_prob": True}, "not idle"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act"),
-        ("mixtral", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+        ("qwen2_moe", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
     ],
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(
