@@ -59,7 +59,7 @@ def test_damaged_positions_are_an_error_of_the_input_when_they_are_needed() -> N
 def pruned(tiny_mixtral: Path, make_compressed: Any, tmp_path: Path) -> Path:
     """One layer without half of its base's channels."""
     checkpoint = Checkpoint.open(tiny_mixtral)
-    shape: MoEShape = architecture_of(checkpoint.config).shape(checkpoint.config)
+    shape: MoEShape = architecture_of(checkpoint.config).shape
     layout = LayerLayout.uniform(shape, parse_representation("low-rank:2"), shape.intermediate // 2)
     return make_compressed(tiny_mixtral, tmp_path / "pruned", {1: layout})
 
