@@ -9,7 +9,7 @@ from moetool.errors import MoetoolError, UsageError, did_you_mean
 
 # The option that chooses, and what it is without it.
 CHOICES = {
-    "compress": ("method", "d2moe"),
+    "compress": ("method", "auto"),
     "upcycle": ("method", "vanilla"),
     "moefy": ("method", "g-moefication"),
     "export": ("format", "dense-experts"),

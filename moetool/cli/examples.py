@@ -9,7 +9,7 @@ EXAMPLES = {
     "upcycle": "upcycle mistralai/Mistral-7B-v0.1 mixture --experts 8 --top-k 2 --dry-run",
     "moefy": f"moefy mistralai/Mistral-7B-v0.1 sparser --keep 0.75 {_TEXT}",
     "tune": "tune mixture tuned --data instructions.jsonl --eval-data held-out.jsonl",
-    "compress": f"compress mistralai/Mixtral-8x7B-v0.1 smaller --method hybrid --ratio 0.75 {_TEXT} --dry-run",
+    "compress": f"compress mistralai/Mixtral-8x7B-v0.1 smaller --ratio 75% {_TEXT} --dry-run",
     "fisher-merge": f"fisher-merge mixture base {_TEXT}",
     "decompose": "decompose mixture parts --base base",
     "svd-compress": f"svd-compress parts smaller --ratio 0.4 {_TEXT}",

@@ -12,7 +12,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "upcycle": ("stage", "Turn a dense model into an MoE model (--method vanilla, drop, fine-grained …)."),
     "moefy": ("stage", "Split a dense model's FFNs into experts and skip most of them, without training."),
     "tune": ("stage", "Fine-tune on instructions or text, with a load-balancing loss for MoE models."),
-    "compress": ("stage", "Make an MoE model smaller in one streamed pass (--method d2moe, ders-quantize …)."),
+    "compress": (
+        "stage",
+        "Make an MoE model smaller in one streamed pass, by whatever loses least (or --method d2moe …).",
+    ),
     "fisher-merge": ("stage", "Stage 1: merge each layer's experts into one shared base."),
     "decompose": ("stage", "Stage 2: experts into base and deltas, without loss."),
     "svd-compress": ("stage", "Stage 3: make the deltas low-rank."),

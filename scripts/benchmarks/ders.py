@@ -153,11 +153,11 @@ def equal_bytes(bench: Bench) -> list[str]:
     quantize = ("compress", "--method", "ders-quantize")
 
     def low_rank(rank: int, bits: int) -> list[tuple[object, ...]]:
-        return [("compress", "--rank", rank, *text), ("quantize-delta", "--bits", bits, *text)]
+        return [("compress", "--method", "d2moe", "--rank", rank, *text), ("quantize-delta", "--bits", bits, *text)]
 
     blocks: dict[float, dict[str, Callable[[], dict[str, Any]]]] = {
         0.40: {
-            "d2moe": lambda: bench.run(("compress", "--ratio", 0.4, *text)),
+            "d2moe": lambda: bench.run(("compress", "--method", "d2moe", "--ratio", 0.4, *text)),
             "plain 8 bits": lambda: bench.rounded(8),
             "base + 8 bits": lambda: bench.run((*quantize, "--bits", 8, "--base-bits", 8)),
             "ders-sparsify, drop .627 smallest": lambda: bench.run(
@@ -169,7 +169,7 @@ def equal_bytes(bench: Bench) -> list[str]:
             "hybrid": lambda: bench.run(("compress", "--method", "hybrid", "--ratio", 0.4, *text)),
         },
         0.60: {
-            "d2moe": lambda: bench.run(("compress", "--ratio", 0.6, *text)),
+            "d2moe": lambda: bench.run(("compress", "--method", "d2moe", "--ratio", 0.6, *text)),
             "plain 4 bits": lambda: bench.rounded(4),
             "base + 4 bits": lambda: bench.run((*quantize, "--bits", 4, "--base-bits", 8)),
             "base + 4 bits, rounded on text": lambda: bench.run((*quantize, "--bits", 4, "--base-bits", 8, *text)),
@@ -178,7 +178,7 @@ def equal_bytes(bench: Bench) -> list[str]:
             "hybrid": lambda: bench.run(("compress", "--method", "hybrid", "--ratio", 0.62, *text)),
         },
         0.74: {
-            "d2moe": lambda: bench.run(("compress", "--ratio", 0.74, *text)),
+            "d2moe": lambda: bench.run(("compress", "--method", "d2moe", "--ratio", 0.74, *text)),
             "plain 3 bits": lambda: bench.rounded(3),
             "plain 2 bits": lambda: bench.rounded(2),
             "no base, 3 bits on text": lambda: bench.without_base(3),

@@ -67,9 +67,9 @@ def main() -> None:
         target = options.work / "model"
         shutil.rmtree(target, ignore_errors=True)
         made = moetool(
-            "compress", options.model, str(target), "--ratio", str(ratio), "--calibration", options.calibration,
-            "--mix", "0", "--samples", options.samples, "--sequence-length", options.sequence_length,
-            *flags,
+            "compress", options.model, str(target), "--method", "d2moe", "--ratio", str(ratio),
+            "--calibration", options.calibration, "--mix", "0", "--samples", options.samples,
+            "--sequence-length", options.sequence_length, *flags,
         )  # fmt: skip
         return {"achieved": made["achieved_ratio"], "seconds": made["seconds"], **score(target)}
 

@@ -85,7 +85,17 @@ def test_an_expert_is_read_once_per_sweep(
     """Forwards to the loss and back, with every other layer run again on the way; and forwards to be encoded."""
     reads = counted(monkeypatch)
     arguments = ("--method", method, "--ratio", 0.35, "--calibration", tiny_text, "--mix", 0, "--samples", 2)
-    result = run_cli("compress", tiny_mixtral_bf16, tmp_path / "out", *arguments, "--sequence-length", 16, "--no-proof")
+    result = run_cli(
+        "compress",
+        "--method",
+        "d2moe",
+        tiny_mixtral_bf16,
+        tmp_path / "out",
+        *arguments,
+        "--sequence-length",
+        16,
+        "--no-proof",
+    )
     assert result.code == 0, result.stderr
     assert min(reads.values()) >= 2
     assert max(reads.values()) <= 4

@@ -69,7 +69,7 @@ def test_every_command_is_in_one_group(run_cli: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "typed", "default"), [("upcycle", "pesc", "vanilla"), ("compress", "auto", "d2moe")]
+    ("command", "typed", "default"), [("upcycle", "pesc", "vanilla"), ("compress", "d2moe", "auto")]
 )
 def test_the_default_method_is_not_what_was_typed(command: str, typed: str, default: str) -> None:
     command_line = built(command, "--method", typed)

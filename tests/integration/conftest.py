@@ -51,7 +51,7 @@ def _made_once(run_cli: RunCli, tmp_path_factory: pytest.TempPathFactory, comman
 @pytest.fixture(scope="session")
 def compress(run_cli: RunCli, calibration: Options, tmp_path_factory: pytest.TempPathFactory) -> Compress:
     """`compress(source, *options)`: the result of `moetool compress`, made once per session for the same arguments."""
-    return _made_once(run_cli, tmp_path_factory, "compress", *calibration)
+    return _made_once(run_cli, tmp_path_factory, "compress", "--method", "d2moe", *calibration)
 
 
 @pytest.fixture(scope="session")

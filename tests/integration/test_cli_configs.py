@@ -54,7 +54,18 @@ def test_parameter_counts(run_cli: Any, config_only: Path) -> None:
 
 @pytest.mark.parametrize("config_only", sampled(PUBLISHED, PLANNED), indirect=True)
 def test_plans(run_cli: Any, config_only: Path, tmp_path: Path) -> None:
-    arguments = ("compress", config_only, tmp_path / "out", "--ratio", 0.3, "--calibration", "text.txt", "--dry-run")
+    arguments = (
+        "compress",
+        "--method",
+        "d2moe",
+        config_only,
+        tmp_path / "out",
+        "--ratio",
+        0.3,
+        "--calibration",
+        "text.txt",
+        "--dry-run",
+    )
     arguments = (*arguments, "--memory", "1TB")  # for all experts of a layer at once
     plan = run_cli(*arguments, "--json").json
     assert plan["output_bytes"] == pytest.approx(0.7 * plan["input_bytes"], rel=1e-6)
@@ -78,7 +89,9 @@ def test_paper_counting(run_cli: Any, config_only: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("config_only", ["mixtral-8x7b"], indirect=True)
 def test_without_weights_nothing_else_goes(run_cli: Any, config_only: Path, tmp_path: Path) -> None:
-    result = run_cli("compress", config_only, tmp_path / "out", "--ratio", 0.3, "--calibration", "text.txt")
+    result = run_cli(
+        "compress", "--method", "d2moe", config_only, tmp_path / "out", "--ratio", 0.3, "--calibration", "text.txt"
+    )
     assert result.code == 3
     assert "has no safetensors weights" in result.stderr
     config = json.loads((config_only / "config.json").read_text())

@@ -62,7 +62,17 @@ def test_dry_run_of_the_real_size_reads_headers_only(run_cli, tmp_path):
     assert (tmp_path / "mixtral" / "model.safetensors").stat().st_blocks * 512 < 1e6
     text = tmp_path / "wiki.txt"
     text.write_text("Words. " * 100)
-    arguments = ("compress", tmp_path / "mixtral", tmp_path / "out", "--ratio", 0.4, "--calibration", text)
+    arguments = (
+        "compress",
+        "--method",
+        "d2moe",
+        tmp_path / "mixtral",
+        tmp_path / "out",
+        "--ratio",
+        0.4,
+        "--calibration",
+        text,
+    )
     arguments += ("--memory", "64GB")
     result = run_cli(*arguments, "--dry-run", "--json")
     assert result.code == 0, result.stderr
@@ -87,7 +97,17 @@ def test_dry_run_of_the_real_size_reads_headers_only(run_cli, tmp_path):
 
 
 def test_dry_run_tells_the_time(run_cli, tiny_mixtral_bf16, calibration, tmp_path):
-    arguments = ("compress", tiny_mixtral_bf16, tmp_path / "out", *calibration, "--ratio", 0.3, "--dry-run")
+    arguments = (
+        "compress",
+        "--method",
+        "d2moe",
+        tiny_mixtral_bf16,
+        tmp_path / "out",
+        *calibration,
+        "--ratio",
+        0.3,
+        "--dry-run",
+    )
     told = run_cli(*arguments, "--json").json
     assert [phase["name"] for phase in told["phases"]] == ["Forward", "Backward", "Encode and write"]
     assert sum(phase["seconds"] for phase in told["phases"]) == pytest.approx(told["seconds"])
@@ -214,7 +234,7 @@ def test_a_dry_run_refuses_what_the_job_does(run_cli, tiny_mixtral_bf16, calibra
     said = []
     for dry in (("--dry-run",), ()):
         options = ("--ratio", 0.3, *calibration, *more, *dry)
-        result = run_cli("compress", tiny_mixtral_bf16, output, *options)
+        result = run_cli("compress", "--method", "d2moe", tiny_mixtral_bf16, output, *options)
         assert result.code == code, (dry, result.stderr)
         assert says in result.stderr, (dry, result.stderr)
         said.append(result.stderr)
@@ -225,7 +245,7 @@ def test_a_dry_run_refuses_what_the_job_does(run_cli, tiny_mixtral_bf16, calibra
 def test_more_than_is_free_is_said_beside_the_plan(run_cli, tiny_mixtral_bf16, calibration, tmp_path, monkeypatch):
     """The plan may be for another machine, or another hour."""
     monkeypatch.setattr("moetool.job.plan.free_bytes", lambda: 10**8)
-    arguments = ("compress", tiny_mixtral_bf16, tmp_path / "out", "--ratio", 0.3, *calibration)
+    arguments = ("compress", "--method", "d2moe", tiny_mixtral_bf16, tmp_path / "out", "--ratio", 0.3, *calibration)
     dry = run_cli(*arguments, "--dry-run")
     assert (dry.code, "Nothing was written" in dry.stdout) == (0, True)
     assert "note: it would be refused here and now. This job needs about" in dry.stderr

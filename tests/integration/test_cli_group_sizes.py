@@ -51,7 +51,16 @@ def test_the_largest_groups_that_fit_are_taken(
 ) -> None:
     options = METHODS[method]
     text = calibration if options[-1] == TEXT else ()
-    command = ("compress", source, tmp_path / "out", *(o for o in options if o != TEXT), *text, "--json")
+    command = (
+        "compress",
+        "--method",
+        "d2moe",
+        source,
+        tmp_path / "out",
+        *(o for o in options if o != TEXT),
+        *text,
+        "--json",
+    )
     plan, made = run_cli(*command, "--dry-run"), run_cli(*command)
     assert made.code == 0, made.stderr
     size, planned = weight_bytes(tmp_path / "out"), plan.json["output_bytes"]
@@ -98,7 +107,9 @@ def test_widths_without_a_divisor_are_refused_at_once(
 ) -> None:
     text = calibration if options[-1] == TEXT else ()
     chosen = (option for option in options if option != TEXT)
-    result = run_cli("compress", source, tmp_path / "out", *chosen, "--group-size", 64, *text, *more)
+    result = run_cli(
+        "compress", "--method", "d2moe", source, tmp_path / "out", *chosen, "--group-size", 64, *text, *more
+    )
     assert result.code == 2
     assert says in result.stderr
     assert "into equal groups of 2 to 64; 97 would do" in result.stderr

@@ -37,7 +37,18 @@ def test_what_a_job_was_killed_at_is_not_refined_twice(crash, tiny_mixtral_bf16,
 
 def test_refining_excludes_shared_factors(run_cli, calibration, tiny_mixtral, tmp_path):
     result = run_cli(
-        "compress", tiny_mixtral, tmp_path / "out", *calibration, "--rank", 2, "--refine", 1, "--share", "v"
+        "compress",
+        "--method",
+        "d2moe",
+        tiny_mixtral,
+        tmp_path / "out",
+        *calibration,
+        "--rank",
+        2,
+        "--refine",
+        1,
+        "--share",
+        "v",
     )
     assert result.code == 2
     assert "--share v" in result.stderr

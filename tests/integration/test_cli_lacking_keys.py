@@ -79,6 +79,8 @@ def sources(
         spelled_out(path, as_on_the_hub=number % 2 == 0)
     arguments = (
         "compress",
+        "--method",
+        "d2moe",
         found["mixtral"],
         made / "d2moe",
         "--ratio",

@@ -52,7 +52,17 @@ def test_an_input(run_cli: Any, tiny_mixtral: Path, name: str, tmp_path: Path) -
         "decompose": ("decompose", NAMES[name], tmp_path / "out"),
         "base": ("decompose", tiny_mixtral, tmp_path / "out", "--base", NAMES[name]),
         "text": ("eval", tiny_mixtral, "--data", NAMES[name]),
-        "calibration": ("compress", tiny_mixtral, tmp_path / "out", "--ratio", 0.3, "--calibration", NAMES[name]),
+        "calibration": (
+            "compress",
+            "--method",
+            "d2moe",
+            tiny_mixtral,
+            tmp_path / "out",
+            "--ratio",
+            0.3,
+            "--calibration",
+            NAMES[name],
+        ),
         "tune": ("tune", tiny_mixtral, tmp_path / "out", "--data", NAMES[name]),
     }
     for what, arguments in reading.items():

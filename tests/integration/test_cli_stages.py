@@ -60,7 +60,11 @@ def test_stages_by_hand_give_the_bytes_of_compress(request, run_cli, calibration
         ("decompose", source, "decomposed", "--base", tmp_path / "base"),
         ("svd-compress", "decomposed", "by-hand", *calibration, *options),
     )
-    at_once = chain(run_cli, tmp_path, ("compress", source, "at-once", *calibration, "--merge", merge, *options))
+    at_once = chain(
+        run_cli,
+        tmp_path,
+        ("compress", "--method", "d2moe", source, "at-once", *calibration, "--merge", merge, *options),
+    )
     assert weights(by_hand) == weights(at_once)
     configs = [config_of(by_hand), config_of(at_once)]
     entries = [config.pop("quantization_config") for config in configs]
@@ -84,7 +88,7 @@ def test_stages_by_hand_in_shards(run_cli, calibration, tiny_mixtral_sharded, tm
         ("svd-compress", "decomposed", "by-hand", *calibration, "--ratio", 0.3, *shards),
     )
     arguments = (*calibration, "--ratio", 0.3, *shards)
-    at_once = chain(run_cli, tmp_path, ("compress", tiny_mixtral_sharded, "at-once", *arguments))
+    at_once = chain(run_cli, tmp_path, ("compress", "--method", "d2moe", tiny_mixtral_sharded, "at-once", *arguments))
     assert weights(by_hand) == weights(at_once)
     assert "model.safetensors.index.json" in weights(at_once)
     files = sorted(at_once.glob("*.safetensors"))
@@ -96,7 +100,11 @@ def test_stages_by_hand_in_shards(run_cli, calibration, tiny_mixtral_sharded, tm
 def test_shards_hold_what_one_file_holds(run_cli, compress, calibration, tiny_mixtral, tokens, tmp_path):
     """How the weights are cut into files is no part of the model (headers differ, and with them what fits)."""
     one = compress(tiny_mixtral, "--rank", 4).path
-    many = chain(run_cli, tmp_path, ("compress", tiny_mixtral, "many", *calibration, "--rank", 4, "--shard-size", 1))
+    many = chain(
+        run_cli,
+        tmp_path,
+        ("compress", "--method", "d2moe", tiny_mixtral, "many", *calibration, "--rank", 4, "--shard-size", 1),
+    )
     files = sorted(many.glob("*.safetensors"))
     assert len(files) == 4, "everything outside the layers, and one per layer: a layer is not cut"
     parts = [load_file(file) for file in files]
@@ -118,7 +126,7 @@ def test_pruning_before_factors_is_what_compress_does(run_cli, calibration, tiny
         ("svd-compress", "pruned", "by-hand", *calibration, "--ratio", 0.4),
     )
     options = (*calibration, "--ratio", 0.4, "--prune-base", 0.25, "--pruning", pruning)
-    at_once = chain(run_cli, tmp_path, ("compress", tiny_mixtral_bf16, "at-once", *options))
+    at_once = chain(run_cli, tmp_path, ("compress", "--method", "d2moe", tiny_mixtral_bf16, "at-once", *options))
     assert weights(by_hand) == weights(at_once)
     layers = config_of(at_once)["quantization_config"]["layers"]
     assert layers == config_of(by_hand)["quantization_config"]["layers"]

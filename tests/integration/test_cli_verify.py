@@ -39,7 +39,9 @@ def test_one_flipped_bit_in_any_file(run_cli: Any, small: Path, tmp_path: Path) 
 def test_random_flips(run_cli: Any, tiny_mixtral: Path, calibration: Any, tmp_path: Path) -> None:
     """Of one bit anywhere, in every file in turn: each is found, and the result is sound again without it."""
     output, draw = tmp_path / "out", random.Random(0)
-    made = run_cli("compress", tiny_mixtral, output, "--ratio", 0.35, *calibration, "--shard-size", 40_000)
+    made = run_cli(
+        "compress", "--method", "d2moe", tiny_mixtral, output, "--ratio", 0.35, *calibration, "--shard-size", 40_000
+    )
     assert made.code == 0, made.stderr
     files = contents(output, costs=True)
     assert {
@@ -144,7 +146,18 @@ def test_an_older_manifest_keeps_what_it_says(
     (output / "model.safetensors").write_bytes(flipped(data, len(data) - 3))
     assert run_cli("verify", output).code == 5
     again = run_cli(
-        "compress", tiny_mixtral, output, "--ratio", 0.35, "--calibration", tiny_text, "--mix", 0, "--resume"
+        "compress",
+        "--method",
+        "d2moe",
+        tiny_mixtral,
+        output,
+        "--ratio",
+        0.35,
+        "--calibration",
+        tiny_text,
+        "--mix",
+        0,
+        "--resume",
     )
     assert again.code == 2
     assert "does not say with which settings" in again.stderr

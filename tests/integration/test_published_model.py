@@ -91,7 +91,20 @@ def test_compressed_it_still_knows(
     upcycled: Path, text: Path, run_cli: RunCli, perplexity: Perplexity, tmp_path: Path, options: tuple[object, ...]
 ) -> None:
     output = tmp_path / "model"
-    made = run_cli("compress", upcycled, output, *options, "--calibration", text, "--mix", 0, *SAMPLES, "--json")
+    made = run_cli(
+        "compress",
+        "--method",
+        "d2moe",
+        upcycled,
+        output,
+        *options,
+        "--calibration",
+        text,
+        "--mix",
+        0,
+        *SAMPLES,
+        "--json",
+    )
     assert made.code == 0, made.stderr
     assert made.json["bytes_after"] <= (1 - float(str(options[-1]))) * made.json["bytes_before"] * 1.001
     assert perplexity(output) < 1.2 * perplexity(upcycled)

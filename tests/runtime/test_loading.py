@@ -69,7 +69,8 @@ def test_a_mixtral_by_other_names_is_the_same_mixtral(
     assert load_file(tmp_path / "saved" / "model.safetensors").keys() == expected.keys()
     options = ("--calibration", tiny_text, "--mix", 0, "--samples", 2, "--sequence-length", 16, "--rank", 4)
     results = [
-        run_cli("compress", source, tmp_path / f"small-{source.name}", *options) for source in (path, tiny_mixtral)
+        run_cli("compress", "--method", "d2moe", source, tmp_path / f"small-{source.name}", *options)
+        for source in (path, tiny_mixtral)
     ]
     assert [result.code for result in results] == [0, 0], results[0].stderr
     found, by_hub = (
@@ -224,7 +225,20 @@ def test_commands_take_odd_widths(
     tuned = run_cli("tune", path, tmp_path / "tuned", "--data", tiny_text, "--steps", 2, "--batch-size", 2, *few)
     assert tuned.code == 0, tuned.stderr
     small = run_cli(
-        "compress", path, tmp_path / "small", "--calibration", tiny_text, "--mix", 0, "--rank", 4, "--samples", 2, *few
+        "compress",
+        "--method",
+        "d2moe",
+        path,
+        tmp_path / "small",
+        "--calibration",
+        tiny_text,
+        "--mix",
+        0,
+        "--rank",
+        4,
+        "--samples",
+        2,
+        *few,
     )
     assert small.code == 0, small.stderr
     again = run_cli("eval", tmp_path / "small", "--data", tiny_text, "--windows", 4, *few)

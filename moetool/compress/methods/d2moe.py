@@ -38,6 +38,7 @@ from moetool.representations.low_rank import LowRank
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 # Options that only matter once bases and spectra are there.
+_INSTEAD = "`--method auto`, the default, usually loses less in as many bytes."
 _SPENDING = {"ratio", "rank", "paper_counting", "allocation", "trim", "rank_multiple", "factor_bits"}
 _LATER = {*_SPENDING, "device", "memory", "disk", "shard_size"}
 
@@ -165,7 +166,8 @@ class D2MoE(Stage[D2MoEOptions]):
             job.progress.log(BATCH_DEPENDENT)
         calibrated = self._measured(job)
         factored = FactoredLayers(job, pruning.dynamic, options)
-        return finish(job, factored, options, self.name, calibrated, calibrated.facts_with_loss, options.refine)
+        found = finish(job, factored, options, self.name, calibrated, calibrated.facts_with_loss, options.refine)
+        return replace(found, notes=[*found.notes, _INSTEAD])
 
     def _measured(self, job: Job) -> CalibratedJob:
         """Write base and spectra of every layer to the work directory."""
