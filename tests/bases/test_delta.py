@@ -87,9 +87,9 @@ def test_an_expert_is_read_once_per_sweep(
     arguments = ("--method", method, "--ratio", 0.35, "--calibration", tiny_text, "--mix", 0, "--samples", 2)
     result = run_cli(
         "compress",
+        tiny_mixtral_bf16,
         "--method",
         "d2moe",
-        tiny_mixtral_bf16,
         tmp_path / "out",
         *arguments,
         "--sequence-length",

@@ -98,6 +98,9 @@ RUN_FOR_JSON = [
         *("--text", "TEXT.txt,held-out.txt", "--windows", "4", "--sequence-length", "32"),
     ],
     ["inspect", "config-alone"],
+    ["compress", "MODEL", "low-rank", "--method", "d2moe", "--ratio", "0.4", *TEXT],
+    ["inspect", "low-rank"],
+    ["report", "low-rank", "low-rank.html"],
     ["inspect", "OUT_2"],
     ["report", "mixtral-few"],
     ["report", "skipping", "--analysis"],
@@ -116,7 +119,20 @@ RUN_FOR_JSON = [
     ],
     ["compress", "config-alone", "x", "--ratio", "0.4", "--calibration", "TEXT.txt", "--dry-run"],
     ["compress", "config-in-fp8", "x", "--ratio", "0.1", "--calibration", "TEXT.txt", "--dry-run"],
-    ["compress", "config-alone", "x", "--ratio", "0.01", "--trim", "2", "--calibration", "TEXT.txt", "--dry-run"],
+    [
+        "compress",
+        "config-alone",
+        "x",
+        "--ratio",
+        "0.01",
+        "--method",
+        "d2moe",
+        "--trim",
+        "2",
+        "--calibration",
+        "TEXT.txt",
+        "--dry-run",
+    ],
 ]
 
 

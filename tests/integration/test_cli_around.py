@@ -76,7 +76,7 @@ def test_experts_as_they_lie_on_the_hub(
     same = seeing[config_of(on_hub)["model_type"]]
     assert run_cli("eval", on_hub, "--against", same, "--data", calibration[1], "--windows", 1).code == 0
     full, small, fewer = tmp_path / "full", tmp_path / "small", tmp_path / "fewer"
-    made = run_cli("compress", "--method", "d2moe", on_hub, full, "--rank", 10_000, *calibration)
+    made = run_cli("compress", on_hub, "--method", "d2moe", full, "--rank", 10_000, *calibration)
     assert made.code == 0, made.stderr
     assert_close(logits(full, tokens), logits(same, tokens))
     made = run_cli("compress", on_hub, small, "--method", "hybrid", "--ratio", 0.05, *calibration)
@@ -102,9 +102,9 @@ def test_the_language_model_by_itself(
     small, alone, again = tmp_path / "small", tmp_path / "alone", tmp_path / "again"
     made = run_cli(
         "compress",
+        seeing["qwen3_5_moe"],
         "--method",
         "d2moe",
-        seeing["qwen3_5_moe"],
         small,
         "--rank",
         4,
@@ -121,7 +121,7 @@ def test_the_language_model_by_itself(
     save_model(whole, alone)
     assert all("language_model" in name for name in load_file(alone / WEIGHTS) if "layers" in name)
     assert config_of(alone)["model_type"] == "qwen3_5_moe_text"
-    made = run_cli("compress", "--method", "d2moe", alone, again, "--rank", 10_000, *calibration)
+    made = run_cli("compress", alone, "--method", "d2moe", again, "--rank", 10_000, *calibration)
     assert made.code == 0, made.stderr
     assert run_cli("verify", again, "--against", alone).code == 0
     assert_close(logits(again, tokens), logits(seeing["qwen3_5_moe"], tokens))
@@ -141,7 +141,7 @@ def test_experts_of_an_eye_stay(run_cli: Any, seeing: dict[str, Path], calibrati
 def test_a_part_of_the_eye_is_missing(run_cli: Any, seeing: dict[str, Path], calibration: Any, tmp_path: Path) -> None:
     name = "model.visual.merger.norm.weight"
     model = change_tensors(copy_of(seeing["qwen3_5_moe"], tmp_path / "model"), lambda tensors: tensors.pop(name))
-    made = run_cli("compress", "--method", "d2moe", model, tmp_path / "out", "--rank", 4, *calibration)
+    made = run_cli("compress", model, "--method", "d2moe", tmp_path / "out", "--rank", 4, *calibration)
     assert made.code == 3
     assert f"has no tensor for {name}" in made.stderr
 
@@ -151,7 +151,7 @@ def test_nothing_is_said_of_the_language_model(run_cli: Any, seeing: dict[str, P
     for command in (
         ("inspect", model),
         ("verify", model),
-        ("compress", "--method", "d2moe", model, tmp_path / "out", "--rank", 4),
+        ("compress", model, "--method", "d2moe", tmp_path / "out", "--rank", 4),
     ):
         told = run_cli(*command)
         assert told.code == 3
@@ -172,9 +172,9 @@ def test_a_text_has_a_place_for_an_image(
         ("eval", model, "--data", text, "--sequence-length", 16, "--windows", 2),
         (
             "compress",
+            model,
             "--method",
             "d2moe",
-            model,
             tmp_path / "out",
             "--rank",
             4,
@@ -199,7 +199,7 @@ def test_its_card_says_how_it_is_loaded(
     run_cli: Any, seeing: dict[str, Path], calibration: Any, tmp_path: Path
 ) -> None:
     small = tmp_path / "small"
-    assert run_cli("compress", "--method", "d2moe", seeing["qwen3_5_moe"], small, "--rank", 4, *calibration).code == 0
+    assert run_cli("compress", seeing["qwen3_5_moe"], "--method", "d2moe", small, "--rank", 4, *calibration).code == 0
     card = (small / "README.md").read_text()
     assert "from transformers import AutoModelForImageTextToText, AutoTokenizer" in card
     assert "vLLM cannot load it. The language model lies in another model" in card

@@ -127,10 +127,10 @@ CHECKPOINTS = {
 def test_a_bad_checkpoint(refused, run_cli, tiny_mixtral, calibration, tmp_path, kind):
     damage, words = CHECKPOINTS[kind]
     source = damage(tiny_mixtral, tmp_path / "bad")
-    message = refused(3, "compress", "--method", "d2moe", source, tmp_path / "out", "--ratio", 0.3, *calibration)
+    message = refused(3, "compress", source, "--method", "d2moe", tmp_path / "out", "--ratio", 0.3, *calibration)
     assert all(word in message for word in words), message
     assert (
-        refused(3, "compress", "--method", "d2moe", source, tmp_path / "out", "--ratio", 0.3, "--dry-run", *calibration)
+        refused(3, "compress", source, "--method", "d2moe", tmp_path / "out", "--ratio", 0.3, "--dry-run", *calibration)
         == message
     )
     for command in ("inspect", "verify"):
@@ -145,7 +145,7 @@ def test_a_bad_shard(refused, tiny_mixtral_sharded, calibration, tmp_path, damag
         shard.unlink()
     else:
         shard.write_bytes(shard.read_bytes()[:-100])
-    message = refused(3, "compress", "--method", "d2moe", source, tmp_path / "out", "--ratio", 0.3, *calibration)
+    message = refused(3, "compress", source, "--method", "d2moe", tmp_path / "out", "--ratio", 0.3, *calibration)
     assert shard.name in message
     assert damage in message
 
@@ -154,12 +154,12 @@ def test_a_bad_shard(refused, tiny_mixtral_sharded, calibration, tmp_path, damag
 def test_a_tensor_outside_the_experts(refused, run_cli, tiny_mixtral, calibration, tmp_path, name):
     source = copy_of(tiny_mixtral, tmp_path / "bad")
     change_tensors(source, lambda tensors: tensors.update({name: torch.ones(3)}))
-    result = run_cli("compress", "--method", "d2moe", source, tmp_path / "misshapen", "--ratio", 0.3, *calibration)
+    result = run_cli("compress", source, "--method", "d2moe", tmp_path / "misshapen", "--ratio", 0.3, *calibration)
     assert result.code == 3
     assert "shape [3]" in result.stderr
     assert not list(tmp_path.glob("misshapen/*.safetensors"))
     change_tensors(source, lambda tensors: tensors.pop(name))
-    message = refused(3, "compress", "--method", "d2moe", source, tmp_path / "out", "--ratio", 0.3, *calibration)
+    message = refused(3, "compress", source, "--method", "d2moe", tmp_path / "out", "--ratio", 0.3, *calibration)
     assert name in message, "found before anything is computed"
 
 
@@ -210,7 +210,7 @@ def test_nan_is_found_without_a_text(run_cli, tiny_mixtral, tmp_path, command):
 def test_a_bad_tokenizer(refused, tiny_mixtral, calibration, tmp_path, damage, words):
     source = damage(tiny_mixtral, tmp_path / "bad")
     for command in (
-        ("compress", "--method", "d2moe", source, tmp_path / "out", "--ratio", 0.3),
+        ("compress", source, "--method", "d2moe", tmp_path / "out", "--ratio", 0.3),
         ("fisher-merge", source, tmp_path / "out"),
     ):
         message = refused(3, *command, *calibration)
@@ -221,7 +221,7 @@ def test_a_bad_tokenizer(refused, tiny_mixtral, calibration, tmp_path, damage, w
 
 def test_the_tokenizer_of_another_model(refused, make_mixtral, save_model, calibration, tmp_path):
     source = save_model(make_mixtral(vocab_size=100), tmp_path / "small")
-    message = refused(3, "compress", "--method", "d2moe", source, tmp_path / "out", "--ratio", 0.2, *calibration)
+    message = refused(3, "compress", source, "--method", "d2moe", tmp_path / "out", "--ratio", 0.2, *calibration)
     assert "vocabulary ends at 99" in message
 
 
@@ -243,7 +243,7 @@ def test_a_bad_text(refused, tiny_mixtral, tmp_path, kind):
     if data is not None:
         text.write_bytes(data)
     options = ("--calibration", text, "--sequence-length", 32)
-    message = refused(3, "compress", "--method", "d2moe", tiny_mixtral, tmp_path / "out", "--ratio", 0.3, *options)
+    message = refused(3, "compress", tiny_mixtral, "--method", "d2moe", tmp_path / "out", "--ratio", 0.3, *options)
     assert all(word in message for word in words), message
     assert refused(3, "fisher-merge", tiny_mixtral, tmp_path / "out", *options) == message
     message = refused(3, "eval", tiny_mixtral, "--data", text, "--sequence-length", 32)
@@ -255,9 +255,9 @@ def test_a_mended_command_starts(refused, run_cli, tiny_mixtral, calibration, tm
     refused(
         3,
         "compress",
+        tiny_mixtral,
         "--method",
         "d2moe",
-        tiny_mixtral,
         tmp_path / "out",
         "--ratio",
         0.3,
@@ -266,14 +266,14 @@ def test_a_mended_command_starts(refused, run_cli, tiny_mixtral, calibration, tm
         *calibration[2:],
     )
     assert (
-        run_cli("compress", "--method", "d2moe", tiny_mixtral, tmp_path / "out", "--ratio", 0.3, *calibration).code == 0
+        run_cli("compress", tiny_mixtral, "--method", "d2moe", tmp_path / "out", "--ratio", 0.3, *calibration).code == 0
     )
 
 
 def test_an_output_that_was_there_stays(refused, tiny_mixtral, tmp_path):
     (tmp_path / "out").mkdir()
     options = ("--calibration", "./nope.txt", "--sequence-length", 32)
-    refused(3, "compress", "--method", "d2moe", tiny_mixtral, tmp_path / "out", "--ratio", 0.3, *options)
+    refused(3, "compress", tiny_mixtral, "--method", "d2moe", tmp_path / "out", "--ratio", 0.3, *options)
     assert (tmp_path / "out").is_dir()
 
 
@@ -313,13 +313,13 @@ OPTIONS: dict[str, tuple[int, tuple[object, ...], list[str]]] = {
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_a_bad_option(refused, tiny_mixtral, calibration, tmp_path, kind):
     code, options, words = OPTIONS[kind]
-    message = refused(code, "compress", "--method", "d2moe", tiny_mixtral, tmp_path / "out", *calibration, *options)
+    message = refused(code, "compress", tiny_mixtral, "--method", "d2moe", tmp_path / "out", *calibration, *options)
     assert all(word in message for word in words), message
 
 
 def test_the_possible_range_is_possible(run_cli, refused, tiny_mixtral_bf16, calibration, tmp_path):
     """The number that the message gives works, and the next one does not."""
-    arguments = ("compress", "--method", "d2moe", tiny_mixtral_bf16, tmp_path / "out", *calibration, "--ratio")
+    arguments = ("compress", tiny_mixtral_bf16, "--method", "d2moe", tmp_path / "out", *calibration, "--ratio")
     highest = float(refused(2, *arguments, 0.99).rpartition("at most ")[2].rstrip("."))
     refused(2, *arguments, highest + 0.001)
     result = run_cli(*arguments, highest, "--json")
@@ -328,7 +328,7 @@ def test_the_possible_range_is_possible(run_cli, refused, tiny_mixtral_bf16, cal
 
 
 def test_missing_arguments(refused, tiny_mixtral, tmp_path):
-    assert "output" in refused(2, "compress", "--method", "d2moe", tiny_mixtral).lower()
+    assert "output" in refused(2, "compress", tiny_mixtral, "--method", "d2moe").lower()
     assert "extra" in refused(2, "inspect", tiny_mixtral, tiny_mixtral).lower()
 
 
@@ -339,7 +339,7 @@ def test_an_output_that_is_not_empty(refused, tiny_mixtral, calibration, tmp_pat
     output = tmp_path / "out"
     output.mkdir()
     (output / "thesis.tex").write_text("years of work")
-    arguments = ("compress", "--method", "d2moe", tiny_mixtral, output, "--ratio", 0.3, *calibration)
+    arguments = ("compress", tiny_mixtral, "--method", "d2moe", output, "--ratio", 0.3, *calibration)
     assert "not empty" in refused(2, *arguments)
     assert "not written by moetool" in refused(2, *arguments, "--overwrite")
     assert "no unfinished run" in refused(2, *arguments, "--resume")
@@ -349,7 +349,7 @@ def test_an_output_that_is_not_empty(refused, tiny_mixtral, calibration, tmp_pat
 def test_overwrite_keeps_what_it_cannot_replace(refused, run_cli, tiny_mixtral, calibration, tmp_path):
     """A mistake in a second command does not cost the result of the first."""
     assert run_cli("decompose", tiny_mixtral, tmp_path / "out").code == 0
-    arguments = ("compress", "--method", "d2moe", tiny_mixtral, tmp_path / "out", "--overwrite")
+    arguments = ("compress", tiny_mixtral, "--method", "d2moe", tmp_path / "out", "--overwrite")
     refused(2, *arguments, "--ratio", 0.99, *calibration)
     refused(2, *arguments, "--ratio", 0.3, *calibration, "--sequence-length", 129)
     refused(3, *arguments, "--ratio", 0.3, *calibration, "--calibration", "./nope.txt")
@@ -360,7 +360,7 @@ def test_an_output_that_is_a_file(refused, tiny_mixtral, calibration, tmp_path):
     (tmp_path / "out").write_text("not a directory")
     for option in ((), ("--overwrite",), ("--resume",)):
         message = refused(
-            2, "compress", "--method", "d2moe", tiny_mixtral, tmp_path / "out", "--ratio", 0.3, *calibration, *option
+            2, "compress", tiny_mixtral, "--method", "d2moe", tmp_path / "out", "--ratio", 0.3, *calibration, *option
         )
         assert "not a directory" in message
 
@@ -368,7 +368,7 @@ def test_an_output_that_is_a_file(refused, tiny_mixtral, calibration, tmp_path):
 def test_an_output_that_cannot_be_made(refused, tiny_mixtral, calibration, tmp_path):
     (tmp_path / "file").write_text("")
     message = refused(
-        2, "compress", "--method", "d2moe", tiny_mixtral, tmp_path / "file" / "out", "--ratio", 0.3, *calibration
+        2, "compress", tiny_mixtral, "--method", "d2moe", tmp_path / "file" / "out", "--ratio", 0.3, *calibration
     )
     assert str(tmp_path / "file" / "out") in message
 

@@ -43,7 +43,7 @@ def test_other_commands_take_it_too(
 
 def test_what_needs_no_text_takes_none(run_cli: Any, tiny_mixtral: Path, tmp_path: Path) -> None:
     options = ("--method", "quantize", "--bits", 4, "--group-size", 16, "--dry-run", "--json")
-    assert "calibration" not in run_cli("compress", "--method", "d2moe", tiny_mixtral, tmp_path / "out", *options).json
+    assert "calibration" not in run_cli("compress", tiny_mixtral, "--method", "d2moe", tmp_path / "out", *options).json
 
 
 def test_calibrated_on_it(run_cli: Any, tiny_mixtral: Path, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_log_goes_to_stderr(compress, tiny_mixtral_bf16):
 
 def test_human_result(run_cli, tiny_mixtral_bf16, calibration, tmp_path):
     result = run_cli(
-        "compress", "--method", "d2moe", tiny_mixtral_bf16, tmp_path / "out", "--ratio", 0.35, *calibration
+        "compress", tiny_mixtral_bf16, "--method", "d2moe", tmp_path / "out", "--ratio", 0.35, *calibration
     )
     assert result.code == 0
     after = weight_bytes(tmp_path / "out")
@@ -75,7 +75,7 @@ def test_same_seed_same_bytes_other_seed_others(run_cli, compress, tiny_mixtral_
     first = contents(compress(tiny_mixtral_bf16, "--ratio", 0.35).path)
     for seed in (0, 1):
         arguments = ("--ratio", 0.35, *calibration, "--seed", seed)
-        assert run_cli("compress", "--method", "d2moe", tiny_mixtral_bf16, tmp_path / str(seed), *arguments).code == 0
+        assert run_cli("compress", tiny_mixtral_bf16, "--method", "d2moe", tmp_path / str(seed), *arguments).code == 0
     assert contents(tmp_path / "0") == first
     other = contents(tmp_path / "1")
     assert other["model.safetensors"] != first["model.safetensors"]
@@ -85,7 +85,7 @@ def test_same_seed_same_bytes_other_seed_others(run_cli, compress, tiny_mixtral_
 def test_options_about_where_and_how_change_nothing(run_cli, compress, tiny_mixtral_bf16, calibration, tmp_path):
     options = ("--memory", "64GB", "--disk", "1GB", "--device", "cpu", "--seed", 0, "--method=d2moe")
     result = run_cli(
-        "compress", "--method", "d2moe", tiny_mixtral_bf16, tmp_path / "out", "--ratio", 0.35, *calibration, *options
+        "compress", tiny_mixtral_bf16, "--method", "d2moe", tmp_path / "out", "--ratio", 0.35, *calibration, *options
     )
     assert result.code == 0, result.stderr
     assert contents(tmp_path / "out") == contents(compress(tiny_mixtral_bf16, "--ratio", 0.35).path)
@@ -112,7 +112,7 @@ def test_everything_but_experts_is_carried_over(run_cli, tiny_mixtral_bf16, cali
     change_tensors(source, lambda tensors: tensors.update({"model.layers.1.of_a_later_library": torch.arange(7)}))
 
     output = tmp_path / "out"
-    result = run_cli("compress", "--method", "d2moe", source, output, "--ratio", 0.35, *calibration)
+    result = run_cli("compress", source, "--method", "d2moe", output, "--ratio", 0.35, *calibration)
     assert result.code == 0, result.stderr
 
     written = contents(output)
@@ -165,7 +165,7 @@ def test_more_windows_than_the_text_has(run_cli, tiny_mixtral_bf16, tiny_text, t
     text = tmp_path / "short.txt"
     text.write_text(tiny_text.read_text()[:2000])
     options = ("--calibration", text, "--mix", 0, "--samples", 500, "--sequence-length", 32)
-    result = run_cli("compress", "--method", "d2moe", tiny_mixtral_bf16, tmp_path / "out", "--ratio", 0.3, *options)
+    result = run_cli("compress", tiny_mixtral_bf16, "--method", "d2moe", tmp_path / "out", "--ratio", 0.3, *options)
     assert result.code == 0, result.stderr
     assert "not 500: using them all" in result.stderr
 
@@ -177,7 +177,7 @@ def test_an_expert_without_tokens_is_reported(run_cli, make_mixtral, save_model,
         router = model.model.layers[1].mlp.gate.weight
         router[1], router[3], router[4] = -router[0], -router[2], 0
     source = save_model(model, tmp_path / "source")
-    result = run_cli("compress", "--method", "d2moe", source, tmp_path / "out", "--ratio", 0.3, *calibration, "--json")
+    result = run_cli("compress", source, "--method", "d2moe", tmp_path / "out", "--ratio", 0.3, *calibration, "--json")
     assert result.code == 0, result.stderr
     assert result.json["unreached_experts"] == ["layer 1 expert 4"]
     assert result.json["layers"]["1"]["tokens"][4] == 0
@@ -188,7 +188,7 @@ def test_an_expert_without_tokens_is_reported(run_cli, make_mixtral, save_model,
 
 
 def test_overwrite_replaces_an_earlier_result(run_cli, compress, tiny_mixtral_bf16, calibration, tmp_path):
-    arguments = ("compress", "--method", "d2moe", tiny_mixtral_bf16, tmp_path / "out", *calibration)
+    arguments = ("compress", tiny_mixtral_bf16, "--method", "d2moe", tmp_path / "out", *calibration)
     assert run_cli(*arguments, "--ratio", 0.2, "--shard-size", "40kB").code == 0
     assert run_cli(*arguments, "--ratio", 0.35, "--overwrite").code == 0
     assert contents(tmp_path / "out") == contents(compress(tiny_mixtral_bf16, "--ratio", 0.35).path)

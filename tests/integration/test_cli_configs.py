@@ -56,9 +56,9 @@ def test_parameter_counts(run_cli: Any, config_only: Path) -> None:
 def test_plans(run_cli: Any, config_only: Path, tmp_path: Path) -> None:
     arguments = (
         "compress",
+        config_only,
         "--method",
         "d2moe",
-        config_only,
         tmp_path / "out",
         "--ratio",
         0.3,
@@ -90,7 +90,7 @@ def test_paper_counting(run_cli: Any, config_only: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("config_only", ["mixtral-8x7b"], indirect=True)
 def test_without_weights_nothing_else_goes(run_cli: Any, config_only: Path, tmp_path: Path) -> None:
     result = run_cli(
-        "compress", "--method", "d2moe", config_only, tmp_path / "out", "--ratio", 0.3, "--calibration", "text.txt"
+        "compress", config_only, "--method", "d2moe", tmp_path / "out", "--ratio", 0.3, "--calibration", "text.txt"
     )
     assert result.code == 3
     assert "has no safetensors weights" in result.stderr

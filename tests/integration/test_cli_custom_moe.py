@@ -81,7 +81,7 @@ def test_compression(
 ) -> None:
     source, made, options = moe(family), tmp_path / "made", COMPRESS[method]
     text = () if "ders-sparsify" in options else calibration
-    assert run_cli("compress", "--method", "d2moe", source, made, *text, *options).code == 0
+    assert run_cli("compress", source, "--method", "d2moe", made, *text, *options).code == 0
     assert weight_bytes(made) < weight_bytes(source)
     assert run_cli("verify", made, "--against", source).code == 0
     expected = logits(made, tokens)
@@ -100,7 +100,7 @@ def test_a_killed_compression_goes_on_to_the_same_bytes(
     crash: Any, compress: Any, moe: Any, calibration: Any, tmp_path: Path
 ) -> None:
     source, options = moe("phi"), COMPRESS["d2moe"]
-    arguments = ("compress", "--method", "d2moe", source, *calibration, *options)
+    arguments = ("compress", source, "--method", "d2moe", *calibration, *options)
     assert crash(tmp_path / "out", arguments, at=20)["code"] == -signal.SIGKILL
     assert crash(tmp_path / "out", (*arguments, "--resume"))["code"] == 0
     assert contents(tmp_path / "out") == contents(compress(source, *options).path)
@@ -125,7 +125,7 @@ def test_the_dense_model_is_the_base_whatever_experts_are_scaled_by(
     """Half of the output, in Granite-MoE, is half of every down matrix."""
     made = upcycle(dense(family), "--experts", 4, *options).path
     arguments = ("--method", "ders-quantize", "--bits", 2, "--group-size", 16, "--base", dense(family))
-    assert run_cli("compress", "--method", "d2moe", made, tmp_path / "small", *arguments).code == 0
+    assert run_cli("compress", made, "--method", "d2moe", tmp_path / "small", *arguments).code == 0
     errors = run_cli("verify", tmp_path / "small", "--against", made, "--json").json["relative_error"]
     assert all(error == 0 for roles in errors.values() for error in roles.values())
 

@@ -57,7 +57,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, error: float = 1e-
 def test_all_is_kept_if_nothing_is_asked_for(
     run_cli: Any, model: Path, calibration: Any, tokens: torch.Tensor, tmp_path: Path
 ) -> None:
-    made = run_cli("compress", "--method", "d2moe", model, tmp_path / "full", "--rank", 10_000, *calibration)
+    made = run_cli("compress", model, "--method", "d2moe", tmp_path / "full", "--rank", 10_000, *calibration)
     assert made.code == 0, made.stderr
     assert_close(logits(tmp_path / "full", tokens), logits(model, tokens))
     if (given := with_image(config_of(model)["model_type"], tokens)) is not None:
@@ -131,6 +131,6 @@ def test_layers_that_hand_on_more_than_hidden_states_are_refused(
 ) -> None:
     """One layer after the other on all of the text, they would be given what belongs to another batch, or nothing."""
     model = save_model(families.build(family, **{**DERIVED[family], **changes}), tmp_path / "model")
-    made = run_cli("compress", "--method", "d2moe", model, tmp_path / "out", "--rank", 4, *calibration)
+    made = run_cli("compress", model, "--method", "d2moe", tmp_path / "out", "--rank", 4, *calibration)
     assert made.code == 3
     assert "hand more than hidden states to each other" in made.stderr

@@ -59,7 +59,7 @@ def made(run_cli: Any, calibration: Any, tmp_path_factory: pytest.TempPathFactor
             output = tmp_path_factory.mktemp("ders") / "model"
             text = calibration if options[-1] == "TEXT" else ()
             chosen = [option for option in options if option != "TEXT"]
-            result = run_cli("compress", "--method", "d2moe", source, output, *chosen, *text, "--json")
+            result = run_cli("compress", source, "--method", "d2moe", output, *chosen, *text, "--json")
             assert result.code == 0, result.stderr
             done[source, *options] = output, result.json
         return done[source, *options]
@@ -291,7 +291,7 @@ def test_killed_runs_resume_to_the_same_bytes(
     options = [option for option in METHODS[name] if option != "TEXT"]
     if name == "hybrid":
         options[options.index("--ratio") + 1] = 0.4
-    arguments = ("compress", "--method", "d2moe", tiny_mixtral_bf16, *options, *text, "--shard-size", "40kB")
+    arguments = ("compress", tiny_mixtral_bf16, "--method", "d2moe", *options, *text, "--shard-size", "40kB")
     assert crash(tmp_path / "whole", arguments)["code"] == 0
     assert crash(tmp_path / "out", arguments, at=at)["code"] == -signal.SIGKILL
     last = crash(tmp_path / "out", (*arguments, "--resume"))
@@ -395,7 +395,7 @@ def test_a_damaged_packed_tensor_is_noticed(run_cli: Any, made: Any, tiny_mixtra
     ],
 )
 def test_bad_options(run_cli: Any, tiny_mixtral: Path, tmp_path: Path, arguments: Any, code: int, says: str) -> None:
-    result = run_cli("compress", "--method", "d2moe", tiny_mixtral, tmp_path / "out", *arguments)
+    result = run_cli("compress", tiny_mixtral, "--method", "d2moe", tmp_path / "out", *arguments)
     assert result.code == code, result.stderr
     assert says in result.stderr
     assert not (tmp_path / "out").exists()

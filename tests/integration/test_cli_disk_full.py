@@ -25,7 +25,7 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
 
 
 JOBS: dict[str, tuple[Any, ...]] = {
-    "d2moe": ("compress", "--method", "d2moe", "{mixtral}", "--rank", 4, "{text}"),
+    "d2moe": ("compress", "{mixtral}", "--method", "d2moe", "--rank", 4, "{text}"),
     "hybrid": ("compress", "{mixtral}", "--method", "hybrid", "--ratio", 0.4, "--group-size", 16, "{text}"),
     "ders-quantize": ("compress", "{mixtral}", "--method", "ders-quantize", "--bits", 4, "--group-size", 16),
     "vanilla": ("upcycle", "{llama}", "--experts", 2, "--top-k", 1),

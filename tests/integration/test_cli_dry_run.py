@@ -64,9 +64,9 @@ def test_dry_run_of_the_real_size_reads_headers_only(run_cli, tmp_path):
     text.write_text("Words. " * 100)
     arguments = (
         "compress",
+        tmp_path / "mixtral",
         "--method",
         "d2moe",
-        tmp_path / "mixtral",
         tmp_path / "out",
         "--ratio",
         0.4,
@@ -91,7 +91,7 @@ def test_dry_run_of_the_real_size_reads_headers_only(run_cli, tmp_path):
         assert re.search(line, for_people.stdout, re.M), for_people.stdout
     assert "Nothing was written" in for_people.stdout
 
-    impossible = run_cli(*arguments[:4], 0.9, "--calibration", text, "--dry-run")
+    impossible = run_cli(*arguments[:6], 0.9, "--calibration", text, "--dry-run")
     assert impossible.code == 2
     assert re.search(r"at most 0\.8\d", impossible.stderr)
 
@@ -99,9 +99,9 @@ def test_dry_run_of_the_real_size_reads_headers_only(run_cli, tmp_path):
 def test_dry_run_tells_the_time(run_cli, tiny_mixtral_bf16, calibration, tmp_path):
     arguments = (
         "compress",
+        tiny_mixtral_bf16,
         "--method",
         "d2moe",
-        tiny_mixtral_bf16,
         tmp_path / "out",
         *calibration,
         "--ratio",
@@ -142,7 +142,7 @@ def test_dry_run_says_what_the_run_then_takes(
         "svd-compress": (decomposed, (*calibration, "--ratio", 0.3)),
         "prune-base": (decomposed, ()),
         "export": (small, ()),
-        "compress": (tiny_mixtral_bf16, (*calibration, "--ratio", 0.3, "--prune-base", 0.25)),
+        "compress": (tiny_mixtral_bf16, ("--method", "d2moe", *calibration, "--ratio", 0.3, "--prune-base", 0.25)),
     }[command]
     dry = run_cli(command, source, tmp_path / "out", *options, "--dry-run", "--json")
     assert dry.code == 0, dry.stderr
@@ -234,7 +234,7 @@ def test_a_dry_run_refuses_what_the_job_does(run_cli, tiny_mixtral_bf16, calibra
     said = []
     for dry in (("--dry-run",), ()):
         options = ("--ratio", 0.3, *calibration, *more, *dry)
-        result = run_cli("compress", "--method", "d2moe", tiny_mixtral_bf16, output, *options)
+        result = run_cli("compress", tiny_mixtral_bf16, "--method", "d2moe", output, *options)
         assert result.code == code, (dry, result.stderr)
         assert says in result.stderr, (dry, result.stderr)
         said.append(result.stderr)
@@ -245,7 +245,7 @@ def test_a_dry_run_refuses_what_the_job_does(run_cli, tiny_mixtral_bf16, calibra
 def test_more_than_is_free_is_said_beside_the_plan(run_cli, tiny_mixtral_bf16, calibration, tmp_path, monkeypatch):
     """The plan may be for another machine, or another hour."""
     monkeypatch.setattr("moetool.job.plan.free_bytes", lambda: 10**8)
-    arguments = ("compress", "--method", "d2moe", tiny_mixtral_bf16, tmp_path / "out", "--ratio", 0.3, *calibration)
+    arguments = ("compress", tiny_mixtral_bf16, "--method", "d2moe", tmp_path / "out", "--ratio", 0.3, *calibration)
     dry = run_cli(*arguments, "--dry-run")
     assert (dry.code, "Nothing was written" in dry.stdout) == (0, True)
     assert "note: it would be refused here and now. This job needs about" in dry.stderr

@@ -39,7 +39,7 @@ def model(family: str, save_model: Any, tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture(scope="module")
 def compressed(run_cli: Any, model: Path, calibration: Any) -> Path:
     output = model.parent / "compressed"
-    result = run_cli("compress", "--method", "d2moe", model, output, "--ratio", RATIO, *calibration, "--json")
+    result = run_cli("compress", model, "--method", "d2moe", output, "--ratio", RATIO, *calibration, "--json")
     assert result.code == 0, result.stderr
     return output
 
@@ -104,7 +104,7 @@ def test_export_computes_the_same(run_cli: Any, model: Path, compressed: Path, t
 def test_full_rank_loses_nothing(
     run_cli: Any, model: Path, calibration: Any, tokens: torch.Tensor, tmp_path: Path
 ) -> None:
-    assert run_cli("compress", "--method", "d2moe", model, tmp_path / "full", "--rank", 10_000, *calibration).code == 0
+    assert run_cli("compress", model, "--method", "d2moe", tmp_path / "full", "--rank", 10_000, *calibration).code == 0
     before, full = logits(model, tokens), load(tmp_path / "full")
     torch.testing.assert_close(full(tokens).logits, before, rtol=0, atol=1e-5 * before.abs().max().item())
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_stages_by_hand_give_the_bytes_of_compress(
 def test_a_killed_run_resumes_to_the_same_bytes(
     crash: CrashDriver, model: Path, compressed: Path, calibration: Any, tmp_path: Path
 ) -> None:
-    arguments = ("compress", "--method", "d2moe", model, "--ratio", RATIO, *calibration)
+    arguments = ("compress", model, "--method", "d2moe", "--ratio", RATIO, *calibration)
     assert crash(tmp_path / "out", arguments, at=25)["code"] == -signal.SIGKILL
     assert not (tmp_path / "out" / "config.json").exists()
     assert crash(tmp_path / "out", (*arguments, "--resume"))["code"] == 0
@@ -153,7 +153,7 @@ def test_evaluation_of_both(run_cli: Any, model: Path, compressed: Path, tiny_te
 @each_structure
 def test_dry_run_and_inspection(run_cli: Any, model: Path, compressed: Path, calibration: Any) -> None:
     plan = run_cli(
-        "compress", "--method", "d2moe", model, "unused", "--ratio", RATIO, *calibration, "--dry-run", "--json"
+        "compress", model, "--method", "d2moe", "unused", "--ratio", RATIO, *calibration, "--dry-run", "--json"
     ).json
     assert plan["output_bytes"] == pytest.approx(weight_bytes(compressed), rel=0.01)
     before, after = (run_cli("inspect", path, "--json").json for path in (model, compressed))
@@ -169,7 +169,7 @@ def test_granite_without_its_shared_expert(
     monkeypatch.setitem(families.FAMILIES, name, {**families.FAMILIES[name], "shared_intermediate_size": 0})
     path = save_model(families.build(name), tmp_path / "model")
     assert not [tensor for tensor in load_file(path / WEIGHTS) if "shared_mlp" in tensor]
-    result = run_cli("compress", "--method", "d2moe", path, tmp_path / "full", "--rank", 10_000, *calibration)
+    result = run_cli("compress", path, "--method", "d2moe", tmp_path / "full", "--rank", 10_000, *calibration)
     assert result.code == 0, result.stderr
     before = logits(path, tokens)
     torch.testing.assert_close(logits(tmp_path / "full", tokens), before, rtol=0, atol=1e-5 * before.abs().max().item())
@@ -182,7 +182,7 @@ def test_families_that_do_not_fit_are_refused(
     shutil.copytree(tiny_mixtral, tmp_path / "model")
     config = {**config_of(tiny_mixtral), "model_type": model_type}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    result = run_cli("compress", "--method", "d2moe", tmp_path / "model", tmp_path / "out", "--ratio", 0.3)
+    result = run_cli("compress", tmp_path / "model", "--method", "d2moe", tmp_path / "out", "--ratio", 0.3)
     assert result.code == 3
     assert REFUSED[model_type] in result.stderr
     assert not (tmp_path / "out").exists()
@@ -215,7 +215,7 @@ def test_configs_that_cannot_be_used(
 ) -> None:
     path = save_model(families.build(name), tmp_path / "model")
     (path / "config.json").write_text(json.dumps({**config_of(path), **changes}))
-    result = run_cli("compress", "--method", "d2moe", path, tmp_path / "out", "--ratio", 0.3)
+    result = run_cli("compress", path, "--method", "d2moe", tmp_path / "out", "--ratio", 0.3)
     assert result.code == 3
     assert says in result.stderr
     assert not (tmp_path / "out").exists()
@@ -237,7 +237,7 @@ def test_files_that_contradict_the_config(
     tensors = load_file(path / WEIGHTS)
     tensors[tensor] = change(tensors.get(tensor)).contiguous()
     save_file(tensors, path / WEIGHTS, {"format": "pt"})
-    result = run_cli("compress", "--method", "d2moe", path, tmp_path / "out", "--ratio", 0.3)
+    result = run_cli("compress", path, "--method", "d2moe", tmp_path / "out", "--ratio", 0.3)
     assert result.code == 3
     assert says in result.stderr
     assert tensor in result.stderr

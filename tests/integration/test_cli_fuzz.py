@@ -61,7 +61,7 @@ def commands(kind: str, source: Path, output: Path, text: Path) -> Iterator[tupl
     plan = ("upcycle", source, output, "--dry-run")
     real: tuple[object, ...] = ("moefy", source, output, "--experts", 4, *calibration)
     if kind in MOE_KINDS:
-        plan = ("compress", "--method", "d2moe", source, output, "--ratio", 0.2, "--dry-run", *calibration)
+        plan = ("compress", source, "--method", "d2moe", output, "--ratio", 0.2, "--dry-run", *calibration)
         real = ("compress", source, output, "--method", "ders-sparsify")
     elif kind != "llama":
         plan = real = ("tune", source, output, "--data", text, *few, "--dry-run")

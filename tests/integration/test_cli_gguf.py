@@ -93,7 +93,7 @@ def test_the_file_holds_what_the_checkpoint_holds(
 def test_matrices_stand_for_codes_beside_experts(run_cli: Any, models: dict[str, Path], tmp_path: Path) -> None:
     options = ("--method", "quantize", "--bits", 8, "--rounding", "nearest", "--group-size", 16)
     include = ("--include", "attention,embeddings")
-    assert run_cli("compress", "--method", "d2moe", models["mixtral"], tmp_path / "small", *options, *include).code == 0
+    assert run_cli("compress", models["mixtral"], "--method", "d2moe", tmp_path / "small", *options, *include).code == 0
     result = export(run_cli, tmp_path / "small", tmp_path / "out", "--type", "f32")
     assert result.code == 0, result.stderr
     assert run_cli("export", tmp_path / "small", tmp_path / "dense").code == 0

@@ -53,9 +53,9 @@ def test_the_largest_groups_that_fit_are_taken(
     text = calibration if options[-1] == TEXT else ()
     command = (
         "compress",
+        source,
         "--method",
         "d2moe",
-        source,
         tmp_path / "out",
         *(o for o in options if o != TEXT),
         *text,
@@ -108,7 +108,7 @@ def test_widths_without_a_divisor_are_refused_at_once(
     text = calibration if options[-1] == TEXT else ()
     chosen = (option for option in options if option != TEXT)
     result = run_cli(
-        "compress", "--method", "d2moe", source, tmp_path / "out", *chosen, "--group-size", 64, *text, *more
+        "compress", source, "--method", "d2moe", tmp_path / "out", *chosen, "--group-size", 64, *text, *more
     )
     assert result.code == 2
     assert says in result.stderr

@@ -231,12 +231,12 @@ def test_experts_are_tuned_and_factors_refused(
 
 def test_killed_and_resumed_it_is_the_same(run_cli: Any, crash: Any, tiny_mixtral_bf16: Path, tmp_path: Path) -> None:
     options = (*QUANTIZE, *BOTH, "--shard-size", "25kB")
-    assert run_cli("compress", "--method", "d2moe", tiny_mixtral_bf16, tmp_path / "undisturbed", *options).code == 0
+    assert run_cli("compress", tiny_mixtral_bf16, "--method", "d2moe", tmp_path / "undisturbed", *options).code == 0
     assert len(weights(tmp_path / "undisturbed")) > 3
-    arguments = ("compress", "--method", "d2moe", tiny_mixtral_bf16, *options)
+    arguments = ("compress", tiny_mixtral_bf16, "--method", "d2moe", *options)
     assert crash(tmp_path / "killed", arguments, at=30)["code"] == -signal.SIGKILL
     assert (
-        run_cli("compress", "--method", "d2moe", tiny_mixtral_bf16, tmp_path / "killed", *options, "--resume").code == 0
+        run_cli("compress", tiny_mixtral_bf16, "--method", "d2moe", tmp_path / "killed", *options, "--resume").code == 0
     )
     assert contents(tmp_path / "killed") == contents(tmp_path / "undisturbed")
 

@@ -9,7 +9,7 @@ from moetool.checkpoint.manifest import read_manifest
 
 
 def test_refining_changes_base_and_factors_but_no_size(run_cli, calibration, tiny_mixtral_bf16, tmp_path):
-    arguments = ("compress", tiny_mixtral_bf16)
+    arguments = ("compress", tiny_mixtral_bf16, "--method", "d2moe")
     options = (*calibration, "--ratio", 0.4, "--json")
     plain = run_cli(*arguments, tmp_path / "plain", *options)
     refined = run_cli(*arguments, tmp_path / "refined", *options, "--refine", 12)
@@ -25,7 +25,19 @@ def test_refining_changes_base_and_factors_but_no_size(run_cli, calibration, tin
 @pytest.mark.slow
 def test_what_a_job_was_killed_at_is_not_refined_twice(crash, tiny_mixtral_bf16, calibration, tmp_path):
     """Killed before every fourth of the last changes, when bases and deltas are moved."""
-    job = "compress", tiny_mixtral_bf16, "--ratio", 0.4, *calibration, "--refine", 3, "--shard-size", "40kB"
+    job = (
+        "compress",
+        tiny_mixtral_bf16,
+        "--method",
+        "d2moe",
+        "--ratio",
+        0.4,
+        *calibration,
+        "--refine",
+        3,
+        "--shard-size",
+        "40kB",
+    )
     quiet = crash(tmp_path / "quiet", job)
     assert quiet["code"] == 0, quiet["stderr"]
     for at in range(quiet["changes"] * 2 // 3, quiet["changes"] - 4, 4):
@@ -38,9 +50,9 @@ def test_what_a_job_was_killed_at_is_not_refined_twice(crash, tiny_mixtral_bf16,
 def test_refining_excludes_shared_factors(run_cli, calibration, tiny_mixtral, tmp_path):
     result = run_cli(
         "compress",
+        tiny_mixtral,
         "--method",
         "d2moe",
-        tiny_mixtral,
         tmp_path / "out",
         *calibration,
         "--rank",

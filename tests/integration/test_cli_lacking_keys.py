@@ -79,9 +79,9 @@ def sources(
         spelled_out(path, as_on_the_hub=number % 2 == 0)
     arguments = (
         "compress",
+        found["mixtral"],
         "--method",
         "d2moe",
-        found["mixtral"],
         made / "d2moe",
         "--ratio",
         0.3,

@@ -49,7 +49,7 @@ def test_half_of_the_windows_by_default(run_cli: Any, tiny_mixtral: Path, text: 
 
 def test_another_share_is_another_result(run_cli: Any, tiny_mixtral: Path, text: Any, tmp_path: Path) -> None:
     """And a run that was begun with one is not gone on with another."""
-    job = ("compress", "--method", "d2moe", tiny_mixtral, tmp_path / "out", "--ratio", 0.3, *text)
+    job = ("compress", tiny_mixtral, tmp_path / "out", "--method", "d2moe", "--ratio", 0.3, *text)
     assert run_cli(*job, "--mix", 0.25).code == 0
     other = run_cli(*job, "--resume")
     assert other.code == 2
@@ -82,7 +82,7 @@ def test_nothing_is_added_to_what_names_it(
 @pytest.mark.parametrize("share", [0, 0.5])
 @pytest.mark.parametrize("options", [REAP, ("--method", "quantize", "--bits", 4, "--group-size", 16)])
 def test_a_share_without_a_text(run_cli: Any, tiny_mixtral: Path, tmp_path: Path, options: Any, share: float) -> None:
-    refused = run_cli("compress", "--method", "d2moe", tiny_mixtral, tmp_path / "out", *options, "--mix", share)
+    refused = run_cli("compress", tiny_mixtral, "--method", "d2moe", tmp_path / "out", *options, "--mix", share)
     assert refused.code == 2
     assert "--mix is the share of bundled text beside a text of yours" in refused.stderr
     assert not (tmp_path / "out").exists()
@@ -133,9 +133,9 @@ def test_every_job_that_measures_takes_its_share(
     arguments: dict[str, tuple[object, ...]] = {
         "compress": (
             "compress",
+            tiny_mixtral,
             "--method",
             "d2moe",
-            tiny_mixtral,
             tmp_path / "out",
             "--rank",
             4,

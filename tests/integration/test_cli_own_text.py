@@ -16,7 +16,7 @@ OWN = (*METHOD, *SMALL, "--calibration", "self")
 @pytest.fixture(scope="module")
 def made(run_cli: Any, tiny_mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("own") / "model"
-    result = run_cli("compress", "--method", "d2moe", tiny_mixtral, output, *OWN, "--json")
+    result = run_cli("compress", tiny_mixtral, "--method", "d2moe", output, *OWN, "--json")
     assert result.code == 0, result.stderr
     assert result.json["calibration"] == {**result.json["calibration"], "windows": 16, "tokens": 512}
     assert "--data self" not in result.stderr, "nobody else has that text"
@@ -24,7 +24,7 @@ def made(run_cli: Any, tiny_mixtral: Path, tmp_path_factory: pytest.TempPathFact
 
 
 def test_the_same_bytes_every_time(run_cli: Any, tiny_mixtral: Path, made: Path, tmp_path: Path) -> None:
-    assert run_cli("compress", "--method", "d2moe", tiny_mixtral, tmp_path / "out", *OWN).code == 0
+    assert run_cli("compress", tiny_mixtral, "--method", "d2moe", tmp_path / "out", *OWN).code == 0
     assert contents(tmp_path / "out") == contents(made)
     assert "Calibrated on `16 windows of the model's own text`, 512 tokens." in (made / "README.md").read_text()
     assert not (made / ".moetool").exists()
@@ -53,24 +53,24 @@ def test_resumed_with_the_same_tokens(
     crash: Any, made: Path, run_cli: Any, tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was killed behind the sampling goes on with its tokens, and samples none again."""
-    arguments = ("compress", "--method", "d2moe", tiny_mixtral, *OWN)
+    arguments = ("compress", tiny_mixtral, "--method", "d2moe", *OWN)
     crash(tmp_path / "out", arguments, at=12)
     assert [*(tmp_path / "out" / ".moetool").glob("own-text-*.safetensors")]
     monkeypatch.delattr(own_text, "sampled_windows")
-    result = run_cli("compress", "--method", "d2moe", tiny_mixtral, tmp_path / "out", *OWN, "--resume")
+    result = run_cli("compress", tiny_mixtral, "--method", "d2moe", tmp_path / "out", *OWN, "--resume")
     assert result.code == 0, result.stderr
     assert contents(tmp_path / "out") == contents(made)
 
 
 def test_several_processes_have_the_same_tokens(crash: Any, made: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
-    told = crash(tmp_path / "out", ("compress", "--method", "d2moe", tiny_mixtral, *OWN), ranks=2, rank=1)
+    told = crash(tmp_path / "out", ("compress", tiny_mixtral, "--method", "d2moe", *OWN), ranks=2, rank=1)
     assert told["codes"] == [0, 0], told["stderr"]
     assert contents(tmp_path / "out").keys() == contents(made).keys()
     assert (tmp_path / "out" / "config.json").read_bytes() == (made / "config.json").read_bytes()
 
 
 def test_the_plan_counts_it(run_cli: Any, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path) -> None:
-    planned = run_cli("compress", "--method", "d2moe", tiny_mixtral, tmp_path / "out", *OWN, "--dry-run", "--json").json
+    planned = run_cli("compress", tiny_mixtral, "--method", "d2moe", tmp_path / "out", *OWN, "--dry-run", "--json").json
     other = run_cli(
         "compress", tiny_mixtral, tmp_path / "out", *METHOD, *SMALL, "--calibration", tiny_text, "--dry-run", "--json"
     ).json
@@ -79,7 +79,7 @@ def test_the_plan_counts_it(run_cli: Any, tiny_mixtral: Path, tiny_text: Path, t
 
 
 def test_a_model_that_does_not_fit_in_memory(run_cli: Any, tiny_mixtral: Path, tmp_path: Path) -> None:
-    result = run_cli("compress", "--method", "d2moe", tiny_mixtral, tmp_path / "out", *OWN, "--memory", "550MB")
+    result = run_cli("compress", tiny_mixtral, "--method", "d2moe", tmp_path / "out", *OWN, "--memory", "550MB")
     assert result.code == 4
     assert "has 550.0 MB. The model writes its own text" in result.stderr
     assert not (tmp_path / "out").exists()

@@ -54,9 +54,9 @@ def test_an_input(run_cli: Any, tiny_mixtral: Path, name: str, tmp_path: Path) -
         "text": ("eval", tiny_mixtral, "--data", NAMES[name]),
         "calibration": (
             "compress",
+            tiny_mixtral,
             "--method",
             "d2moe",
-            tiny_mixtral,
             tmp_path / "out",
             "--ratio",
             0.3,

@@ -34,7 +34,7 @@ def made(run_cli, tiny_mixtral_bf16, tmp_path) -> Callable[..., dict[str, bytes]
 
     def run(*options: object) -> dict[str, bytes]:
         output = tmp_path / f"out-{len(list(tmp_path.glob('out-*')))}"
-        result = run_cli("compress", "--method", "d2moe", tiny_mixtral_bf16, output, *options)
+        result = run_cli("compress", tiny_mixtral_bf16, "--method", "d2moe", output, *options)
         assert result.code == 0, result.stderr
         return contents(output)
 

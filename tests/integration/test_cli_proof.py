@@ -47,7 +47,7 @@ def test_upcycled_and_exported_models_are_loaded(
 
 
 def _refused(run_cli: Any, source: Path, output: Path, calibration: Any, *options: object) -> str:
-    result = run_cli("compress", "--method", "d2moe", source, output, *calibration, *options)
+    result = run_cli("compress", source, "--method", "d2moe", output, *calibration, *options)
     assert result.code == 5, result.stderr
     assert not (output / "config.json").exists()
     assert not (output / "model.safetensors.index.json").exists()
@@ -69,14 +69,14 @@ def test_a_result_that_runs_as_something_else_is_refused(
     assert "the experts of layer" in said
     monkeypatch.undo()
     resumed = run_cli(
-        "compress", "--method", "d2moe", tiny_mixtral, tmp_path / "out", *calibration, *options, "--resume", "--json"
+        "compress", tiny_mixtral, "--method", "d2moe", tmp_path / "out", *calibration, *options, "--resume", "--json"
     )
     assert resumed.code == 0, resumed.stderr
     straight = run_cli(
         "compress",
+        tiny_mixtral,
         "--method",
         "d2moe",
-        tiny_mixtral,
         tmp_path / "straight",
         *calibration,
         *options,

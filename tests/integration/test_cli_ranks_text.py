@@ -21,7 +21,7 @@ def jobs(tiny_mixtral, decomposed, tiny_text) -> dict[str, tuple[object, ...]]:
     """On four batches, of which gradients are taken on three."""
     shards = "--shard-size", "20kB"
     text = "--calibration", tiny_text, "--mix", 0, "--samples", 64, "--sequence-length", 64
-    compress = "compress", tiny_mixtral, *shards, *text, "--gradient-samples", 48
+    compress = "compress", tiny_mixtral, "--method", "d2moe", *shards, *text, "--gradient-samples", 48
     return {
         "d2moe": (*compress, "--ratio", 0.35),
         "refined": (*compress, "--ratio", 0.35, "--refine", 3),

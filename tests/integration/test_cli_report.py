@@ -167,7 +167,7 @@ def test_every_job_on_the_way_has_kept_what_it_cost(run_cli, compress, tiny_mixt
     steps = ("--data", tiny_text, "--steps", 4, "--log-every", 2, "--sequence-length", 32)
     assert run_cli("tune", tiny_mixtral, tuned, *steps).code == 0
     text = ("--calibration", tiny_text, "--mix", 0, "--samples", 2, "--sequence-length", 32)
-    compressed = run_cli("compress", "--method", "d2moe", tuned, made, "--ratio", 0.35, *text, "--json")
+    compressed = run_cli("compress", tuned, "--method", "d2moe", made, "--ratio", 0.35, *text, "--json")
     assert compressed.code == 0, compressed.stderr
     page, told = reported(run_cli, made, tmp_path / "a.html")
     first, last = told["jobs"]
@@ -183,7 +183,7 @@ def test_every_job_on_the_way_has_kept_what_it_cost(run_cli, compress, tiny_mixt
     assert max(each["scratch_bytes"] for each in last["phases"]) == last["scratch_bytes"] > 0
     assert max(each["peak_memory_bytes"] for each in last["phases"]) <= last["peak_memory_bytes"]
     plan = run_cli(
-        "compress", "--method", "d2moe", tuned, tmp_path / "x", "--ratio", 0.35, *text, "--dry-run", "--json"
+        "compress", tuned, "--method", "d2moe", tmp_path / "x", "--ratio", 0.35, *text, "--dry-run", "--json"
     ).json
     assert last["expected"] == {
         name: plan[name] for name in ("seconds", "peak_memory_bytes", "scratch_bytes") if name in last["expected"]

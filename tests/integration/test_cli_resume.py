@@ -27,7 +27,7 @@ SHARDS = ("--shard-size", "40kB")
 @pytest.fixture(scope="module")
 def arguments(tiny_mixtral_bf16, calibration) -> tuple[object, ...]:
     """A job with every kind of unit, and several weight files."""
-    return "compress", tiny_mixtral_bf16, "--ratio", 0.35, *calibration, *SHARDS
+    return "compress", tiny_mixtral_bf16, "--method", "d2moe", "--ratio", 0.35, *calibration, *SHARDS
 
 
 @pytest.fixture(scope="module")
@@ -134,9 +134,9 @@ def test_killed_from_outside(run_cli, tiny_mixtral_bf16, tiny_text, tmp_path):
         "-c",
         COMMAND_LINE,
         "compress",
+        str(tiny_mixtral_bf16),
         "--method",
         "d2moe",
-        str(tiny_mixtral_bf16),
         str(output),
         *options,
     ]
@@ -146,7 +146,7 @@ def test_killed_from_outside(run_cli, tiny_mixtral_bf16, tiny_text, tmp_path):
         process.send_signal(signal.SIGSTOP)
         before = contents(output)
         for more in ((), ("--resume",), ("--overwrite",)):
-            refused = run_cli("compress", "--method", "d2moe", tiny_mixtral_bf16, output, *options, *more)
+            refused = run_cli("compress", tiny_mixtral_bf16, "--method", "d2moe", output, *options, *more)
             assert refused.code == 2
             assert f"Another run is writing {output} (process {process.pid} on {platform.node()}" in refused.stderr
             assert "-c compress" in refused.stderr
@@ -154,8 +154,8 @@ def test_killed_from_outside(run_cli, tiny_mixtral_bf16, tiny_text, tmp_path):
         process.kill()
     assert process.returncode == -signal.SIGKILL
     assert journal.exists()
-    assert run_cli("compress", "--method", "d2moe", tiny_mixtral_bf16, output, *options, "--resume").code == 0
-    assert run_cli("compress", "--method", "d2moe", tiny_mixtral_bf16, tmp_path / "quiet", *options).code == 0
+    assert run_cli("compress", tiny_mixtral_bf16, "--method", "d2moe", output, *options, "--resume").code == 0
+    assert run_cli("compress", tiny_mixtral_bf16, "--method", "d2moe", tmp_path / "quiet", *options).code == 0
     assert contents(output) == contents(tmp_path / "quiet")
 
 
@@ -225,7 +225,7 @@ def test_other_settings_are_refused(run_cli, stopped, arguments, tmp_path, other
 
 def test_another_input_is_refused(run_cli, stopped, arguments, tiny_mixtral, tmp_path):
     output = copy_of(stopped, tmp_path / "out")
-    result = resume(run_cli, ("compress", "--method", "d2moe", tiny_mixtral, *arguments[2:]), output)
+    result = resume(run_cli, ("compress", tiny_mixtral, "--method", "d2moe", *arguments[2:]), output)
     assert result.code == 2
     assert "another input" in result.stderr
 
@@ -239,7 +239,7 @@ def test_resuming_what_is_finished(run_cli, compress, tiny_mixtral_bf16, calibra
     """A batch job says --resume until it is told that all is done: that is no error. Other settings still are one."""
     made = compress(tiny_mixtral_bf16, "--ratio", 0.35)
     before = contents(made.path)
-    again = ("compress", "--method", "d2moe", tiny_mixtral_bf16, made.path, *calibration, "--resume")
+    again = ("compress", tiny_mixtral_bf16, "--method", "d2moe", made.path, *calibration, "--resume")
     result = run_cli(*again, "--ratio", 0.35)
     assert result.code == 0
     assert "finished already" in result.stdout
@@ -309,7 +309,7 @@ def edited(source: Path, name: str, factor: float = 2.5) -> None:
 def test_a_source_with_one_changed_tensor_is_another_input(run_cli, stopped, arguments, tmp_path, name):
     """Of a job that was stopped, and of one that is finished: neither goes on with another model."""
     source = copy_of(arguments[1], tmp_path / "source")
-    changed = ("compress", "--method", "d2moe", source, *arguments[2:])
+    changed = ("compress", source, "--method", "d2moe", *arguments[2:])
     edited(source, name)
     for output in (copy_of(stopped, tmp_path / "stopped"), tmp_path / "finished"):
         if output.name == "finished":

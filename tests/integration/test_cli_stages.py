@@ -63,7 +63,7 @@ def test_stages_by_hand_give_the_bytes_of_compress(request, run_cli, calibration
     at_once = chain(
         run_cli,
         tmp_path,
-        ("compress", "--method", "d2moe", source, "at-once", *calibration, "--merge", merge, *options),
+        ("compress", source, "at-once", "--method", "d2moe", *calibration, "--merge", merge, *options),
     )
     assert weights(by_hand) == weights(at_once)
     configs = [config_of(by_hand), config_of(at_once)]
@@ -88,7 +88,7 @@ def test_stages_by_hand_in_shards(run_cli, calibration, tiny_mixtral_sharded, tm
         ("svd-compress", "decomposed", "by-hand", *calibration, "--ratio", 0.3, *shards),
     )
     arguments = (*calibration, "--ratio", 0.3, *shards)
-    at_once = chain(run_cli, tmp_path, ("compress", "--method", "d2moe", tiny_mixtral_sharded, "at-once", *arguments))
+    at_once = chain(run_cli, tmp_path, ("compress", tiny_mixtral_sharded, "at-once", "--method", "d2moe", *arguments))
     assert weights(by_hand) == weights(at_once)
     assert "model.safetensors.index.json" in weights(at_once)
     files = sorted(at_once.glob("*.safetensors"))
@@ -103,7 +103,7 @@ def test_shards_hold_what_one_file_holds(run_cli, compress, calibration, tiny_mi
     many = chain(
         run_cli,
         tmp_path,
-        ("compress", "--method", "d2moe", tiny_mixtral, "many", *calibration, "--rank", 4, "--shard-size", 1),
+        ("compress", tiny_mixtral, "many", "--method", "d2moe", *calibration, "--rank", 4, "--shard-size", 1),
     )
     files = sorted(many.glob("*.safetensors"))
     assert len(files) == 4, "everything outside the layers, and one per layer: a layer is not cut"
@@ -126,7 +126,7 @@ def test_pruning_before_factors_is_what_compress_does(run_cli, calibration, tiny
         ("svd-compress", "pruned", "by-hand", *calibration, "--ratio", 0.4),
     )
     options = (*calibration, "--ratio", 0.4, "--prune-base", 0.25, "--pruning", pruning)
-    at_once = chain(run_cli, tmp_path, ("compress", "--method", "d2moe", tiny_mixtral_bf16, "at-once", *options))
+    at_once = chain(run_cli, tmp_path, ("compress", tiny_mixtral_bf16, "at-once", "--method", "d2moe", *options))
     assert weights(by_hand) == weights(at_once)
     layers = config_of(at_once)["quantization_config"]["layers"]
     assert layers == config_of(by_hand)["quantization_config"]["layers"]
@@ -242,7 +242,13 @@ def test_stages_are_repeatable(run_cli, base, decomposed, calibration, tiny_mixt
             2,
             ["already decomposed: svd-compress, quantize-delta"],
         ),
-        ("compress", "decomposed", ("--ratio", 0.3), 2, ["already a moetool checkpoint", "svd-compress"]),
+        (
+            "compress",
+            "decomposed",
+            ("--method", "d2moe", "--ratio", 0.3),
+            2,
+            ["already a moetool checkpoint", "svd-compress"],
+        ),
         ("svd-compress", "base", ("--ratio", 0.3), 3, ["config.json"]),
         ("fisher-merge", "small", (), 2, ["is compressed already"]),
     ],

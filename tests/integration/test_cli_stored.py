@@ -55,7 +55,7 @@ def run(run_cli: Any, *arguments: object) -> Any:
 @pytest.mark.parametrize(
     ("family", "job"),
     [
-        ("deepseek_v3", ("compress", "--method", "d2moe", "--rank", 4)),
+        ("deepseek_v3", ("compress", "--rank", "--method", "d2moe", 4)),
         ("mixtral", ("compress", "--method", "quantize", "--bits", 4)),
         ("qwen3_moe", ("compress", "--method", "reap", "--experts", 3)),
         ("deepseek_v3", ("export", "--format", "dense-experts")),
@@ -110,7 +110,7 @@ def test_other_formats(
     plain = plain_copy(stored, tmp_path / "plain")
     for path in (stored, plain):
         job = ("--method", "quantize", "--bits", 4, *calibration)
-        run(run_cli, "compress", "--method", "d2moe", path, tmp_path / f"{path.name}-4", *job)
+        run(run_cli, "compress", path, "--method", "d2moe", tmp_path / f"{path.name}-4", *job)
     assert weights(tmp_path / "stored-4") == weights(tmp_path / "plain-4")
     run(run_cli, "export", stored, tmp_path / "dense", "--format", "dense-experts")
     assert {name: own.tolist() for name, own in tensors_of(tmp_path / "dense").items()} == {
@@ -147,7 +147,7 @@ def test_a_plan_says_of_what_a_ratio_is(
 ) -> None:
     stored, plain = pair("mixtral")
     plan = run(
-        run_cli, "compress", "--method", "d2moe", stored, tmp_path / "out", *calibration, "--ratio", 0.1, "--dry-run"
+        run_cli, "compress", stored, "--method", "d2moe", tmp_path / "out", *calibration, "--ratio", 0.1, "--dry-run"
     )
     opened = Checkpoint.open(plain)
     beside = sum(info.nbytes for name, info in opened.tensors.items() if "self_attn" in name)
@@ -156,7 +156,7 @@ def test_a_plan_says_of_what_a_ratio_is(
     scales = 4 * beside // 2 // 64
     told = f"matrices beside the experts are written in bfloat16, {(beside // 2 - scales) / 1000:.1f} kB more"
     assert plan["stored_as"] == f"FP8 in blocks of 8 × 8; {told}"
-    refused = run_cli("compress", "--method", "d2moe", stored, tmp_path / "out", *calibration, "--ratio", 0.9)
+    refused = run_cli("compress", stored, "--method", "d2moe", tmp_path / "out", *calibration, "--ratio", 0.9)
     assert refused.code == 2
     assert "kB in FP8 in blocks of 8 × 8, " in refused.stderr
     inspected = run_cli("inspect", stored)
@@ -189,7 +189,7 @@ def test_a_missing_expert_is_told_before_a_job_begins(
     lost = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
     kept = {name: own for name, own in held.items() if not name.startswith(lost)}
     broken = rewrite(stored, tmp_path / "broken", kept, config_of(stored)["quantization_config"])
-    result = run_cli("compress", "--method", "d2moe", broken, tmp_path / "out", "--ratio", 0.1)
+    result = run_cli("compress", broken, "--method", "d2moe", tmp_path / "out", "--ratio", 0.1)
     assert result.code == 3
     assert f"Tensor {lost} is missing" in result.stderr
     assert not (tmp_path / "out").exists()

@@ -28,7 +28,7 @@ def made(run_cli: Any, tiny_mixtral: Path, texts: str, tmp_path_factory: pytest.
     out = tmp_path_factory.mktemp("made") / "out"
     text = Path(texts.split(",")[0]).with_name("wiki.valid.txt")
     sizes = ("--samples", 8, "--sequence-length", 32, "--ratio", 0.35, "--mix", 0)
-    assert run_cli("compress", "--method", "d2moe", tiny_mixtral, out, *sizes, "--calibration", text).code == 0
+    assert run_cli("compress", tiny_mixtral, "--method", "d2moe", out, *sizes, "--calibration", text).code == 0
     return out
 
 
@@ -62,7 +62,7 @@ def test_what_was_mixed_in_is_its_own_kind(run_cli: Any, tiny_mixtral: Path, tex
     text, out = Path(texts.split(",")[0]).with_name("wiki.valid.txt"), tmp_path / "out"
     sizes = ("--samples", 2 * len(kinds()) - 2, "--sequence-length", 16)
     made = run_cli(
-        "compress", "--method", "d2moe", tiny_mixtral, out, *sizes, "--ratio", 0.35, "--calibration", text, "--json"
+        "compress", tiny_mixtral, "--method", "d2moe", out, *sizes, "--ratio", 0.35, "--calibration", text, "--json"
     )
     has = [kind for kind in kinds() if made.json["calibration"]["kinds"].get(kind)]
     data = ",".join(f"bundled:{kind}" for kind in kinds())

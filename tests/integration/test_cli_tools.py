@@ -381,7 +381,7 @@ def test_no_arguments_and_no_such_command(run_cli):
 def test_nothing_but_the_output_is_touched(run_cli, tiny_mixtral, calibration, small, tmp_path):
     """Inputs are read-only: a source on a read-only mount works."""
     before = contents(tiny_mixtral), contents(small)
-    run_cli("compress", "--method", "d2moe", tiny_mixtral, tmp_path / "out", "--ratio", 0.3, *calibration)
+    run_cli("compress", tiny_mixtral, "--method", "d2moe", tmp_path / "out", "--ratio", 0.3, *calibration)
     run_cli("verify", small, "--against", tiny_mixtral)
     run_cli("inspect", small)
     assert (contents(tiny_mixtral), contents(small)) == before

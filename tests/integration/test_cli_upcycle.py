@@ -583,7 +583,7 @@ def test_compress_takes_it(run_cli: Any, dense: Any, upcycle: Any, tokens: Tenso
     assert made.told["target"] == target
     assert run_cli("verify", made.path).code == 0
     quantized = ("--method", "ders-quantize", "--bits", 2, "--group-size", 16)
-    result = run_cli("compress", "--method", "d2moe", made.path, tmp_path / "out", *quantized, "--json")
+    result = run_cli("compress", made.path, "--method", "d2moe", tmp_path / "out", *quantized, "--json")
     assert result.code == 0, result.stderr
     assert weight_bytes(tmp_path / "out") < 0.8 * weight_bytes(made.path)
     assert relative_error(logits(tmp_path / "out", tokens), logits(source, tokens)) < 1e-5
@@ -594,7 +594,7 @@ def test_compress_takes_it_with_text(
     run_cli: Any, llama: Path, upcycle: Any, calibration: Any, tokens: Tensor, tmp_path: Path, options: Any
 ) -> None:
     made = upcycle(llama, *FOUR, *options)
-    result = run_cli("compress", "--method", "d2moe", made.path, tmp_path / "out", "--ratio", 0.3, *calibration)
+    result = run_cli("compress", made.path, "--method", "d2moe", tmp_path / "out", "--ratio", 0.3, *calibration)
     assert result.code == 0, result.stderr
     assert relative_error(logits(tmp_path / "out", tokens), logits(llama, tokens)) < 1e-4
 

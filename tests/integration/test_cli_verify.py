@@ -40,7 +40,7 @@ def test_random_flips(run_cli: Any, tiny_mixtral: Path, calibration: Any, tmp_pa
     """Of one bit anywhere, in every file in turn: each is found, and the result is sound again without it."""
     output, draw = tmp_path / "out", random.Random(0)
     made = run_cli(
-        "compress", "--method", "d2moe", tiny_mixtral, output, "--ratio", 0.35, *calibration, "--shard-size", 40_000
+        "compress", tiny_mixtral, "--method", "d2moe", output, "--ratio", 0.35, *calibration, "--shard-size", 40_000
     )
     assert made.code == 0, made.stderr
     files = contents(output, costs=True)
@@ -147,9 +147,9 @@ def test_an_older_manifest_keeps_what_it_says(
     assert run_cli("verify", output).code == 5
     again = run_cli(
         "compress",
+        tiny_mixtral,
         "--method",
         "d2moe",
-        tiny_mixtral,
         output,
         "--ratio",
         0.35,

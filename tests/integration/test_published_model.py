@@ -93,9 +93,9 @@ def test_compressed_it_still_knows(
     output = tmp_path / "model"
     made = run_cli(
         "compress",
+        upcycled,
         "--method",
         "d2moe",
-        upcycled,
         output,
         *options,
         "--calibration",

@@ -84,7 +84,7 @@ def test_verify_names_the_expert(tiny_mixtral: Path, run_cli: Any, tmp_path: Pat
     """In a checkpoint without a manifest, whose digests would say it first."""
     path = tmp_path / "hybrid"
     arguments = "--method", "ders-sparsify", "--select", "magnitude", "--drop", 0.5
-    assert run_cli("compress", "--method", "d2moe", tiny_mixtral, path, *arguments).code == 0
+    assert run_cli("compress", tiny_mixtral, "--method", "d2moe", path, *arguments).code == 0
     (path / "moetool.json").unlink()
     assert list(verify_checkpoint(path).notes) == []
     tensors = load_file(path / "model.safetensors")

@@ -93,7 +93,7 @@ def test_a_large_number_in_a_row_is_no_damage(run_cli: Any, tiny_mixtral: Path, 
     tensors[name][:, ::16] *= 30
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     options = ("--method", "quantize", "--bits", 8, "--group-size", 16)
-    assert run_cli("compress", "--method", "d2moe", source, tmp_path / "out", *options).code == 0
+    assert run_cli("compress", source, "--method", "d2moe", tmp_path / "out", *options).code == 0
     assert run_cli("verify", tmp_path / "out", "--against", source).code == 0
     tensors[name] = torch.randn_like(tensors[name])
     save_file(tensors, source / "model.safetensors", {"format": "pt"})

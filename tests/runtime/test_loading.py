@@ -69,7 +69,7 @@ def test_a_mixtral_by_other_names_is_the_same_mixtral(
     assert load_file(tmp_path / "saved" / "model.safetensors").keys() == expected.keys()
     options = ("--calibration", tiny_text, "--mix", 0, "--samples", 2, "--sequence-length", 16, "--rank", 4)
     results = [
-        run_cli("compress", "--method", "d2moe", source, tmp_path / f"small-{source.name}", *options)
+        run_cli("compress", source, "--method", "d2moe", tmp_path / f"small-{source.name}", *options)
         for source in (path, tiny_mixtral)
     ]
     assert [result.code for result in results] == [0, 0], results[0].stderr
@@ -226,9 +226,9 @@ def test_commands_take_odd_widths(
     assert tuned.code == 0, tuned.stderr
     small = run_cli(
         "compress",
+        path,
         "--method",
         "d2moe",
-        path,
         tmp_path / "small",
         "--calibration",
         tiny_text,
