@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from moetool.architectures.base import EXPERT_KEYS, Architecture, experts_told
+from moetool.architectures.base import EXPERT_KEYS, Architecture, experts_told, whole_number
 from moetool.architectures.derived import derive
 from moetool.architectures.described import check_language_is_there, experts_by_default, names_in_others
 from moetool.architectures.known import KNOWN, check_refused
@@ -27,7 +27,8 @@ def find_architecture(config: Mapping[str, object]) -> Architecture:
             their names on disk are of a kind that moetool does not handle.
     """
     check_refused(config)
-    if (experts_told(config) or experts_by_default(config)) is None:
+    has_one = str(config.get("model_type")) in KNOWN and whole_number(config, *EXPERT_KEYS) == 1
+    if not has_one and (experts_told(config) or experts_by_default(config)) is None:
         check_language_is_there(config)
         raise InvalidInputError(
             f"model_type {config.get('model_type')!r} is not an MoE model: its config.json names no experts "

@@ -205,7 +205,8 @@ def check_headers(
         InvalidInputError: no tensor has that size, or the last layer no tensor.
     """
     sizes = {size for shape in shapes.values() for size in shape}
-    layers = whole_number(settings, "num_hidden_layers") or 0
+    spec = custom_module(config)
+    layers = spec.of if isinstance(spec, MoESpec) else whole_number(settings, "num_hidden_layers") or 0
     is_moe = config.get("model_type") in KNOWN
     last = f"model.layers.{layers - 1}." if is_moe else derive_dense(config).layer_prefix(layers - 1)
     end = ".".join(last.split(".")[-3:])  # the bare decoder's tensors have shorter names
@@ -219,7 +220,6 @@ def check_headers(
             raise InvalidInputError(
                 f"config.json of {path}: {_said(key, config, size)}, and no tensor of the files has that size."
             )
-    spec = custom_module(config)
     experts = spec.shape.experts if isinstance(spec, MoESpec) else whole_number(settings, *EXPERT_KEYS)
     if experts is not None and experts > max([len(shapes), *sizes]):
         raise InvalidInputError(f"config.json of {path} promises {experts} experts, more than the files can hold.")

@@ -55,7 +55,7 @@ def run(run_cli: Any, *arguments: object) -> Any:
 @pytest.mark.parametrize(
     ("family", "job"),
     [
-        ("deepseek_v3", ("compress", "--rank", "--method", "d2moe", 4)),
+        ("deepseek_v3", ("compress", "--rank", 4, "--method", "d2moe")),
         ("mixtral", ("compress", "--method", "quantize", "--bits", 4)),
         ("qwen3_moe", ("compress", "--method", "reap", "--experts", 3)),
         ("deepseek_v3", ("export", "--format", "dense-experts")),
