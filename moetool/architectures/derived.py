@@ -20,7 +20,7 @@ from moetool.architectures.base import (
     Architecture,
     whole_number,
 )
-from moetool.architectures.described import empty_model_of, entries_returned, language_model_in
+from moetool.architectures.described import empty_model_of, entries_returned, language_model_in, naming
 from moetool.architectures.fused_layout import layout_of
 from moetool.architectures.known import KNOWN
 from moetool.architectures.probing import DiskNames, names_in_layers
@@ -57,7 +57,7 @@ def derive(config: Mapping[str, object]) -> Architecture:
 
 
 def entries_of(config: Mapping[str, object]) -> str:
-    """What a config says of its modules, as JSON."""
+    """The entries of a `config.json` that decide a model's modules, as JSON: the key that derivations are cached by."""
     entries = {key: value for key, value in config.items() if key not in _APART}
     return json.dumps(own_entries(entries), sort_keys=True, default=_plain)
 
@@ -90,11 +90,8 @@ def _plain(value: Any) -> object:
 def _derived(entries: str) -> Architecture:
     config = json.loads(entries)
     model = empty_model_of(config)
-    try:
+    with naming(model, config, "has experts that moetool does not handle"):
         return _Derivation(config, model).architecture()
-    except InvalidInputError as error:
-        named = f"{type(model).__name__} ({config.get('model_type')})"
-        raise InvalidInputError(f"{named} has experts that moetool does not handle: {error}.") from None
 
 
 class _Derivation:
@@ -335,7 +332,7 @@ class _Derivation:
         return tuple(name.removesuffix(".weight") for found in on_disk for name in found if name.endswith(".weight"))
 
     def _returned(self) -> int:
-        """How many things a decoder layer gives."""
+        """Number of values that a decoder layer returns: 1 for hidden states alone."""
         return max(1, entries_returned(self._layer(0)))
 
     def _groups(self, shape: MoEShape) -> tuple[int, int]:

@@ -8,7 +8,8 @@ import ast
 import copy
 import inspect
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from moetool.architectures.base import EXPERT_KEYS, experts_told
@@ -188,8 +189,17 @@ def language_model_class(model_type: object) -> Any:
     )
 
 
+@contextmanager
+def naming(model: "PreTrainedModel", config: Mapping[str, object], clause: str) -> Iterator[None]:
+    """Name the model, with a clause on what it has, in front of what is refused in the block."""
+    try:
+        yield
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{type(model).__name__} ({config.get('model_type')}) {clause}: {error}.") from None
+
+
 def entries_returned(layer: "nn.Module") -> int:
-    """How many things a decoder layer gives in a tuple, by its source; 0 if it gives hidden states alone."""
+    """Number of values that a decoder layer returns in a tuple, by its source; 0 if it returns hidden states alone."""
     [function] = ast.parse(textwrap.dedent(inspect.getsource(type(layer).forward))).body
     given = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
     names = {value.id for value in given if isinstance(value, ast.Name)}

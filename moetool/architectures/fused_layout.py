@@ -39,7 +39,7 @@ class FusedLayout:
         return values.unflatten(dimension, (-1, count)).unbind(dimension)
 
     def joined(self, parts: "Sequence[Tensor]", dimension: int = -1) -> "Tensor":
-        """Inverse of `parts`."""
+        """Put outputs of several matrices into one dimension in this layout; `parts` takes them apart again."""
         import torch
 
         if not self.is_interleaved or len(parts) == 1:
@@ -47,7 +47,7 @@ class FusedLayout:
         return torch.stack(tuple(parts), dimension).flatten(dimension - 1, dimension)
 
     def fused(self, matrices: "Sequence[Tensor]") -> "Tensor":
-        """Inverse of `matrices`, contiguous."""
+        """The contiguous fused tensor of several matrices `[…, out, in]`, from which `matrices` takes them apart."""
         return self.rows(self.joined(matrices, -2)).contiguous()
 
     def canonical(self, outputs: "Tensor", count: int) -> "Tensor":
@@ -57,7 +57,7 @@ class FusedLayout:
         return outputs.unflatten(-1, (-1, count)).transpose(-1, -2).flatten(-2)
 
     def as_lying(self, outputs: "Tensor", count: int) -> "Tensor":
-        """Inverse of `canonical`."""
+        """Put outputs of `count` matrices, one matrix after the other, into the order of this layout."""
         if not self.is_interleaved or count == 1:
             return outputs
         return outputs.unflatten(-1, (count, -1)).transpose(-1, -2).flatten(-2)

@@ -49,17 +49,17 @@ class MoEShape:
         return self.entering, ("down",)
 
     def group(self, role: Role) -> tuple[Role, ...]:
-        """The matrices among which one is."""
+        """The roles of the group that a matrix belongs to: those that are stored alike with it."""
         return next(roles for roles in self.groups if role in roles)
 
     @property
     def expert_parameters(self) -> int:
-        """Numbers in one expert's matrices."""
+        """Number of parameters in the matrices of one expert, without biases."""
         return len(self.roles) * self.hidden * self.intermediate
 
     @property
     def bias_parameters(self) -> int:
-        """Numbers in one expert's biases."""
+        """Number of parameters in the biases of one expert."""
         return sum(self.matrix(role)[0] for role in self.biases)
 
     def matrix(self, role: Role) -> tuple[int, int]:

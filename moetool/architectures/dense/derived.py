@@ -19,6 +19,7 @@ from moetool.architectures.described import (
     empty_model_of,
     entries_returned,
     language_model_in,
+    naming,
     transformers_config,
 )
 from moetool.architectures.shape import Role
@@ -55,11 +56,8 @@ def _derived(entries: str) -> DenseArchitecture:
         if isinstance(count := config.get(key), int) and count > MOST_LAYERS:
             raise InvalidInputError(f"config.json: {key} is {count}, but should be at most {MOST_LAYERS}.")
     model = _empty_model(config)
-    try:
+    with naming(model, config, "has no feed-forward networks that moetool handles"):
         return _Derivation(config, model).architecture()
-    except InvalidInputError as error:
-        named = f"{type(model).__name__} ({config.get('model_type')})"
-        raise InvalidInputError(f"{named} has no feed-forward networks that moetool handles: {error}.") from None
 
 
 def has_experts(config: Mapping[str, object]) -> bool:
@@ -186,7 +184,7 @@ class _Derivation:
         return weights, network.is_transposed, kept, sizes
 
     def _layer_on_disk(self, names: list[str]) -> str:
-        """Prefix of a layer on disk, with `{layer}`."""
+        """The prefix of a decoder layer's tensors on disk, a template with `{layer}` for its index."""
         from transformers.core_model_loading import revert_weight_conversion
 
         index = next(iter(self.found))

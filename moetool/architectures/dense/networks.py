@@ -208,7 +208,7 @@ class _Trace:
         return not any(map(inner._is_mixing, calls))
 
     def _half(self, node: "Node") -> int | None:
-        """Which half of what a matrix gives a node is: 0 or 1."""
+        """The half of a joined matrix's output that a node takes: 0, 1, or `None` if it takes no half of one."""
         if _name(node) != "getitem":
             return None
         source, at = node.args
@@ -220,7 +220,7 @@ class _Trace:
         return {(None, width, None): 0, (width, None, None): 1}.get((at[1].start, at[1].stop, at[1].step))
 
     def _linear_of(self, node: "Node") -> str:
-        """Path of the matrix that gave a piece."""
+        """The module path of the linear layer whose output a node is, or is a part of."""
         while node not in self.linears:
             node = node.args[0]
         return str(node.target)
@@ -232,7 +232,7 @@ class _Trace:
         return found[0]
 
     def _gated(self, value: "Node", pieces: "list[Node]") -> "tuple[Node, Node, Node]":
-        """Gate and up, and the node of act(gate)."""
+        """Find the nodes of gate, up and act(gate) in the product that the down projection is given."""
         operands = [self._without_dropout(one)[0] for one in value.args[:2] if hasattr(one, "op")]
         if _name(value) == "mul" and len(operands) == 2:
             for activated, up in (operands, operands[::-1]):
@@ -276,6 +276,6 @@ def _is_torch(module: object) -> bool:
 
 
 def _name(node: object) -> str:
-    """What a node of a graph does, in a word."""
+    """The name of the function, method or module that a node of the graph calls."""
     target = getattr(node, "target", "")
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
