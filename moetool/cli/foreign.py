@@ -6,9 +6,9 @@ from types import MappingProxyType
 # By the other's name without dashes, ours in order of preference: the first that a command has is meant.
 _OURS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "size": ("--bytes", "--ratio"),
-        "target-size": ("--bytes", "--ratio"),
-        "target-bpw": ("--bytes", "--ratio"),
+        "bytes": ("--size",),
+        "target-size": ("--size", "--ratio"),
+        "target-bpw": ("--size", "--ratio"),
         "compression-ratio": ("--ratio",),
         "sparsity": ("--ratio", "--drop"),
         "bits": ("--ratio", "--type"),

@@ -8,7 +8,7 @@ from moetool.architectures.base import Settings
 from moetool.calibration.data import BUNDLED, parse_data
 from moetool.calibration.mixing import MixedSources
 from moetool.calibration.opening import BOS_HELP, Bos
-from moetool.checkpoint.sizes import ByteSize
+from moetool.checkpoint.sizes import ByteSize, Ratio, format_bytes
 from moetool.errors import UsageError
 
 INCLUDED = ("attention", "embeddings")
@@ -47,7 +47,8 @@ class Options(BaseModel):
     @model_validator(mode="after")
     def _one_alternative(self) -> Self:
         if self.alternatives and sum(getattr(self, name) is not None for name in self.alternatives) != 1:
-            raise ValueError(f"give {' or '.join(f'--{name}' for name in self.alternatives)}, one of them")
+            *first, last = (f"--{name.replace('_', '-')}" for name in self.alternatives)
+            raise ValueError(f"give {', '.join(first)} or {last}, one of them")
         return self
 
 
@@ -105,7 +106,7 @@ class IncludeOptions(Options):
     include: Names = Field(
         (),
         description="Store in 8 bits, too: attention (its projections), embeddings (of tokens, and the head), or both, "
-        "with a comma. --ratio and --bytes are of all weight files with and without it: what this saves is left for "
+        "with a comma. --ratio and --size are of all weight files with and without it: what this saves is left for "
         "the experts.",
     )
 
@@ -115,6 +116,22 @@ class IncludeOptions(Options):
         if wrong := [part for part in include if part not in INCLUDED]:
             raise ValueError(f"there is {' and '.join(INCLUDED)}, or both with a comma, not {wrong[0]!r}")
         return tuple(part for part in INCLUDED if part in include)
+
+
+class SizeOptions(Options):
+    """The options that say how small the weight files are to be."""
+
+    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "size")
+
+    ratio: Ratio | None = Field(
+        None, description="Share of the weight files' bytes to save: 0.8 or 80% makes them 80 % smaller."
+    )
+    size: ByteSize | None = Field(None, description="Instead of --ratio: largest size of the weight files, e.g. 20GB.")
+
+    @property
+    def target_option(self) -> str:
+        """The option that says how small the weight files are to be, as typed: `--ratio 0.4` or `--size 20.0 GB`."""
+        return f"--ratio {self.ratio:g}" if self.size is None else f"--size {format_bytes(self.size)}"
 
 
 class RunOptions(Options):
@@ -184,3 +201,19 @@ def fit_context(options: OptionsT, config: Settings, marks: int = 0) -> OptionsT
         less = f", less {marks} for marks of beginning and end" if marks else ""
         raise UsageError(f"--sequence-length {length} is more than the model's context of {context} tokens{less}.")
     return options.model_copy(update={"sequence_length": context - marks})
+
+
+def with_ratio(options: OptionsT, original: int) -> OptionsT:
+    """The options with the ratio that `size` bytes are of the `original` ones, where they have a size.
+
+    Raises:
+        UsageError: the original is no larger.
+    """
+    size: int | None = getattr(options, "size", None)
+    if size is None:
+        return options
+    if size >= original:
+        raise UsageError(
+            f"--size {format_bytes(size)}: the weight files take {format_bytes(original)} as they are. Give less."
+        )
+    return options.model_copy(update={"ratio": 1 - size / original})

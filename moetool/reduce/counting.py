@@ -66,7 +66,7 @@ def experts_left(source: Source, options: ReduceOptions) -> tuple[Fewer, str | N
     if not fitting:
         least = size(counts[0])
         raise UsageError(
-            f"--ratio {options.ratio:g} cannot be met by fewer experts: {counts[0]} of {experts} leave "
+            f"{options.target_option} cannot be met by fewer experts: {counts[0]} of {experts} leave "
             f"{format_bytes(least)} of {format_bytes(original)}, a ratio of {1 - least / original:.4f}. "
             f"{_limits(source)} Other methods of compress make experts smaller."
         )

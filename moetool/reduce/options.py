@@ -5,13 +5,13 @@ from typing import ClassVar, TypeVar
 from pydantic import Field
 
 from moetool.checkpoint.sizes import Ratio
-from moetool.job.options import RunOptions, TextOptions
+from moetool.job.options import RunOptions, SizeOptions, TextOptions
 
 
-class ReduceOptions(RunOptions, TextOptions):
+class ReduceOptions(RunOptions, SizeOptions, TextOptions):
     """Options of reducing experts: how many are kept, and the calibration text that chooses."""
 
-    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "experts")
+    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "size", "experts")
 
     ratio: Ratio | None = Field(
         None,

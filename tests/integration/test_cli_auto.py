@@ -126,10 +126,27 @@ def test_a_rotated_base(compress: Any, alike: Path, tokens: Tensor) -> None:
     assert relative_error(dense, expected) < 1.2 * relative_error(logits(plain.path, tokens), expected)
 
 
-def test_so_many_bytes(compress: Any, tiny_mixtral: Path) -> None:
-    room = weight_bytes(tiny_mixtral) // 2
-    made = compress(tiny_mixtral, *METHOD, "--bytes", room)
-    assert 0.99 * room <= weight_bytes(made.path) <= room
+@pytest.mark.parametrize("method", ["auto", "hybrid", "quantize", "d2moe", "plain-svd", "reap"])
+def test_so_many_bytes(run_cli: Any, calibration: Any, tiny_mixtral: Path, tmp_path: Path, method: str) -> None:
+    """Every method that has a ratio has a size, which is as good as its ratio."""
+    total, text = weight_bytes(tiny_mixtral), () if method == "plain-svd" else calibration
+    room = total * 3 // 4
+    for name, target in (("sized", ("--size", room)), ("shared", ("--ratio", 1 - room / total))):
+        result = run_cli("compress", tiny_mixtral, tmp_path / name, "--method", method, *target, *text)
+        assert result.code == 0, result.stderr
+    assert weight_bytes(tmp_path / "sized") <= room
+    assert weight_bytes(tmp_path / "sized") == weight_bytes(tmp_path / "shared")
+
+
+@pytest.mark.parametrize("method", ["hybrid", "d2moe", "plain-svd", "reap"])
+@pytest.mark.parametrize(("size", "says"), [("1GB", "as they are. Give less."), ("1kB", "--size 1.0 kB ")])
+def test_a_size_that_cannot_be(
+    run_cli: Any, tiny_mixtral: Path, tmp_path: Path, method: str, size: str, says: str
+) -> None:
+    result = run_cli("compress", tiny_mixtral, tmp_path / "out", "--method", method, "--size", size)
+    assert result.code == 2
+    assert says in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_plan_is_followed(run_cli: Any, calibration: Any, alike: Path, tmp_path: Path) -> None:
@@ -253,7 +270,7 @@ def test_an_increase_that_nothing_holds(
 @pytest.mark.parametrize(
     ("options", "code", "says"),
     [
-        ((), 2, "give --ratio, --bytes or --plan"),
+        ((), 2, "give --ratio, --size, --max-increase or --plan, one of them"),
         (("--ratio", 0.5, "--max-increase", "2%"), 2, "one of them"),
         (("--max-increase", "0%"), 2, "greater than 0"),
         (("--max-increase=-2%",), 2, "greater than 0"),
@@ -261,9 +278,9 @@ def test_an_increase_that_nothing_holds(
         (("--max-increase", "little"), 2, "write it like 2% or 0.02"),
         (("--max-increase", "2%", "--held-out", 1), 2, "--held-out"),
         (("--max-increase", "2%", "--held-out", 100_000), 2, "and 100000 are to be held out"),
-        (("--ratio", 0.5, "--bytes", "1MB"), 2, "give --ratio, --bytes or --plan"),
+        (("--ratio", 0.5, "--size", "1MB"), 2, "give --ratio, --size, --max-increase or --plan, one of them"),
         (("--plan", "PLAN", "--save-plan", "x.yaml"), 2, "with --plan nothing is"),
-        (("--bytes", "1kB"), 2, "--bytes 1.0 kB is not possible here: the weight files take"),
+        (("--size", "1kB"), 2, "--size 1.0 kB is not possible here: the weight files take"),
         (("--ratio", 0.99), 2, "--ratio 0.99 is not possible here: the weight files take"),
         (("--plan", "none.yaml"), 3, "Cannot read the plan"),
         (("--plan", "PLAN"), 3, "is for layers 0; the model has experts in"),

@@ -154,7 +154,7 @@ def test_a_budget_counts_what_they_cost(
     run_cli: Any, calibration: Any, tiny_mixtral_bf16: Path, tmp_path: Path
 ) -> None:
     """What is possible within it is less by what they save, and by nothing else."""
-    auto = ("compress", tiny_mixtral_bf16, tmp_path / "out", "--method", "auto", "--bytes", "70kB", *calibration)
+    auto = ("compress", tiny_mixtral_bf16, tmp_path / "out", "--method", "auto", "--size", "70kB", *calibration)
     plain, more = (run_cli(*auto, *include, "--dry-run", "--json").json for include in ((), BOTH))
     assert plain["output_bytes"] == more["output_bytes"] == 70_000
     tensors = tensors_of(tiny_mixtral_bf16)

@@ -71,5 +71,5 @@ def test_a_compressed_model_is_refused(model_of: Any, reduce: Any) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"ratio": 0.2, "experts": 3}])
 def test_a_ratio_or_a_number_is_needed(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="--ratio or --experts"):
+    with pytest.raises(ValueError, match="--ratio, --size or --experts"):
         REAP.options_type(**options)

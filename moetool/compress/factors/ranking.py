@@ -119,13 +119,13 @@ def least_routed(tokens: Tensor, count: int) -> frozenset[int]:
     return frozenset(tokens.argsort(stable=True)[:count].tolist())
 
 
-def check_ratio(ratio: float, least: int, original: int, stored: str = "") -> None:
+def check_ratio(ratio: float, asked: str, least: int, original: int, stored: str = "") -> None:
     """Raise `UsageError` with the possible range if `original` bytes, `stored` in a format (" in FP8"), cannot be made
-    smaller by `ratio`."""
+    smaller by a `ratio`, which was `asked` for by an option."""
     highest = 1 - least / original
     if not 0 < ratio <= highest:
         raise UsageError(
-            f"--ratio {ratio:g} is not possible here: of {format_bytes(original)}{stored}, {format_bytes(least)} are "
+            f"{asked} is not possible here: of {format_bytes(original)}{stored}, {format_bytes(least)} are "
             "shared bases and tensors that are not experts, so the ratio must be above 0 and at most "
             f"{int(highest * 1000) / 1000:g}."
         )

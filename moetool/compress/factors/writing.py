@@ -16,7 +16,7 @@ from moetool.bases.layer_base import LayerBase, base_path
 from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Owned
 from moetool.calibration.routed_tokens import RoutedTokens
-from moetool.checkpoint.sizes import Ratio, format_bytes
+from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.budget.items import factors_of
 from moetool.compress.choices import Allocation, Sensitivity, SharedFactor, Svd
 from moetool.compress.encoded import Encoding, encoded_bytes
@@ -43,7 +43,7 @@ from moetool.errors import UsageError
 from moetool.format.layout import DENSE_BASE, LayerLayout
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, Source
-from moetool.job.options import RunOptions, TextOptions
+from moetool.job.options import RunOptions, SizeOptions, TextOptions
 from moetool.job.plan import Plan, calibration_cost, experts_at_once
 from moetool.job.result import CalibrationFacts
 from moetool.job.shards import OutputPlan
@@ -52,14 +52,11 @@ from moetool.representations import Representation
 from moetool.representations.low_rank import LowRank
 
 
-class FactorOptions(RunOptions, TextOptions):
+class FactorOptions(RunOptions, SizeOptions, TextOptions):
     """The options that decide how deltas become low-rank factors."""
 
-    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "rank")
+    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "size", "rank")
 
-    ratio: Ratio | None = Field(
-        None, description="Share of the weight files' bytes to save: 0.4 or 40% makes them 40 % smaller."
-    )
     rank: int | None = Field(None, ge=0, description="Instead of --ratio: one rank for every matrix.")
     svd: Svd = Field(
         "truncation-aware",
@@ -266,7 +263,7 @@ def _trim_note(options: FactorOptions, largest: int, original: int) -> str | Non
         return None
     return (
         f"--trim {options.trim} alone makes {format_bytes(original)} {1 - largest / original:.1%} smaller, more than "
-        f"the {options.ratio:.1%} of --ratio: all other deltas stay whole. Trim fewer experts to come closer."
+        f"the {options.ratio:.1%} that were asked for: all other deltas stay whole. Trim fewer experts to come closer."
     )
 
 
@@ -338,12 +335,12 @@ def factor_plan(
     every = min(reader.shape.hidden, reader.shape.intermediate)  # directions: nothing is lost
     largest, note = size(every, options.trim), None
     if options.ratio is not None:
-        check_ratio(options.ratio, size(0), original, in_format(checkpoint))
+        check_ratio(options.ratio, options.target_option, size(0), original, in_format(checkpoint))
         output = round(original * (1 - options.ratio))
         if output > checkpoint.weight_bytes:
             reached = math.ceil((1 - checkpoint.weight_bytes / original) * 1000) / 1000
             raise UsageError(
-                f"--ratio {options.ratio:g} is of the {format_bytes(original)} that the model had before anything was "
+                f"{options.target_option} is of the {format_bytes(original)} that the model had before anything was "
                 f"compressed: the result would have {format_bytes(output)}, {checkpoint.path} has "
                 f"{format_bytes(checkpoint.weight_bytes)}. Give a ratio above {reached:g}."
             )

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from moetool.bases.choices import Merge
 from moetool.checkpoint.files import atomically
-from moetool.checkpoint.sizes import ByteSize, Ratio, format_bytes
 from moetool.checkpoint.source import local_path
 from moetool.compress.encoding import BaseBits
 from moetool.compress.mixing.layers import MixedLayers
@@ -48,15 +47,11 @@ _TIMES = MOST_TRIALS + 1  # encodings: the trials, and the result; evaluations: 
 class AutoOptions(MixingOptions):
     """Options of `auto`: a budget of bytes or of perplexity, and what it may be spent on."""
 
-    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "bytes", "max_increase", "plan")
+    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "size", "max_increase", "plan")
 
-    ratio: Ratio | None = Field(
-        None, description="Share of the weight files' bytes to save: 0.8 or 80% makes them 80 % smaller."
-    )
-    bytes: ByteSize | None = Field(None, description="Instead of --ratio: largest size of the weight files, e.g. 20GB.")
     max_increase: Increase | None = Field(
         None,
-        description="Instead of --ratio or --bytes: limit on the growth of perplexity on held-out windows of the "
+        description="Instead of --ratio or --size: limit on the growth of perplexity on held-out windows of the "
         "calibration text (2% lets 10.0 become 10.2). Up to six sizes are made and measured; the smallest within the "
         "limit is kept.",
     )
@@ -73,9 +68,7 @@ class AutoOptions(MixingOptions):
     )
 
     @model_validator(mode="after")
-    def _one_alternative(self) -> Self:
-        if sum(getattr(self, name) is not None for name in self.alternatives) != 1:
-            raise ValueError("give --ratio, --bytes or --plan, or --max-increase: one of them")
+    def _either_plan(self) -> Self:
         if self.plan is not None and self.save_plan is not None:
             raise ValueError("--save-plan writes what was chosen; with --plan nothing is")
         return self
@@ -124,7 +117,7 @@ class Auto(MixingStage[AutoOptions]):
         if self._is_search:
             alone = next(scheme for scheme in self.offered if not scheme.has_base)
             return min(self.choosing([alone]).largest, original_bytes(self.source) - 1)
-        return self.options.bytes or super().target
+        return super().target
 
     @cached_property
     def offered(self) -> Sequence[StorageScheme]:
@@ -132,9 +125,7 @@ class Auto(MixingStage[AutoOptions]):
 
     @property
     def asked(self) -> str | None:
-        if self.given is not None or self.ratio is not None:
-            return super().asked
-        return f"--bytes {format_bytes(self.target)}"
+        return "--max-increase" if self._is_search else super().asked
 
     @property
     def _is_search(self) -> bool:

@@ -6,7 +6,6 @@ from typing import ClassVar
 from pydantic import Field
 
 from moetool.bases.choices import Merge
-from moetool.checkpoint.sizes import Ratio
 from moetool.compress.encoding import BaseBits
 from moetool.compress.mixing.measuring import MixingOptions
 from moetool.compress.mixing.schemes import StorageScheme, on_base
@@ -17,7 +16,6 @@ from moetool.job.options import RunOptions
 class HybridOptions(MixingOptions):
     """Options of `hybrid`: a budget of bytes, the base, and rotation."""
 
-    ratio: Ratio = Field(description="Share of the weight files' bytes to save: 0.8 or 80% makes them 80 % smaller.")
     merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
     base_bits: BaseBits = Field(
         "2", description="Bits of the base: 1, 2, 3, 4, 8, nf4 or int8. Deltas correct its errors."
@@ -44,7 +42,7 @@ class Hybrid(MixingStage[HybridOptions]):
         return [on_base(shape, options.base_bits, delta_bits, options.group_size, seed, options.trellis)]
 
     @property
-    def ratio(self) -> float:
+    def ratio(self) -> float | None:
         return self.options.ratio
 
     @property

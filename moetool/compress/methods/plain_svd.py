@@ -15,7 +15,6 @@ from moetool.architectures import Role
 from moetool.bases.delta import Deltas
 from moetool.bases.layer_base import LayerBase, base_path, no_base, unweighted_base
 from moetool.checkpoint.experts import Weights
-from moetool.checkpoint.sizes import Ratio
 from moetool.compress.encoding import refuse_compressed
 from moetool.compress.factors.files import LayerFactors, SpectrumFile
 from moetool.compress.factors.writing import FactoredLayers, FactorOptions, factor_memory, factor_plan, finish
@@ -23,28 +22,26 @@ from moetool.compress.results import RankedResult
 from moetool.costs.phases import FACTORIZE
 from moetool.format.layout import NO_BASE
 from moetool.job.job import Job
-from moetool.job.options import RunOptions
+from moetool.job.options import RunOptions, SizeOptions
 from moetool.job.plan import Plan
 from moetool.job.progress import phase
 from moetool.job.stage import Stage
 from moetool.representations import Representation
 
 
-class PlainSvdOptions(RunOptions):
+class PlainSvdOptions(RunOptions, SizeOptions):
     """Options of `plain-svd` and `mean-svd`: a budget of bytes, or one rank."""
 
-    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "rank")
+    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "size", "rank")
 
-    ratio: Ratio | None = Field(
-        None, description="Share of the weight files' bytes to save: 0.4 or 40% makes them 40 % smaller."
-    )
     rank: int | None = Field(None, ge=0, description="Instead of --ratio: one rank for every matrix.")
 
     @property
     def factors(self) -> FactorOptions:
         """Options for making factors when nothing is measured, and no matrix counts more than another."""
-        own = self.model_dump()
-        return FactorOptions(**own, svd="vanilla", allocation="uniform", sensitivity="none")
+        own = self.model_dump(exclude={"size"})  # which is a ratio by now
+        options = FactorOptions(**own, svd="vanilla", allocation="uniform", sensitivity="none")
+        return options.model_copy(update={"size": self.size})
 
 
 class UnmeasuredSvd(Stage[PlainSvdOptions]):

@@ -45,7 +45,7 @@ Rounding = Literal["nearest", "error-feedback"]
 class QuantizeOptions(MixingOptions):
     """Options of `quantize`: the same bits for all experts, or a budget of bytes."""
 
-    alternatives: ClassVar[tuple[str, ...]] = ("bits", "ratio")
+    alternatives: ClassVar[tuple[str, ...]] = ("bits", "ratio", "size")
 
     bits: BaseBits | None = Field(
         None, description="Bits of every number: 1, 2, 3, 4, 8, or bitsandbytes' formats nf4 and int8."
@@ -73,8 +73,8 @@ class QuantizeOptions(MixingOptions):
 
     @model_validator(mode="after")
     def _possible(self) -> "QuantizeOptions":
-        if self.ratio is not None and self.rounding == "nearest":
-            raise ValueError("--ratio chooses bits by what codes with error feedback lose: take --rounding out")
+        if (self.ratio or self.size) is not None and self.rounding == "nearest":
+            raise ValueError("--ratio and --size choose bits by what error feedback loses: take --rounding out")
         if self.rotate and self.bits in ("nf4", "int8"):
             raise ValueError(f"--bits {self.bits} is bitsandbytes' format, which knows no rotation: use --bits 4 or 8")
         if self.trellis and self.bits in ("8", "nf4", "int8"):

@@ -95,7 +95,7 @@ class MixingStage(Stage[MixingOptionsT]):
     @property
     def asked(self) -> str | None:
         """The option by which the user has set the target, as typed; `None` if it follows from other options."""
-        return None if self.ratio is None else f"--ratio {self.ratio:g}"
+        return None if self.ratio is None else self.options.target_option
 
     @property
     def needs_text(self) -> bool:

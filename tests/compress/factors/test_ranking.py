@@ -193,13 +193,13 @@ def test_nothing_fits(spectra: list[LayerSpectra]) -> None:
 
 @pytest.mark.parametrize("ratio", [0.01, 0.5, 0.7])
 def test_possible_ratios(ratio: float) -> None:
-    check_ratio(ratio, least=300, original=1000)
+    check_ratio(ratio, f"--ratio {ratio:g}", least=300, original=1000)
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 0.0, 0.7001, 1.0, 40.0, float("nan")])
 def test_impossible_ratios_come_with_the_range(ratio: float) -> None:
     with pytest.raises(UsageError, match=r"of 1\.0 kB, 300 B are shared .* at most 0\.7\b"):
-        check_ratio(ratio, least=300, original=1000)
+        check_ratio(ratio, f"--ratio {ratio:g}", least=300, original=1000)
 
 
 @dataclass(frozen=True)
