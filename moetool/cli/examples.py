@@ -36,7 +36,7 @@ MAIN = {
     "upcycle": ("--method", "--experts", "--top-k", "--calibration", "--dry-run"),
     "moefy": ("--experts", "--keep", "--calibration", "--dry-run"),
     "tune": ("--data", "--eval-data", "--epochs", "--learning-rate", "--dry-run"),
-    "compress": ("--method", "--ratio", "--size", "--calibration", "--dry-run", "--resume"),
+    "compress": ("--method", "--ratio", "--size", "--calibration", "--effort", "--dry-run", "--resume"),
     "fisher-merge": ("--merge", "--calibration", "--dry-run"),
     "decompose": ("--base", "--dry-run"),
     "svd-compress": ("--ratio", "--calibration", "--dry-run"),

@@ -138,6 +138,16 @@ def test_so_many_bytes(run_cli: Any, calibration: Any, tiny_mixtral: Path, tmp_p
     assert weight_bytes(tmp_path / "sized") == weight_bytes(tmp_path / "shared")
 
 
+def test_an_effort_stands_for_other_options_and_what_is_typed_goes_before() -> None:
+    best = AutoOptions.model_validate({"ratio": 0.5, "effort": "best"})
+    assert (best.trellis, best.include, best.refine) == (True, ("attention", "embeddings"), 120)
+    typed = AutoOptions.model_validate({"ratio": 0.5, "effort": "best", "refine": 8, "include": "attention"})
+    assert (typed.trellis, typed.include, typed.refine) == (True, ("attention",), 8)
+    assert AutoOptions(ratio=0.5, effort="fast").samples == 32
+    plain, normal = AutoOptions(ratio=0.5), AutoOptions(ratio=0.5, effort="normal")
+    assert plain.model_dump() == normal.model_dump()
+
+
 @pytest.mark.parametrize("method", ["hybrid", "d2moe", "plain-svd", "reap"])
 @pytest.mark.parametrize(("size", "says"), [("1GB", "as they are. Give less."), ("1kB", "--size 1.0 kB ")])
 def test_a_size_that_cannot_be(

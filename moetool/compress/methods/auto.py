@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -44,10 +44,23 @@ from moetool.job.writing import original_bytes
 _TIMES = MOST_TRIALS + 1  # encodings: the trials, and the result; evaluations: the original, and the trials
 
 
+_EFFORTS: Mapping[str, Mapping[str, object]] = {
+    "fast": {"samples": 32},
+    "normal": {},
+    "best": {"trellis": True, "include": ("attention", "embeddings"), "refine": 120},
+}
+
+
 class AutoOptions(MixingOptions):
     """Options of `auto`: a budget of bytes or of perplexity, and what it may be spent on."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("ratio", "size", "max_increase", "plan")
+
+    effort: Literal["fast", "normal", "best"] = Field(
+        "normal",
+        description="Preset of other options, each of which can still be typed. fast: --samples 32. best: --trellis "
+        "--include attention,embeddings --refine 120, which loses least and takes longest, to compress and to run.",
+    )
 
     max_increase: Increase | None = Field(
         None,
@@ -66,6 +79,15 @@ class AutoOptions(MixingOptions):
         False,
         description="Try each form with randomly rotated inputs, too (Hadamard matrix), in about twice the time.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_effort(cls, given: object) -> object:
+        """What is given, over what its effort stands for."""
+        if not isinstance(given, Mapping):
+            return given
+        effort = given.get("effort")
+        return {**(_EFFORTS.get(effort, {}) if isinstance(effort, str) else {}), **given}
 
     @model_validator(mode="after")
     def _either_plan(self) -> Self:
