@@ -26,6 +26,7 @@ EXAMPLES = {
     "report": "report smaller smaller.html --data held-out.txt",
     "verify": "verify smaller --against mistralai/Mixtral-8x7B-v0.1 --text held-out.txt --max-kl 0.05",
     "push": "push smaller me/mixtral-75 --dry-run",
+    "recommend": "recommend mistralai/Mixtral-8x7B-v0.1 --memory 16GB",
     "doctor": "doctor --json",
     "demo": "demo folder",
     "list": "list presets",

@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("report", "All of a model on one page: how it was made, sizes, quality, layers, routing."),
     "verify": ("verify", "Check a checkpoint's files, and its tensors against the source it was made from."),
     "push": ("push", "Upload a checkpoint to the Hugging Face hub, verified before."),
+    "recommend": ("recommend", "What to type so that an MoE model fits into a memory, from its config alone."),
     "doctor": ("doctor", "Check this machine: libraries, memory, disk, compiler, speed."),
     "demo": ("demo", "Train a small model, upcycle it, compress it, evaluate it: two minutes, offline."),
     "list": ("listing", "Known methods, architectures, targets, presets and representations."),
@@ -43,7 +44,7 @@ COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
     "Make": ("upcycle", "moefy", "tune", "compress", "export"),
     "Measure": ("eval", "compare", "bench", "routing", "inspect", "verify", "report"),
     "Use": ("generate", "push"),
-    "Find out": ("demo", "doctor", "list"),
+    "Find out": ("demo", "recommend", "doctor", "list"),
     "Compress step by step": ("fisher-merge", "decompose", "svd-compress", "prune-base"),
 }
 

@@ -98,6 +98,8 @@ RUN_FOR_JSON = [
         *("--text", "TEXT.txt,held-out.txt", "--windows", "4", "--sequence-length", "32"),
     ],
     ["inspect", "config-alone"],
+    ["recommend", "MODEL", "--memory", "64GB"],
+    ["recommend", "MODEL", "--memory", "1000200kB"],
     ["compress", "MODEL", "low-rank", "--method", "d2moe", "--ratio", "0.4", *TEXT],
     ["inspect", "low-rank"],
     ["report", "low-rank", "low-rank.html"],

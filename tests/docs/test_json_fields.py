@@ -13,7 +13,7 @@ from moetool.demo import DemoModel
 
 OWN = {
     *("eval", "compare", "generate", "routing", "bench", "inspect", "report", "verify", "push", "list", "doctor"),
-    "demo",
+    *("demo", "recommend"),
 }
 
 TASKS = "eval of several models, or on tasks"
@@ -72,6 +72,7 @@ SECTIONS = [
     "verify",
     "push",
     "list",
+    "recommend",
     "doctor",
 ]
 

@@ -1,0 +1,66 @@
+"""`moetool recommend`."""
+
+from typing import Annotated
+
+import typer
+
+from moetool.checkpoint.sizes import format_bytes, format_change, parse_bytes
+from moetool.cli import next_step
+from moetool.cli.display import AsJson, print_fields, print_json
+from moetool.cli.generate import builder
+from moetool.compare.recommendation import Engine, Recommendation, recommend
+from moetool.errors import UsageError
+from moetool.job.forecast import format_seconds
+from moetool.runtime.memory import total_bytes
+
+
+@builder()
+def build(
+    model: Annotated[str, typer.Argument(help="An MoE model: a directory, its config.json alone, or a hub id.")],
+    memory: Annotated[
+        str | None, typer.Option(help="Memory that it has to run in, e.g. 16GB [default: this machine's].")
+    ] = None,
+    engine: Annotated[Engine, typer.Option(help="What is to run it.")] = "transformers",
+    json: AsJson = False,
+) -> None:
+    """The command."""
+    result = recommend(model, total_bytes() if memory is None else _bytes(memory), engine)
+    if json:
+        print_json(result.to_json())
+        return
+    _print(result)
+    if result.commands:
+        next_step.tell(next_step.line(*result.commands[0], "--dry-run"))
+    else:
+        next_step.tell(next_step.line("generate", model, next_step.PROMPT))
+
+
+def _bytes(memory: str) -> int:
+    try:
+        size = parse_bytes(memory)
+    except ValueError as error:
+        raise UsageError(f"--memory: {error}") from error
+    assert isinstance(size, int)
+    return size
+
+
+def _print(result: Recommendation) -> None:
+    numbers = f"{result.parameters:,} parameters, {result.active_parameters:,} of them per token"
+    fields = [
+        ("model", f"{result.model}: {result.model_type}, {numbers}"),
+        ("size", format_bytes(result.bytes)),
+        ("memory", f"{format_bytes(result.memory)}, of which {format_bytes(result.weights)} are for weights"),
+    ]
+    if result.ratio is None:
+        print_fields([*fields, ("fits", "as it is")])
+        return
+    smaller = f"{format_change(result.ratio)}, {result.bits:.1f} bits per parameter"
+    fields += [("to fit", f"{format_bytes(result.weights)} ({smaller})")]
+    fields += [
+        ("command" if number == 0 else "then", next_step.line(*own)) for number, own in enumerate(result.commands)
+    ]
+    if result.seconds is not None:
+        fields.append(("time", f"about {format_seconds(result.seconds)} on this machine"))
+    if result.peak_memory_bytes is not None:
+        fields.append(("peak memory", format_bytes(result.peak_memory_bytes)))
+    print_fields([*fields, *(("note", note) for note in result.notes)])

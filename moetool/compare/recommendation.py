@@ -1,0 +1,157 @@
+"""Advice on what to type so that an MoE model fits into a memory, from its config or its file headers alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from moetool.checkpoint.counting import parameter_counts
+from moetool.checkpoint.sizes import format_bytes
+from moetool.compress.methods.auto import AutoOptions
+from moetool.errors import UsageError
+from moetool.job.blueprint import open_for_planning
+from moetool.job.estimate import estimate
+from moetool.job.execute import plan_stage
+from moetool.job.forecast import format_seconds
+from moetool.job.job import Source
+from moetool.job.result import Printed
+from moetool.job.writing import original_bytes
+from moetool.stages import stages
+
+Engine = Literal["transformers", "vllm", "llama.cpp"]
+
+_LEAST_WORKING = 1_000_000_000  # bytes: Python, libraries and what one layer computes
+_WORKING = 0.1  # share of the memory beside the weights: cache of keys and values, activations
+_LONG = 24 * 3600.0  # seconds from which on a quicker way is told
+_BEST = 0.8  # share saved from which on `--effort best` is worth its time
+# Share saved and KL divergence in thousandths of a nat, the least and the most over texts, of `auto` (of `hybrid` at
+# 75 %, with `--effort best` at 85 %) on a Mixtral of 20.7 M parameters: scripts/benchmarks/results/other_text.md.
+_MEASURED = ((0.4, 0.01, 0.01), (0.6, 0.10, 0.10), (0.75, 0.58, 1.25), (0.8, 1.81, 3.84), (0.85, 0.89, 4.10))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation(Printed):
+    """What to do with a model so that it fits.
+
+    Attributes:
+        model: as it was given.
+        model_type: of its config.
+        parameters: numbers that it stands for, and those of them that one token uses.
+        bytes: of its weight files as they are.
+        memory: bytes that there are.
+        weights: of these, bytes that are left for weights.
+        engine: that is to run it.
+        ratio: share of the original's bytes that is to be saved; `None` where it fits as it is.
+        bits: bits per number that the whole model then has; `None` where it fits.
+        commands: what to type, in order.
+        seconds: of the first command on this machine, as `--dry-run` estimates them; `None` where that is unknown.
+        peak_memory_bytes: of the first command; `None` where it fits.
+        notes: what is known of the loss, and what else there is to say.
+    """
+
+    model: str
+    model_type: str
+    parameters: int
+    active_parameters: int
+    bytes: int
+    memory: int
+    weights: int
+    engine: Engine
+    ratio: float | None = None
+    bits: float | None = None
+    commands: Sequence[Sequence[str]] = ()
+    seconds: float | None = None
+    peak_memory_bytes: int | None = None
+    notes: Sequence[str] = ()
+
+
+def recommend(model: str | Path, memory: int, engine: Engine = "transformers") -> Recommendation:
+    """Say how to make an MoE model fit into `memory` bytes and run in an engine.
+
+    Nothing is written; of a model on the hub, config and file headers are read.
+
+    Raises:
+        UsageError: it cannot be made so small.
+        InvalidInputError: it is no MoE model that moetool handles.
+    """
+    source = Source.of(open_for_planning(model))
+    counts, working = parameter_counts(source.experts), max(_LEAST_WORKING, round(_WORKING * memory))
+    room = memory - working
+    if room <= 0:
+        raise UsageError(
+            f"--memory {format_bytes(memory)} leaves nothing for weights: the rest takes {format_bytes(working)}."
+        )
+    found = Recommendation(
+        model=str(model),
+        model_type=str(source.checkpoint.config.get("model_type")),
+        parameters=counts["total"],
+        active_parameters=counts["active"],
+        bytes=source.checkpoint.weight_bytes,
+        memory=memory,
+        weights=room,
+        engine=engine,
+    )
+    if found.bytes <= room:
+        return found
+    bits = 8 * room / counts["total"]
+    found = replace(found, ratio=1 - room / original_bytes(source), bits=bits)
+    if engine == "llama.cpp":
+        return replace(found, commands=[_exported(found.model, bits)])
+    return _compressed(found)
+
+
+def _exported(model: str, bits: float) -> Sequence[str]:
+    wanted = f"{int(bits * 100) / 100:g}"
+    options = ("--format", "gguf", "--calibration", "bundled", "--target-bpw", wanted)
+    return ("export", model, f"{Path(model).name}-gguf", *options)
+
+
+def _compressed(found: Recommendation) -> Recommendation:
+    """With the command that compresses, and what it takes and loses."""
+    assert found.ratio is not None
+    is_best = found.ratio > _BEST and found.engine == "transformers"  # what the other does not take: 8-bit attention
+    options = AutoOptions(size=found.weights, effort="best" if is_best else "normal")
+    try:
+        plan = plan_stage(stages()["auto"], found.model, options)
+    except UsageError as error:
+        raise UsageError(f"{error} With fewer experts (compress --method reap) it gets smaller still.") from error
+    took = estimate(plan, options, Path()).seconds
+    output, size = f"{Path(found.model).name}-small", _typed(found.weights)
+    command = ("compress", found.model, output, "--size", size, *(("--effort", "best") if is_best else ()))
+    return replace(
+        found,
+        commands=[command, ("eval", output, "--data", "bundled", "--against", found.model)],
+        seconds=took,
+        peak_memory_bytes=plan.memory_bytes,
+        notes=[*_quicker(found, took), _expected(found.ratio)],
+    )
+
+
+def _quicker(found: Recommendation, seconds: float | None) -> Sequence[str]:
+    """What a job of days takes with less text and in bfloat16."""
+    if seconds is None or seconds < _LONG:
+        return []
+    options = AutoOptions(size=found.weights, effort="fast", compute_dtype="bfloat16")
+    quick = estimate(plan_stage(stages()["auto"], found.model, options), options, Path()).seconds
+    if quick is None:
+        return []
+    return [f"With --effort fast --compute-dtype bfloat16: about {format_seconds(quick)} on this machine."]
+
+
+def _typed(size: int) -> str:
+    """The size as one would type it, rounded down to three digits: 14.4GB."""
+    unit, name = next((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if size >= unit)
+    digits = max(0, 3 - len(str(int(size / unit))))
+    return f"{int(size / unit * 10**digits) / 10**digits:g}{name}"
+
+
+def _expected(ratio: float) -> str:
+    """What such a result has lost on a small model, at the next size that was measured there."""
+    if ratio > _MEASURED[-1][0]:
+        return f"So small ({ratio:.0%} smaller) nothing was measured; expect much to be lost."
+    measured, least, most = next(row for row in _MEASURED if row[0] >= ratio)
+    lost = f"{least:g}" if least == most else f"{least:g} to {most:g}"
+    return (
+        f"What it loses has to be measured. A Mixtral of 20.7 M parameters, made {measured:.0%} smaller, has a KL "
+        f"divergence of {lost} thousandths of a nat from the original; larger models differ."
+    )

@@ -1,0 +1,72 @@
+"""`moetool recommend`: what it says fits, and what it says to type can be typed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "vocab_size": 32000, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture
+def mixtral(tmp_path: Path) -> Path:
+    """The config of Mixtral-8x7B alone."""
+    path = tmp_path / "mixtral"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(MIXTRAL))
+    return path
+
+
+@pytest.mark.parametrize(("memory", "effort"), [("16GB", ("--effort", "best")), ("32GB", ())])
+def test_what_it_says_is_a_command_that_fits(run_cli: Any, mixtral: Path, memory: str, effort: tuple[str, ...]) -> None:
+    told = run_cli("recommend", mixtral, "--memory", memory, "--json").json
+    room = int(memory.removesuffix("GB")) * 9 * 10**8
+    assert (told["parameters"], told["weights"]) == (46_702_792_704, room)
+    assert told["ratio"] == pytest.approx(1 - room / told["bytes"], abs=1e-6)
+    assert told["bits"] == pytest.approx(8 * room / 46_702_792_704)
+    command = told["commands"][0]
+    assert tuple(command[5:]) == effort
+    plan = run_cli(*command, "--dry-run", "--json").json
+    assert 0.99 * room < plan["output_bytes"] <= room
+    assert plan["peak_memory_bytes"] == told["peak_memory_bytes"]
+
+
+def test_in_words(run_cli: Any, mixtral: Path) -> None:
+    said = run_cli("recommend", mixtral, "--memory", "32GB")
+    assert "32.0 GB, of which 28.8 GB are for weights" in said.stdout
+    assert f"compress {mixtral} mixtral-small --size 28.8GB" in said.stdout
+    assert said.stderr.endswith("--size 28.8GB --dry-run\n")
+
+
+def test_what_fits_is_left_as_it_is(run_cli: Any, mixtral: Path) -> None:
+    said = run_cli("recommend", mixtral, "--memory", "110GB")
+    assert "as it is" in said.stdout
+    assert "generate" in said.stderr
+    assert "commands" not in run_cli("recommend", mixtral, "--memory", "110GB", "--json").json
+
+
+def test_for_llama_cpp(run_cli: Any, mixtral: Path) -> None:
+    told = run_cli("recommend", mixtral, "--memory", "24GB", "--engine", "llama.cpp", "--json").json
+    plan = run_cli(*told["commands"][0], "--dry-run", "--json")
+    assert plan.code == 0, plan.stderr
+
+
+@pytest.mark.parametrize(
+    ("memory", "says"),
+    [("1GB", "leaves nothing for weights"), ("4GB", "With fewer experts"), ("much", "is not a size")],
+)
+def test_what_cannot_be(run_cli: Any, mixtral: Path, memory: str, says: str) -> None:
+    result = run_cli("recommend", mixtral, "--memory", memory)
+    assert result.code == 2
+    assert says in result.stderr
+
+
+def test_a_dense_model(run_cli: Any, dense: Any) -> None:
+    result = run_cli("recommend", dense("llama"))
+    assert result.code == 3
+    assert "is not an MoE model" in result.stderr
