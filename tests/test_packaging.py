@@ -1,14 +1,17 @@
-"""What a wheel holds."""
+"""What a source distribution and a wheel hold, and that a wheel works where nothing else of the checkout is."""
 
+import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from moetool.cli.presets import directory, files
+from moetool.version import __version__
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,30 +21,49 @@ def test_presets_of_a_checkout_are_its_configs():
     assert list(files()) == sorted((ROOT / "configs").glob("*.yaml"))
 
 
-def test_a_wheel_has_the_presets_and_the_license(tmp_path):
+def call(code: str, folder: Path, **environment: str) -> str:
+    """What Python prints for a piece of code in a folder."""
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what is in the wheel that is built of the source distribution of this checkout."""
     pytest.importorskip("setuptools", minversion="77")  # what pyproject.toml asks for
-    source = tmp_path / "source"
+    folder = tmp_path_factory.mktemp("packaging")
     for name in ("moetool", "configs"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / "checkout" / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    build = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
-    built = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=True)
-    with zipfile.ZipFile(source / built.stdout.split()[-1]) as wheel:
-        names = set(wheel.namelist())
-        installed = tmp_path / "installed"
-        wheel.extractall(installed)
-    assert {name for name in names if name.startswith("moetool/presets/")} == {
-        f"moetool/presets/{file.name}" for file in files()
-    }
-    assert "moetool/report/page.html" in names
-    assert "moetool/calibration/text.xz" in names
-    assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"moetool"}
-    # The installed package reads its own.
-    code = "from moetool.cli.presets import directory, presets; print(directory(), len(presets()))"
-    told = subprocess.run(
-        [sys.executable, "-c", code], cwd=installed, env={"PYTHONPATH": "."}, capture_output=True, text=True, check=True
+        shutil.copy(ROOT / name, folder / "checkout")
+    build = "from setuptools import build_meta; print(build_meta.build_{}('..'))"
+    source = call(build.format("sdist"), folder / "checkout").split()[-1]
+    with tarfile.open(folder / source) as packed:
+        packed.extractall(folder, filter="data")
+    wheel = call(build.format("wheel"), folder / source.removesuffix(".tar.gz")).split()[-1]
+    with zipfile.ZipFile(folder / wheel) as packed:
+        packed.extractall(folder / "installed")
+    return folder / "installed"
+
+
+def test_a_wheel_has_every_file_of_the_package(installed: Path) -> None:
+    own = {path.relative_to(ROOT) for path in (ROOT / "moetool").rglob("*") if path.is_file()}
+    own = {path for path in own if "__pycache__" not in path.parts}
+    presets = {Path("moetool", "presets", file.name) for file in files()}
+    found = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file()}
+    assert {path for path in found if not path.parts[0].endswith(".dist-info")} == own | presets
+    assert list(installed.glob(f"moetool-{__version__}.dist-info/licenses/LICENSE"))
+
+
+def test_a_wheel_works_without_a_checkout_and_a_compiler(installed: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
+    where = {"PYTHONPATH": str(installed), "PATH": str(tmp_path)}
+    read = call(
+        "from moetool.cli.presets import directory, presets; print(directory(), len(presets()))", tmp_path, **where
     )
-    assert told.stdout.split()[0].endswith("moetool/presets")
-    assert int(told.stdout.split()[1]) > 40
+    assert read.split()[0] == str(installed / "moetool" / "presets")
+    assert int(read.split()[1]) > 40
+    words = ["compress", str(tiny_mixtral), "made", "--method", "quantize", "--bits", "4"]
+    call(f"import sys; from moetool.cli import main; sys.argv[1:] = {words}; main()", tmp_path, **where)
+    assert (tmp_path / "made" / "config.json").exists()
