@@ -1,13 +1,128 @@
-"""The `moetool` command. What it calls is imported only then, so that `moetool --help` is instant."""
+"""The `moetool` command, whose subcommands are built from a table of their options.
 
+Help, completion and mistyped options are answered from the table, before anything heavy is imported.
+`scripts/docs/options.py` writes it, `options.json`; a test compares it with the commands themselves. A stage that is
+not in it, because its file is new, is imported at once.
+"""
+
+import importlib.util
+import json
+import pkgutil
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from moetool.cli.front import front
+from moetool.cli.choosing import CHOICES, chosen, typed_choice
+from moetool.cli.command import HintingCommand, command_of, from_record
 from moetool.cli.names import COMMAND_GROUPS, commands
 from moetool.errors import did_you_mean
+from moetool.stages import PLACES
+
+FILE = Path(__file__).with_name("options.json")
+Offer = Callable[[str], list[str]]
+
+
+class FrontCommand(HintingCommand):
+    """A command built from the table. It has parsed its arguments once before it imports the command that runs."""
+
+    words: tuple[str, ...] = ()
+
+    def invoke(self, ctx: Any) -> Any:
+        command = imported(ctx.info_name, self.words)
+        with command.make_context(ctx.info_name, list(self.words), parent=ctx.parent) as own:
+            return command.invoke(own)
+
+
+def imported(name: str, words: Sequence[str]) -> HintingCommand:
+    """Import the command that runs, with everything it needs."""
+    module = importlib.import_module(f"moetool.cli.commands.{commands()[name][0]}")
+    command = module.build(name, list(words))
+    assert isinstance(command, HintingCommand)
+    return command
+
+
+def front(name: str, arguments: Sequence[str]) -> HintingCommand:
+    """Build the command `name` from the table, for the words typed after it.
+
+    Raises:
+        typer.Exit: the option that chooses a stage (`--method`) names an unknown one.
+    """
+    words = tuple(arguments)  # the parser empties the list
+    forms = table()["forms"].get(name, {})
+    typed = typed_choice(name, words) if name in CHOICES else None
+    if not forms or (typed is not None and typed not in forms and _has_file(typed)):
+        return imported(name, words)
+    own = chosen(name, words, forms) if name in CHOICES else ""
+    records = [table()["parameters"][index] for index in forms[own]]
+    if name in CHOICES:
+        records = [record | {"default": own} if record["name"] == CHOICES[name][0] else record for record in records]
+    parameters = [from_record(record, _offer(name, record["name"], words)) for record in records]
+    command = command_of(name, lambda **_: None, parameters, FrontCommand)
+    assert isinstance(command, FrontCommand)
+    command.words, command.elsewhere = words, _elsewhere(name)
+    return command
+
+
+@cache
+def table() -> dict[str, Any]:
+    """Content of `options.json`: the `parameters` of all commands, the indices of those that each form of a command
+    has (`forms`), and `names` of methods and targets."""
+    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return found
+
+
+def _has_file(stage: str) -> bool:
+    """Whether a stage has a file of its name in one of the directories of stages."""
+    specs = (importlib.util.find_spec(f"moetool.{place}") for place in PLACES)
+    homes = [spec.submodule_search_locations for spec in specs if spec and spec.submodule_search_locations]
+    return any(info.name == stage.replace("-", "_") for home in homes for info in pkgutil.iter_modules(home))
+
+
+def _offer(command: str, parameter: str, words: Sequence[str]) -> Offer | None:
+    """Shell completion of a parameter whose values have names; `None` for any other."""
+    if command in CHOICES and parameter == CHOICES[command][0]:
+        return offered(lambda: table()["forms"][command])
+    if parameter == "preset":
+        return offered_presets(command, typed_choice(command, words) if command in CHOICES else None)
+    names = table()["names"].get(parameter)
+    return None if names is None else offered(partial(iter, names))
+
+
+def _elsewhere(command: str) -> dict[str, str]:
+    """By option, the `--method` or `--format` with which a command has it."""
+    if command not in CHOICES:
+        return {}
+    places: dict[str, list[str]] = {}
+    for form, indices in table()["forms"][command].items():
+        for index in indices:
+            record = table()["parameters"][index]
+            places.setdefault("--" + record["name"].replace("_", "-"), []).append(form)
+    return {option: f"--{CHOICES[command][0]} {' or '.join(forms)}" for option, forms in places.items()}
+
+
+def offered(names: Callable[[], Iterable[str]]) -> Offer:
+    """Completion by the names that start as the typed word does, or as the part of it after its last comma."""
+
+    def offer(incomplete: str) -> list[str]:
+        before, comma, own = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in names() if name.startswith(own)]
+
+    return offer
+
+
+def offered_presets(command: str, method: str | None) -> Offer:
+    """Completion by the presets of a command, or of its method if one was typed."""
+
+    def names() -> Iterable[str]:
+        from moetool.cli.presets import presets_for
+
+        return presets_for(command, method)
+
+    return offered(names)
 
 
 class LazyGroup(TyperGroup):

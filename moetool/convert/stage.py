@@ -11,13 +11,13 @@ from pydantic import Field
 from torch import Tensor
 
 from moetool.calibration.mixing import TextCounts
+from moetool.calibration.opening import Tokenizer
 from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.manifest import Provenance
 from moetool.checkpoint.names import CONFIG
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.parts import Converted
 from moetool.convert.results import Activations, ConversionResult, Parameters, Proof
-from moetool.convert.sample import sample_tokens
 from moetool.costs.building_blocks import dense_size
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.phases import Phases, proof_phase, rewriting_phases, router_phase
@@ -258,3 +258,20 @@ class Conversion(Stage[ConversionT, DenseSource]):
         if not is_opaque(made.config):
             Source.of(made)
         return Sizes(self.source.checkpoint.weight_bytes, made.weight_bytes)
+
+
+def sample_text() -> str:
+    """Some pages of English prose and code."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in ("assert", "assignment", "calls", "class", "context-managers"))
+
+
+def sample_tokens(tokenizer: "Tokenizer | None", vocabulary: int, windows: int, length: int) -> Tensor:
+    """Token ids `[windows, length]` of that text; without a tokenizer, every id once in a while."""
+    if tokenizer is None:
+        ids = (torch.arange(windows * length) * 7919) % vocabulary
+    else:
+        ids = torch.tensor(tokenizer(sample_text(), add_special_tokens=False, verbose=False)["input_ids"])
+    repeats = -(-windows * length // len(ids))
+    return ids.repeat(repeats)[: windows * length].view(windows, length)

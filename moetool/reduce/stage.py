@@ -24,10 +24,9 @@ from moetool.job.writing import original_bytes, with_the_rest, write_checkpoint
 from moetool.numerics.work import Work
 from moetool.reduce.choosing import Fewer, Merged
 from moetool.reduce.costs import merging_work
-from moetool.reduce.counting import check_reducible, experts_left
 from moetool.reduce.merging import layer_tensors
 from moetool.reduce.options import ReduceOptionsT
-from moetool.reduce.plan import ReducedPlan, lost_names, reduced_config
+from moetool.reduce.plan import ReducedPlan, check_reducible, experts_left, lost_names, reduced_config
 from moetool.reduce.results import ReducedLayer, ReducedResult
 from moetool.reduce.scores import TOKENS, Scores
 

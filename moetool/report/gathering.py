@@ -1,9 +1,12 @@
 """Everything that a report says of a model, gathered: from files, and where that is wanted by measuring."""
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
+
+import yaml
 
 from moetool.checkpoint.counting import numbers_in_files
 from moetool.checkpoint.experts import ExpertReader
@@ -28,13 +31,14 @@ from moetool.measure.results import Evaluation, RoutingResult
 from moetool.measure.routing import RoutingOptions, routing
 from moetool.report.options import ReportOptions
 from moetool.report.recorded import RecordedResults, kept_runs, read_recorded, without_costs
-from moetool.report.remaking import remaking
 from moetool.report.results import HowMade, MadeStep, MergedExperts, RareExpert, Report, TextCoverage, WeightBytes
 from moetool.report.storing import stored_experts
 from moetool.report.weights import bytes_by_kind
+from moetool.stages import stages
 
 ANALYSED = 8  # layers, unless some were named
 RARE = 0.1  # of an even share
+_CHOICE = {"export": "format"}  # by which option a command chooses among its stages, if not by `--method`
 
 
 def gather(path: str, output: Path, options: ReportOptions, progress: Progress = SILENT) -> Report:
@@ -234,3 +238,51 @@ def _activations(manifest: Manifest) -> dict[int, Activations] | None:
         raise InvalidInputError(
             f"{MANIFEST} says of layer {next(iter(told))} what this moetool cannot read."
         ) from error
+
+
+class Remaking(NamedTuple):
+    """A command line, and the preset that it reads, if it needs one."""
+
+    command: str
+    preset: str | None
+
+
+def remaking(recipe: Mapping[str, object], source: str, output: str = "OUTPUT") -> Remaking | None:
+    """Command and preset that repeat the stage of a manifest, without options that equal today's defaults.
+
+    Args:
+        recipe: stage and options.
+        source: what it was made from, as the user named it.
+        output: where to.
+
+    Returns:
+        `None` if this moetool has no such stage, or no longer has one of its options.
+    """
+    kind = stages().get(str(recipe.get("stage")))
+    given = {name: value for name, value in recipe.items() if name != "stage"}
+    if kind is None or not given.keys() <= kind.options_type.model_fields.keys():
+        return None
+    fields = kind.options_type.model_fields
+    said = {
+        name: value
+        for name, value in given.items()
+        if fields[name].is_required() or value != fields[name].get_default(call_default_factory=True)
+    }
+    command = kind.method_of or kind.name
+    words = ["moetool", command, source, output]
+    if kind.method_of is not None:
+        words += [f"--{_CHOICE.get(command, 'method')}", kind.name]
+    if any(isinstance(value, list | dict) and value for value in said.values()):
+        choice = {} if kind.method_of is None else {"method": kind.name}
+        text = yaml.safe_dump({"command": command, **choice, "options": said}, sort_keys=False, allow_unicode=True)
+        return Remaking(shlex.join([*words, "--preset", "preset.yaml"]), text)
+    for name, value in said.items():
+        words += _option(name.replace("_", "-"), value)
+    return Remaking(shlex.join(words), None)
+
+
+def _option(flag: str, value: object) -> list[str]:
+    """As words; nothing where nothing says what `null` and an empty list say."""
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [] if value is None or value == [] else [f"--{flag}", str(value)]

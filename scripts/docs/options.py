@@ -11,10 +11,10 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import AliasChoices
 from pydantic.fields import FieldInfo
 
+from moetool.cli.app import FILE as TABLE
+from moetool.cli.app import imported
 from moetool.cli.choosing import CHOICES, in_order
 from moetool.cli.command import to_record
-from moetool.cli.front import FILE as TABLE
-from moetool.cli.front import imported
 from moetool.cli.names import commands
 from moetool.stages import stages
 
@@ -66,7 +66,7 @@ def _values(parameter: Any) -> str:
 
 
 def front_table() -> str:
-    """What `moetool.cli.front` reads: parameters, each once, and those of every form of every command."""
+    """What `moetool.cli.app` reads: parameters, each once, and those of every form of every command."""
     from moetool.upcycle.targets import targets
 
     parameters: dict[str, int] = {}

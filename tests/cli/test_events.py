@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from moetool.cli.display import Display
+from moetool.cli.display import Display, Heartbeat, Pulse
 from moetool.cli.events import EventLog
-from moetool.cli.heartbeat import Heartbeat, Pulse
 from moetool.cli.next_step import PROMPT, after_page, after_stage
 from moetool.errors import UsageError
 from moetool.job.forecast import PhaseTime

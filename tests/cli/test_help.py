@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from moetool.cli.app import table
 from moetool.cli.examples import EXAMPLES, MAIN
-from moetool.cli.front import table
 from moetool.cli.names import COMMAND_GROUPS, COMMANDS, commands
 
 

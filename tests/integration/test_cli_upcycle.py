@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
 from moetool.calibration.windows import sample_windows
-from moetool.convert.sample import sample_tokens
+from moetool.convert.stage import sample_tokens
 from moetool.upcycle.experts import Copies
 from moetool.upcycle.targets import targets
 

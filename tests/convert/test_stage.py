@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from moetool.convert.sample import sample_text, sample_tokens
+from moetool.convert.stage import sample_text, sample_tokens
 
 
 def test_the_text_is_prose_of_some_length() -> None:

@@ -6,8 +6,7 @@ import pytest
 from moetool.errors import UsageError
 from moetool.job.execute import plan_stage
 from moetool.job.job import Source
-from moetool.reduce.counting import possible_counts
-from moetool.reduce.plan import ReducedPlan
+from moetool.reduce.plan import ReducedPlan, possible_counts
 from moetool.stages import stages
 
 REAP = stages()["reap"]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from moetool.cli.app import FILE, front, imported, offered, offered_presets, table
 from moetool.cli.choosing import CHOICES
 from moetool.cli.command import HintingCommand, from_record, to_record
-from moetool.cli.front import FILE, front, imported, table
 from moetool.cli.names import commands
 
 HEAVY = ("torch", "transformers", "datasets", "numpy")
@@ -84,7 +84,41 @@ def test_every_parameter_goes_there_and_back() -> None:
 def test_a_stage_whose_file_is_new_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     known = table()
     forms = known["forms"] | {"compress": {"d2moe": known["forms"]["compress"]["d2moe"]}}
-    monkeypatch.setattr("moetool.cli.front.table", lambda: known | {"forms": forms})
+    monkeypatch.setattr("moetool.cli.app.table", lambda: known | {"forms": forms})
     assert "--trellis" in help_of(front("compress", ["--method", "hybrid"]), "compress")
     forms.pop("eval")
     assert "--data" in help_of(front("eval", []), "eval")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("moetool mo", ["moefy"]),
+        ("moetool compress model out --method d", ["d2moe", "ders-quantize", "ders-sparsify"]),
+        ("moetool compress --method hybrid --preset hybrid-7", ["hybrid-70", "hybrid-75", "hybrid-75-best"]),
+        ("moetool compress --method ders-quantize --base-b", ["--base-bits"]),
+        ("moetool upcycle model out --target qwen2", ["qwen2_moe"]),
+        ("moetool compare model --methods hybrid,qu", ["hybrid,quantize"]),
+        ("moetool tune model out --preset tune-si", ["tune-simoe"]),
+    ],
+)
+def test_a_shell_is_told(run_cli: Any, monkeypatch: pytest.MonkeyPatch, line: str, expected: list[str]) -> None:
+    """Bash asks by these variables, and is answered with a word per line."""
+    state = {"_MOETOOL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    for name, value in state.items():
+        monkeypatch.setenv(name, value)
+    result = run_cli()
+    assert result.code == 0, result.stderr
+    assert result.stdout.split() == expected
+
+
+def test_names_after_the_last_comma() -> None:
+    offer = offered(lambda: ["one", "other", "two"])
+    assert offer("o") == ["one", "other"]
+    assert offer("two,o") == ["two,one", "two,other"]
+    assert offer("x") == []
+
+
+def test_presets_of_a_method() -> None:
+    assert "hybrid-75" in offered_presets("compress", "hybrid")("")
+    assert "hybrid-75" not in offered_presets("compress", "d2moe")("")

@@ -5,8 +5,8 @@ import math
 import pytest
 from stub_tasks import results
 
+from moetool.measure.tasks.evaluating import group_means, task_scores
 from moetool.measure.tasks.options import GROUPS, expanded
-from moetool.measure.tasks.scores import group_means, task_scores
 
 SEVEN = GROUPS["commonsense"]
 

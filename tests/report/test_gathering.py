@@ -6,8 +6,7 @@ import pytest
 import yaml
 
 from moetool.checkpoint.manifest import Manifest, Origin
-from moetool.report.gathering import _made
-from moetool.report.remaking import remaking
+from moetool.report.gathering import _made, remaking
 from moetool.report.sections import how_made
 from moetool.stages import stages
 
