@@ -12,16 +12,14 @@ if TYPE_CHECKING:
     from moetool.runtime.modules.moefied import set_keep
     from moetool.runtime.synthesis import synthesize
 
-    synthesise = synthesize
-
-__all__ = ["__version__", "set_keep", "synthesise", "synthesize"]
+__all__ = ["__version__", "set_keep", "synthesize"]
 
 autoload.install()
 
 
 def __getattr__(name: str) -> object:
     # Importing torch takes seconds, and not only for --help.
-    if name in ("synthesize", "synthesise"):  # the second as it was called first
+    if name == "synthesize":
         from moetool.runtime.synthesis import synthesize
 
         return synthesize

@@ -11,8 +11,8 @@ def test_every_public_name_is_there(name: str) -> None:
     assert getattr(moetool, name)
 
 
-def test_synthesize_keeps_its_old_name() -> None:
-    assert moetool.synthesize is moetool.synthesise is synthesize
+def test_synthesize_is_imported_when_it_is_asked_for() -> None:
+    assert moetool.synthesize is synthesize
 
 
 def test_a_name_that_is_not_there() -> None:

@@ -21,7 +21,6 @@ _FIRST = {
     "moefy": ("g-moefication",),
     "export": ("dense-experts", "gguf", "compressed-tensors", "dense"),
 }
-PRESET = ("--preset", "--recipe")  # the second is its older name
 
 
 def in_order(command: str, known: Iterable[str]) -> list[str]:
@@ -53,7 +52,7 @@ def chosen(command: str, arguments: Sequence[str], known: Collection[str]) -> st
 
 def _preset_method(arguments: Sequence[str], known: Collection[str], default: str) -> str:
     """The method of the preset, or the default; it decides which other options there are."""
-    if (preset := _value(arguments, *PRESET)) is None:
+    if (preset := _value(arguments, "--preset")) is None:
         return default
     from moetool.cli.presets import preset_method
 
@@ -64,12 +63,12 @@ def _preset_method(arguments: Sequence[str], known: Collection[str], default: st
     return said if said is not None and said in known else default
 
 
-def _value(arguments: Sequence[str], *names: str) -> str | None:
-    """What an option of these names says; the last time, as everywhere."""
+def _value(arguments: Sequence[str], option: str) -> str | None:
+    """Value of an option on the command line, the last if it is there twice; `None` if it is not there."""
     said = None
     for position, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
-        if name not in names:
+        if name != option:
             continue
         if equals:
             said = value

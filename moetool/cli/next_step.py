@@ -13,6 +13,7 @@ from moetool.calibration.data import parse_data
 from moetool.format.gguf import IMATRIX, MODEL, TENSOR_TYPES
 from moetool.job.options import Options
 from moetool.job.result import Result
+from moetool.stages import stages
 
 PROMPT = "The first thing to do is"
 _TRAINING = 10  # times the weight files' size: memory that training a model in 16 bits takes
@@ -37,10 +38,8 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
         return _after_gguf(Path(made))
     if result.stage == "compressed-tensors":
         return _after_packing(made)
-    if command == "fisher-merge":
-        return line("decompose", given, _new(made, "decomposed"), "--base", made)
-    if command == "decompose":
-        return line("quantize-delta", made, _new(made, "4bit"), "--bits", "4")
+    if (then := stages()[result.stage].next_command) is not None:
+        return line(*(_filled(word, given, made) for word in then.split()))
     if command == "upcycle" and trains and text is not None and _fits(_TRAINING * size):
         return line("tune", made, _new(made, "tuned"), "--data", text)
     if not trains or not _fits(_RUNNING * size):
@@ -49,6 +48,12 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
         seen = line("eval", made, "--data", text, "--against", given)
         return f"{seen}    # what it was calibrated on: it loses more on other text"
     return line("generate", made, PROMPT)
+
+
+def _filled(word: str, given: str, made: str) -> str:
+    """A word of `Stage.next_command` with its paths."""
+    filled = word.format(input=given, output=made, new=made.rstrip("/"))
+    return _free(filled) if "{new}" in word else filled
 
 
 def _after_gguf(made: Path) -> str:
@@ -91,8 +96,11 @@ def here(model: str, suffix: str) -> str:
 
 
 def _new(path: str, suffix: str) -> str:
-    """`path-suffix`, and numbered where that is there already."""
-    wanted = f"{path.rstrip('/')}-{suffix}"
+    return _free(f"{path.rstrip('/')}-{suffix}")
+
+
+def _free(wanted: str) -> str:
+    """A path that does not exist: the wanted one, or numbered."""
     number, name = 1, wanted
     while Path(name).exists():
         number, name = number + 1, f"{wanted}-{number + 1}"

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 from moetool.calibration.data import parse_data
 from moetool.calibration.mixing import TextCounts
@@ -18,6 +18,10 @@ from moetool.job.result import Details, Sizes
 from moetool.job.writing import original_bytes
 
 StageOptionsT = TypeVar("StageOptionsT", bound=RunOptions)
+
+# What a stage does to the matrices of experts: leaves them as they are, stores them in other forms, drops numbers at
+# random and scales up the rest, adds the deltas it was given to another base, or trains them.
+Effect: TypeAlias = Literal["preserves", "encodes", "rescales", "rebases", "trains"]
 
 # Options that say where and how a job runs; the result does not depend on them.
 _INCIDENTAL = {"device", "memory", "disk", "proof"}
@@ -35,6 +39,11 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         has_trainer: whether they do so by transformers' Trainer, which brings them together itself.
         method_of: the command that offers it as one of its methods, if it is not a command of its own.
         bfloat16_option: what a user types to have it compute in bfloat16.
+        continues: whether its input is always the output of another stage, so that without a manifest nobody knows what
+            that was made from.
+        effect: what it does to the matrices of experts, by which `verify --against` judges their errors.
+        next_command: command that most users run after it, if that does not depend on the machine, with `{input}`,
+            `{output}` and, for a free path beside the output, `{new}-SUFFIX`.
     """
 
     name: ClassVar[str]
@@ -46,6 +55,9 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
     is_parallel: ClassVar[bool] = False
     has_trainer: ClassVar[bool] = False
     bfloat16_option: ClassVar[str] = "--compute-dtype bfloat16"
+    continues: ClassVar[bool] = False
+    effect: ClassVar[Effect] = "encodes"
+    next_command: ClassVar[str | None] = None
 
     def __init__(self, source: SourceT, options: StageOptionsT) -> None:
         self.source, self.options = including(source, options), fit_context(options, source.checkpoint.settings)

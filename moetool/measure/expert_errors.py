@@ -7,9 +7,11 @@ matrices lose as much with good reason (a few large numbers in a row, a delta th
 encoded afresh, and only what is far from that, too, is wrong.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from moetool.architectures import Role
 from moetool.format.layout import LayerLayout
 from moetool.job.job import Source
 from moetool.job.progress import Progress, phase
+from moetool.job.stage import AnyStage, Effect
 from moetool.representations import Representation
 
 ROUNDING = 2.0**-7  # of a matrix: as much as numbers in bf16 may differ twice over
@@ -26,9 +29,14 @@ _FAR = 3.0  # from the median of the same form
 _PEERS = 4  # experts of which there is a median
 _NEARER = 0.8  # of its error, that is left once a base is added that was missing
 _WORTHLESS = 2.0  # of a matrix, in an ordinary checkpoint of which nobody knows how it was stored
-_LOSSLESS = {"decompose", "dense-experts"}
-_KEEPING = {"prune-base"}  # deltas in the forms they had, to a base that has changed
-_RESCALING = {"ders-sparsify", "sparsify-delta"}  # drop at random and scale up the rest: errors have no limit
+
+Stages: TypeAlias = Mapping[str, type[AnyStage]]  # by name
+NO_STAGES: Stages = MappingProxyType({})
+
+
+def effects_of(stages: Iterable[str], known: Stages) -> list[Effect]:
+    """What each of the named stages does to experts; one that is not `known` stores them in other forms."""
+    return [known[name].effect if name in known else "encodes" for name in stages]
 
 
 @dataclass(frozen=True)
@@ -58,8 +66,8 @@ class _Found:
 
 
 class ExpertErrors:
-    """Errors of all experts' matrices of `made`, which came of `original`, of the same shape, by `stages` (empty if
-    nobody knows); only told and not `judged` where it was trained.
+    """Errors of all experts' matrices of `made`, which steps with these `effects` (none if nobody knows the steps) made
+    from `original`, of the same shape. They are reported, and not judged, where it was trained.
 
     Attributes:
         relative: by layer and role `‖W' − W‖ / ‖W‖` over all experts.
@@ -67,9 +75,9 @@ class ExpertErrors:
         problems: matrices whose form does not account for their error.
     """
 
-    def __init__(self, made: Source, original: Source, stages: Sequence[str], *, judged: bool) -> None:
+    def __init__(self, made: Source, original: Source, effects: Sequence[Effect]) -> None:
         self._made, self._original = made.experts, original.experts
-        self._stages, self._judged = set(stages), judged
+        self._effects = effects
         self.relative: dict[int, dict[Role, float]] = {}
         self.by_expert: dict[int, dict[Role, list[float]]] = {}
         self.problems: list[str] = []
@@ -84,7 +92,7 @@ class ExpertErrors:
                     lost, total = (sum(own.error**2 for own in found), sum(own.whole**2 for own in found))
                     self.relative[layer][role] = float(f"{(lost / total) ** 0.5 if total else 0.0:.4g}")
                     self.by_expert[layer][role] = [float(f"{own.relative:.4g}") for own in found]
-                    if self._judged:
+                    if "trains" not in self._effects:
                         self.problems += self._wrong(layer, role, found)
                 progress.advance()
 
@@ -124,9 +132,9 @@ class ExpertErrors:
 
     def _wrong_as_it_is(self, own: _Found) -> str | None:
         """Of a matrix that no form accounts for: an ordinary checkpoint's, or of what several steps have changed."""
-        if self._stages and self._stages <= _LOSSLESS:
+        if self._effects and set(self._effects) == {"preserves"}:
             return "should be the same"
-        if self._stages & _RESCALING or own.relative <= _WORTHLESS:
+        if "rescales" in self._effects or own.relative <= _WORTHLESS:  # dropped at random: errors have no limit
             return None
         return "zeros would be nearer"
 
@@ -135,7 +143,8 @@ class ExpertErrors:
     ) -> str | None:
         if own.with_base is not None and own.with_base < _NEARER * own.error:
             return f"by {own.with_base / own.whole:.3g} with the base, which nobody adds to it: it was made as a delta"
-        if len(self._stages - _LOSSLESS) != 1 or self._stages & _KEEPING:
+        lossy = [effect for effect in self._effects if effect != "preserves"]
+        if len(lossy) != 1 or "rebases" in lossy:
             return self._wrong_as_it_is(own)
         is_far = len(peers) >= _PEERS and own.of_stored > _FAR * median(peers)
         if own.of_stored <= form.doubtful_error and not is_far:

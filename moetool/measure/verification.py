@@ -22,14 +22,9 @@ from moetool.format.families import is_opaque
 from moetool.format.gguf import MODEL
 from moetool.job.job import DenseSource, Source, joined_names
 from moetool.job.progress import SILENT, Progress, phase
-from moetool.measure.expert_errors import ExpertErrors
+from moetool.measure.expert_errors import NO_STAGES, ExpertErrors, Stages, effects_of
 from moetool.measure.results import Comparison, Verification
 from moetool.runtime.building import check_sizes
-
-# Stages whose input moetool wrote itself: without its manifest nobody knows what that was made from.
-_EXPORTS = {"dense-experts", "dense", "compressed-tensors"}
-_CHAINED = {"svd-compress", "prune-base", "quantize-delta", "sparsify-delta", *_EXPORTS}
-_TRAINING = "tune"
 
 
 def verify_checkpoint(
@@ -38,6 +33,7 @@ def verify_checkpoint(
     progress: Progress = SILENT,
     *,
     edited: bool = False,
+    known: Stages = NO_STAGES,
 ) -> Verification:
     """Read every file and every tensor, and compare with a source if one is given.
 
@@ -49,7 +45,8 @@ def verify_checkpoint(
     Against a source: that the manifest names it, as what the checkpoint or one of its sources was made from. If it is
     of the same family and shape: every tensor outside the experts bit for bit, unless it was trained in between or
     stored in few bits (`--include`), and how far each expert's matrices are from the originals (relative Frobenius
-    norm), which the form that they are stored in must account for, unless they were trained (see `expert_errors`).
+    norm), which the form that they are stored in must account for, unless they were trained (see `expert_errors`). What
+    a step on the way does to them is an attribute of its stage, which is looked up among those `known`.
 
     Raises:
         UsageError: a GGUF file is to be compared with a source tensor by tensor.
@@ -83,7 +80,7 @@ def verify_checkpoint(
     if against is not None:
         original = Checkpoint.open(against)
         is_itself = original.fingerprint() == checkpoint.fingerprint()
-        steps = [] if is_itself else _steps(manifest, original, notes)
+        steps = [] if is_itself else _steps(manifest, original, known, notes)
         stages = [step.stage for step in steps or ()]
         if steps is None:
             problems.append(f"its manifest names another source than {against}")
@@ -98,7 +95,7 @@ def verify_checkpoint(
             compared = pair[1].checkpoint
             lost = _passed(*pair) - checkpoint.tensors.keys()
             problems += [f"{name} is missing" for name in sorted(lost)]
-            if _TRAINING not in stages:
+            if "trains" not in effects_of(stages, known):
                 made_anew = quantized_tensors(checkpoint) - quantized_tensors(original)
                 rounded = checkpoint.tensors.keys() & _rounded(checkpoint, original, pair[1].architecture, steps or [])
                 same = checkpoint.tensors.keys() - pair[0].experts.names - made_anew - rounded
@@ -120,7 +117,7 @@ def verify_checkpoint(
         problems += [problem for layer in made.experts.layouts for problem in made.experts.damage(layer)]
     _raise_for(path, problems)
     if comparison is not None and pair is not None:
-        errors = ExpertErrors(*pair, comparison.stages, judged=_TRAINING not in comparison.stages)
+        errors = ExpertErrors(*pair, effects_of(comparison.stages, known))
         errors.compare(progress)
         _raise_for(path, errors.problems)
         comparison = replace(comparison, relative_error=errors.relative, expert_error=errors.by_expert)
@@ -205,7 +202,7 @@ def _rounded(
     return set(map(weight_of, modules))
 
 
-def _steps(manifest: Manifest | None, original: Checkpoint, notes: list[str]) -> list[Origin] | None:
+def _steps(manifest: Manifest | None, original: Checkpoint, known: Stages, notes: list[str]) -> list[Origin] | None:
     """The steps from a source to what a manifest describes, the last first; empty if nothing tells; `None` if the
     manifest names other sources."""
     if manifest is None:
@@ -215,7 +212,7 @@ def _steps(manifest: Manifest | None, original: Checkpoint, notes: list[str]) ->
     for index, origin in enumerate(origins):
         if is_known_as(original, origin.source_fingerprint):
             return list(origins[: index + 1])
-    if origins[-1].stage in _CHAINED:
+    if (first := known.get(origins[-1].stage)) is not None and first.continues:
         notes.append(f"its manifest goes back to {origins[-1].source}, and does not say what that was made from")
         return []
     return None

@@ -32,7 +32,7 @@ from moetool.job.plan import Plan
 from moetool.job.processes import sharding
 from moetool.job.result import Details, Sizes
 from moetool.job.shards import ShardPlan
-from moetool.job.stage import Stage
+from moetool.job.stage import Effect, Stage
 from moetool.job.writing import passed_on, write_checkpoint
 from moetool.runtime.building import check_sizes
 from moetool.tune.costs import training_phases
@@ -88,6 +88,7 @@ class Tune(Stage[TuneOptions, AnySource]):
     is_parallel: ClassVar[bool] = True
     has_trainer: ClassVar[bool] = True
     bfloat16_option: ClassVar[str] = "--bf16"
+    effect: ClassVar[Effect] = "trains"
 
     def plan(self) -> Plan:
         _check_trackers(self.options.report_to)

@@ -324,7 +324,7 @@ def test_export_says_what_it_leaves_out(run_cli, compress, tiny_mixtral, tmp_pat
         ("dense-architectures", "architecture", {"llama", "phi3"}),
         ("targets", "target", {"mixtral", "moetool"}),
         ("representations", "representation", {"dense", "low-rank"}),
-        ("recipes", "recipe", {"d2moe"}),
+        ("presets", "recipe", {"d2moe"}),
     ],
 )
 def test_list(run_cli, what, column, names):

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from moetool.bases.delta import Deltas
 from moetool.job.job import Source
 from moetool.job.progress import SILENT
-from moetool.measure.expert_errors import ExpertErrors
+from moetool.measure.expert_errors import ExpertErrors, effects_of
+from moetool.stages import stages
 
 DERS = ("--method", "ders-quantize", "--group-size", 16, "--bits", 4)
 
@@ -24,8 +25,8 @@ def quantized(run_cli: Any, tiny_mixtral: Path, tmp_path_factory: pytest.TempPat
     return output
 
 
-def problems(made: Path, original: Path, *stages: str) -> list[str]:
-    errors = ExpertErrors(Source.open(made), Source.open(original), stages, judged=True)
+def problems(made: Path, original: Path, *names: str) -> list[str]:
+    errors = ExpertErrors(Source.open(made), Source.open(original), effects_of(names, stages()))
     errors.compare(SILENT)
     return errors.problems
 

@@ -11,12 +11,11 @@ from moetool.cli.display import AsJson, print_json, print_table
 from moetool.cli.generate import builder
 from moetool.cli.names import commands
 
-What = Literal["methods", "architectures", "dense-architectures", "targets", "presets", "recipes", "representations"]
+What = Literal["methods", "architectures", "dense-architectures", "targets", "presets", "representations"]
 
 _NEXT = {
     "methods": ("compress", "--method", "hybrid", "--help"),
     "presets": ("compress", "--preset", "d2moe-40", "--help"),
-    "recipes": ("compress", "--preset", "d2moe-40", "--help"),
     "targets": ("upcycle", "--help"),
 }
 
@@ -33,7 +32,6 @@ def build(
         "dense-architectures": _dense_architectures,
         "targets": _targets,
         "presets": _presets,
-        "recipes": _presets,  # their name before
         "representations": _representations,
     }[what]()
     if json:

@@ -14,7 +14,7 @@ from moetool.checkpoint.names import CONFIG
 from moetool.checkpoint.reader import read_config
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.cli import next_step
-from moetool.cli.choosing import CHOICES, PRESET, chosen, in_order
+from moetool.cli.choosing import CHOICES, chosen, in_order
 from moetool.cli.command import HintingCommand
 from moetool.cli.display import Display, print_fields, print_json
 from moetool.cli.events import LOG_HELP, EventLog, logged, started
@@ -62,7 +62,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             str, typer.Argument(help="A checkpoint: a directory, a .gguf file or a hub id.", show_default=False)
         ],
         output: Annotated[Path, typer.Argument(help="Where to write; new or empty.", show_default=False)],
-        preset: Annotated[str | None, _job_option(*PRESET, help=_PRESET_HELP)] = None,
+        preset: Annotated[str | None, _job_option(help=_PRESET_HELP)] = None,
         dry_run: Annotated[bool, _job_option("--dry-run", help="Say what it will cost, and stop.")] = False,
         resume: Annotated[bool, _job_option("--resume", help="Go on with an interrupted run.")] = False,
         same_input: Annotated[bool, _job_option("--same-input", help=_SAME_INPUT_HELP)] = False,

@@ -15,6 +15,7 @@ from moetool.errors import UsageError
 from moetool.measure.likeness import LikenessOptions, measure_likeness
 from moetool.measure.results import Comparison, Likeness
 from moetool.measure.verification import exported_gguf, verify_checkpoint
+from moetool.stages import stages
 
 _EDITED_HELP = "The model card, licence and other documents were edited since: note it, and go on."
 
@@ -36,7 +37,7 @@ def build(
         raise UsageError("--max-kl, --min-top1 and --max-layer-error need a text: give --text.")
     models = [model, *([] if against is None else [against])]
     with watched(log_json, "verify", models, options.model_dump(mode="json")) as (progress, ended):
-        result = verify_checkpoint(model, against, progress, edited=edited_documents)
+        result = verify_checkpoint(model, against, progress, edited=edited_documents, known=stages())
         if options.text is not None and against is not None:
             result = replace(result, likeness=measure_likeness(model, against, options, progress))
         ended(result)

@@ -34,7 +34,7 @@ from moetool.format.layout import LayerLayout
 from moetool.job.job import Job
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import Plan, experts_at_once
-from moetool.job.stage import Stage, found_here
+from moetool.job.stage import Effect, Stage, found_here
 
 BASE_GROUP = 128  # inputs that share a scale in a quantized base, where deltas have no groups
 
@@ -130,6 +130,7 @@ class DersSparsify(_Ders[DersSparsifyOptions]):
     name: ClassVar[str] = "ders-sparsify"
     summary: ClassVar[str] = "one shared base per layer plus sparse deltas"
     options_type: ClassVar[type[RunOptions]] = DersSparsifyOptions
+    effect: ClassVar[Effect] = "rescales"
 
     def _form(self) -> Form:
         return sparse(self.options)

@@ -20,7 +20,7 @@ from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
 from moetool.job.result import Details
 from moetool.job.shards import OutputPlan
-from moetool.job.stage import Stage, found_here
+from moetool.job.stage import Effect, Stage, found_here
 from moetool.job.writing import entry_for, write_model
 from moetool.representations.dense import Dense
 
@@ -47,6 +47,8 @@ class Decompose(Stage[DecomposeOptions]):
     summary: ClassVar[str] = "split experts into a shared base and deltas, without loss"
     options_type: ClassVar[type[RunOptions]] = DecomposeOptions
     is_parallel: ClassVar[bool] = True
+    effect: ClassVar[Effect] = "preserves"
+    next_command: ClassVar[str | None] = "quantize-delta {output} {new}-4bit --bits 4"
 
     def _output_plan(self) -> OutputPlan:
         reader, options = self.source.experts, self.options

@@ -38,6 +38,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
     options_type: ClassVar[type[RunOptions]] = FisherMergeOptions
     writes_model: ClassVar[bool] = False
     is_parallel: ClassVar[bool] = True
+    next_command: ClassVar[str | None] = "decompose {input} {new}-decomposed --base {output}"
 
     @property
     def needs_text(self) -> bool:

@@ -29,7 +29,7 @@ from moetool.job.plan import Plan, calibration_cost, experts_at_once
 from moetool.job.records import read_statistics
 from moetool.job.result import CalibrationFacts, Json
 from moetool.job.shards import OutputPlan
-from moetool.job.stage import Stage
+from moetool.job.stage import Effect, Stage
 from moetool.job.writing import entry_for, write_model
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
@@ -56,6 +56,8 @@ class PruneBase(Stage[PruneBaseOptions]):
     summary: ClassVar[str] = "prune intermediate channels of the shared base"
     options_type: ClassVar[type[RunOptions]] = PruneBaseOptions
     is_parallel: ClassVar[bool] = True
+    continues: ClassVar[bool] = True
+    effect: ClassVar[Effect] = "rebases"
 
     def _pruning(self) -> PruningPlan:
         return plan_pruning(self.source.experts.shape.intermediate, self.options.ratio, self.options.pruning)

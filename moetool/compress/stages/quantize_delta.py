@@ -34,6 +34,7 @@ class QuantizeDelta(Stage[QuantizeDeltaOptions]):
     summary: ClassVar[str] = "store the deltas of a decomposed checkpoint quantized"
     options_type: ClassVar[type[RunOptions]] = QuantizeDeltaOptions
     is_parallel: ClassVar[bool] = True
+    continues: ClassVar[bool] = True
 
     def _layouts(self) -> dict[int, LayerLayout]:
         form = quantized(self.options.bits, self.options.group_size, self.source.experts.shape)

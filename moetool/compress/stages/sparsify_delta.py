@@ -11,7 +11,7 @@ from moetool.job.job import Job
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
 from moetool.job.records import read_statistics
-from moetool.job.stage import Stage
+from moetool.job.stage import Effect, Stage
 
 
 class SparsifyDeltaOptions(RunOptions, SparsityOptions):
@@ -25,6 +25,8 @@ class SparsifyDelta(Stage[SparsifyDeltaOptions]):
     summary: ClassVar[str] = "store the deltas of a decomposed checkpoint sparse"
     options_type: ClassVar[type[RunOptions]] = SparsifyDeltaOptions
     is_parallel: ClassVar[bool] = True
+    continues: ClassVar[bool] = True
+    effect: ClassVar[Effect] = "rescales"
 
     def _layouts(self) -> dict[int, LayerLayout]:
         return encoded_layouts(self.source, sparse(self.options))

@@ -36,6 +36,7 @@ class SvdCompress(Stage[FactorOptions]):
     summary: ClassVar[str] = "make the deltas of a decomposed checkpoint low-rank"
     options_type: ClassVar[type[RunOptions]] = FactorOptions
     is_parallel: ClassVar[bool] = True
+    continues: ClassVar[bool] = True
 
     @property
     def needs_text(self) -> bool:

@@ -88,6 +88,7 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
     source_type: ClassVar[type[Input]] = DecodedSource
     method_of: ClassVar[str | None] = "export"
     is_parallel: ClassVar[bool] = True
+    continues: ClassVar[bool] = True
 
     @cached_property
     def _shards(self) -> ShardPlan:

@@ -40,6 +40,7 @@ class ExportDense(Stage[ExportDenseOptions]):
     source_type: ClassVar[type[Input]] = DecodedSource
     method_of: ClassVar[str | None] = "export"
     is_parallel: ClassVar[bool] = True
+    continues: ClassVar[bool] = True
 
     @cached_property
     def _upcycled(self) -> Upcycling | None:

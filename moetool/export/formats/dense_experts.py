@@ -17,7 +17,7 @@ from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
 from moetool.job.result import Details
 from moetool.job.shards import OutputPlan
-from moetool.job.stage import Stage
+from moetool.job.stage import Effect, Stage
 from moetool.job.writing import write_model
 
 
@@ -30,6 +30,8 @@ class Export(Stage[RunOptions]):
     source_type: ClassVar[type[Input]] = DecodedSource
     method_of: ClassVar[str | None] = "export"
     is_parallel: ClassVar[bool] = True
+    continues: ClassVar[bool] = True
+    effect: ClassVar[Effect] = "preserves"
 
     def _output_plan(self) -> OutputPlan:
         reader = self.source.experts
