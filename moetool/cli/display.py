@@ -1,11 +1,13 @@
-"""Output for people: progress and log on stderr, results on stdout."""
+"""Progress and log on stderr, with a heartbeat in long jobs; results on stdout, for people or as JSON."""
 
 import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moetool.checkpoint.sizes import format_bytes
-from moetool.cli.events import EventLog
+from moetool.cli.events import LOG_HELP, EventLog, logged, started
 from moetool.job import progress
 from moetool.job.forecast import Forecast, format_seconds
 from moetool.job.memory import anonymous_bytes
@@ -32,6 +34,7 @@ from moetool.job.result import Json, PhaseTime, Printed
 
 HEARTBEAT_SECONDS = 30.0
 _SAMPLED_SECONDS = 1.0
+SCHEMA_VERSION = 1  # of what `--json` prints: one more when a field goes or changes its meaning, not when one is added
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,6 @@ class Heartbeat:
         self._thread.join()
 
 
-SCHEMA_VERSION = 1  # of what `--json` prints: one more when a field goes or changes its meaning, not when one is added
 AsJson = Annotated[bool, typer.Option("--json", help="The result as one JSON object.")]
 
 
@@ -244,3 +246,30 @@ def print_table(
     # Piped output has no width of its own; a table must not be cut to 80 columns then.
     width = None if sys.stdout.isatty() else 1000
     Console(file=sys.stdout, highlight=False, markup=False, emoji=False, width=width).print(table)
+
+
+LogJson = Annotated[Path | None, typer.Option("--log-json", help=LOG_HELP)]
+
+
+@contextmanager
+def watched(
+    log: Path | None, command: str, models: Sequence[str], options: Mapping[str, Json]
+) -> Iterator[tuple[Display, Callable[[Printed], None]]]:
+    """Show the progress of a long command that is not a job, and log it for programs, in a `with` block.
+
+    Yields the display, and a function that takes the result.
+
+    Args:
+        log: `--log-json`, if it was given.
+        command: its name.
+        models: that it reads.
+        options: with their defaults.
+
+    Raises:
+        UsageError: nothing can be written to the log.
+    """
+    events = None if log is None else EventLog(log, *map(Path, models))
+    with logged(events) as ended:
+        if events is not None:
+            started(events, {"command": command, "input": list(models)}, options)
+        yield Display(events), ended

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.peers import Owned
 from moetool.checkpoint.writer import TensorSpec
-from moetool.compress.encoded import EncodedLayers, Named, write_encoded
+from moetool.compress.encoded_layers import EncodedLayers, Named, write_encoded
 from moetool.format.compressed_tensors import PACKED, SCALE, SHAPE, packed_name
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, to_cpu

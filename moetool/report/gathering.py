@@ -32,8 +32,7 @@ from moetool.measure.routing import RoutingOptions, routing
 from moetool.report.options import ReportOptions
 from moetool.report.recorded import RecordedResults, kept_runs, read_recorded, without_costs
 from moetool.report.results import HowMade, MadeStep, MergedExperts, RareExpert, Report, TextCoverage, WeightBytes
-from moetool.report.storing import stored_experts
-from moetool.report.weights import bytes_by_kind
+from moetool.report.storing import bytes_by_kind, stored_experts
 from moetool.stages import stages
 
 ANALYSED = 8  # layers, unless some were named

@@ -13,10 +13,9 @@ from moetool.job.checks import output_directory
 from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.inspected import Masks
 from moetool.report import pictures
-from moetool.report.experts import landed, merged, neurons, stored
+from moetool.report.experts import landed, merged, neurons, reached, stored
 from moetool.report.likeness import analysed
 from moetool.report.parts import Section
-from moetool.report.reaching import reached
 from moetool.report.results import Report
 from moetool.report.sections import headline, how_made, options, quality, size, time_and_memory, training
 from moetool.version import __version__

@@ -1,15 +1,18 @@
-"""Storage of a model's experts: representation, bits per weight and errors, by layer and role."""
+"""Bytes of a model by kind of tensor; representation, bits per weight and errors of its experts by layer and role."""
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import cast
 
 from moetool.architectures import Role
 from moetool.checkpoint.experts import ExpertReader
-from moetool.format.layout import LayerLayout
+from moetool.checkpoint.reader import Checkpoint
+from moetool.format.layout import LayerLayout, base_name, delta_name, shared_name
 from moetool.job.result import Json
 from moetool.measure.inspected import Masks, StoredLayers
 from moetool.report.results import StoredExperts, StoredRole
-from moetool.representations import describe
+from moetool.representations import Representation, describe
 
 # What a stage notes of errors, one of these, and what it is in words.
 MEASURES = {"lost_energy": "energy lost", "relative_error": "relative error", "loss": "estimated loss, nats"}
@@ -64,3 +67,74 @@ def _bits(reader: ExpertReader, layout: LayerLayout, role: Role) -> float:
 
 def _significant(value: float) -> float:
     return float(f"{value:.4g}")
+
+
+# The first that a name holds says what it is; experts are told apart before.
+_KINDS = (
+    (r"\.delta$", "deltas"),
+    (r"\.(log_phi|fixed_gates|columns)$", "masks"),
+    (r"\.adapters\.", "adapters"),
+    (r"\.selector\.|\.ffn_?\w*\.(centre|order)$|\.(mlp|ffn)\.(centre|order)$", "selectors"),
+    (r"shared_(expert|mlp)", "shared experts"),
+    (r"\.interpolation\.|\.gate\.(weight|bias|e_score\w*)$|router", "routers"),
+    (r"embed|\bwte\b|\bwpe\b|lm_head", "embeddings"),
+    (r"norm|\bln_|layernorm", "norms"),
+    (r"attn|attention", "attention"),
+    (r"experts", "experts"),
+    (r"mlp|ffn|feed_forward|\.fc\d|intermediate|\.output\.", "feed-forward networks"),
+)
+
+
+def bytes_by_kind(checkpoint: Checkpoint, reader: ExpertReader | None) -> dict[str, int]:
+    """Bytes of all tensors by what they are, the most first.
+
+    Args:
+        checkpoint: of any model.
+        reader: of its experts, if they are whole networks.
+    """
+    named = {} if reader is None else dict(_experts(reader))
+    found: Counter[str] = Counter()
+    for name, info in checkpoint.tensors.items():
+        found[named.get(name) or _kind(name)] += info.nbytes
+    return dict(found.most_common())
+
+
+def _kind(name: str) -> str:
+    return next((kind for pattern, kind in _KINDS if re.search(pattern, name, re.IGNORECASE)), "others")
+
+
+def _experts(reader: ExpertReader) -> Iterator[tuple[str, str]]:
+    """Every tensor that stores experts or chooses them, and what it is."""
+    architecture = reader.architecture
+    for layer in reader.moe_layers:
+        layout, prefix = reader.layout(layer), architecture.experts_prefix(layer)
+        own = dict(_own(layout))
+        native = {
+            architecture.weight_name(layer, expert, role): "experts" if layout.weights[role] is None else "bases"
+            for role in reader.shape.roles
+            for expert in range(reader.shape.experts)
+        }
+        for spec in reader.specs(layer):
+            yield spec.name, native.get(spec.name) or own.get(spec.name.removeprefix(prefix), "bases")
+        yield architecture.router_name(layer), "routers"
+        for name in architecture.shared_expert_names(layer).values():
+            yield name, "shared experts"
+
+
+def _own(layout: LayerLayout) -> Iterator[tuple[str, str]]:
+    """What moetool's own tensors are, by their names relative to the experts; of all but bases."""
+    for role, forms in layout.weights.items():
+        shape = layout.shape.matrix(role)
+        for expert, form in enumerate(forms or ()):
+            kind = _stored_as(form, is_delta=form.uses_base and layout.has_base(role))
+            for tensor in form.tensors(shape):
+                yield delta_name(expert, role, tensor), kind
+            for tensor in form.shared_tensors(shape):
+                yield shared_name(role, tensor), kind
+    for role, base in layout.compact_bases():
+        for tensor in base.tensors(layout.base_shape(role)):
+            yield base_name(role, tensor), "bases"
+
+
+def _stored_as(form: Representation, *, is_delta: bool) -> str:
+    return f"{'deltas' if is_delta else 'experts'}, {form.kind}"

@@ -8,9 +8,8 @@ import typer
 
 from moetool.checkpoint.sizes import format_bytes
 from moetool.cli import next_step
-from moetool.cli.display import AsJson, print_fields, print_json, print_table
+from moetool.cli.display import AsJson, LogJson, print_fields, print_json, print_table, watched
 from moetool.cli.generate import build_options, builder
-from moetool.cli.watched import LogJson, watched
 from moetool.measure.bench.benchmark import bench
 from moetool.measure.bench.options import BenchOptions
 from moetool.measure.bench.picture import plot_bench

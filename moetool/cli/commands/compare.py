@@ -8,9 +8,8 @@ import typer
 
 from moetool.checkpoint.sizes import format_bytes
 from moetool.cli import next_step
-from moetool.cli.display import AsJson, print_json, print_table
+from moetool.cli.display import AsJson, LogJson, print_json, print_table, watched
 from moetool.cli.generate import build_options, builder
-from moetool.cli.watched import LogJson, watched
 from moetool.compare.candidates import Candidate, candidates
 from moetool.compare.options import CompareOptions
 from moetool.compare.picture import plot_compared

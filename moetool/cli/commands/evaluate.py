@@ -9,10 +9,9 @@ import typer
 
 from moetool.checkpoint.files import write_json
 from moetool.cli import next_step
-from moetool.cli.display import SCHEMA_VERSION, AsJson, print_json
+from moetool.cli.display import SCHEMA_VERSION, AsJson, LogJson, print_json, watched
 from moetool.cli.evaluations import print_evaluation, print_evaluations
 from moetool.cli.generate import build_options, builder, parameters_of
-from moetool.cli.watched import LogJson, watched
 from moetool.errors import UsageError
 from moetool.job.checks import output_directory
 from moetool.job.result import Json, Printed
@@ -20,8 +19,7 @@ from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.measure.results import Evaluation
 from moetool.measure.tasks.evaluating import evaluate
 from moetool.measure.tasks.options import TaskOptions
-from moetool.measure.tasks.results import Evaluated, Evaluations
-from moetool.measure.tasks.saving import place_beside
+from moetool.measure.tasks.results import Evaluated, Evaluations, place_beside
 
 _SHARED = EvaluationOptions.model_fields.keys() & TaskOptions.model_fields.keys()
 _OF_TEXT = [parameter for parameter in parameters_of(EvaluationOptions) if parameter.name not in _SHARED]

@@ -11,9 +11,8 @@ from moetool.architectures import ROLES, Role
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.checkpoint.source import local_path
 from moetool.cli import next_step
-from moetool.cli.display import AsJson, print_fields, print_json, print_table
+from moetool.cli.display import AsJson, LogJson, print_fields, print_json, print_table, watched
 from moetool.cli.generate import build_options, builder
-from moetool.cli.watched import LogJson, watched
 from moetool.errors import UsageError
 from moetool.measure.analysis import AnalysisOptions, analyse
 from moetool.measure.inspected import Analysis, Inspection, MaskedLayer, Masks, SharedBase, Similarity, StoredLayers

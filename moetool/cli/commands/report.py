@@ -7,9 +7,8 @@ import typer
 
 from moetool.checkpoint.sizes import format_bytes
 from moetool.cli import next_step
-from moetool.cli.display import print_fields, print_json
+from moetool.cli.display import LogJson, print_fields, print_json, watched
 from moetool.cli.generate import build_options, builder
-from moetool.cli.watched import LogJson, watched
 from moetool.report import pictures
 from moetool.report.gathering import gather
 from moetool.report.options import ReportOptions

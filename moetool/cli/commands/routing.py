@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 
 from moetool.cli import next_step
-from moetool.cli.display import AsJson, print_fields, print_json, print_table
+from moetool.cli.display import AsJson, LogJson, print_fields, print_json, print_table, watched
 from moetool.cli.generate import build_options, builder
-from moetool.cli.watched import LogJson, watched
 from moetool.measure.plots import pictured, plot_routing
 from moetool.measure.results import Matrix
 from moetool.measure.routing import RoutingOptions, routing

@@ -7,10 +7,9 @@ import typer
 
 from moetool.checkpoint.sizes import format_bytes
 from moetool.cli import next_step
-from moetool.cli.display import AsJson, print_fields, print_json, print_table
+from moetool.cli.display import AsJson, LogJson, print_fields, print_json, print_table, watched
 from moetool.cli.evaluations import over_texts, print_texts
 from moetool.cli.generate import build_options, builder
-from moetool.cli.watched import LogJson, watched
 from moetool.errors import UsageError
 from moetool.measure.likeness import LikenessOptions, measure_likeness
 from moetool.measure.results import Comparison, Likeness

@@ -10,11 +10,13 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
+from typing import Literal
 
 from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.budget.items import Forms, Group, Item, Key, byte_range
-from moetool.compress.choices import Allocation
 from moetool.errors import UsageError
+
+Allocation = Literal["water-filling", "adaptive", "uniform"]
 
 _CORRECTIONS = 32  # times that a budget is corrected by what is left or missing; then by halves
 _Row = dict[Key, int]  # the number of the form that each item of a group has

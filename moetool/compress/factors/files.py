@@ -21,9 +21,8 @@ from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Owned, Peers
 from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.files import save_tensors
-from moetool.compress.choices import Sensitivity, SharedFactor, Svd
-from moetool.compress.factors.sensitivity import LayerSensitivity, MatrixSensitivity
-from moetool.compress.factors.svd import LayerSvd, Whitened
+from moetool.compress.factors.sensitivity import LayerSensitivity, MatrixSensitivity, Sensitivity
+from moetool.compress.factors.svd import LayerSvd, SharedFactor, Svd, Whitened
 from moetool.format.layout import LayerLayout, delta_name, shared_name
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import to_cpu

@@ -11,9 +11,9 @@ from moetool.architectures import MoEShape, Role
 from moetool.calibration.collectors import LayerStatistics
 from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.budget.items import Factors, Forms, Group, Item, Ladder, dropped, factors_of
-from moetool.compress.budget.spending import fit
-from moetool.compress.choices import Allocation, SharedFactor
+from moetool.compress.budget.spending import Allocation, fit
 from moetool.compress.factors.files import SpectrumFile
+from moetool.compress.factors.svd import SharedFactor
 from moetool.errors import UsageError
 from moetool.format.layout import DENSE_BASE, LayerLayout
 from moetool.representations import Representation

@@ -18,13 +18,16 @@ Whatever the norm, `weight` times a squared singular value is the loss on all to
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from moetool.architectures import ROLES, Role
 from moetool.calibration.collectors import LayerStatistics
-from moetool.compress.choices import Sensitivity, SharedFactor
+from moetool.compress.factors.svd import SharedFactor
+
+Sensitivity = Literal["channel", "matrix", "none"]
 
 # An expert's own sensitivities count like this many tokens of the layer's average, so that a handful of tokens
 # cannot declare most channels unimportant.

@@ -2,18 +2,21 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from moetool.architectures import ROLES, Role
 from moetool.calibration.collectors import GramCollector
-from moetool.compress.choices import SharedFactor, Svd
 from moetool.numerics.congruence import congruence, inner_products
 from moetool.numerics.factorize import Factorization, factorize, spectrum
 from moetool.numerics.precision import bf16_products, has_fast_bf16
 from moetool.numerics.root import square_root
 from moetool.numerics.shrinkage import shrink
+
+Svd = Literal["truncation-aware", "vanilla", "activation-aware"]
+SharedFactor = Literal["none", "v", "u"]
 
 # ASVD (arXiv:2312.05821) scales input channel j by (mean |x_j|)^α.
 _ASVD_ALPHA = 0.5

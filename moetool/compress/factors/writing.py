@@ -18,9 +18,9 @@ from moetool.calibration.peers import Owned
 from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.budget.items import factors_of
-from moetool.compress.choices import Allocation, Sensitivity, SharedFactor, Svd
-from moetool.compress.encoded import Encoding, encoded_bytes
-from moetool.compress.encoding import agreed_layouts
+from moetool.compress.budget.spending import Allocation
+from moetool.compress.delta_encoding import agreed_layouts
+from moetool.compress.encoded_layers import Encoding, encoded_bytes
 from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams
 from moetool.compress.factors.ranking import (
     FACTORS,
@@ -32,6 +32,8 @@ from moetool.compress.factors.ranking import (
     least_routed,
     same_rank,
 )
+from moetool.compress.factors.sensitivity import Sensitivity
+from moetool.compress.factors.svd import SharedFactor, Svd
 from moetool.compress.refining.factors import TOKENS_PER_STEP
 from moetool.compress.refining.layer import MOST_KEPT, LayerRefining, Refining
 from moetool.compress.results import RankedLayer, RankedResult

@@ -15,7 +15,7 @@ from moetool.bases.given import (
 from moetool.bases.layer_base import LayerBase
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.reader import Checkpoint
-from moetool.compress.encoding import (
+from moetool.compress.delta_encoding import (
     CodeOptions,
     ExtendedOptions,
     Form,

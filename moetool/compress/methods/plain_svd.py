@@ -15,7 +15,7 @@ from moetool.architectures import Role
 from moetool.bases.delta import Deltas
 from moetool.bases.layer_base import LayerBase, base_path, no_base, unweighted_base
 from moetool.checkpoint.experts import Weights
-from moetool.compress.encoding import refuse_compressed
+from moetool.compress.delta_encoding import refuse_compressed
 from moetool.compress.factors.files import LayerFactors, SpectrumFile
 from moetool.compress.factors.writing import FactoredLayers, FactorOptions, factor_memory, factor_plan, finish
 from moetool.compress.results import RankedResult

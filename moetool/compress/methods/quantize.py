@@ -20,8 +20,7 @@ from moetool.bases.given import base_form
 from moetool.bases.layer_base import LayerBase, no_base
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.sizes import Ratio
-from moetool.compress.choices import Granularity
-from moetool.compress.encoding import (
+from moetool.compress.delta_encoding import (
     BaseBits,
     encoding_memory,
     encoding_plan,
@@ -30,7 +29,7 @@ from moetool.compress.encoding import (
     with_text,
 )
 from moetool.compress.mixing.measuring import MixingOptions
-from moetool.compress.mixing.schemes import StorageScheme, codes_form, rotation_seeds, without_base
+from moetool.compress.mixing.schemes import Granularity, StorageScheme, codes_form, rotation_seeds, without_base
 from moetool.compress.mixing.stage import MixingStage
 from moetool.compress.results import LayersResult
 from moetool.format.layout import NO_BASE, LayerLayout

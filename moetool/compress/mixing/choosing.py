@@ -9,8 +9,7 @@ from moetool.architectures import Role
 from moetool.checkpoint.writer import TensorSpec, entry_nbytes
 from moetool.compress.budget.items import Group, Key, offered
 from moetool.compress.budget.spending import cheapest, fit
-from moetool.compress.choices import Granularity
-from moetool.compress.mixing.schemes import StorageScheme
+from moetool.compress.mixing.schemes import Granularity, StorageScheme
 from moetool.format.layout import LayerLayout, base_name, delta_name
 from moetool.job.job import Source
 from moetool.job.shards import OutputPlan

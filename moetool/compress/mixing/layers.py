@@ -19,7 +19,7 @@ from moetool.calibration.peers import Owned
 from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.files import place
-from moetool.compress.encoded import Encoding
+from moetool.compress.encoded_layers import Encoding
 from moetool.compress.mixing.choosing import FormLosses, Mix
 from moetool.compress.mixing.measuring import MixingOptions, encoded, loss_name, losses_path, measure
 from moetool.compress.mixing.schemes import StorageScheme

@@ -14,9 +14,8 @@ from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.peers import Owned
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.files import save_tensors
-from moetool.compress.choices import Sensitivity
-from moetool.compress.factors.sensitivity import LayerSensitivity
-from moetool.compress.menu import losses, prepared
+from moetool.compress.factors.sensitivity import LayerSensitivity, Sensitivity
+from moetool.compress.mixing.loss_estimates import losses, prepared
 from moetool.compress.mixing.schemes import StorageScheme
 from moetool.compress.refining.layer import LayerRefining
 from moetool.format.layout import LayerLayout, delta_name

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import NormalDist
+from typing import Literal
 
 import torch
 
 from moetool.architectures import MoEShape, Role
 from moetool.bases.layer_base import LayerBase
 from moetool.checkpoint.experts import ExpertReader
-from moetool.compress.choices import Granularity
-from moetool.compress.encoding import base_representations, in_groups
+from moetool.compress.delta_encoding import base_representations, in_groups
 from moetool.errors import UsageError
 from moetool.format.layout import NO_BASE
 from moetool.numerics.counter import key
@@ -25,6 +25,8 @@ from moetool.representations.mixed_rows import MOST_WIDTHS, ROW_SHARES, ROW_UNIT
 from moetool.representations.quantized import Quantized
 from moetool.representations.quantized_low_rank import QuantizedLowRank
 from moetool.representations.trellis import in_trellis
+
+Granularity = Literal["matrix", "role", "layer"]
 
 _NONE = "none"  # the name of the scheme without a base
 _BITS = (1, 2, 3, 4, 8)

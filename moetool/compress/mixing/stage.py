@@ -22,13 +22,12 @@ from typing import TypeVar
 from moetool.bases.choices import Merge
 from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.checkpoint.sizes import format_bytes
-from moetool.compress.choices import Granularity
-from moetool.compress.encoded import encoded_bytes
-from moetool.compress.encoding import agreed_layouts, refuse_compressed
+from moetool.compress.delta_encoding import agreed_layouts, refuse_compressed
+from moetool.compress.encoded_layers import encoded_bytes
 from moetool.compress.mixing.choosing import Choosing, Mix, notes_on, notes_on_size
 from moetool.compress.mixing.layers import MixedLayers
 from moetool.compress.mixing.measuring import MixingOptions
-from moetool.compress.mixing.schemes import StorageScheme, average_bits
+from moetool.compress.mixing.schemes import Granularity, StorageScheme, average_bits
 from moetool.compress.refining.codes import BATCH_TOKENS
 from moetool.compress.refining.layer import MOST_TOKENS
 from moetool.compress.results import LayersResult, MixedResult

@@ -21,7 +21,7 @@ from moetool.calibration.peers import Owned, Peers
 from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.checkpoint.experts import ExpertReader, Weights
 from moetool.checkpoint.files import save_tensors
-from moetool.compress.owning import encoded_names
+from moetool.compress.encoded_layers import encoded_names
 from moetool.compress.refining.codes import CodedExpert, MovingCodes, StoredMatrix
 from moetool.compress.refining.factors import FactoredExperts, MatrixKey, MovingFactors
 from moetool.compress.refining.metric import load_metric, metric_path

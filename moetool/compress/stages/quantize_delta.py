@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from moetool.bases.layer_base import LayerBase, stored_base
 from moetool.checkpoint.experts import Weights
-from moetool.compress.encoding import (
+from moetool.compress.delta_encoding import (
     CodeOptions,
     encoded_layouts,
     encoding_memory,

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from moetool.bases.layer_base import LayerBase, stored_base
 from moetool.checkpoint.experts import Weights
-from moetool.compress.encoding import SparsityOptions, encoded_layouts, encoding_plan, run_encoding, sparse
+from moetool.compress.delta_encoding import SparsityOptions, encoded_layouts, encoding_plan, run_encoding, sparse
 from moetool.compress.results import LayersResult
 from moetool.format.layout import LayerLayout
 from moetool.job.job import Job

@@ -16,8 +16,8 @@ from pydantic import Field, field_validator
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec
-from moetool.compress.encoded import Named, encoded_bytes
-from moetool.compress.encoding import encoding_memory, with_text
+from moetool.compress.delta_encoding import encoding_memory, with_text
+from moetool.compress.encoded_layers import Named, encoded_bytes
 from moetool.costs.building_blocks import (
     ModelSize,
     calibration_forward,

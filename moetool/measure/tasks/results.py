@@ -1,9 +1,13 @@
-"""Results of `moetool eval` for several models and for tasks (docs/json.md)."""
+"""Results of `moetool eval` for several models and for tasks (docs/json.md), and the file that they are saved to."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 from typing import Literal
 
+from moetool.checkpoint.source import local_path
 from moetool.job.result import Printed
 from moetool.measure.results import Evaluation, SynthesisResult
 
@@ -80,3 +84,14 @@ class Evaluations(Printed):
     """All models, in the order given."""
 
     models: Sequence[Evaluated]
+
+
+def place_beside(model: str) -> Path:
+    """A path that no file has, so that nothing is written over: `NAME.eval.json` beside a checkpoint's directory, or in
+    the current one for a hub id and where nobody may write beside it; with a number from the second on."""
+    directory = local_path(model)
+    here = directory.is_dir() and os.access(directory.resolve().parent, os.W_OK)
+    folder = directory.resolve().parent if here else Path.cwd()
+    name = directory.resolve().name if directory.is_dir() else model.replace("/", "--")
+    names = (f"{name}.eval{'' if number == 1 else f'-{number}'}.json" for number in count(1))
+    return next(file for file in map(folder.joinpath, names) if not os.path.lexists(file))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moetool.compress.budget import spending
 from moetool.compress.budget.items import Forms, Group, Item, Key, Ladder, byte_range, dropped, offered
-from moetool.compress.choices import Allocation
+from moetool.compress.budget.spending import Allocation
 from moetool.errors import UsageError
 from moetool.representations import Representation
 from moetool.representations.dense import Dense

@@ -16,7 +16,6 @@ from moetool.architectures import ROLES, MoEShape, Role
 from moetool.bases.delta import Deltas
 from moetool.bases.layer_base import LayerBase
 from moetool.compress.budget.items import Forms, byte_range
-from moetool.compress.choices import Sensitivity, SharedFactor, Svd
 from moetool.compress.factors.files import LayerFactors, SpectrumFile
 from moetool.compress.factors.ranking import (
     LayerSpectra,
@@ -26,6 +25,8 @@ from moetool.compress.factors.ranking import (
     layouts_from,
     same_rank,
 )
+from moetool.compress.factors.sensitivity import Sensitivity
+from moetool.compress.factors.svd import SharedFactor, Svd
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout, delta_name
 from moetool.numerics.factorize import factorize, truncate, whitened_error

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from moetool.architectures import ROLES, Role
 from moetool.calibration.collectors import LayerStatistics
-from moetool.compress.choices import Sensitivity, SharedFactor
-from moetool.compress.factors.sensitivity import LayerSensitivity, MatrixSensitivity
+from moetool.compress.factors.sensitivity import LayerSensitivity, MatrixSensitivity, Sensitivity
+from moetool.compress.factors.svd import SharedFactor
 
 E, OUT, IN = 3, 4, 10
 PRIOR = 32  # tokens

@@ -9,8 +9,7 @@ from moetool.calibration.collectors import GramCollector
 from moetool.calibration.held_experts import ExpertRun
 from moetool.compress.budget.items import Group, Ladder
 from moetool.compress.budget.spending import allocate
-from moetool.compress.choices import Svd
-from moetool.compress.factors.svd import LayerSvd
+from moetool.compress.factors.svd import LayerSvd, Svd
 from moetool.numerics.factorize import truncate
 from moetool.representations.low_rank import LowRank
 

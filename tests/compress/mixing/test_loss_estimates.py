@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from moetool.compress.factors.sensitivity import MatrixSensitivity
-from moetool.compress.menu import losses, prepared
+from moetool.compress.mixing.loss_estimates import losses, prepared
 from moetool.representations import Measured, Representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank

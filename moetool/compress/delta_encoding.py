@@ -1,4 +1,4 @@
-"""Options, costs, encoding and writing that the stages for quantized and sparse deltas share.
+"""Quantized and sparse deltas: the options, costs, encoding and writing that their stages share.
 
 Every layer is encoded once, into a file of the work directory, and copied from there when the output is written.
 """
@@ -22,7 +22,7 @@ from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.peers import Owned, Peers
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.files import save_tensors
-from moetool.compress.encoded import Encoding, encoded_bytes
+from moetool.compress.encoded_layers import Encoding, encoded_bytes
 from moetool.compress.results import EncodedLayer, LayersResult
 from moetool.costs.building_blocks import moe_size
 from moetool.costs.layer_memory import LayerMemory, Measuring

@@ -1,4 +1,4 @@
-"""Layers between being encoded and being written.
+"""Encoded layers in files of the work directory, until their shards are written; and who encodes which deltas.
 
 Which form each delta gets is known by now. The calibration text goes through the model once more; as it leaves a layer
 its deltas are encoded into a file of the work directory, and when the layer's shard has been written that file is gone.
@@ -11,14 +11,60 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from moetool.architectures import Role
 from moetool.bases.layer_base import LayerBase, base_path, base_tensors
 from moetool.calibration.peers import Owned, Peers
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.writer import CheckpointWriter, TensorSpec
-from moetool.compress.owning import encoded_names, encoding_owners
-from moetool.format.layout import LayerLayout
+from moetool.costs.matrix_work import factorize
+from moetool.format.layout import LayerLayout, delta_name, shared_name
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
+from moetool.numerics.work import Work
+from moetool.representations import Representation
+
+
+def encoding_owners(layout: LayerLayout, peers: Peers, *, whole_experts: bool = False) -> Owned:
+    """Assign the deltas of a layer to processes by the work that encoding each takes on a text. The first process gets
+    all of them where they share a tensor; with `whole_experts` all matrices of an expert go to one process."""
+    if any(layout.shared_tensors(role) for role in layout.shape.roles):
+        return Owned.by_first(layout.shape, peers)
+    if whole_experts:
+        return Owned.by_expert(layout.shape, peers)
+    costs: dict[tuple[Role, int], float] = {}
+    for expert, role, form in layout.deltas():
+        costs[role, expert] = _effort(_work(form, layout.shape.matrix(role)))
+    return Owned(layout.shape, peers, costs)
+
+
+def encoded_names(layout: LayerLayout, owned: Owned) -> set[str]:
+    """Names of the tensors that this process encodes, those of its deltas, relative to the experts."""
+    names = {
+        delta_name(expert, role, name)
+        for expert, role, form in layout.deltas()
+        if owned.has(role, expert)
+        for name in form.tensors(layout.shape.matrix(role))
+    }
+    return names | {
+        shared_name(role, name)
+        for role in layout.shape.roles
+        if owned.has(role, 0)
+        for name in layout.shared_tensors(role)
+    }
+
+
+def _work(form: Representation, matrix: tuple[int, int]) -> Work:
+    if form.is_whole:
+        return Work(moved=8.0 * matrix[0] * matrix[1])
+    return form.work(matrix, fed_back=True) + (factorize(matrix, form.directions) if form.directions else Work())
+
+
+def _effort(work: Work) -> float:
+    """About how many multiply-adds of a product would take as long."""
+    decomposed = sum(9.0 * n**3 * count for n, count in work.eigen.items())
+    decomposed += sum(n**3 / 3 * count for n, count in work.cholesky.items())
+    return decomposed + sum(work.products.values()) + work.moved
+
 
 Named = Iterator[tuple[str, Tensor]]
 # Encodes those deltas of a layer that this process has: number, loaded layer, layout, matrices of this process. Names
