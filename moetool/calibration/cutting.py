@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+DRAWING = 2  # raised when equal options draw other windows than before, so that no run is resumed with both
+
 
 def shuffled_windows(tokens: Tensor, due: int, length: int, generator: torch.Generator) -> Tensor:
     """A stream `[tokens]` cut into consecutive windows `[windows, length]` from a random phase on, in random order;

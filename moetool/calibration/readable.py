@@ -17,7 +17,9 @@ _LOOKED_AT = 512  # characters of a piece by which it is judged, of which its wo
 _FEWEST = 200  # characters in words, below which nothing is judged
 _TORN = 0.5  # tokens per byte above which a tokenizer that needs half of them elsewhere cannot read a text
 _NAMED = 4  # pieces that are left out, beyond which they are counted
-_SPAN = 10  # characters of a span for every token of a window: about two windows, with a line to spare
+_SPAN = 10  # characters of a span for every token of a passage: about two passages, with a line to spare
+_PASSAGES = 4  # of a window, each from another place of its kind
+_SHORTEST = 48  # tokens of a passage; a window of fewer than twice as many is one
 
 
 @dataclass(frozen=True)
@@ -66,18 +68,22 @@ def _tokens_per_byte(piece: BundledPiece, tokenizer: Tokenizer) -> float:
 
 
 class KindWindows:
-    """Windows of one kind of the bundled text, drawn at random without overlap, and tokenized as they are asked for.
+    """Windows of one kind of the bundled text, of up to four passages each, drawn at random without overlap, and
+    tokenized as they are asked for.
 
-    The text is cut at line breaks into spans of about two windows, which are read in random order. Each gives one
-    window, and its others once all spans have been read. Where that many spans are not there, all of the text is one.
+    The text is cut at line breaks into spans of about two passages, which are read in random order. Each gives one
+    passage, and its others once all spans have been read. Where that many spans are not there, all of the text is one.
+    A model that is calibrated on passages from more places loses less on other text.
     """
 
     def __init__(self, kind: str, text: str, tokenizer: Tokenizer, *, due: int, length: int, seed: int) -> None:
         """`due` windows of `length` tokens will be taken first; what they are depends on both and the `seed` alone."""
         self._tokenizer, self._length = tokenizer, length
+        self._passages = max(1, min(_PASSAGES, length // _SHORTEST))
+        self._of_passage = -(-length // self._passages)  # tokens; the last passage of a window is cut to fit
         self._generator = generator(seed, "bundled", kind)
-        spans = _spans(text, len(text) // (_SPAN * length))
-        self._each = 1
+        spans = _spans(text, len(text) // (_SPAN * self._of_passage))
+        self._each, due = 1, due * self._passages
         if len(spans) < due:
             spans, self._each = [text], due
         order = torch.randperm(len(spans), generator=self._generator).tolist()
@@ -86,11 +92,17 @@ class KindWindows:
 
     def take(self, count: int) -> list[Tensor]:
         """The next `count` windows, each `[length]`, or as many as are left."""
+        found, each = self._take(count * self._passages), self._passages
+        firsts = range(0, len(found) - each + 1, each)
+        return [torch.cat(found[first : first + each])[: self._length] for first in firsts]
+
+    def _take(self, count: int) -> list[Tensor]:
+        """The next `count` passages, or as many as are left."""
         while len(self._first) < count and self._unread:
             tokens = torch.tensor(_ids(self._unread.pop(), self._tokenizer), dtype=torch.int64)
-            windows = list(shuffled_windows(tokens, self._each, self._length, self._generator))
-            self._first += windows[:1]
-            self._further += windows[1:]
+            passages = list(shuffled_windows(tokens, self._each, self._of_passage, self._generator))
+            self._first += passages[:1]
+            self._further += passages[1:]
         missing = max(0, count - len(self._first))
         taken = self._first[:count] + self._further[:missing]
         del self._first[:count], self._further[:missing]

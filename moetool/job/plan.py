@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from moetool.calibration.boundaries import kept_dtype
+from moetool.calibration.cutting import DRAWING
 from moetool.checkpoint.sizes import format_bytes
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.layer_memory import USABLE, LayerMemory
@@ -137,7 +138,8 @@ def bytes_below(directory: Path) -> int:
 
 def fingerprint(stage: str, sources: Mapping[str, str], options: Mapping[str, object]) -> str:
     """Hash of everything that decides the result; `--resume` refuses to mix two of them."""
-    content = {"stage": stage, "sources": dict(sources), "options": dict(options), "version": __version__}
+    made_by = {"version": __version__, "drawing": DRAWING}
+    content = {"stage": stage, "sources": dict(sources), "options": dict(options), **made_by}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

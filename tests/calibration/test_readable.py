@@ -1,6 +1,7 @@
 """The bundled text as a tokenizer reads it, and no more of it than is due."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -41,6 +42,26 @@ def test_as_many_windows_of_each_kind(tiny_tokenizer: PreTrainedTokenizerFast) -
     for window, number in zip(both, torch.cat([drawn.of_kind, drawn.others_of_kind]).tolist(), strict=True):
         whole = tiny_tokenizer.decode(window).strip("\N{REPLACEMENT CHARACTER}")  # of characters cut in two
         assert any(whole in text for text in texts(kinds()[number])) or whole in "".join(texts(kinds()[number]))
+
+
+def test_a_window_is_put_together_of_passages(
+    tiny_tokenizer: PreTrainedTokenizerFast, pieces: Callable[..., None]
+) -> None:
+    """Each from another place, none twice, the last cut to fit; a short window is one passage."""
+    text = "".join(f"{number * 7919} {number * 104_729}\n" for number in range(1, 4000))
+    pieces(BundledPiece("prose", "numbers", text))
+    ids = tiny_tokenizer(text)["input_ids"]
+    places = {tuple(ids[first : first + 64]): first for first in range(len(ids) - 63)}
+    found = list[int]()
+    for window in BundledWindows({"prose": 3}, tiny_tokenizer, length=255, seed=0).drawn["prose"]:
+        assert len(window) == 255
+        parts = [*window.split(64)]
+        found += [places[tuple(part.tolist())] for part in parts[:3]]
+        assert any(key[:63] == tuple(parts[3].tolist()) for key in places)
+    assert min(abs(one - other) for one, other in pairwise(sorted(found))) >= 64
+    assert sum(abs(two - one) == 64 for one, two in pairwise(found)) < 3
+    [short] = BundledWindows({"prose": 1}, tiny_tokenizer, length=95, seed=0).drawn["prose"]
+    assert tiny_tokenizer.decode(short) in text
 
 
 def test_a_kind_of_which_there_is_no_window_is_none(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
