@@ -82,7 +82,7 @@ def _is_computed(kind: Any, key: str) -> bool:
     return isinstance(found, property) and found.fset is None
 
 
-def _plain(value: Any) -> object:
+def _plain(value: object) -> object:
     return value.to_dict() if hasattr(value, "to_dict") else value if isinstance(value, Mapping) else str(value)
 
 

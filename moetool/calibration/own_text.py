@@ -6,7 +6,7 @@ sum of `log p / T` and noise. Each window has its own noise, so that windows of 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from moetool.errors import InvalidInputError, VerificationError
 from moetool.numerics.seeding import generator
 from moetool.quiet import quiet
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 PROMPT_TOKENS = 8
 CACHED_TOKENS = 1 << 14  # that a key-value cache holds at once
 
@@ -29,7 +32,7 @@ def windows_at_once(length: int) -> int:
 
 
 def sampled_windows(
-    model: Any,
+    model: "PreTrainedModel",
     tokenizer: Tokenizer,
     *,
     windows: int,

@@ -294,7 +294,7 @@ class StreamedModel:
         """Let `forward` stand in for every decoder layer. An instance attribute wins over the class's method."""
         more = [_HandedOn() for _ in range(self.architecture.handed_on)]
 
-        def bind(index: int) -> Callable[..., Any]:
+        def bind(index: int) -> Callable[..., object]:
             def replaced(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
                 output = forward(index, hidden_states, args, kwargs)
                 return (output, *more) if self.architecture.returns_tuple else output
@@ -330,7 +330,7 @@ class StreamedModel:
         calls: list[LayerCall] = []
         first: list[Tensor] = []
 
-        def record(index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, object]) -> Tensor:
+        def record(index: int, hidden: Tensor, args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
             calls.append((args, kwargs))
             first.append(hidden)
             return hidden

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from moetool.compare.results import Compared, ComparedModel, kind_of_text
 from moetool.measure.plots import panels
 from moetool.measure.results import short_names
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _COLUMNS = 3
 # A row of the table → what is shown of it, in nats, and the standard error of that, 0 where there is none.
@@ -59,7 +62,7 @@ def _text_by_text(result: Compared) -> dict[str, _Height]:
     return found
 
 
-def _draw(axis: Any, title: str, height: _Height, lines: dict[str, list[ComparedModel]]) -> None:
+def _draw(axis: "Axes", title: str, height: _Height, lines: dict[str, list[ComparedModel]]) -> None:
     """One panel."""
     for name, rows in lines.items():
         rows = sorted(rows, key=lambda row: row.bytes or 0)

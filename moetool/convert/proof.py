@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from moetool.calibration.disk_experts import DiskExperts
 from moetool.calibration.streaming import StreamedModel
@@ -65,13 +65,12 @@ class _Watched:
     def __init__(self, layer: nn.Module) -> None:
         self.probabilities: Tensor | None = None
         self.counts: Tensor | None = None
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         for module in layer.modules():
             if isinstance(module, Routed):
                 self._handles.append(module.gate.register_forward_hook(self._own(module)))
-        self._disk: list[Any] = [
-            m.forward for m in layer.modules() if isinstance(m.__dict__.get("forward"), DiskExperts)
-        ]
+        forwards = (module.__dict__.get("forward") for module in layer.modules())
+        self._disk = [forward for forward in forwards if isinstance(forward, DiskExperts)]
         if self._disk:
             routers = filter(is_router, layer.modules())
             self._handles += [router.register_forward_hook(self._native) for router in routers]

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import Field
@@ -19,6 +19,9 @@ from moetool.measure.options import LoadedOptions
 from moetool.measure.results import Generation, SynthesisResult
 from moetool.runtime.modules.moefied import set_keep
 from moetool.runtime.synthesis import Synthesis, apply_synthesis
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class GenerationOptions(LoadedOptions):
@@ -134,7 +137,11 @@ def _encode(tokenizer: Any, prompt: str, chat: str) -> torch.Tensor:
 
 @torch.inference_mode()
 def _go_on(
-    model: Any, tokenizer: Any, ids: torch.Tensor, options: GenerationOptions, write: Callable[[str], None] | None
+    model: "PreTrainedModel",
+    tokenizer: Any,
+    ids: torch.Tensor,
+    options: GenerationOptions,
+    write: Callable[[str], None] | None,
 ) -> torch.Tensor:
     """The prompt's ids and the new ones `[1, all]`."""
     from transformers import GenerationConfig, TextStreamer

@@ -5,12 +5,15 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from moetool.checkpoint.source import local_path
 from moetool.errors import UsageError
 from moetool.measure.inspected import Analysis
 from moetool.measure.results import Clustering, RoutingResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 DrawnT = TypeVar("DrawnT")
 
@@ -124,7 +127,7 @@ def _mean(values: Sequence[float | None]) -> float:
     return sum(found) / len(found) if found else math.nan
 
 
-def _draw_tree(axis: Any, clustering: Clustering, names: list[str]) -> None:
+def _draw_tree(axis: "Axes", clustering: Clustering, names: list[str]) -> None:
     """The dendrogram, its leaves on the left. scipy draws none whose distances are all zero without a warning."""
     from scipy.cluster.hierarchy import dendrogram
 

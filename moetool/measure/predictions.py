@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,12 +11,15 @@ from torch.nn import functional as F
 from moetool.calibration.masking import mask_token
 from moetool.calibration.opening import Tokenizer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class NextTokens:
     """Of windows of token ids `[batch, length]` every token but the first, after those before it."""
 
     @torch.inference_mode()
-    def logits(self, model: Any, windows: Tensor) -> Tensor:
+    def logits(self, model: "PreTrainedModel", windows: Tensor) -> Tensor:
         """Logits of every next token, `[batch, length − 1, vocabulary]`."""
         logits: Tensor = model(input_ids=windows.to(model.device), use_cache=False).logits[:, :-1]
         return logits
@@ -40,13 +43,13 @@ class HiddenTokens:
     rows: int
 
     @torch.inference_mode()
-    def logits(self, model: Any, windows: Tensor) -> Tensor:
+    def logits(self, model: "PreTrainedModel", windows: Tensor) -> Tensor:
         """`[batch, length, vocabulary]`. Raises `InvalidInputError` if the tokenizer has no mask token."""
         mask, (before, after) = mask_token(self.tokenizer), marks(self.tokenizer)
         return torch.stack([self._hidden(model, mask, [*before, *row.tolist(), *after], len(before), len(row))
                             for row in windows])  # fmt: skip
 
-    def _hidden(self, model: Any, mask: int, ids: list[int], begin: int, length: int) -> Tensor:
+    def _hidden(self, model: "PreTrainedModel", mask: int, ids: list[int], begin: int, length: int) -> Tensor:
         framed, found = torch.tensor(ids, device=model.device), []
         for places in (begin + torch.arange(length, device=model.device)).split(self.rows):
             index = torch.arange(len(places), device=model.device)
@@ -81,7 +84,7 @@ def exp_loss(nll: float) -> float:
     return math.exp(nll) if nll < 700 else math.inf
 
 
-def window_loss(model: Any, windows: Tensor, asked: Predictions | None = None) -> Tensor:
+def window_loss(model: "PreTrainedModel", windows: Tensor, asked: Predictions | None = None) -> Tensor:
     """Mean loss of what is `asked`, by default next tokens, of each window `[batch, length]`: `[batch]` fp64."""
     asked = asked or NextTokens()
     return prediction_losses(asked.logits(model, windows), asked.targets(windows))

@@ -1,6 +1,6 @@
 """Routing of texts: shares of choices per expert and layer (PESC, Fig. 4; SIMoE, Fig. 2; G-MoEfication, Fig. 5)."""
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field
@@ -22,6 +22,9 @@ from moetool.runtime.modules.moefied import NeuronExperts
 from moetool.runtime.modules.routers import Routers
 from moetool.runtime.modules.simoe_mixing import Interpolation, interpolation_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class RoutingOptions(Options):
     """Options of `moetool routing`."""
@@ -39,7 +42,7 @@ class RoutingOptions(Options):
 class _Counter:
     """Counts how often each expert is chosen, in routers and selectors of any kind."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: "PreTrainedModel") -> None:
         self._model = model
         self._routers = Routers(model)
         self._interpolation = interpolation_of(model)

@@ -108,25 +108,6 @@ class Feedback:
             )
 
 
-def feed_back(matrix: Tensor, codes: Tensor, scales: Tensor, bits: int, feedback: Feedback) -> Tensor:
-    """Codes with a smaller output error than the nearest ones, for given scales; no row's is larger.
-
-    Args:
-        matrix: [out, in], floating and finite.
-        codes: [out, in] uint8, the nearest ones, e.g. those of `quantize`.
-        scales: [out, groups] as they will be stored.
-        bits: of the codes.
-        feedback: of the inputs.
-
-    Returns:
-        [out, in] uint8.
-
-    Raises:
-        ValueError: there are other inputs behind the feedback.
-    """
-    return feed_back_together([Coded(matrix, scales, bits, codes)], feedback)[0]
-
-
 class Coded(NamedTuple):
     """Rows [out, in] with scales, the bits of their codes, and the nearest codes where these are known."""
 
@@ -137,9 +118,19 @@ class Coded(NamedTuple):
 
 
 def feed_back_together(parts: Sequence[Coded], feedback: Feedback) -> list[Tensor]:
-    """`feed_back` of each of several matrices, with as many groups, in one go: with few rows that takes as long as one.
+    """Codes of each matrix with a smaller output error than the nearest ones, for given scales; no row's is larger.
 
-    Of 8 bits there can be one matrix alone.
+    Matrices with few rows take together as long as one. They have as many groups; of 8 bits there can be one alone.
+
+    Args:
+        parts: matrices `[out, in]`, floating and finite, and their scales `[out, groups]` as they will be stored.
+        feedback: of the inputs.
+
+    Returns:
+        Of each `[out, in]` uint8.
+
+    Raises:
+        ValueError: there are other inputs behind the feedback.
     """
     for part in parts:
         feedback.check(part.matrix.shape[1])

@@ -3,12 +3,15 @@
 import inspect
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from moetool.errors import InvalidInputError, ResourceError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ResultT = TypeVar("ResultT")
 
@@ -22,7 +25,7 @@ class Seconds(NamedTuple):
     decode: float
 
 
-def time_decode(model: Any, batch: int, length: int, new_tokens: int, seed: int = 0) -> Seconds:
+def time_decode(model: "PreTrainedModel", batch: int, length: int, new_tokens: int, seed: int = 0) -> Seconds:
     """Time `batch` prompts of `length` tokens, and `new_tokens` after each.
 
     Token ids are random, those that follow too, so that routing varies as much as it can and is the same for models
@@ -55,17 +58,17 @@ def time_decode(model: Any, batch: int, length: int, new_tokens: int, seed: int 
         ) from error
 
 
-def vocabulary(model: Any) -> int:
+def vocabulary(model: "PreTrainedModel") -> int:
     """The number of token ids that a model knows."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
-def keeps_last(model: Any) -> bool:
+def keeps_last(model: "PreTrainedModel") -> bool:
     """Whether it can leave out the logits of all tokens but the last."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
-def _follow(model: Any, tokens: list[Tensor], cache: Any) -> None:
+def _follow(model: "PreTrainedModel", tokens: list[Tensor], cache: Any) -> None:
     for token in tokens:
         cache = model(input_ids=token, past_key_values=cache, use_cache=True).past_key_values
 

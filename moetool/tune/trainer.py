@@ -124,14 +124,14 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         else:
             self._load_from_checkpoint(str(checkpoint))
 
-    def _prepare_for_training(self, *arguments: object) -> Any:
+    def _prepare_for_training(self, *arguments: object) -> object:
         model, batches = super()._prepare_for_training(*arguments)
         if isinstance(model, FSDPModule):
             model.set_reduce_scatter_unused_params(True)  # some process may give an expert no token
         return model, batches
 
     @torch.no_grad()
-    def evaluate(self, eval_dataset: Any = None, *_: object, **__: object) -> dict[str, float]:
+    def evaluate(self, eval_dataset: object = None, *_: object, **__: object) -> dict[str, float]:
         """Mean next-token loss over all answer tokens of a data set, however it is cut into batches and processes.
 
         Asked again at the same step, which happens where it ends an epoch or the training, it only says so again.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moetool.numerics.error_feedback import Coded, Feedback, feed_back, feed_back_together
+from moetool.numerics.error_feedback import Coded, Feedback, feed_back_together
 from moetool.numerics.quantization import BITS, dequantize, quantize
 from moetool.representations import Measured
 from moetool.representations.quantized import Quantized
@@ -23,7 +23,7 @@ def fed(matrix: Tensor, bits: int, gram: Tensor, importance: Tensor | None = Non
     feedback = Feedback.of(gram)
     assert feedback is not None
     codes, scales = quantize(matrix, bits, 64, torch.bfloat16, importance=importance)
-    return codes, feed_back(matrix, codes, scales, bits, feedback), scales
+    return codes, feed_back_together([Coded(matrix, scales, bits, codes)], feedback)[0], scales
 
 
 def output_errors(matrix: Tensor, codes: Tensor, scales: Tensor, bits: int, gram: Tensor) -> Tensor:
@@ -65,7 +65,8 @@ def test_nothing_holds_the_links_afterwards(make_gram: Callable[[int, float], Te
     matrix, links = normal(), weakref.ref(feedback.links)
     gc.disable()
     try:
-        feed_back(matrix, *quantize(matrix, 2, 64, torch.bfloat16), 2, feedback)
+        codes, scales = quantize(matrix, 2, 64, torch.bfloat16)
+        feed_back_together([Coded(matrix, scales, 2, codes)], feedback)
         del feedback
         assert links() is None
     finally:
@@ -141,7 +142,7 @@ def test_matrices_together_get_the_codes_that_each_gets_alone() -> None:
         matrix = torch.randn(rows, 64, generator=generator)
         codes, scales = quantize(matrix, bits, 16, torch.float32)
         parts.append(Coded(matrix, scales, bits))
-        alone.append(feed_back(matrix, codes, scales, bits, feedback))
+        alone += feed_back_together([Coded(matrix, scales, bits, codes)], feedback)
     for found, expected in zip(feed_back_together(parts, feedback), alone, strict=True):
         assert found.equal(expected)
     wide = Coded(parts[0].matrix, parts[0].scales, 8)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moetool.numerics.error_feedback import Feedback, feed_back
+from moetool.numerics.error_feedback import Coded, Feedback, feed_back_together
 from moetool.numerics.quantization import dequantize, quantize
 from moetool.numerics.scale_fitting import fitted_scales
 
@@ -27,7 +27,7 @@ def coded(matrix: Tensor, gram: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     feedback = Feedback.of(gram)
     assert feedback is not None
     codes, scales = quantize(matrix, bits, COLUMNS // GROUPS, torch.float32, importance=gram.diagonal())
-    return feed_back(matrix, codes, scales, bits, feedback), scales
+    return feed_back_together([Coded(matrix, scales, bits, codes)], feedback)[0], scales
 
 
 def lost(matrix: Tensor, decoded: Tensor, gram: Tensor) -> Tensor:

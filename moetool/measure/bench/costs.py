@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import singledispatch
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 from moetool.runtime.modules.simoe import InterpolatedLinear
 from moetool.runtime.modules.simoe_mixing import Interpolation
 from moetool.runtime.timing import keeps_last
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Cost(NamedTuple):
@@ -112,7 +115,7 @@ class Costs:
         return within * (within + 1) // 2 + (length - within) * within
 
 
-def model_costs(model: Any, *, is_causal: bool = True) -> Costs:
+def model_costs(model: "PreTrainedModel", *, is_causal: bool = True) -> Costs:
     """Of a loaded model, as it is now: experts that were made dense are."""
     chosen, head = experts_per_token(model), model.get_output_embeddings()
     whole = of_module(model, chosen)
@@ -255,7 +258,7 @@ def _(module: Interpolation, chosen: int) -> Cost:
     return Cost()
 
 
-def _attention(model: Any) -> Iterator[Attention]:
+def _attention(model: "PreTrainedModel") -> Iterator[Attention]:
     """Of every layer, by the model's config; of none, where it has no attention."""
     config = model.config.get_text_config()
     if (heads := getattr(config, "num_attention_heads", None)) is None:

@@ -96,7 +96,7 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-def task_scores(results: Mapping[str, Any]) -> list[TaskScore]:
+def task_scores(results: Mapping[str, Mapping[str, Any]]) -> list[TaskScore]:
     """Every number in what `lm_eval.simple_evaluate` returns: there the keys are `metric,filter`, and the standard
     error's `metric_stderr,filter`, a number or `N/A`. Groups of lm-eval stand before their tasks."""
     counts, shots, versions = (results.get(key, {}) for key in ("n-samples", "n-shot", "versions"))

@@ -46,6 +46,7 @@ class SharedBaseExperts(RoutedExperts):
     """
 
     moetool: nn.ModuleDict
+    base_channels: Tensor
 
     def __init__(self, native: nn.Module, layout: LayerLayout) -> None:
         """Build empty on the device and in the dtype of `native`, the fused experts module it replaces."""
@@ -153,7 +154,7 @@ class SharedBaseExperts(RoutedExperts):
         if not self.layout.is_pruned:
             return values
         full = values.new_zeros(values.shape[0], self.intermediate_dim)
-        return full.index_copy(1, self.base_channels.long(), values)  # type: ignore[operator]
+        return full.index_copy(1, self.base_channels.long(), values)
 
     def _base_gate_up(self, hidden: Tensor) -> dict[Role, Tensor]:
         """Gate and up of the base, once per token: `[tokens, intermediate]` each."""
@@ -207,7 +208,7 @@ class SharedBaseExperts(RoutedExperts):
         came before it.
         """
         if self.layout.is_pruned:
-            activations = activations[:, self.base_channels.long()]  # type: ignore[operator]
+            activations = activations[:, self.base_channels.long()]
         if not self.layout.has_dense_base("down") and not self.layout.dynamic_channels:
             return self._compact("down")(activations)
         with loaded(*self._bases("down")):
@@ -269,7 +270,7 @@ class SharedBaseExperts(RoutedExperts):
         if not are_held((own for table in tables for own in table.products), held):
             raise UnsupportedMatrixError("a tensor is computed whenever it is read")
         dynamic = bool(self.layout.dynamic_channels)
-        channels: Tensor | None = self.base_channels if self.layout.is_pruned else None  # type: ignore[assignment]
+        channels: Tensor | None = self.base_channels if self.layout.is_pruned else None
         return KernelExperts(roles, self.act_fn, channels, self._base_down if dynamic else None, held)
 
     def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -383,7 +384,7 @@ class SharedBaseExperts(RoutedExperts):
         if not self.layout.is_pruned:
             return base.float() + delta
         dimension = 1 if role == "down" else 0
-        return delta.index_add(dimension, self.base_channels.long(), base.float())  # type: ignore[operator]
+        return delta.index_add(dimension, self.base_channels.long(), base.float())
 
     def extra_repr(self) -> str:
         weights = self.layout.weights

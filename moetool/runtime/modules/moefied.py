@@ -237,10 +237,10 @@ class NeuronExperts(SplitFFN):
         self._cached.clear()
         return super()._apply(fn, recurse)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_cached": {}}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._number = numbered(self)  # a copy is another module
 

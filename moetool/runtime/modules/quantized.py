@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,7 @@ class QuantizedModule(nn.Module, ABC):
         self._keep_placeholder()
         return self
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._keep_placeholder()
 
@@ -200,10 +200,10 @@ class QuantizedLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
                     self._tables = _tables(stored)
         return self._tables if device == stored.codes.device else []
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_tables": []}  # which is made of addresses
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._number = numbered(self)  # a copy is another module
 
