@@ -45,11 +45,11 @@ class RoutedOptions(ConversionOptions):
     router_std: float | None = Field(
         None, gt=0, description="Standard deviation of the routers' weights [default: 1/√(3·hidden)]."
     )
-    center_router: bool = Field(
-        False, description="Fit the routers to the calibration text: without its mean input, and with logits that vary "
-        "equally, so that no expert starts without tokens."
+    center_router: bool | None = Field(
+        None, description="Fit the routers to the calibration text: without its mean input, and with logits that vary "
+        "equally, so that no expert starts without tokens. [default: on where a text is given]"
     )  # fmt: skip
-    calibration: str | None = Field(None, description=f"Text for --center-router and for the proof: {TEXTS}")
+    calibration: str | None = Field(None, description=f"Text for the routers and for the proof: {TEXTS}")
 
 
 RoutedT = TypeVar("RoutedT", bound=RoutedOptions, default=RoutedOptions)
@@ -73,8 +73,14 @@ class RoutedConversion(Conversion[RoutedT]):
         return int(self.options.experts)
 
     @property
+    def centers(self) -> bool:
+        """Whether the routers are fitted to a text: where one is given, if nothing else is asked for."""
+        asked = self.options.center_router
+        return self.options.calibration is not None if asked is None else asked
+
+    @property
     def measures(self) -> bool:
-        return self.options.center_router
+        return self.centers
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -88,12 +94,12 @@ class RoutedConversion(Conversion[RoutedT]):
         return lambda layer: random_router(copies, dense.hidden, std, options.seed, layer)
 
     def rows(self, job: Job[DenseSource]) -> StartingRows:
-        """First values of the routers: random, and centered on the text with `--center-router`.
+        """First values of the routers: random, and centered on the text if there is one.
 
         To center them, the calibration text runs through the dense model, and rows are fitted to its FFNs' inputs.
         """
         fresh = self.fresh()
-        if not self.options.center_router:
+        if not self.centers:
             return StartingRows(fresh)
         from moetool.convert.inputs import InputMoments, watched_inputs
 
@@ -121,7 +127,7 @@ class RoutedConversion(Conversion[RoutedT]):
 
     @property
     def needs_text(self) -> bool:
-        return self.options.center_router
+        return bool(self.options.center_router)
 
     def planned(self) -> Converted:
         if self.options.top_k > self.copies:

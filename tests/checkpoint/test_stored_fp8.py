@@ -13,6 +13,7 @@ from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.stored.fp8 import small_floats
 from moetool.errors import InvalidInputError
 
 UP = "model.layers.1.mlp.experts.1.up_proj.weight"
@@ -50,6 +51,17 @@ def test_bits_are_those_of_transformers(
     assert any(info.dtype == torch.float8_e4m3fn for info in shown.stored.values())
     assert "quantization_config" not in shown.config
     assert shown.weight_bytes == (path / FILE).stat().st_size < shown.shown_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_every_number_of_eight_bits_is_what_torch_makes_of_it(dtype: torch.dtype) -> None:
+    """Zeros with their sign, subnormal numbers, infinities and NaN among them."""
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).view(2, 128)
+    found, expected = small_floats(codes), codes.float()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    finite = ~expected.isnan()
+    assert found[finite].signbit().equal(expected[finite].signbit())
+    assert small_floats(codes[:, :120]).equal(codes[:, :120].float())  # and where no number is NaN
 
 
 def test_mxfp8(saved: dict[str, Path], tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_every_job_that_measures_takes_its_share(
 
 def test_a_proof_is_on_the_text_alone(run_cli: Any, dense: Any, text: Any, tmp_path: Path) -> None:
     """Which nothing is measured on: no plan or log speaks of a share."""
-    job = ("upcycle", dense("llama"), tmp_path / "out", "--experts", 4, *text)
+    job = ("upcycle", dense("llama"), tmp_path / "out", "--experts", 4, "--no-center-router", *text)
     assert "texts" not in run_cli(*job, "--dry-run", "--json").json
     made = run_cli(*job)
     assert made.code == 0, made.stderr

@@ -296,8 +296,13 @@ def test_notes_on_other_engines(dense: Any, upcycle: Any, family: str, options: 
     assert all(any(word in note for note in notes) for word in words), notes
 
 
+def test_routers_are_fitted_to_a_text_that_is_given(upcycle: Any, llama: Path, calibration: Any) -> None:
+    given, asked = upcycle(llama, *FOUR, *calibration), upcycle(llama, *FOUR, *calibration, "--center-router")
+    assert weights(given.path) == weights(asked.path) != weights(upcycle(llama, *FOUR).path)
+
+
 def test_the_proof_is_on_the_calibration_text(run_cli: Any, llama: Path, upcycle: Any, calibration: Any) -> None:
-    without, given = upcycle(llama, *FOUR), upcycle(llama, *FOUR, *calibration)
+    without, given = upcycle(llama, *FOUR), upcycle(llama, *FOUR, *calibration, "--no-center-router")
     assert without.told["proof"]["loss_dense"] != given.told["proof"]["loss_dense"]
     assert weights(without.path) == weights(given.path)
 

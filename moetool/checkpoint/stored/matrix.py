@@ -11,7 +11,7 @@ from torch import Tensor
 # Numbers of a tensor in the files, from one on in row-major order, in a shape.
 Spans: TypeAlias = Callable[[str, int, tuple[int, ...]], Tensor]
 
-_ELEMENTS = 1 << 18  # decoded at once: what a decoder needs beside its result stays small, and in the cache
+_ELEMENTS = 1 << 20  # decoded at once: what a decoder needs beside its result stays small, and mostly in the cache
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,10 @@ class BranchTrainMix(Upcycle[BranchTrainMixOptions]):
         more = [model.checkpoint.weight_bytes for model in self.sources_opened]
         return replace(plan, input_bytes=plan.input_bytes + sum(more))
 
+    @property
+    def centers(self) -> bool:
+        return super().centers if self.options.gate_mode == "random" else bool(self.options.center_router)
+
     def measuring(self) -> Phases:
         options, texts = self.options, len(self.specs)
         if options.gate_mode == "random":
