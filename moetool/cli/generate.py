@@ -171,6 +171,8 @@ def _explain(model: type[BaseModel], problem: ErrorDetails) -> str:
         message += "." + did_you_mean(str(problem["input"]), quoted_choices(problem["ctx"]["expected"]))
     flag = "--" + name.replace("_", "-")
     if problem["type"] == "missing":
-        return f"{flag} is required"
+        field = model.model_fields.get(name)
+        meaning = re.sub(r" \[required.*\]$", "", (field and field.description) or "")
+        return f"{flag} is required: {meaning}" if meaning else f"{flag} is required."
     said = problem["input"]
     return f"{flag} {said if isinstance(said, str) else repr(said)}: {message}"

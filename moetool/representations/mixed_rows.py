@@ -6,7 +6,6 @@ rows count (reverse water-filling), and rows that hardly count get none. How man
 form, from a few mixtures on offer; which rows these are is stored.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from moetool.numerics.packing import pack, packed_size, unpack
 from moetool.numerics.work import Work
-from moetool.representations.base import Representation, RowPart, Stored, Weight, counted, empty_parameter
+from moetool.representations.base import Representation, RowPart, Stored, Weight, empty_parameter
 from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.operand import Products
 from moetool.representations.quantized import (
@@ -102,8 +101,9 @@ class MixedRows(Representation):
 
     @classmethod
     def describe(cls, forms: Sequence[Self]) -> list[str]:
-        means = Counter(form.mean_bits for form in forms)
-        return counted(f"{bits:g} bits by rows" for bits in sorted(means.elements(), reverse=True))
+        least, most = min(form.mean_bits for form in forms), max(form.mean_bits for form in forms)
+        bits = f"{least:.2g}" if least == most else f"{least:.2g} … {most:.2g}"
+        return [f"{len(forms)} × {bits} bits by rows"]
 
     def fitted(self, shape: tuple[int, int]) -> Self:
         found = type(self)(self.shares, fitting_group(self.group, shape[1]))

@@ -17,6 +17,7 @@ MODELS = {
     "meta-llama/Llama-3.2-3B": "documented_dense",
     "demo/dense": "documented_dense",
     "MODEL": "documented_moe",
+    "DENSE": "documented_dense",
     "THE_DENSE_MODEL": "documented_dense",
 }
 # Files that a page takes for granted, by the fixture whose content they have.
@@ -66,6 +67,7 @@ SMALLER = {
     "groups": "--group-size 32",
     "refine": "--refine 2",
     "types": "--target-bpw 12",
+    "packing": "--group-size 64",
 }
 
 TEXT = ("--calibration", "TEXT.txt")
@@ -150,10 +152,15 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """Every fenced block of a page, in order."""
-    found, language, kept, first = [], None, [], 0
+    """Every fenced block of a page, in order, and the last cells of a table whose last column is `type this`."""
+    found, language, kept, first, is_typed = [], None, [], 0, False
     for number, line in enumerate((ROOT / page).read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.startswith("```"):
+        if language is None and line.startswith("|"):
+            is_typed = line.endswith("| type this |") or (is_typed and line.endswith("|"))
+            if is_typed and (typed := re.search(r"`(moetool [^`]+)` \|$", line)):
+                found.append(Block("bash", (typed[1],), number))
+        elif not line.startswith("```"):
+            is_typed = False
             kept.append(line)
         elif language is None:
             language, kept, first = line.removeprefix("```"), [], number + 1
@@ -205,6 +212,8 @@ def smaller(arguments: list[str]) -> list[str]:
         more.append(SMALLER["refine"])
     if "--target-bpw" in arguments:
         more.append(SMALLER["types"])
+    if "compressed-tensors" in arguments and "--group-size" not in arguments:
+        more.append(SMALLER["packing"])
     if name == "decompose" and "--base-bits" in arguments:
         more.append(SMALLER["groups"])
     return [*arguments, *" ".join(more).split()]

@@ -73,9 +73,7 @@ def bases(made: Any) -> set[str]:
 def test_a_base_where_experts_are_alike_and_none_where_they_are_not(compress: Any, unlike: Path, alike: Path) -> None:
     apart, together = (compress(model, *METHOD, "--ratio", 0.5) for model in (unlike, alike))
     assert bases(apart) == {"none"}
-    assert apart.told["notes"] == [
-        "No layer has a shared base: stored on its own, every matrix loses less for its bytes."
-    ]
+    assert apart.told["notes"] == ["No layer has a shared base: without one, less is lost in the same bytes."]
     assert bases(together) == {"2"}
     assert together.told["notes"] == ["Experts are stored as deltas to a shared base in every layer."]
     readers = [Source.open(made.path).experts for made in (apart, together)]

@@ -135,7 +135,11 @@ def _print_plan(plan: Mapping[str, Json], told: "Estimate", in_bf16: "tuple[Esti
     def show(name: str, value: Json) -> str:
         if not isinstance(value, int):
             return str(value)
-        return format_bytes(value) if name.endswith("bytes") else f"{value:,}"
+        original = plan.get("original_bytes")
+        change = ""
+        if name == "output_bytes" and isinstance(original, int):
+            change = f" ({format_change(1 - value / original)})"
+        return format_bytes(value) + change if name.endswith("bytes") else f"{value:,}"
 
     fields = [(name.removesuffix("_bytes").replace("_", " "), show(name, value)) for name, value in plan.items()]
     if told.seconds is None:
@@ -199,7 +203,7 @@ def _size(sizes: Sizes) -> str:
 def _loaded(loaded: LoadedLayer) -> str:
     if (error := loaded.relative_error) is None:
         return "transformers finds every tensor under the name and in the shape that it expects"
-    return f"transformers computes what the files say: layer {loaded.layer} differs by {error:.1e}"
+    return f"layer {loaded.layer} in transformers computes what the files say, within {error:.1e}"
 
 
 def _print_result(result: Result) -> None:
@@ -213,7 +217,7 @@ def _print_result(result: Result) -> None:
     if result.status == "finished":
         print_fields([*fields, ("status", "finished already; nothing was done")])
         return
-    fields.append(("verified", "headers, shapes, digests; every number was finite as it was written"))
+    fields.append(("verified", "headers, shapes and digests; all numbers are finite"))
     if result.loaded is not None:
         fields.append(("loaded", _loaded(result.loaded)))
     fields.append(("time", f"{result.seconds:.1f} s"))

@@ -198,11 +198,10 @@ def notes_on(mix: Mix) -> Sequence[str]:
     if not total:
         return ()
     if none == total:
-        return ["No layer has a shared base: stored on its own, every matrix loses less for its bytes."]
+        return ["No layer has a shared base: without one, less is lost in the same bytes."]
     if none:
-        return [
-            f"Of {total} kinds of matrices, counted by layer, {total - none} are stored as deltas to a shared base."
-        ]
+        groups = f"{total - none} of {total} groups of matrices (one role in one layer each)"
+        return [f"{groups} are stored as deltas to a shared base, the others without a base."]
     return ["Experts are stored as deltas to a shared base in every layer."]
 
 
