@@ -41,6 +41,7 @@ from moetool.job.workspace import (
     is_finished,
     noted_conditions,
 )
+from moetool.job.writing import original_bytes, original_size
 from moetool.runtime.building import check_sizes
 from moetool.runtime.memory import keep_few_programs, return_freed_memory
 
@@ -91,15 +92,31 @@ def _told(stage: AnyStage) -> Plan:
     plan = planned(stage)
     text = getattr(stage.options, "calibration", None)
     more: dict[str, Json] = {} if text is None else {"calibration": text}
-    if (windows := stage.due_windows) is not None:
+    windows = stage.due_windows
+    if windows is not None:
         more["texts"] = str(windows)
-        if windows.is_of_one_kind:
-            more["note"] = f"{plan.details.get('note', '')} {ONE_KIND}".lstrip()
+    own, large = plan.details.get("note"), _too_large(stage, plan)
+    one_kind = ONE_KIND if windows is not None and windows.is_of_one_kind else None
+    if notes := [str(note) for note in (own, large, one_kind) if note is not None]:
+        more["note"] = " ".join(notes)
     if stage.source.checkpoint.is_imagined:
         more["headers"] = "config.json alone"
     if stage.source.checkpoint.stored_as is not None:
         more |= _stored(stage.source)
     return replace(plan, details={**plan.details, **more})
+
+
+def _too_large(stage: AnyStage, plan: Plan) -> str | None:
+    """A sentence where a compression makes nothing smaller, as of a model that is published in as few bits."""
+    if stage.method_of != "compress" or not isinstance(stage.source, Source):
+        return None
+    original = original_bytes(stage.source)
+    if plan.output_bytes < original:
+        return None
+    return (
+        f"The result takes {format_bytes(plan.output_bytes)}, and what it is made from "
+        f"{original_size(stage.source)}: nothing is saved. Take fewer bits, or a method with --size."
+    )
 
 
 def _stored(source: Input) -> dict[str, Json]:
@@ -192,6 +209,8 @@ def _lead(
         ranks.broadcast(None)
         sizes = _verified(stage, directory, edited=True)
         return replace(_result(kind, source, directory, began), status="finished", sizes=sizes)
+    if ranks.is_first and (large := _too_large(stage, plan)) is not None:
+        progress.log(large)
     needs = replace(plan, memory_bytes=ranks.here * plan.memory_bytes)
     needs.check(directory, memory=options.memory, disk=options.disk, kept=kept)
     if overwrite and isinstance(stage.options, TextOptions) and stage.options.calibration:

@@ -165,6 +165,19 @@ def test_a_plan_says_of_what_a_ratio_is(
     assert run(run_cli, "inspect", plain)["stored_as"] is None
 
 
+def test_a_result_that_is_no_smaller_than_what_is_stored_is_told(
+    run_cli: Any, pair: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    job = ("compress", pair("mixtral")[0], tmp_path / "out", "--method", "quantize", "--group-size", 8)
+    plan = run_cli(*job, "--bits", 8, "--dry-run", "--json").json
+    assert plan["output_bytes"] > plan["input_bytes"]
+    assert "nothing is saved" in plan["note"]
+    assert "note" not in run_cli(*job, "--bits", 2, "--dry-run", "--json").json
+    made = run_cli(*job, "--bits", 8)
+    assert made.code == 0, made.stderr
+    assert "nothing is saved" in made.stderr
+
+
 def test_a_plan_from_the_config_alone(
     run_cli: Any, pair: Callable[[str], tuple[Path, Path]], tmp_path: Path, calibration: tuple[object, ...]
 ) -> None:
