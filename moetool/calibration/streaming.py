@@ -6,8 +6,6 @@ Tensors of the experts are read one matrix at a time; everything else goes throu
 Layers of a moetool checkpoint are filled with the dense experts they stand for.
 """
 
-import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
@@ -16,12 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    convert_and_load_state_dict_in_model,
-    rename_source_key,
-)
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from moetool.architectures import Architecture, Role
@@ -29,6 +22,7 @@ from moetool.architectures.dense import DenseArchitecture, is_encoder
 from moetool.architectures.described import language_model_in, towers_in
 from moetool.architectures.fused_layout import layout_of
 from moetool.architectures.shape import by_name
+from moetool.calibration.blocks import OUTSIDE, blocks_of
 from moetool.calibration.disk_experts import DiskExperts
 from moetool.calibration.held_experts import HeldExperts, working_sets
 from moetool.checkpoint.decoded import decoded
@@ -37,13 +31,11 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import described_in, model_config
 from moetool.errors import InvalidInputError
 from moetool.quiet import quiet
-from moetool.runtime.loading import model_class, run_experts_of_any_width, surplus
+from moetool.runtime.loading import model_class, run_experts_of_any_width
 from moetool.runtime.memory import return_heap
 from moetool.runtime.modules.fused import fused_tensors
 from moetool.runtime.modules.insertion import insert_modules
 from moetool.runtime.modules.simoe_mixing import weigh_equally
-
-_REST = -1  # the block of everything that is not a decoder layer
 
 LayerCall = tuple[tuple[object, ...], dict[str, object]]
 
@@ -102,80 +94,18 @@ class StreamedModel:
         self._tried: set[int] = set()  # layers that have run, −1 for what is before them
         self._called_with: Tensor | None = None  # tokens of the last calls, of layers that are called with some
         self._depends_on_tokens, self._is_tried = False, False  # whether they are, and whether that is known
-        self._dtypes: dict[str, torch.dtype] = {}  # of each tensor in memory
-        self._blocks = self._assign_blocks()
-        self._load_block(_REST)
-        self._finish_rest()
-
-    def _assign_blocks(self) -> dict[int, list[str]]:
-        """Which tensors of the checkpoint belong to which layer, by the loader's own renaming rules."""
         mapping = get_model_conversion_mapping(self.model, None, None)
-        renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
-        converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
-        targets = {pattern: rule.target_patterns for rule in converters for pattern in rule.source_patterns}
-        state = self.model.state_dict()
-        layers = {self.architecture.layer_prefix(layer): layer for layer in range(self.layer_count)}
-        blocks: dict[int, list[str]] = defaultdict(list)
-        covered = set(getattr(self.model, "all_tied_weights_keys", None) or {})
-        aside = tuple(f"{path}." for path, _ in towers_in(self.model))
-        unknown: list[str] = []
-        for name in self.checkpoint.tensors:
-            if self.experts is not None and name in self.experts.names:
-                continue
-            renamed, converter = rename_source_key(name, renamings, converters, self.model.base_model_prefix, state)
-            renamed = renamed if renamed in state else name
-            if renamed not in state:
-                unknown.append(name)  # passes through to the output untouched, unless a layer would compute with it
-                continue
-            found, promised = self.checkpoint.tensors[name].shape, tuple(state[renamed].shape)
-            if converter is None and found != promised:
-                raise InvalidInputError(
-                    f"Tensor {name} has shape {list(found)}, config.json promises {list(promised)}."
-                )
-            covered.add(renamed)
-            if converter is not None:
-                first, *others = targets[converter]
-                covered.update(renamed.replace(first, other) for other in others)
-            if renamed.startswith(aside):
-                continue
-            self._dtypes[name] = state[renamed].dtype
-            block = next((layer for prefix, layer in layers.items() if name.startswith(prefix)), _REST)
-            blocks[block].append(name)
-        ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        inside = [
-            name
-            for name in unknown
-            if name.startswith(tuple(layers))
-            and name.endswith((".weight", ".bias"))
-            and not any(re.search(pattern, name) for pattern in ignored)
-        ]
-        if inside := surplus(inside, self.checkpoint.settings):
-            raise InvalidInputError(
-                f"{self.checkpoint.path} has weights inside layers that the model of config.json does not have: "
-                f"{inside[0]} ({len(inside)} in all). What was measured without them would be wrong; refusing."
-            )
-        in_memory = []
-        if self.experts is not None:
-            family = self.experts.architecture
-            in_memory.append(f".{family.experts_module}.")
-            if any(self.experts.layout(layer).is_extended for layer in self.experts.moe_layers):
-                in_memory.append(f".{family.shared_expert_module}.")
-        if missing := [name for name in state if name not in covered and not any(own in name for own in in_memory)]:
-            raise InvalidInputError(
-                f"{self.checkpoint.path} has no tensor for {missing[0]} ({len(missing)} missing in all): "
-                "the checkpoint is incomplete."
-            )
         self._loading = LoadStateDictConfig(
-            dtype=self.dtype,
-            device_map={"": self.device},
-            weight_mapping=mapping,
-            dtype_plan=self.model._get_dtype_plan(self.dtype),
+            dtype=dtype, device_map={"": device}, weight_mapping=mapping, dtype_plan=self.model._get_dtype_plan(dtype)
         )
-        return blocks
+        layers = {architecture.layer_prefix(layer): layer for layer in range(self.layer_count)}
+        self._blocks = blocks_of(checkpoint, self.model, mapping, layers, self.experts)
+        self._load_block(OUTSIDE)
+        self._finish_rest()
 
     def _load_block(self, block: int) -> None:
         # Cast here and not by the loader, which leaves some tensors in their storage dtype in older versions.
-        tensors = {name: self.checkpoint.read(name).to(self._dtypes[name]) for name in self._blocks[block]}
+        tensors = {name: self.checkpoint.read(name).to(dtype) for name, dtype in self._blocks.get(block, {}).items()}
         with quiet():
             info, _ = convert_and_load_state_dict_in_model(self.model, tensors, self._loading)
         if info.mismatched_keys:

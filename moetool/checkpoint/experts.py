@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Architecture, MoEShape, Role
-from moetool.architectures.base import EXPERT_KEYS, WIDTH_KEYS, whole_number
-from moetool.architectures.described import language_entries
 from moetool.architectures.fused_layout import PLAIN, FusedLayout
 from moetool.architectures.shape import by_name, fused_name
+from moetool.checkpoint.block_check import check_blocks
 from moetool.checkpoint.header import check_dtype
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec, is_finite
@@ -160,49 +159,14 @@ class ExpertReader:
         return [TensorSpec(name, dtype or own, shape) for name, shape, dtype in self._shapes(layer, layout)]
 
     def _check(self) -> None:
-        """Headers against promises: missing, surplus and wrongly shaped tensors of the MoE blocks."""
-        architecture, tensors = self.architecture, self.checkpoint.tensors
+        """Compare headers with promises; note the names of the experts' tensors."""
         if absent := sorted(set(self.layouts) - set(self.moe_layers)):
             raise InvalidInputError(f"quantization_config lists layers {absent}, which have no experts in the files.")
-        blocks = tuple(architecture.block_prefix(layer) for layer in self.moe_layers)
         experts = {name: shape for layer in self.moe_layers for name, shape, _ in self._shapes(layer)}
-        routers = dict.fromkeys(map(architecture.router_name, self.moe_layers), (self.shape.experts, self.shape.hidden))
         biases = {name: shape for layer in self.moe_layers for name, shape in self._bias_shapes(layer)}
-        expected = experts | biases | routers
-        corrections = {
-            architecture.layer_prefix(layer) + name for layer in self.moe_layers for name in architecture.router_others
-        }
-        if missing := [name for name in expected if name not in tensors]:
-            raise InvalidInputError(
-                f"Tensor {missing[0]} is missing from {self.checkpoint.path} ({len(missing)} missing in all): "
-                f"config.json promises {self.shape.experts} experts in {len(self.moe_layers)} MoE layers."
-                f"{self._unsaid()}"
-            )
-        for name, shape in expected.items():
-            if tensors[name].shape != shape:
-                raise InvalidInputError(
-                    f"Tensor {name} has shape {list(tensors[name].shape)}, config.json promises {list(shape)}."
-                    f"{self._unsaid()}"
-                )
-        for name in tensors:
-            if name in expected or not name.startswith(blocks):
-                continue
-            inside = next(name.removeprefix(prefix) for prefix in blocks if name.startswith(prefix))
-            if name not in corrections and not inside.startswith(architecture.others):
-                raise InvalidInputError(
-                    f"Tensor {name} is inside an MoE block, and moetool does not know what it is for. "
-                    "Refusing to guess: a rewritten checkpoint would be wrong."
-                )
+        check_blocks(self.checkpoint, self.architecture, experts | biases)
         self.names, self.biases = frozenset(experts), frozenset(biases)
         check_dtype("The experts", self.dtype)
-
-    def _unsaid(self) -> str:
-        """Sentences on the numbers of experts that are transformers' and not the config's own."""
-        config, settings = language_entries(self.checkpoint.config), self.checkpoint.settings
-        numbers = ((EXPERT_KEYS, self.shape.experts), (WIDTH_KEYS, self.shape.intermediate))
-        said = ([key for key in keys if whole_number(settings, key) == number] for keys, number in numbers)
-        unsaid = [keys[0] for keys in said if keys and not config.keys() & {*keys}]
-        return "".join(f" It has no {key}, for which transformers takes {settings[key]}." for key in unsaid)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -14,6 +14,8 @@ import yaml
 from pages import EARLIER, FILES, MODELS, NOT_RUN, ROOT, SHELL, Block, blocks, commands, smaller
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from moetool.measure.bench.options import BenchOptions
+from moetool.measure.bench.runner import HereRunner
 from moetool.quiet import quiet
 
 SIZES: dict[str, Any] = {
@@ -101,6 +103,16 @@ class Shown:
     result: dict[str, Any]
 
 
+class InThisProcess(HereRunner):
+    """Runner of `bench --against` that starts no process: docs/bench.md shows one with processes."""
+
+    def __init__(self, path: str, options: BenchOptions, threads: int) -> None:
+        super().__init__(path, options)
+
+    def close(self) -> None:
+        """Do nothing: there is no process to end."""
+
+
 class Reader:
     """Runs what pages show, in one directory for all of them; a command that two pages show, once."""
 
@@ -148,7 +160,10 @@ class Reader:
         key = tuple(shown)
         if key not in self._told:
             arguments = [str(self._fixtures.get(MODELS.get(word, ""), word)) for word in smaller(list(key))]
-            result = self._run_cli(*self._with_models(arguments), "--json")
+            with pytest.MonkeyPatch.context() as patch:
+                if where.startswith("README.md"):
+                    patch.setattr("moetool.measure.bench.benchmark.ThereRunner", InThisProcess)
+                result = self._run_cli(*self._with_models(arguments), "--json")
             assert result.code == 0, f"{where}: {' '.join(shown)}\n{result.stderr}"
             self._told[key] = result.json
         return self._told[key]
