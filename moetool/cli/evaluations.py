@@ -26,7 +26,7 @@ def print_evaluation(result: Evaluation) -> None:
             ("model", result.model),
             ("data", _text(result)),
             (result.protocol, f"{result.perplexity:.4f}"),
-            ("nll", f"{result.nll:.6f}"),
+            ("loss", f"{result.nll:.6f} nats per token"),
             *(_against(result.against) if result.against else ()),
             *over_texts(result.over_texts),
             *_calibration(result),
@@ -101,18 +101,18 @@ def _text_rows(models: Sequence[Evaluated]) -> list[tuple[str, ...]]:
         return []
     measures: dict[str, Callable[[Loss], str]] = {
         first.protocol: lambda loss: f"{loss.perplexity:.4f}",
-        "nll": lambda loss: f"{loss.nll:.6f}",
+        "loss": lambda loss: f"{loss.nll:.6f}",
     }
     if first.against is not None:
         measures |= {
-            "excess": lambda loss: _excess(loss.against) if loss.against else "",
+            "excess loss": lambda loss: _excess(loss.against) if loss.against else "",
             "KL": lambda loss: f"{loss.against.kl:.6f}" if loss.against else "",
             "top-1": lambda loss: f"{loss.against.agreement:.2%}" if loss.against else "",
         }
     of_all = "all texts" if len(first.texts) > 1 else "text"
     rows = _measured(of_all, first.windows, measures, texts)
     if len(first.texts) > 1:
-        del measures["nll"]
+        del measures["loss"]
         for number, name in enumerate(short_names([text.name for text in first.texts])):
             losses = [None if found is None else found.texts[number] for found in texts]
             rows += _measured(name, first.texts[number].windows, measures, losses)
@@ -173,10 +173,10 @@ def _text(result: Evaluation) -> str:
 def _against(found: Divergence) -> list[tuple[str, str]]:
     """How far it is from the original."""
     return [
-        ("against", f"{found.model} (perplexity {found.perplexity:.4f}, nll {found.nll:.6f})"),
-        ("excess", f"{_excess(found)} nats per token"),
-        ("KL", f"{found.kl:.6f} nats per token"),
-        ("top-1 agreement", f"{found.agreement:.2%}"),
+        ("against", f"{found.model} (perplexity {found.perplexity:.4f}, loss {found.nll:.6f})"),
+        ("excess loss", f"{_excess(found)} nats per token"),
+        ("KL divergence", f"{found.kl:.6f} nats per token"),
+        ("top-1 agreement", f"the likeliest next token is the same for {found.agreement:.2%}"),
     ]
 
 

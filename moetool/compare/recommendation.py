@@ -79,7 +79,8 @@ def recommend(model: str | Path, memory: int, engine: Engine = "transformers") -
     room = memory - working
     if room <= 0:
         raise UsageError(
-            f"--memory {format_bytes(memory)} leaves nothing for weights: the rest takes {format_bytes(working)}."
+            f"--memory {format_bytes(memory)} leaves nothing for weights: {format_bytes(working)} are kept for "
+            "libraries, activations and the cache of keys and values. Give more."
         )
     found = Recommendation(
         model=str(model),

@@ -33,6 +33,8 @@ def headline(report: Report) -> Iterator[tuple[str, str, str]]:
         if found.over_texts is not None:
             worst = f"nats on {short_names([found.over_texts.worst_text])[0]}"
             yield "KL on the worst text", f"{found.over_texts.kl_worst:.4f}", worst
+    elif report.made is not None:
+        yield "quality", "not measured", "report with --data TEXT --against ORIGINAL adds it"
 
 
 def best_evaluation(report: Report) -> Evaluation | None:

@@ -200,9 +200,11 @@ def _size(sizes: Sizes) -> str:
     return f"{before} → {after}" + (f" ({change})" if change else "")
 
 
-def _loaded(loaded: LoadedLayer) -> str:
+def _loaded(loaded: LoadedLayer, stage: str) -> str:
     if (error := loaded.relative_error) is None:
         return "transformers finds every tensor under the name and in the shape that it expects"
+    if stage == "gguf":
+        return f"layer {loaded.layer}, read back from the file, differs from the source by {error:.1e}: rounding"
     return f"layer {loaded.layer} in transformers computes what the files say, within {error:.1e}"
 
 
@@ -219,7 +221,7 @@ def _print_result(result: Result) -> None:
         return
     fields.append(("verified", "headers, shapes and digests; all numbers are finite"))
     if result.loaded is not None:
-        fields.append(("loaded", _loaded(result.loaded)))
+        fields.append(("loaded", _loaded(result.loaded, result.stage)))
     fields.append(("time", f"{result.seconds:.1f} s"))
     fields.append(("peak memory", format_bytes(result.peak_memory_bytes)))
     print_fields(fields)

@@ -53,10 +53,12 @@ def build(
     print_fields(fields)
     if comparison is not None and (errors := comparison.relative_error) is not None:
         rows = [(str(layer), *(f"{error:.3g}" for error in roles.values())) for layer, roles in errors.items()]
-        print_table(("layer", *next(iter(errors.values()))), rows, title="‖W' − W‖ / ‖W‖")
+        print("Relative error of the stored experts, ‖W' − W‖ / ‖W‖:")
+        print_table(("layer", *next(iter(errors.values()))), rows)
     if likeness is not None and likeness.layer_error is not None:
         rows = [(str(layer), f"{error:.3g}") for layer, error in likeness.layer_error.items()]
-        print_table(("layer", "error"), rows, title="output error")
+        print("Relative output error of each layer, given the source's input:")
+        print_table(("layer", "error"), rows)
     if likeness is not None:
         print_texts(likeness.texts)
     print("ok")
@@ -69,9 +71,9 @@ def build(
 def _likeness(found: Likeness) -> list[tuple[str, str]]:
     return [
         ("text", f"{found.text} ({found.windows} windows, {found.tokens:,} tokens)"),
-        ("excess", f"{found.excess:.6f} nats per token"),
-        ("KL", f"{found.kl:.6f} nats per token"),
-        ("top-1 agreement", f"{found.agreement:.2%}"),
+        ("excess loss", f"{found.excess:.6f} nats per token"),
+        ("KL divergence", f"{found.kl:.6f} nats per token"),
+        ("top-1 agreement", f"the likeliest next token is the same for {found.agreement:.2%}"),
         *over_texts(found.over_texts),
     ]
 
