@@ -93,7 +93,8 @@ class LayerBase:
         compact: Mapping[Role, tuple[Representation, dict[str, Tensor]]],
         rotation: Mapping[Role, int] = MappingProxyType({}),
     ) -> "LayerBase":
-        """In compact forms; the matrices become what these stand for, so that deltas make up for their errors."""
+        """Encode the base in compact forms. Its matrices become what these decode to, so that deltas make up for their
+        errors."""
         decoded = {
             role: _turned_back(
                 representation.decode(tensors, self._shape(role), self.matrices[role].dtype).float(),

@@ -24,13 +24,13 @@ _FIRST = {
 
 
 def in_order(command: str, known: Iterable[str]) -> list[str]:
-    """The stages of a command, those first that most should try first."""
+    """Stages of a command, recommended ones first, the others by name."""
     first = _FIRST[command]
     return sorted(known, key=lambda name: (first.index(name) if name in first else len(first), name))
 
 
 def typed_choice(command: str, arguments: Sequence[str]) -> str | None:
-    """What the command line says for the option that chooses; `None` where it does not."""
+    """Value of the option that chooses a stage (`--method`, `--format`); `None` if it was not typed."""
     return _value(arguments, f"--{CHOICES[command][0]}")
 
 

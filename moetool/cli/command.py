@@ -63,7 +63,7 @@ class HintingCommand(TyperCommand):
                     formatter.write_dl(rows)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """What else there is to show, and the example."""
+        """Write which options `--help` leaves out, and the example."""
         if self._left:
             groups = ", ".join(f"{count} of {group}" for group, count in self._left.items())
             formatter.write_paragraph()
@@ -95,7 +95,7 @@ class HintingCommand(TyperCommand):
 
 
 def _place(names: Sequence[str], main: Sequence[str]) -> int:
-    """Where an option stands among those that come first; behind them if it is none."""
+    """Position of an option among the main ones; their number if it is not one of them."""
     return next((main.index(name) for name in names if name in main), len(main))
 
 

@@ -1,4 +1,4 @@
-"""What `--help` begins and ends with: the options that most want, and an example.
+"""Main options of each command, with which its `--help` begins, and the example with which it ends.
 
 Examples go on with each other's results.
 """

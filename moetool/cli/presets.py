@@ -10,7 +10,7 @@ from moetool.errors import InvalidInputError, UsageError, did_you_mean
 
 
 def directory() -> Path:
-    """Where those that come along lie: in the package, or in `configs/` of the checkout it is run from."""
+    """Directory of the presets that come with moetool: in the package, or `configs/` of the checkout it is run from."""
     package = Path(__file__).parents[1]
     packaged = package / "presets"
     return packaged if packaged.is_dir() else package.parent / "configs"
@@ -23,12 +23,12 @@ def files() -> dict[Path, dict[str, Any]]:
 
 
 def presets() -> dict[str, str]:
-    """Every preset that comes along by name, as the `FILE.yaml:NAME` that `--preset` takes as well."""
+    """Every preset that comes with moetool, by name, as the `FILE.yaml:NAME` that `--preset` takes as well."""
     return {name: f"{file}:{name}" for file, content in files().items() for name in content.get("variants", {})}
 
 
 def presets_for(command: str, method: str | None) -> list[str]:
-    """The names of those that come along for a command, and for its method if that is known."""
+    """Names of moetool's own presets for a command, and for its method if that is known."""
     fitting = [content for content in files().values() if content.get("command") == command]
     if method is not None:
         fitting = [content for content in fitting if content.get("method", method) == method]

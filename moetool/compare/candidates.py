@@ -1,4 +1,4 @@
-"""From `--methods`, `--ratios` and `--option` to the models that are to be made."""
+"""Models to make, by `--methods`, `--ratios` and `--option`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -31,7 +31,7 @@ _MEASURED = ((0.4, 0.01, 0.01), (0.6, 0.10, 0.10), (0.75, 0.58, 1.25), (0.8, 1.8
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation(Printed):
-    """What to do with a model so that it fits.
+    """Recommended command that makes a model fit into a given memory.
 
     Attributes:
         model: as it was given.

@@ -261,7 +261,7 @@ class Conversion(Stage[ConversionT, DenseSource]):
 
 
 def sample_text() -> str:
-    """Some pages of English prose and code."""
+    """Return some pages of English prose and code, which come with Python."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in ("assert", "assignment", "calls", "class", "context-managers"))

@@ -1,4 +1,4 @@
-"""From a kind of stage and its options to a finished, verified output."""
+"""Execution of a stage: checks, plan, work, verification and proof of its output."""
 
 import time
 from collections.abc import Iterator, Sequence

@@ -300,7 +300,7 @@ def pick_compute_dtype(name: str, device: torch.device, stored: torch.dtype, *, 
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether a card computes in bf16 itself, from compute capability 8.0 on."""
+    """Whether a card has bf16 units (compute capability 8.0 or higher)."""
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 

@@ -22,7 +22,7 @@ def check_processes(known: int) -> None:
 
 
 def sharding() -> str | None:
-    """By what a launcher wants every process to hold only a part of a training, if it does: `FSDP 2`, `ZeRO 3` …"""
+    """Name of the scheme by which each process holds a part of a training (`FSDP 2`, `ZeRO 3` …), `None` without."""
     if _is_set("ACCELERATE_USE_FSDP"):
         return f"FSDP {os.environ.get('FSDP_VERSION', '1')}"
     return f"ZeRO {_zero_stage()}" if _is_set("ACCELERATE_USE_DEEPSPEED") else None

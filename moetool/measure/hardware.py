@@ -77,7 +77,7 @@ class CompiledKernels(Printed):
 
 @dataclass(frozen=True)
 class MainMemory(Printed):
-    """Of the machine, as far as control groups allow, in bytes."""
+    """Main memory of the machine in bytes, as far as control groups allow."""
 
     total_bytes: int
     free_bytes: int

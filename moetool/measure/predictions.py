@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class NextTokens:
-    """Of windows of token ids `[batch, length]` every token but the first, after those before it."""
+    """Prediction of every token but the first of windows `[batch, length]`, each from those before it."""
 
     @torch.inference_mode()
     def logits(self, model: "PreTrainedModel", windows: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def merged_matrix(
 
 
 def neuron_orders(shape: MoEShape, weights: Weights, left: Sequence[Merged]) -> dict[int, Tensor]:
-    """By expert that is merged into another, the order of its neurons that fits the other's best."""
+    """Order of the neurons of each merged expert that fits those of the expert it is merged into, by expert."""
     return {
         expert: matching_neurons(shape, partial(weights, merged.members[0]), partial(weights, expert))
         for merged in left

@@ -33,7 +33,7 @@ def subset_count(fewer: Fewer) -> int:
 
 
 def subsets(fewer: Fewer, sample: int | None, seed: int) -> list[Subset]:
-    """All subsets, or a random `sample` of them, sorted."""
+    """Return all subsets, or a random `sample` of them, sorted."""
     if sample is None or sample >= subset_count(fewer):
         ways = (itertools.combinations(group, fewer.each) for group in fewer.ranges)
         return [tuple(itertools.chain(*parts)) for parts in itertools.product(*ways)]

@@ -105,7 +105,7 @@ def _facts(report: Report) -> str:
 
 
 def page_file(model: str, output: Path | None) -> Path:
-    """Where a page goes: to `output`, or here under the model's name.
+    """Path of the page: `output`, or by default a file in this directory under the model's name.
 
     Raises:
         UsageError: no page can be written there.

@@ -37,7 +37,7 @@ _SETTINGS: dict[Any, object] = {
 
 
 def is_there() -> bool:
-    """Whether there is a matplotlib to draw with."""
+    """Whether matplotlib is installed."""
     try:
         import matplotlib as _  # noqa: F401
     except ImportError:

@@ -20,7 +20,7 @@ _DIGITS = 3
 
 
 def stored_experts(reader: ExpertReader, told: StoredLayers | Masks) -> StoredExperts | None:
-    """Of every layer and role; `None` where all experts are as another reader knows them.
+    """Storage of the experts by layer and role; `None` if all are in the model's original layout.
 
     Args:
         reader: of the experts.

@@ -55,7 +55,7 @@ def choose(model: "PreTrainedModel", train: Train, *, freeze_shared: bool) -> in
 
 
 def trained_parameters(model: nn.Module) -> int:
-    """Numbers that training changes."""
+    """Number of parameters that training changes."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 

@@ -71,7 +71,7 @@ def project(model: nn.Module, target: float) -> float:
 
 @torch.no_grad()
 def all_closed(model: nn.Module) -> bool:
-    """Whether no gate of a model whose masks are trained is open beyond the edge."""
+    """Whether training has closed every gate of a model's masks."""
     return all(bool((site.log_phi <= EDGE).all()) for site in sites(model).values())
 
 

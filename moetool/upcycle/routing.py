@@ -74,7 +74,7 @@ class RoutedConversion(Conversion[RoutedT]):
 
     @property
     def centers(self) -> bool:
-        """Whether the routers are fitted to a text: where one is given, if nothing else is asked for."""
+        """Whether routers are fitted to a text, which they are by default if one is given."""
         asked = self.options.center_router
         return self.options.calibration is not None if asked is None else asked
 

@@ -116,7 +116,7 @@ class Upcycle(RoutedConversion[UpcycleT]):
 
     @cached_property
     def layouts(self) -> dict[int, LayerLayout]:
-        """By layer, how experts are stored if they are deltas to one base, the dense FFN; none if they are not."""
+        """Layouts by layer of experts that are deltas to one base, the dense FFN; empty if they are not deltas."""
         if (form := self.start.form) is None:
             return {}
         extended = self.start.shared_on_base

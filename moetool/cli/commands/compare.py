@@ -90,7 +90,7 @@ def _option(flag: str, value: object) -> list[str]:
 
 
 def output_file(path: Path) -> Path:
-    """Where the table goes. Raises `UsageError` where none can be written."""
+    """Return the path of the table. Raises `UsageError` if it cannot be written."""
     from moetool.errors import UsageError
 
     found = output_directory(path)

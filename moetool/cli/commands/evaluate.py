@@ -97,7 +97,7 @@ def _flag(said: Mapping[str, object]) -> str:
 
 
 def new_file(path: Path) -> Path:
-    """Where results go. Raises `UsageError` where there is a file already, or none can be made."""
+    """Return the path of the results. Raises `UsageError` if there is a file already, or none can be made."""
     found = output_directory(path)
     if found.exists():
         raise UsageError(f"--output {path} is there already. Choose another name, or delete it.")

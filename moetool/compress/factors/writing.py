@@ -100,7 +100,7 @@ class FactorOptions(RunOptions, SizeOptions, TextOptions):
 
 
 class FactoredLayers:
-    """All MoE layers of a job, whose bases and spectra lie in the work directory, on their way to ranks and files."""
+    """All MoE layers of a job, from bases and spectra in the work directory to ranks and weight files."""
 
     def __init__(self, job: Job, dynamic_channels: int | Mapping[int, int], options: FactorOptions) -> None:
         self.job, self.reader = job, job.source.experts

@@ -147,7 +147,7 @@ class MixingStage(Stage[MixingOptionsT]):
 
     @cached_property
     def experts_at_once(self) -> int:
-        """How many of a layer's experts are in memory together."""
+        """Number of a layer's experts that are in memory together."""
         return experts_at_once(self._memory, self.options)
 
     # Plan.
@@ -190,7 +190,7 @@ class MixingStage(Stage[MixingOptionsT]):
         )
 
     def budget_details(self) -> Mapping[str, Json]:
-        """What the plan says of the budget."""
+        """Fields of the plan on the budget."""
         bits = next(iter(self.average_bits.values()))
         return {"smallest_possible_bytes": self.smallest, "bits_per_number": round(bits, 2)}
 

@@ -54,7 +54,7 @@ class MovingExperts(ABC, Generic[RefinableT]):
     @property
     @abstractmethod
     def can_move(self) -> bool:
-        """Whether gradients can move anything of what is stored."""
+        """Whether any stored tensor can be fitted by gradients."""
 
     @abstractmethod
     def matrices(self, expert: int) -> ExpertMatrices:

@@ -116,7 +116,7 @@ class Costs:
 
 
 def model_costs(model: "PreTrainedModel", *, is_causal: bool = True) -> Costs:
-    """Of a loaded model, as it is now: experts that were made dense are."""
+    """Costs of a loaded model in its present form: experts that were made dense count as dense."""
     chosen, head = experts_per_token(model), model.get_output_embeddings()
     whole = of_module(model, chosen)
     logits = Cost() if head is None else of_module(head, chosen)

@@ -191,7 +191,7 @@ def _serve(connection: Connection, path: str, options: BenchOptions, threads: in
 
 @contextlib.contextmanager
 def threads_of(count: int | None) -> Iterator[int]:
-    """So many threads of the processor for the time of the `with` block, or as many as there were."""
+    """Set the number of torch's threads in a `with` block; yields it. `None` leaves it as it is."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:

@@ -110,7 +110,7 @@ class Interpolated(Customized[SimoeSpec]):
 
     @property
     def linear_parameters(self) -> int:
-        """Numbers in all linear layers that have masks."""
+        """Number of parameters in all linear layers that have masks."""
         return sum(math.prod(self._shape(site)) for site in self._sites)
 
     def parameters(self) -> Counts:
