@@ -4,6 +4,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -258,3 +259,17 @@ def test_a_name_that_the_hub_cannot_have_is_not_uploaded_to(run_cli, tiny_mixtra
         result = run_cli("push", tiny_mixtral, "me/a b", *dry)
         assert result.code == 2
         assert "'me/a b' cannot be a repository" in result.stderr
+
+
+def test_a_published_model_in_four_bits_from_its_config_alone(run_cli: Any, tmp_path: Path) -> None:
+    # gpt-oss-120b, of 116.83 billion parameters: transformers' defaults are its sizes.
+    config = {"model_type": "gpt_oss", "dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    job = ("compress", tmp_path, tmp_path / "out", "--method", "quantize", "--calibration", "none", "--bits", 2)
+    plan = run_cli(*job, "--dry-run", "--json").json
+    experts = 36 * 128 * 3 * 2880**2
+    assert plan["decoded_bytes"] == pytest.approx(2 * 116.83e9, rel=1e-3)
+    assert plan["input_bytes"] == pytest.approx(plan["decoded_bytes"] - experts * (2 - 4.25 / 8), rel=1e-3)
+    beside = plan["decoded_bytes"] - 2 * experts
+    assert experts * 2 / 8 + beside < plan["output_bytes"] < experts * 2.3 / 8 + beside
+    assert "note" not in plan  # it is smaller
