@@ -89,6 +89,18 @@ DERIVED: dict[str, dict[str, Any]] = {
         "indexer_types": ["full"] * 3,
         "swiglu_limit": 0.5,
     },
+    "inkling_text": {
+        **WIDTHS,
+        "n_routed_experts": 6,
+        "head_dim": 8,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 8,
+        "sliding_window_size": 16,
+        "d_rel": 4,
+        "rel_extent": 32,
+        **_ONE_DENSE,
+    },
     "jamba": {
         "intermediate_size": 48,
         "num_experts": 6,
@@ -176,5 +188,12 @@ DERIVED: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 4,
         "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    },
+    "zaya": {
+        "moe_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 1,
+        "head_dim": 8,
+        "router_hidden_size": 12,
     },
 }

@@ -83,6 +83,10 @@ class Architecture:
         on_disk: how matrices lie in the one tensor for all experts, if not so.
         in_memory: how they lie in the fused tensors of transformers.
         router: router weight on disk, relative to the block.
+        router_shape: of that, if not `[experts, hidden]`: rows after those of experts are for what a token may be
+            given beside them (shared experts, nothing at all).
+        sees_inputs: whether the router's logits are its weight times what experts are given.
+        width: channels of the hidden states between layers, if not those that experts are given.
         router_others: other tensors with an entry per expert, `[experts]` or `[1, experts]`, relative to the layer.
         others: beginnings of the names of other tensors in the block, relative to it (shared experts, biases).
         experts_module: module path in memory, relative to the layer.
@@ -93,6 +97,7 @@ class Architecture:
         own: prefix of moetool's own tensors, relative to the block.
         returns_tuple: a decoder layer gives a tuple, of which the model takes the first entry.
         handed_on: how many more entries that tuple has, which the model hands to the next layer.
+        handed_channels: of the first of these, where it is a vector for each token; 0 otherwise.
     """
 
     name: str
@@ -105,6 +110,9 @@ class Architecture:
     weights: Mapping[Role, str]
     router: str
     experts_module: str
+    router_shape: tuple[int, int] | None = None
+    sees_inputs: bool = True
+    width: int | None = None
     groups: tuple[int, int] = (1, 1)
     layer_module: str = ""
     on_disk: FusedLayout = PLAIN
@@ -118,6 +126,7 @@ class Architecture:
     own: str = "experts."
     returns_tuple: bool = False
     handed_on: int = 0
+    handed_channels: int = 0
 
     def __post_init__(self) -> None:
         for name in ("weights", "shared_expert"):
@@ -127,6 +136,16 @@ class Architecture:
     def is_fused(self) -> bool:
         """Whether all experts of a layer lie in one tensor on disk."""
         return "{expert}" not in self.weights["down"]
+
+    @property
+    def hidden(self) -> int:
+        """Number of channels of the hidden states between layers."""
+        return self.width or self.shape.hidden
+
+    @property
+    def routed_to(self) -> tuple[int, int]:
+        """Shape of the router's weight: one row for each expert, and for whatever else it routes to."""
+        return self.router_shape or (self.shape.experts, self.hidden)
 
     def layer_path(self, layer: int) -> str:
         """`model.layers.3`, the path of a decoder layer's module in memory."""

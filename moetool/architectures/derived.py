@@ -18,13 +18,20 @@ from moetool.architectures.base import (
     GROUP_KEYS,
     TOP_K_KEYS,
     Architecture,
+    experts_told,
     whole_number,
 )
-from moetool.architectures.described import empty_model_of, entries_returned, language_model_in, naming
+from moetool.architectures.described import (
+    empty_model_of,
+    entries_returned,
+    experts_by_default,
+    language_model_in,
+    naming,
+)
 from moetool.architectures.fused_layout import layout_of
 from moetool.architectures.known import KNOWN
 from moetool.architectures.probing import DiskNames, names_in_layers
-from moetool.architectures.shape import ROLES, MoEShape, Role, fused_name
+from moetool.architectures.shape import NORM, ROLES, MoEShape, Role, fused_name
 from moetool.architectures.trying import are_ordinary, takes_weighed_inputs
 from moetool.errors import InvalidInputError
 
@@ -34,6 +41,11 @@ if TYPE_CHECKING:
 
 _IN_LAYER = re.compile(r"(?P<layers>.*?)\.(?P<index>\d+)\.(?P<inside>.+)")
 _PLAIN = "transformers.integrations.moe"  # where act(gate) · up is, which most families' experts compute
+# Entries that say which layers have experts.
+_WHICH_LAYERS = re.compile(
+    r"mlp_only_layers|mlp_layer_types|layers_block_type|first_k_dense_replace|num_dense_layers|enable_moe_block"
+    r"|decoder_sparse_step|moe_layer_\w+|expert_layer_\w+|interleave_moe_layer_step|moe_layers"
+)
 _ROUTERS = ("gate", "router")  # names of the module, in all families of transformers
 # Entries that say nothing of the modules, and one of transformers' own that it does not take back.
 _APART = {"quantization_config", "transformers_version", "architectures", "_name_or_path", "dtype", "torch_dtype"}
@@ -90,7 +102,7 @@ def _plain(value: object) -> object:
 def _derived(entries: str) -> Architecture:
     config = json.loads(entries)
     model = empty_model_of(config)
-    with naming(model, config, "has experts that moetool does not handle"):
+    with naming(model, config, "is no MoE model that moetool handles"):
         return _Derivation(config, model).architecture()
 
 
@@ -129,12 +141,21 @@ class _Derivation:
                 places.setdefault((found["layers"], found["inside"]), []).append(int(found["index"]))
         if not places:
             how = f"transformers runs its experts in a way of their own ({', '.join(sorted(others))})"
-            raise InvalidInputError(how if others else "none of its layers has experts")
+            raise InvalidInputError(how if others else self._without_experts())
         if len(places) > 1:
             kinds = ", ".join(inside for _, inside in places)
             raise InvalidInputError(f"its layers have experts of several kinds ({kinds})")
         [((layers, inside), found_in)] = places.items()
         return layers, inside, tuple(sorted(found_in))
+
+    def _without_experts(self) -> str:
+        """Why no layer has experts: what the config says of experts, and of the layers that have some."""
+        told = experts_told(self.config) or experts_by_default(self.config)
+        though = f", though {told}" if told else ""
+        entries = self.text_config.to_dict().items()
+        said = ", ".join(f"{key} is {value!s:.60}" for key, value in entries if _WHICH_LAYERS.fullmatch(key))
+        why = f" ({said})" if said else "; `moetool upcycle` gives a dense model some"
+        return f"none of its layers has experts{though}{why}"
 
     def _layer(self, index: int) -> "nn.Module":
         return self.modules[f"{self.layers}.{index}"]
@@ -161,7 +182,8 @@ class _Derivation:
         layer = f"{self.layers}.{{layer}}"
         in_memory = layout_of(self._experts(self.moe_layers[0]))
         names = names_in_layers(self.model, self.inside, self.tensors, layer, shape.groups, in_memory)
-        router, router_others, others = self._block_names(shape, names)
+        router, router_shape, router_others, others = self._block_names(shape, names)
+        width = int(self.text_config.hidden_size)
         block = _block(names)
         shared_module, shared = self._shared_expert(names)
         kind = type(self.model).__name__.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
@@ -181,6 +203,9 @@ class _Derivation:
             on_disk=names.on_disk,
             in_memory=in_memory,
             router=router,
+            router_shape=None if router_shape == (shape.experts, width) else router_shape,
+            sees_inputs=width == shape.hidden and self._routes_by_one_matrix(),
+            width=None if width == shape.hidden else width,
             experts_module=self.inside,
             router_others=router_others,
             others=others,
@@ -190,6 +215,7 @@ class _Derivation:
             embeddings=self._embeddings(),
             returns_tuple=self._returned() > 1,
             handed_on=self._returned() - 1,
+            handed_channels=getattr(self.text_config, known.handed_on, 0) if known and known.handed_on else 0,
         )
 
     def _shape(self) -> MoEShape:
@@ -200,8 +226,6 @@ class _Derivation:
 
     def _shape_of(self, layer: int) -> MoEShape:
         experts: Any = self._experts(layer)
-        if getattr(experts, "has_post_expert_norm", False):
-            raise InvalidInputError("its experts end in a norm")
         roles = ROLES if getattr(experts, "has_gate", True) else ROLES[1:]
         biases = roles if getattr(experts, "has_bias", False) else ()
         count, hidden, intermediate = (int(size) for size in layout_of(experts).rows(experts.down_proj).shape)
@@ -213,13 +237,13 @@ class _Derivation:
             promised[fused_name(group)] = (count, *layout_of(experts).shape(rows, columns))
             if shape.biases:
                 promised[f"{fused_name(group)}_bias"] = (count, rows)
-        found = {name: tuple(parameter.shape) for name, parameter in experts.named_parameters()}
+        inside = [(name, tuple(parameter.shape)) for name, parameter in experts.named_parameters()]
+        norm = f"{NORM}." if getattr(experts, "has_post_expert_norm", False) else "/"
+        found = {name: size for name, size in inside if not name.startswith(norm)}
         if extra := sorted(found.keys() - promised.keys()):
             raise InvalidInputError(f"its experts have more than matrices ({', '.join(extra)})")
         if found != promised:
             raise InvalidInputError(f"its experts' matrices do not have the shapes that fit each other ({found})")
-        if hidden != self.text_config.hidden_size:
-            raise InvalidInputError(f"its experts' inputs have {hidden} channels, its hidden states others")
         if shape.top_k > count:
             raise InvalidInputError(f"it routes every token to {shape.top_k} of {count} experts")
         if shape.top_k > 1 and takes_weighed_inputs(experts):
@@ -249,9 +273,16 @@ class _Derivation:
             raise InvalidInputError("nothing says how many experts a token goes to")
         return found
 
-    def _block_names(self, shape: MoEShape, names: DiskNames) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-        """On disk: the router's weight, relative to the block; what else has an entry per expert, relative to the
-        layer; and beginnings of the names of all other tensors in the block, relative to it."""
+    def _routes_by_one_matrix(self) -> bool:
+        """Whether the router has one matrix alone."""
+        parameters = self._router()[1].parameters()
+        return sum(parameter.ndim == 2 and len(parameter) > 1 for parameter in parameters) == 1
+
+    def _block_names(
+        self, shape: MoEShape, names: DiskNames
+    ) -> tuple[str, tuple[int, int], tuple[str, ...], tuple[str, ...]]:
+        """On disk: the router's weight, relative to the block, and its shape; what else has an entry per expert,
+        relative to the layer; and beginnings of the names of all other tensors in the block, relative to it."""
         router_name, router = self._router()
         start = f"{self.block}." if self.block else ""
         block = _block(names)
@@ -264,25 +295,26 @@ class _Derivation:
             for name, places in names.others.items()
             if name in held and name not in biases and (name.startswith(start) or not block)
         }
-        weights = [
-            name
-            for name in inside
-            if name.startswith(f"{start}{router_name}.") and shapes[name] == (shape.experts, shape.hidden)
-        ]
+        of_router = [name for name in inside if name.startswith(f"{start}{router_name}.") and len(shapes[name]) == 2]
+        weights = [name for name in of_router if shapes[name] == (shape.experts, self.text_config.hidden_size)]
+        if not weights:  # it also routes to shared experts, or to nothing, or sees other channels
+            weights = [name for name in of_router if shape.experts <= shapes[name][0] < 2 * shape.experts]
         if len(weights) != 1 or len(inside[weights[0]]) != 1:
-            raise InvalidInputError(f"its router is not one matrix [experts, hidden] ({type(router).__name__})")
+            raise InvalidInputError(f"no one matrix of its router has a row for each expert ({type(router).__name__})")
+        rows, columns = shapes[weights[0]]
         [weight] = inside.pop(weights[0])
         per_expert, others = set[str](), set[str]()
         for name, places in inside.items():
-            is_row = shapes[name] in ((shape.experts,), (1, shape.experts))
+            is_row = shapes[name] in ((shape.experts,), (1, shape.experts), (rows,), (1, rows))
             of_expert = is_row and name.startswith(start) and "shared" not in name
             for place in places:
                 if of_expert:
                     per_expert.add(place)
                 elif not block or place.startswith(f"{block}."):
                     own = _within(block, place)
-                    others.add(own.partition(".")[0] + "." if "." in own else own)
-        return _within(block, weight), tuple(sorted(per_expert)), tuple(sorted(others))
+                    is_whole = "." not in own or name.startswith(f"{self.inside}.")
+                    others.add(own if is_whole else own.partition(".")[0] + ".")
+        return _within(block, weight), (rows, columns), tuple(sorted(per_expert)), tuple(sorted(others))
 
     def _biases(self, shape: MoEShape, names: DiskNames) -> set[str]:
         """Names in memory, relative to the layer, of the experts' biases, which lie on disk beside their matrices."""

@@ -15,12 +15,15 @@ class KnownFamily:
         router_rule: in words.
         computed: entries of `config.json` that would change the router's rule or the layers, and the values that
             transformers computes, which does not look at them.
+        handed_on: the entry with the channels of the vector per token that a layer hands to the next beside hidden
+            states, if it hands on one.
         aliases: parts of tensors' names that some tools write, and what stands there on the hub.
     """
 
     name: str
     router_rule: str
     computed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    handed_on: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -82,12 +85,27 @@ KNOWN: Mapping[str, KnownFamily] = {
     "qwen3_moe": KnownFamily("Qwen3-MoE", _IF_ASKED),
     "qwen3_next": KnownFamily("Qwen3-Next", _IF_ASKED),
     "solar_open": KnownFamily("Solar-Open", _GROUPS, {"first_k_dense_replace": (0,)}),
+    "zaya": KnownFamily(
+        "ZAYA1",
+        "softmax of a small network, which is also given what that of the layer before made of the token; the best by "
+        "corrected scores, or none",
+        handed_on="router_hidden_size",
+    ),
 }
 
 # Why families are refused whose classes would not tell, by model type.
 REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("inkling2", "inkling2_text"),
+        "Inkling 2 cannot be compressed: its layers attend to what layers long before them were given, and moetool "
+        "runs one layer after the other on all of the text.",
+    ),
+    "dbrx": "DBRX cannot be compressed: the matrices of all experts of a layer lie below each other in one matrix, in "
+    "memory and on disk, those of down turned round, as in no other family.",
     "jetmoe": "JetMoE cannot be compressed: its attention has experts too, and transformers holds all of them in "
     "modules that no other family has.",
+    "longcat_flash": "LongCat-Flash cannot be compressed: its router also chooses experts that give back what they are "
+    "given, for which transformers holds matrices of gate and up alone.",
 }
 
 

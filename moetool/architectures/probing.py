@@ -4,8 +4,9 @@ The names alone would not say which of two matrices is the gate: probes are smal
 of them went.
 """
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +101,7 @@ def _check_own_names(model: "PreTrainedModel", on_disk: str, in_memory: str, gro
 
     mapping = get_model_conversion_mapping(model, None, None)
     renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
+    renamings += undoing(renamings, on_disk)
     for role in (role for roles in groups for role in roles):
         own = f"moetool.0.{role}.matrix"
         renamed, _ = rename_source_key(on_disk + own, renamings, [])
@@ -108,6 +110,20 @@ def _check_own_names(model: "PreTrainedModel", on_disk: str, in_memory: str, gro
                 f"transformers renames tensors of its files in a way that does not leave other names alone ({on_disk}"
                 f"{own} would become {renamed})"
             )
+
+
+def undoing(renamings: Sequence[Any], on_disk: str) -> list[Any]:
+    """What transformers is to rename after its own `renamings`, so that these leave moetool's own names as they are,
+    of which parts are called like parts of a family's (`gate` of Mistral Large 4). They begin with `on_disk`."""
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    undone = []
+    for role in ROLES:
+        renamed, _ = rename_source_key(f"{on_disk}moetool.0.{role}.matrix", list(renamings), [])
+        inside = renamed.partition(".moetool.0.")[2].removesuffix("matrix")
+        if inside and inside != f"{role}.":
+            undone.append(WeightRenaming(rf"\.(moetool\.\w+)\.{re.escape(inside)}", rf".\1.{role}."))
+    return undone
 
 
 def _probes(
@@ -157,8 +173,7 @@ class _Found:
         """Names of an expert's matrices, and how these lie where all experts share a tensor. Raises
         `InvalidInputError`."""
         names: dict[Role, str] = {}
-        # What turned the order of rows round would turn that of moetool's own bases, too.
-        layouts = [replace(in_memory, is_transposed=transposed) for transposed in (False, True)]
+        layouts = [FusedLayout(turned, takes_turns) for takes_turns in (False, True) for turned in (False, True)]
         for roles in groups:
             matrices = dict(zip(roles, _matrices(roles), strict=True))
             found = [name for name, number in self._numbers.items() if any(number in own for own in matrices.values())]

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+NORM = "post_expert_norm"  # transformers' name of the norm of what each expert gives, in the experts of a layer
+
 Role = Literal["gate", "up", "down"]
 ROLES: tuple[Role, ...] = ("gate", "up", "down")
 

@@ -20,7 +20,7 @@ class ExpertRun(NamedTuple):
         gate_up: `[routed, 2 · intermediate]`, without gates `[routed, intermediate]`: products, without biases.
         activation: `[routed, intermediate]`, the input of the down matrix.
         product: `[routed, hidden]`, of the down matrix.
-        output: the same with its bias, if there is one.
+        output: the same with its bias and through the experts' norm, if there are these.
     """
 
     gate_up: Tensor
@@ -87,7 +87,8 @@ class HeldExperts:
         gate_up = fused.entered(self._native, inputs, self._entering[own])
         activation = fused.activation(self._native, expert, gate_up)
         product = fused.left(self._native, activation, self._down[own])
-        return ExpertRun(gate_up, activation, product, fused.add_bias(self._native, "down_proj", expert, product))
+        output = fused.normed(self._native, fused.add_bias(self._native, "down_proj", expert, product))
+        return ExpertRun(gate_up, activation, product, output)
 
 
 def working_sets(experts: int, at_once: int) -> tuple[range, ...]:

@@ -24,6 +24,7 @@ from moetool.architectures.fused_layout import layout_of
 from moetool.architectures.shape import by_name
 from moetool.calibration.blocks import OUTSIDE, blocks_of
 from moetool.calibration.disk_experts import DiskExperts
+from moetool.calibration.handed_on import Beside, HandedOn, LayerCall
 from moetool.calibration.held_experts import HeldExperts, working_sets
 from moetool.checkpoint.decoded import decoded
 from moetool.checkpoint.experts import ExpertReader
@@ -36,8 +37,6 @@ from moetool.runtime.memory import return_heap
 from moetool.runtime.modules.fused import fused_tensors
 from moetool.runtime.modules.insertion import insert_modules
 from moetool.runtime.modules.simoe_mixing import weigh_equally
-
-LayerCall = tuple[tuple[object, ...], dict[str, object]]
 
 
 class StreamedModel:
@@ -80,7 +79,8 @@ class StreamedModel:
         run_experts_of_any_width(self.model)
         self._uncached = {} if is_encoder(checkpoint.config) else {"use_cache": False}
         text = self.config.get_text_config()
-        self.layer_count, self.hidden_size = int(text.num_hidden_layers), int(text.hidden_size)
+        self.layer_count = int(text.num_hidden_layers)
+        self.hidden_size = int(text.hidden_size) if self.experts is None else self.experts.shape.hidden
         # get_decoder() is not right for every family; the decoder is what holds the layers.
         held = (architecture.layer_module or architecture.layer).split(".")[-2]
         holder: Any = next(
@@ -90,6 +90,7 @@ class StreamedModel:
         )
         self._decoder, self.layers = holder, getattr(holder, held)
         self._aside = {part for _, tower in towers_in(self.model) for part in tower.modules()}  # stay without weights
+        self._beside = Beside(architecture.handed_channels if isinstance(architecture, Architecture) else 0, dtype)
         self._calls: dict[tuple[int, ...], list[LayerCall]] = {}  # how each layer is called, by batch size and length
         self._tried: set[int] = set()  # layers that have run, −1 for what is before them
         self._called_with: Tensor | None = None  # tokens of the last calls, of layers that are called with some
@@ -222,7 +223,7 @@ class StreamedModel:
         self, forward: Callable[[int, Tensor, tuple[object, ...], dict[str, object]], Tensor]
     ) -> Iterator[None]:
         """Let `forward` stand in for every decoder layer. An instance attribute wins over the class's method."""
-        more = [_HandedOn() for _ in range(self.architecture.handed_on)]
+        more = [HandedOn() for _ in range(self.architecture.handed_on)]
 
         def bind(index: int) -> Callable[..., object]:
             def replaced(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
@@ -250,26 +251,30 @@ class StreamedModel:
         calls, first = self._record(tokens)
         if not self._is_tried:
             others, _ = self._record((tokens + 1) % self.config.get_text_config().vocab_size)
+            changed, _ = self._record(tokens, factor=2)
+            if not _are_same(calls, changed):
+                self._refuse("are given what layers before the last have made")
             self._depends_on_tokens, self._is_tried = not _are_same(calls, others), True
         self._calls[tuple(tokens.shape)] = calls
         self._called_with = tokens if self._depends_on_tokens else None
         return first
 
-    def _record(self, tokens: Tensor) -> tuple[list[LayerCall], Tensor]:
-        """How every layer is called, and with which hidden states the first."""
+    def _record(self, tokens: Tensor, factor: int = 1) -> tuple[list[LayerCall], Tensor]:
+        """How every layer is called, and with which hidden states the first. Each layer gives the next so many times
+        what it is given."""
         calls: list[LayerCall] = []
         first: list[Tensor] = []
 
         def record(index: int, hidden: Tensor, args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
             calls.append((args, kwargs))
             first.append(hidden)
-            return hidden
+            return hidden * factor if factor > 1 else hidden
 
         with self._layers_replaced(record), self._trying(-1):
             self.model.base_model(input_ids=tokens.to(self.device), **self._uncached)
         if first[0].shape[1] != tokens.shape[1]:
             self._refuse("see more than the tokens of a text")
-        return calls, first[0]
+        return calls, self._beside.joined(first[0], first[0].new_zeros(*first[0].shape[:2], self._beside.channels))
 
     def _refuse(self, how: str) -> NoReturn:
         raise InvalidInputError(
@@ -294,18 +299,19 @@ class StreamedModel:
                 self._refuse("are called with the tokens, not with hidden states alone")
             if self._called_with is None or not torch.equal(self._called_with, tokens):
                 self.embed(tokens)
-        args, kwargs = self._calls[shape][index]
+        hidden, beside = self._beside.parts(hidden)
+        args, kwargs = self._beside.given(self._calls[shape][index], beside)
         before = _entries(kwargs)
         try:
             with self._trying(index):
                 output = layer(hidden, *args, **kwargs)
         except InvalidInputError:
-            if any(isinstance(value, _HandedOn) for value in (*args, *kwargs.values())):
+            if any(isinstance(value, HandedOn) for value in (*args, *kwargs.values())):
                 self._refuse("hand more than hidden states to each other")
             raise
         if _entries(kwargs) != before or (isinstance(output, tuple | list) and not self.architecture.returns_tuple):
             self._refuse("hand more than hidden states to each other")
-        return output[0] if isinstance(output, tuple | list) else output
+        return self._beside.joined(*output[:2]) if isinstance(output, tuple | list) else output
 
     @contextmanager
     def _trying(self, index: int) -> Iterator[None]:
@@ -316,13 +322,9 @@ class StreamedModel:
 
     def head(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Everything after the last layer: logits `[batch, length, vocabulary]`."""
-        last = self.layer_count - 1
+        last, (hidden, _) = self.layer_count - 1, self._beside.parts(hidden)
         with self._layers_replaced(lambda index, x, args, kwargs: hidden if index == last else x):
             return self.model(input_ids=tokens.to(self.device), **self._uncached).logits
-
-
-class _HandedOn:
-    """Stands for what a layer gives the next beside hidden states. A layer that uses it fails: it is nothing."""
 
 
 def _are_same(calls: object, others: object) -> bool:

@@ -18,7 +18,7 @@ def check_blocks(checkpoint: Checkpoint, architecture: Architecture, experts: Ma
         experts: shapes of the tensors that store experts, biases included, by name.
     """
     shape, layers, tensors = architecture.shape, architecture.moe_layers, checkpoint.tensors
-    routers = dict.fromkeys(map(architecture.router_name, layers), (shape.experts, shape.hidden))
+    routers = dict.fromkeys(map(architecture.router_name, layers), architecture.routed_to)
     expected = {**experts, **routers}
     if missing := [name for name in expected if name not in tensors]:
         raise InvalidInputError(

@@ -229,7 +229,7 @@ def encoding_plan(
         for role in reader.shape.roles
         if layout.weights[role] is not None
     )
-    scratch = bases + encoded_bytes(reader, output, options.shard_size) + cost.forward_bytes(reader.shape.hidden)
+    scratch = bases + encoded_bytes(reader, output, options.shard_size) + cost.forward_bytes(reader.architecture.hidden)
     if text is not None:
         details["experts_at_once"] = at_once = at_once or reader.shape.experts
         scratch += cost.recorded_bytes(reader.shape, at_once, gradients=False, sums=False)

@@ -73,8 +73,8 @@ def moe_size(reader: ExpertReader, at_once: int | None = None) -> ModelSize:
     layers = reader.architecture.layers
     prefixes = tuple(reader.architecture.layer_prefix(layer) for layer in range(layers))
     rest = _numbers(checkpoint, prefixes) - _numbers(checkpoint, prefixes, among=reader.names)
-    experts = count * shape.expert_parameters
-    size = _size(checkpoint, layers, shape.hidden, rest + experts * shape.experts, rest + experts * shape.top_k)
+    experts, hidden = count * shape.expert_parameters, reader.architecture.hidden
+    size = _size(checkpoint, layers, hidden, rest + experts * shape.experts, rest + experts * shape.top_k)
     in_sets = at_once is not None and at_once < shape.experts
     return replace(size, moe_layers=count, shape=shape, in_sets=in_sets)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moetool.architectures.dense import find_dense_architecture
+from moetool.architectures.shape import NORM
 from moetool.calibration.disk_experts import DiskExperts
 from moetool.checkpoint.decoded import decoded
 from moetool.checkpoint.experts import ExpertReader
@@ -130,6 +131,8 @@ def _native_experts(made: Checkpoint, path: str, experts: nn.Module) -> nn.Modul
     for name, parameter in experts.named_parameters(recurse=False):
         if name.endswith("_bias"):
             setattr(native, name, parameter)
+    if (norm := getattr(experts, NORM, None)) is not None:
+        setattr(native, NORM, norm)
     return native
 
 

@@ -65,7 +65,7 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
         moe_layers=len(reader.moe_layers),
         experts=reader.shape.experts,
         top_k=reader.shape.top_k,
-        hidden_size=reader.shape.hidden,
+        hidden_size=reader.architecture.hidden,
         intermediate_size=reader.shape.intermediate,
         dtype=str(reader.dtype).removeprefix("torch."),
         parameters=ParameterCounts(**parameter_counts(reader)),

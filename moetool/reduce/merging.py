@@ -10,7 +10,7 @@ from moetool.architectures import MoEShape, Role
 from moetool.checkpoint.experts import Weights
 from moetool.job.job import Source
 from moetool.reduce.choosing import Merged
-from moetool.reduce.plan import expert_axis
+from moetool.reduce.plan import rows_kept
 
 
 def layer_tensors(source: Source, layer: int, left: Sequence[Merged], *, align: bool) -> Iterator[tuple[str, Tensor]]:
@@ -33,9 +33,8 @@ def layer_tensors(source: Source, layer: int, left: Sequence[Merged], *, align: 
         yield from reader.bias_tensors(layer, roles, len(left), bias)
     for name in source.checkpoint.tensors:
         if source.architecture.is_router(layer, name):
-            rows = torch.tensor([merged.members[0] for merged in left])
-            tensor = source.checkpoint.read(name)
-            yield name, tensor.index_select(expert_axis(tensor.shape, reader.shape.experts) or 0, rows)
+            experts = [merged.members[0] for merged in left]
+            yield name, rows_kept(source.checkpoint.read(name), source.architecture, experts)
 
 
 def merged_matrix(

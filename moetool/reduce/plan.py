@@ -1,8 +1,13 @@
 """Number of experts that a model is left with, and the tensors and config of that checkpoint."""
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
+import torch
+from torch import Tensor
+
+from moetool.architectures import Architecture
 from moetool.architectures.base import EXPERT_KEYS, whole_number
 from moetool.architectures.described import language_entries, with_language_entries
 from moetool.checkpoint.sizes import format_bytes
@@ -43,8 +48,9 @@ class ReducedPlan(ShardPlan):
             if name in reader.names or name in reader.biases or name in gone:
                 continue
             shape = list(info.shape)
-            if reader.has(layer) and architecture.is_router(layer, name):
-                shape[expert_axis(info.shape, reader.shape.experts) or 0] = self.kept
+            counts = reader.has(layer) and architecture.is_router(layer, name)
+            if counts and (axis := expert_axis(info.shape, architecture)) is not None:
+                shape[axis] += self.kept - reader.shape.experts
             specs[layer].append(TensorSpec(name, info.dtype, tuple(shape)))
         for layer, own in specs.items():
             own += self._experts(layer) if reader.has(layer) else ()
@@ -68,11 +74,21 @@ class ReducedPlan(ShardPlan):
                     yield TensorSpec(name, info.dtype, info.shape)
 
 
-def expert_axis(shape: Sequence[int], experts: int) -> int | None:
-    """Index of the dimension of a router's tensor that counts experts (`[experts, …]`, `[1, experts]`), or `None`."""
-    if tuple(shape[:1]) == (experts,):
+def expert_axis(shape: Sequence[int], architecture: Architecture) -> int | None:
+    """Index of the dimension of a router's tensor that counts experts (`[experts, …]`, `[1, experts]`), or these and
+    after them what else a token may be given; `None` if none does."""
+    counts = {architecture.shape.experts, architecture.routed_to[0]}
+    if shape and shape[0] in counts:
         return 0
-    return 1 if tuple(shape) == (1, experts) else None
+    return 1 if len(shape) == 2 and shape[0] == 1 and shape[1] in counts else None
+
+
+def rows_kept(tensor: Tensor, architecture: Architecture, experts: Sequence[int]) -> Tensor:
+    """A router's tensor for these of a layer's experts: their entries, and those that are for no expert."""
+    if (axis := expert_axis(tensor.shape, architecture)) is None:
+        return tensor
+    beside = range(architecture.shape.experts, tensor.shape[axis])
+    return tensor.index_select(axis, torch.tensor([*experts, *beside], device=tensor.device))
 
 
 def lost_names(source: Source) -> set[str]:
@@ -110,7 +126,8 @@ def check_reducible(source: Source) -> None:
         )
     for layer in reader.moe_layers:
         for name, info in source.checkpoint.tensors.items():
-            if architecture.is_router(layer, name) and expert_axis(info.shape, reader.shape.experts) is None:
+            is_several = math.prod(info.shape) > 1  # one number is no expert's
+            if architecture.is_router(layer, name) and is_several and expert_axis(info.shape, architecture) is None:
                 raise InvalidInputError(
                     f"Tensor {name} has shape {list(info.shape)}, not a row for each of {reader.shape.experts} "
                     f"experts: {architecture.name} with this router cannot do with fewer."

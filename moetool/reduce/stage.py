@@ -14,7 +14,7 @@ from moetool.costs.building_blocks import ModelSize, calibration_forward, moe_si
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.layer_memory import LayerMemory, Measuring
 from moetool.costs.phases import FORWARD, Phase, rewriting_phases
-from moetool.errors import VerificationError
+from moetool.errors import InvalidInputError, VerificationError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, Source
 from moetool.job.plan import Plan, calibration_cost, experts_at_once
@@ -43,6 +43,7 @@ class Reduction(Stage[ReduceOptionsT]):
         holds_all: whether all experts of a layer have to be in memory together.
         merges: whether experts that go are merged into others.
         aligns: whether neurons are matched before.
+        asks_router: whether the router is asked about what experts are given.
     """
 
     method_of: ClassVar[str | None] = "compress"
@@ -50,6 +51,7 @@ class Reduction(Stage[ReduceOptionsT]):
     holds_all: ClassVar[bool] = False
     merges: ClassVar[bool] = False
     aligns: ClassVar[bool] = False
+    asks_router: ClassVar[bool] = False
 
     @abstractmethod
     def _scores(self, calibrated: CalibratedJob, index: int, layer: nn.Module) -> Scores:
@@ -79,6 +81,11 @@ class Reduction(Stage[ReduceOptionsT]):
     @cached_property
     def _left(self) -> tuple[Fewer, str | None]:
         check_reducible(self.source)
+        if self.asks_router and not (architecture := self.source.architecture).sees_inputs:
+            raise InvalidInputError(
+                f"The router of {architecture.name} does not choose by one matrix on what experts are given, as "
+                f"{self.name} needs it. reap, frequency and hc-smoe ask the experts alone."
+            )
         return experts_left(self.source, self.options)
 
     @cached_property
@@ -104,7 +111,7 @@ class Reduction(Stage[ReduceOptionsT]):
     def plan(self) -> Plan:
         source, cost, at_once = self.source, self._cost, self._experts_at_once
         shape, size, output = source.experts.shape, moe_size(source.experts, at_once), self._output_plan.nbytes
-        scratch = cost.forward_bytes(shape.hidden)
+        scratch = cost.forward_bytes(source.architecture.hidden)
         scratch += cost.recorded_bytes(shape, at_once, gradients=False, sums=False)
         details: dict[str, Json] = {
             "original_bytes": original_bytes(source),

@@ -14,7 +14,7 @@ from moetool.calibration.held_experts import HeldExperts
 from moetool.calibration.observation import replaced
 from moetool.job.job import Source
 from moetool.reduce.choosing import Fewer
-from moetool.reduce.plan import expert_axis, reduced_config
+from moetool.reduce.plan import reduced_config, rows_kept
 from moetool.reduce.scores import Scores
 from moetool.runtime.building import empty_model
 
@@ -60,7 +60,7 @@ class SubsetRouters:
         """The router of these experts, with the tensors of a loaded layer, until the next of as many is asked for."""
         architecture, count = self._source.architecture, self._source.experts.shape.experts
         place, _, inside = architecture.experts_module.rpartition(".")
-        block = self._model(len(experts)).get_submodule(f"{architecture.layer.format(layer=index)}.{place}")
+        block = self._model(len(experts)).get_submodule(f"{architecture.layer_path(index)}.{place}")
         others = {inside, architecture.shared_expert_module.removeprefix(f"{place}.")}
         for other in others - {inside}:
             if hasattr(block, other):
@@ -68,9 +68,7 @@ class SubsetRouters:
         own = layer.get_submodule(place)
         for name, tensor in itertools.chain(own.named_parameters(), own.named_buffers()):
             if name.partition(".")[0] not in others:
-                axis, rows = expert_axis(tensor.shape, count), torch.tensor(experts, device=tensor.device)
-                kept = tensor if axis is None else tensor.index_select(axis, rows)
-                _put(block, name, kept.detach())
+                _put(block, name, rows_kept(tensor, architecture, experts).detach())
 
         def weigh(hidden: Tensor) -> Tensor:
             weights = torch.zeros(len(hidden), count, dtype=torch.float64, device=hidden.device)

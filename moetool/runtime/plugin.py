@@ -11,13 +11,15 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers.core_model_loading import Transpose
+from transformers.core_model_loading import Interleave, Transpose, WeightRenaming
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moetool.architectures.base import Settings
+from moetool.architectures.probing import undoing
+from moetool.architectures.shape import fused_name
 from moetool.checkpoint.settings import filled_in
 from moetool.errors import InvalidInputError
 from moetool.format.beside import quantizable
@@ -109,6 +111,30 @@ class _TransposeIfNeeded(Transpose):  # type: ignore[misc]
         return _TransposeIfNeeded(self.dim1, self.dim0, check_dims=True)
 
 
+class _InterleaveIfNeeded(Interleave):  # type: ignore[misc]
+    """Changes the order of the rows of gate and up of all experts of a layer. Bases and placeholders of them, which
+    have gate above up on disk, too, stay as they are."""
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **options: Any
+    ) -> dict[str, Any]:
+        [found] = input_dict.values()
+        tensor = found[0] if isinstance(found, list) else found
+        if len(tensor) == 1:
+            return {target_patterns[0]: tensor}
+        converted: dict[str, Any] = super().convert(input_dict, source_patterns, target_patterns, **options)
+        return converted
+
+    @classmethod
+    def of(cls, operation: Any) -> Any:
+        """The operation of transformers itself, or this in the place of one that changes an order of rows."""
+        return cls(operation.dim, operation.inverse) if type(operation) is Interleave else operation
+
+    @property
+    def reverse_op(self) -> "_InterleaveIfNeeded":
+        return _InterleaveIfNeeded(self.dim, inverse=not self.inverse)
+
+
 class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
     """Puts `SharedBaseExperts` where the config lists them, and gets out of the way."""
 
@@ -137,11 +163,20 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
         self._dtypes = {name: tensor.dtype for name, tensor in _tensors(model)}
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: "PreTrainedModel") -> list[Any]:
-        """transformers' conversions of files, which take placeholders, too."""
+        """transformers' conversions of files, which take placeholders, too, and leave moetool's own names alone."""
         conversions: list[Any] = super().update_weight_conversions(weight_conversions, model)
+        entering = None
+        if self.quantization_config.to_dict().get("layers"):
+            architecture = architecture_of(filled_in(model.config, {}))
+            entering = f"{architecture.experts_module}.{fused_name(architecture.shape.entering)}"
+            renamings = [rule for rule in conversions if isinstance(rule, WeightRenaming)]
+            conversions += undoing(renamings, architecture.experts_prefix(architecture.moe_layers[0]))
         for conversion in conversions:
             if operations := getattr(conversion, "operations", None):
-                conversion.operations = [_TransposeIfNeeded.of(operation) for operation in operations]
+                operations = [_TransposeIfNeeded.of(operation) for operation in operations]
+                if conversion.target_patterns == [entering]:
+                    operations = [_InterleaveIfNeeded.of(operation) for operation in operations]
+                conversion.operations = operations
         return conversions
 
     def _replace_experts(self, model: "PreTrainedModel", config: Settings) -> None:

@@ -45,8 +45,11 @@ Qwen3.5-MoE (in one tensor) are read, and written again, as they lie on the hub 
 So are those that lie otherwise in memory, too: gpt-oss's are transposed, have biases, and their gate and up rows take
 turns (in MXFP4 or in 16 bits); Aria's and Llama 4's are transposed. Nemotron-H's have no gate. Llama 4's router weighs
 what experts are given, and experts of a class without transformers' decorator are tried on small numbers first.
-Compressed, they run on the same kernels as all others; every expert keeps its own biases. Where only gate and up or
-only down of a transposed layer is compressed, the layer runs without kernels.
+Nemotron 3's and Muse Spark's are given fewer channels than hidden states have; Muse Spark's end in a norm that they
+share. Inkling's router also weighs shared experts, ZAYA1's may choose none: these rows of it stay.
+
+Compressed, all run on the same kernels; every expert keeps its own biases. Where only gate and up or only down of a
+transposed layer is compressed, and where experts end in a norm, the layer runs without kernels.
 
 Where layers hand more than hidden states to each other (GLM-5 and HY-V4 with shared indexers, as HY-V4 has by default;
 Gemma 4 with shared keys and values), calibration is refused.

@@ -87,11 +87,7 @@ def test_a_config_of_the_size_of_deepseek_v3() -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"model_type": "nemotron_h", "moe_latent_size": 64}, "inputs have 64 channels"),
         ({"model_type": "llama4_text", "num_experts_per_tok": 2}, "weighs the inputs"),
-        ({"model_type": "longcat_flash"}, "LongcatFlashExperts"),
-        ({"model_type": "zaya"}, "router is not one matrix"),
-        ({"model_type": "inkling2_text"}, "lie in another order"),
         ({"model_type": "qwen3_vl_moe"}, "has no text_config"),
         ({**config_of("qwen3_vl_moe"), "text_config": {}}, "has no text_config"),
         (
@@ -99,11 +95,15 @@ def test_a_config_of_the_size_of_deepseek_v3() -> None:
             r"several kinds.*vision_moe\.experts",
         ),
         ({"model_type": "qwen3_omni_moe", "thinker_config": {}}, "no language model: transformers has no class"),
-        ({"model_type": "mistral_large4", "text_config": {"hidden_size": 64}}, "does not leave other names alone"),
         ({"model_type": "diffusion_gemma", "text_config": {"num_experts": 8}}, "does not predict the next token"),
-        ({"model_type": "muse_spark", "text_config": {"num_hidden_layers": 2}}, "end in a norm"),
         ({"model_type": "mixtral", "num_attention_heads": 0}, "transformers cannot build the mixtral model"),
-        ({"model_type": "llama"}, "none of its layers has experts"),
+        ({"model_type": "llama"}, "handles: none of its layers has experts; `moetool upcycle`"),
+        ({"model_type": "llama", "num_experts": 8}, "has experts, though num_experts is 8; `moetool upcycle`"),
+        (
+            {**config_of("qwen2_moe"), "mlp_only_layers": [0, 1, 2]},
+            r"has experts, though num_experts is 6 \(.*mlp_only_layers is \[0, 1, 2\]",
+        ),
+        (config_of("gemma4_text") | {"enable_moe_block": False}, "though num_experts is 6 .enable_moe_block is False"),
         ({**config_of("beam"), "n_group": 3}, "cannot be divided"),
     ],
 )

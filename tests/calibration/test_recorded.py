@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from derived_families import DERIVED
 from families import build
 from torch import Tensor
 
@@ -30,12 +31,13 @@ WINDOWS, LENGTH = 5, 24
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["mixtral", "qwen2_moe", "deepseek_v3", "granitemoeshared"])
+@pytest.fixture(scope="module", params=["mixtral", "qwen2_moe", "deepseek_v3", "granitemoeshared", "zaya"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / request.param
     with quiet():
         only = {"mlp_only_layers": []} if request.param == "qwen2_moe" else {}
-        build(request.param, num_hidden_layers=2, **only).save_pretrained(directory)
+        own = {**DERIVED.get(request.param, {}), "num_hidden_layers": 2, **only}
+        build(request.param, **own).save_pretrained(directory)
     return directory
 
 

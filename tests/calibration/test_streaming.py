@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from dense_families import DENSE_FAMILIES
+from derived_families import DERIVED
+from families import COMMON, build
 from safetensors.torch import load_file, save_file
 from sampling import DENSE_STRUCTURES, sampled
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from upcycled import open_dense, save_dense, upcycled, write_upcycled
 
 from moetool.architectures import MoEShape
 from moetool.architectures.dense import find_dense_architecture
+from moetool.architectures.derived import derive
 from moetool.calibration.disk_experts import DiskExperts
 from moetool.calibration.streaming import StreamedModel
 from moetool.calibration.sweep import Sweep
@@ -419,3 +422,16 @@ def test_disk_experts_count_tokens(tiny_mixtral: Path, make_mixtral: Any) -> Non
             torch.testing.assert_close(disk(rows, chosen, weights), native(rows, chosen, weights), rtol=1e-5, atol=1e-6)
     assert disk.tokens.tolist() == [8, 4, 0, 4]
     assert set(asked) == {0, 1, 3}
+
+
+def test_layers_that_look_back_over_many_layers_are_refused(tmp_path: Path) -> None:
+    """Inkling 2's attend to what those before them were given: nothing in a layer's result says so."""
+    config = {**COMMON, **DERIVED["inkling_text"], "unpadded_vocab_size": 288, "n_layers_per_attn_res_block": 1}
+    with quiet():
+        build("inkling2_text", **config).save_pretrained(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    with pytest.raises(InvalidInputError, match="cannot be compressed: its layers attend"):
+        architecture_of(checkpoint.config)
+    model = StreamedModel(checkpoint, derive(checkpoint.config), torch.float32, CPU)
+    with pytest.raises(InvalidInputError, match="are given what layers before the last have made"):
+        model.embed(torch.zeros(1, 4, dtype=torch.long))

@@ -134,3 +134,49 @@ def test_layers_that_hand_on_more_than_hidden_states_are_refused(
     made = run_cli("compress", model, "--method", "d2moe", tmp_path / "out", "--rank", 4, *calibration)
     assert made.code == 3
     assert "hand more than hidden states to each other" in made.stderr
+
+
+def test_experts_that_are_given_fewer_channels(
+    run_cli: Any, save_model: Any, calibration: Any, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    """Nemotron 3 Super's: hidden states are projected for them, and the router sees them before that."""
+    family = "nemotron_h"
+    model = save_model(families.build(family, **DERIVED[family], moe_latent_size=16), tmp_path / "model")
+    source = Source.open(model)
+    assert (source.experts.shape.hidden, source.architecture.hidden) == (16, 32)
+    made = run_cli("compress", model, "--method", "d2moe", tmp_path / "full", "--rank", 10_000, *calibration)
+    assert made.code == 0, made.stderr
+    assert_close(logits(tmp_path / "full", tokens), logits(model, tokens))
+    made = run_cli(
+        "compress", model, "--method", "hybrid", tmp_path / "small", "--ratio", 0.1, "--refine", 2, *calibration
+    )
+    assert made.code == 0, made.stderr
+    assert run_cli("verify", tmp_path / "small", "--against", model).code == 0
+    for method in ("naee", "m-smoe"):
+        refused = run_cli("compress", model, "--method", method, tmp_path / method, "--experts", 4, *calibration)
+        assert refused.code == 3
+        assert f"as {method} needs it" in refused.stderr
+    assert (
+        run_cli("compress", model, "--method", "hc-smoe", tmp_path / "merged", "--experts", 4, *calibration).code == 0
+    )
+
+
+def test_a_router_with_rows_for_shared_experts(run_cli: Any, save_model: Any, calibration: Any, tmp_path: Path) -> None:
+    family = "inkling_text"
+    model = save_model(families.build(family, **DERIVED[family]), tmp_path / "model")
+    for method in ("naee", "m-smoe", "reap"):
+        made = run_cli("compress", model, "--method", method, tmp_path / method, "--experts", 4, *calibration)
+        assert made.code == 0, made.stderr
+        found, given = (
+            load_file(path / WEIGHTS)["model.layers.1.mlp.gate.weight"] for path in (tmp_path / method, model)
+        )
+        assert found.shape == (4 + 2, 32)
+        assert found[4:].equal(given[6:])
+        assert all((row == given[:6]).all(1).any() for row in found[:4])
+
+
+def test_routers_of_models_in_others_are_asked(run_cli: Any, save_model: Any, calibration: Any, tmp_path: Path) -> None:
+    family = "qwen3_vl_moe"
+    model = save_model(families.build(family, **AROUND[family]), tmp_path / "model")
+    made = run_cli("compress", model, "--method", "naee", tmp_path / "out", "--experts", 4, *calibration)
+    assert made.code == 0, made.stderr

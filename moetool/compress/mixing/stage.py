@@ -163,8 +163,8 @@ class MixingStage(Stage[MixingOptionsT]):
         layers = source.architecture.layers
         stored = [(role, form) for scheme in self.offered for role, form in scheme.base.items()]
         bases = sum(form.nbytes(shape.matrix(role), reader.dtype) for role, form in stored)
-        forward = cost.forward_bytes(shape.hidden) + encoded_bytes(reader, output, options.shard_size)
-        backward = cost.gradient_bytes(shape.hidden, layers)
+        forward = cost.forward_bytes(reader.architecture.hidden) + encoded_bytes(reader, output, options.shard_size)
+        backward = cost.gradient_bytes(reader.architecture.hidden, layers)
         forward += cost.recorded_bytes(shape, at_once, gradients=False, sums=False)
         backward += cost.recorded_bytes(shape, at_once, gradients=True, sums=True)
         if options.refine:

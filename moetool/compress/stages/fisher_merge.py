@@ -60,7 +60,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
         rows = sum(shape.matrix(role)[0] for role in shape.roles)
         statistics = shape.experts * (4 * rows + 8) + 8 * shape.intermediate if measured else 0
         output = len(reader.moe_layers) * (base + channels + statistics)
-        scratch = cost.gradient_bytes(shape.hidden, layers) if measured else 0
+        scratch = cost.gradient_bytes(reader.architecture.hidden, layers) if measured else 0
         scratch += cost.recorded_bytes(shape, at_once, gradients=True, sums=True)
         details: dict[str, Json] = {"layers": layers, "moe_layers": len(reader.moe_layers), "experts": shape.experts}
         return Plan(

@@ -98,7 +98,7 @@ class PruneBase(Stage[PruneBaseOptions]):
         measured = bool(read_statistics(self.source))
         cost, memory, at_once = self._cost, self._memory, self._experts_at_once
         pruning = self._pruning()
-        scratch = cost.forward_bytes(reader.shape.hidden)
+        scratch = cost.forward_bytes(reader.architecture.hidden)
         details: dict[str, Json] = {"static_channels": pruning.static, "dynamic_channels": pruning.dynamic}
         if not measured:
             details["experts_at_once"] = at_once

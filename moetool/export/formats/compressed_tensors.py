@@ -188,7 +188,7 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
             details["experts_at_once"] = at_once = self._experts_at_once
             size = moe_size(reader, at_once)
             memory = encoding_memory(source, options, text).nbytes(at_once)
-            scratch = encoded_bytes(reader, output, options.shard_size) + cost.forward_bytes(reader.shape.hidden)
+            scratch = encoded_bytes(reader, output, options.shard_size) + cost.forward_bytes(reader.architecture.hidden)
             scratch += cost.recorded_bytes(reader.shape, at_once, gradients=False, sums=False)
             measured = calibration_forward(cost, size) + input_grams(cost, size) + weights_again(size)
             made = measured + self._coding(size) + writing(size.nbytes, output, size.tensors)

@@ -119,7 +119,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         output = data_bytes(tensors) + room + (1 << 16)
         cost, back = self._cost, self._menu is not None
         if source.experts is not None:
-            size, hidden = moe_size(source.experts), source.experts.shape.hidden
+            size, hidden = moe_size(source.experts), source.experts.architecture.hidden
             memory = cost.layer_memory(source.experts, gradients=back).nbytes()
             work = decoding(size) if source.experts.layouts else Work()
         else:

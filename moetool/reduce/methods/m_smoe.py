@@ -31,10 +31,11 @@ class MSmoe(Reduction[ReduceOptions]):
     options_type: ClassVar[type[RunOptions]] = ReduceOptions
     merges: ClassVar[bool] = True
     aligns: ClassVar[bool] = True
+    asks_router: ClassVar[bool] = True
 
     def _scores(self, calibrated: CalibratedJob, index: int, layer: nn.Module) -> Scores:
-        name = self.source.architecture.router_name(index)
-        return LogitGram(self.source.checkpoint.read(name).float().to(calibrated.model.device))
+        name, experts = self.source.architecture.router_name(index), self.fewer.experts
+        return LogitGram(self.source.checkpoint.read_rows(name, 0, experts).float().to(calibrated.model.device))
 
     def _measured(self, cost: CalibrationCost, size: ModelSize) -> Work:
         shape = self.source.experts.shape

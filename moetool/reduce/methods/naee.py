@@ -41,6 +41,7 @@ class Naee(Reduction[NaeeOptions]):
     summary: ClassVar[str] = "keep the subset of experts with the nearest output"
     options_type: ClassVar[type[RunOptions]] = NaeeOptions
     holds_all: ClassVar[bool] = True
+    asks_router: ClassVar[bool] = True
 
     def plan(self) -> Plan:
         count = subset_count(self.fewer)

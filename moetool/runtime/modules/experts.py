@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moetool.architectures import Role
 from moetool.architectures.fused_layout import PLAIN, FusedLayout, layout_of
-from moetool.architectures.shape import fused_name
+from moetool.architectures.shape import NORM, fused_name
 from moetool.format.layout import LayerLayout
 from moetool.kernels.held import Held, are_held
 from moetool.kernels.operands import UnsupportedMatrixError
@@ -28,6 +28,7 @@ from moetool.runtime.modules.fused import (
     activation_between,
     add_rows,
     entering,
+    normed,
     on_weighed_inputs,
     without_tensors,
 )
@@ -65,6 +66,9 @@ class SharedBaseExperts(RoutedExperts):
         self.native_layout = layout_of(native)
         self._has_base = {role: layout.has_base(role) for role in shape.roles}
         self._turns = {role: turn for role in shape.roles if (turn := layout.input_rotation(role)) is not None}
+        self._is_normed = hasattr(native, NORM)
+        if self._is_normed:
+            self.add_module(NORM, native.get_submodule(NORM))
         for roles in shape.groups:
             is_native = layout.weights[roles[0]] is None
             rows, columns = shape.matrix(roles[0]) if is_native else layout.native_shape(roles[0])
@@ -239,8 +243,11 @@ class SharedBaseExperts(RoutedExperts):
         `beside` the modules that hold these, where they are not this one's.
 
         Raises:
-            UnsupportedMatrixError: some matrix is nothing for them, or elsewhere.
+            UnsupportedMatrixError: some matrix is nothing for them, or elsewhere, or what experts give is normed before
+                it is summed.
         """
+        if self._is_normed:
+            raise UnsupportedMatrixError("what experts give is normed before it is summed")
         shape = self.layout.shape
         stored = [self.delta(expert, role) for expert, role, _ in self.layout.deltas() if expert in experts]
         stored += [self._compact(role) for role, _ in self.layout.compact_bases()]
@@ -286,7 +293,8 @@ class SharedBaseExperts(RoutedExperts):
         # Added up in fp32 at least, whatever the dtype; experts come in the same order for every batch.
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
         shape = (tokens, self.intermediate_dim)
-        routed = hidden_states.new_zeros(shape, dtype=wide) if self._has_base["down"] else None
+        is_linear = self._has_base["down"] and not self._is_normed
+        routed = hidden_states.new_zeros(shape, dtype=wide) if is_linear else None
         output = hidden_states.new_zeros(tokens, self.hidden_dim, dtype=wide)
         start = 0
         for expert, end in enumerate(ends[: self.num_experts]):
@@ -313,16 +321,20 @@ class SharedBaseExperts(RoutedExperts):
         self, expert: int, hidden: Tensor, base: dict[Role, Tensor], weights: Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor]:
         """One expert on the tokens `rows`: activations times `weights` [routed, 1], and what its own matrix makes of
-        them, `[routed, intermediate]` and `[routed, hidden]`."""
+        them, `[routed, intermediate]` and `[routed, hidden]`. Where a norm follows, all of what it gives, weighted."""
         biases = self._biases(expert)
         activation = self._activation(expert, hidden[rows], base, rows, biases)
-        activation = (activation * weights).to(hidden.dtype)
+        activation = (activation if self._is_normed else activation * weights).to(hidden.dtype)
         if (turn := self._turns.get("down")) is not None:
             activation = turn(activation)
         if self.layout.weights["down"] is not None:
             product = self.delta(expert, "down")(activation)
         else:
             product = F.linear(activation, self._fused(expert, "down"))
+        if self._is_normed:
+            if self._uses_base(expert, "down"):
+                product = product + self._base_down(activation)
+            return activation, normed(self, product + biases["down"] if "down" in biases else product) * weights
         return activation, product + weights * biases["down"] if "down" in biases else product
 
     def _base(self, role: Role) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moetool.architectures.fused_layout import FusedLayout, layout_of
-from moetool.architectures.shape import MoEShape, Role, fused_name
+from moetool.architectures.shape import NORM, MoEShape, Role, fused_name
 from moetool.architectures.trying import takes_weighed_inputs
 
 _PLAIN = "transformers.integrations.moe"  # where act(gate) · up is, which most families have
@@ -96,6 +96,12 @@ def add_bias(experts: nn.Module, name: str, expert: int | Tensor, output: Tensor
     of several, one of each `[experts, out]`."""
     bias = getattr(experts, f"{name}_bias", None)
     return output if bias is None else output + bias[expert]
+
+
+def normed(experts: nn.Module, output: Tensor) -> Tensor:
+    """What an expert gives `[tokens, hidden]`, through the norm that all experts of a layer share, if they have one."""
+    norm: Callable[[Tensor], Tensor] | None = getattr(experts, NORM, None)
+    return output if norm is None else norm(output)
 
 
 def entered(experts: nn.Module, inputs: Tensor, matrix: Tensor) -> Tensor:
