@@ -154,20 +154,25 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _process_model_before_weight_loading(self, model: "PreTrainedModel", **_: object) -> None:
-        config = filled_in(model.config, {})
-        config["quantization_config"] = _named_for(model, config, self.quantization_config.to_dict())
+        config = self._described(model)
         insert_modules(model, config)
         if self.quantization_config.to_dict().get("layers"):
             self._replace_experts(model, config)
         insert_quantized(model, config)
         self._dtypes = {name: tensor.dtype for name, tensor in _tensors(model)}
 
+    def _described(self, model: "PreTrainedModel") -> Settings:
+        """The settings of a model, with the entry by which it is loaded."""
+        config = filled_in(model.config, {})
+        config["quantization_config"] = _named_for(model, config, self.quantization_config.to_dict())
+        return config
+
     def update_weight_conversions(self, weight_conversions: list[Any], model: "PreTrainedModel") -> list[Any]:
         """transformers' conversions of files, which take placeholders, too, and leave moetool's own names alone."""
         conversions: list[Any] = super().update_weight_conversions(weight_conversions, model)
         entering = None
         if self.quantization_config.to_dict().get("layers"):
-            architecture = architecture_of(filled_in(model.config, {}))
+            architecture = architecture_of(self._described(model))
             entering = f"{architecture.experts_module}.{fused_name(architecture.shape.entering)}"
             renamings = [rule for rule in conversions if isinstance(rule, WeightRenaming)]
             conversions += undoing(renamings, architecture.experts_prefix(architecture.moe_layers[0]))
