@@ -69,3 +69,9 @@ def test_moefied(dense: Any, moefy: Any, run_cli: Any, tokens: Tensor, family: s
     assert {name: told["parameters"][name] for name in ("total", "active", "added")} == made.told["parameters"]
     assert told["hidden_size"] == 32
     assert run_cli("verify", made.path).code == 0
+
+
+def test_simoe_refuses_transposed_layers_before_the_job_begins(run_cli: Any, dense: Any, tmp_path: Path) -> None:
+    result = run_cli("upcycle", dense("gpt2"), tmp_path / "out", "--method", "simoe", "--dry-run")
+    assert result.code == 3
+    assert "SIMoE takes linear layers with weights [out, in], and those of GPT2 are [in, out] (Conv1D)" in result.stderr

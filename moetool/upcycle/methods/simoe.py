@@ -13,6 +13,7 @@ from torch import Tensor
 from moetool.checkpoint.writer import TensorSpec
 from moetool.convert.parts import REST, Customized, Made
 from moetool.convert.stage import Conversion, ConversionOptions, MeasuredModel
+from moetool.errors import InvalidInputError
 from moetool.format.kinds.base import PLACEHOLDER, Counts, Shape
 from moetool.format.kinds.simoe import DELTA, MASKS, MULTIPLIER, SimoeSpec
 from moetool.job.job import DenseSource, Job
@@ -43,7 +44,12 @@ class Simoe(Conversion[SimoeOptions]):
     is_parallel: ClassVar[bool] = True
 
     def planned(self) -> "Interpolated":
-        options = self.options
+        options, architecture = self.options, self.dense.architecture
+        if architecture.is_transposed:
+            raise InvalidInputError(
+                f"SIMoE takes linear layers with weights [out, in], and those of {architecture.name} are [in, out] "
+                "(Conv1D). Other methods of upcycle take it."
+            )
         spec = SimoeSpec(
             experts=options.experts, router_width=options.router_width, sparsity=options.sparsity, channels=None
         )
