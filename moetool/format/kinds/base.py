@@ -185,3 +185,13 @@ def network_tensors(dense: DenseArchitecture, layer: int, names: Iterable[str]) 
     into a module of moetool's."""
     there = {*names}
     return {name: inside for name, inside in dense.tensors(layer).items() if name in there}
+
+
+def with_networks_inside(dense: DenseArchitecture, layers: Iterable[int], names: Iterable[str]) -> dict[str, str]:
+    """New names of a dense model's tensors, by their old ones, where the feed-forward networks of some layers lie as
+    `ffn` in a module of moetool's; all other tensors keep their names."""
+    found = {name: name for name in names}
+    for layer in layers:
+        inner = network_tensors(dense, layer, found)
+        found |= {name: f"{dense.ffn_prefix(layer)}ffn.{inside}" for name, inside in inner.items()}
+    return found

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from moetool.architectures.dense import DenseArchitecture
 from moetool.format.fields import Layers
-from moetool.format.kinds.base import CustomModule, Shape, Shapes, network_tensors, numbers
+from moetool.format.kinds.base import CustomModule, Shape, Shapes, numbers, with_networks_inside
 
 SelectorKind = Literal["mlp", "oracle", "fixed"]
 
@@ -75,11 +75,7 @@ class MoefiedSpec(CustomModule):
         return sum(math.prod(shape) for shape in self.tensors(hidden, 0).values())
 
     def moved(self, dense: DenseArchitecture, shapes: Shapes) -> dict[str, str]:
-        found = {name: name for name in shapes}
-        for layer in self.layers:
-            inner = network_tensors(dense, layer, shapes)
-            found |= {name: f"{dense.ffn_prefix(layer)}ffn.{inside}" for name, inside in inner.items()}
-        return found
+        return with_networks_inside(dense, self.layers, shapes)
 
     def new(self, dense: DenseArchitecture, shapes: Shapes) -> set[str]:
         return {dense.ffn_prefix(layer) + name for layer in self.layers for name in self.tensors(1, 1)}

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from moetool.architectures.dense import DenseArchitecture
 from moetool.format.fields import Count, Layers, Number
-from moetool.format.kinds.base import RoutedModule, Shape, Shapes, network_tensors, numbers
+from moetool.format.kinds.base import RoutedModule, Shape, Shapes, numbers, with_networks_inside
 
 ROUTER, DOWN, UP = "gate.weight", "adapters.down_proj", "adapters.up_proj"
 
@@ -56,11 +56,7 @@ class PescSpec(RoutedModule):
         }
 
     def moved(self, dense: DenseArchitecture, shapes: Shapes) -> dict[str, str]:
-        found = {name: name for name in shapes}
-        for layer in self.layers:
-            inner = network_tensors(dense, layer, shapes)
-            found |= {name: f"{dense.ffn_prefix(layer)}ffn.{inside}" for name, inside in inner.items()}
-        return found
+        return with_networks_inside(dense, self.layers, shapes)
 
     def new(self, dense: DenseArchitecture, shapes: Shapes) -> set[str]:
         return {dense.ffn_prefix(layer) + name for layer in self.layers for name in (ROUTER, DOWN, UP)}
