@@ -353,6 +353,7 @@ def measured_machine() -> Iterator[Machine]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOETOOL_MEASURE", "off")
+        patch.setenv("MOETOOL_KERNELS", "exact")  # as the matrices are that tests compare with
         for user in ("moetool.job.estimate", "moetool.measure.hardware"):
             patch.setattr(f"{user}.this_machine", lambda device, output: machine)
         yield machine

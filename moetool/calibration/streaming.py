@@ -31,6 +31,7 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import described_in, model_config
 from moetool.errors import InvalidInputError
+from moetool.kernels.rounding import exact_products
 from moetool.quiet import quiet
 from moetool.runtime.loading import model_class, run_experts_of_any_width
 from moetool.runtime.memory import return_heap
@@ -282,6 +283,7 @@ class StreamedModel:
             "the text, cannot calibrate it."
         )
 
+    @exact_products()
     def run_layer(self, index: int, layer: nn.Module, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
         """One decoder layer on `[batch, length, hidden]`, called exactly as the whole model would call it.
 
@@ -320,6 +322,7 @@ class StreamedModel:
             yield
         self._tried.add(index)
 
+    @exact_products()
     def head(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Everything after the last layer: logits `[batch, length, vocabulary]`."""
         last, (hidden, _) = self.layer_count - 1, self._beside.parts(hidden)

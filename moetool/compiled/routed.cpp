@@ -4,10 +4,14 @@
 // multiplication; a dense copy of it is never written. Up to four tokens of one expert share the decoding. Sums are
 // fp32 and come in the same order whatever the number of threads and tokens. Shapes of which bytes do not serve whole
 // rows are unpacked row by row into a buffer first, which takes about twice as long.
+//
+// Decoding to fp32 takes longer than memory does. Where it may, a product of plain codes is one of whole numbers
+// (`whole.h`); for a token that is not finite it is not.
 #include <vector>
 #include "matrices.h"
 #include "sparse.h"
 #include "trellis_rows.h"
+#include "whole.h"
 
 constexpr int TOKENS = 4;
 // Tokens of one expert: their inputs and outputs.
@@ -184,9 +188,31 @@ static void product(const Operand& m, long begin, long end, const Batch& batch) 
 }
 
 // --------------------------------------------------------------------------------------------------------------- work
-struct Piece { const Operand* matrix; long begin, end; Batch batch; };
-
-static void cut(std::vector<Piece>& pieces, const Operand& m, const Batch& batch) {
+struct Piece {
+  const Operand* matrix;
+  long begin, end;
+  Batch batch;
+  const Whole* whole[TOKENS];  // the inputs in whole numbers, if the matrix wants them
+};
+static void product(const Piece& p) {
+  if (!p.whole[0]) return product(*p.matrix, p.begin, p.end, p.batch);
+  Batch rest{};
+  const Whole* x[TOKENS];
+  float* y[TOKENS];
+  int tokens = 0;
+  for (int n = 0; n < p.batch.tokens; n++) {
+    if (p.whole[n]->finite) {
+      x[tokens] = p.whole[n];
+      y[tokens++] = p.batch.y[n];
+    } else {
+      rest.x[rest.tokens] = p.batch.x[n];
+      rest.y[rest.tokens++] = p.batch.y[n];
+    }
+  }
+  if (tokens) whole_dots(*p.matrix, p.begin, p.end, tokens, x, y);
+  if (rest.tokens) product(*p.matrix, p.begin, p.end, rest);
+}
+static void cut(std::vector<Piece>& pieces, const Operand& m, const Batch& batch, const Whole* const* whole) {
   long units = m.rows, size = std::max(8L, (1L << 15) / std::max(1L, (long)m.columns));
   if (m.transposed) {
     units = m.columns;
@@ -195,32 +221,67 @@ static void cut(std::vector<Piece>& pieces, const Operand& m, const Batch& batch
     units = m.rows / served((Form)m.form);
   }
   size = (size + 3) / 4 * 4;
-  for (long begin = 0; begin < units; begin += size) pieces.push_back({&m, begin, std::min(units, begin + size), batch});
-}
-static void run(const std::vector<Piece>& pieces, int threads) {
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-  for (long i = 0; i < (long)pieces.size(); i++) {
-    const Piece& p = pieces[i];
-    product(*p.matrix, p.begin, p.end, p.batch);
+  Piece piece{&m, 0, 0, batch, {}};
+  for (int n = 0; whole && n < batch.tokens; n++) piece.whole[n] = whole[n];
+  for (; piece.begin < units; piece.begin += size) {
+    piece.end = std::min(units, piece.begin + size);
+    pieces.push_back(piece);
   }
 }
+// The inputs of pairs in whole numbers, of every size of a block that a matrix wants.
+struct Wholes {
+  std::vector<Whole> found;       // [pairs, BLOCKS]
+  std::vector<long> wanted;       // of these
+  std::vector<uint8_t> is_wanted, memory;
+  long columns = 0;
+
+  void begin(long pairs, long in) {
+    columns = in;
+    wanted.clear();
+    is_wanted.assign(pairs * BLOCKS, 0);
+    found.resize(pairs * BLOCKS);
+  }
+  const Whole* want(long pair, int block) {
+    const long index = pair * BLOCKS + block;
+    if (!is_wanted[index]) wanted.push_back(index);
+    is_wanted[index] = 1;
+    return &found[index];
+  }
+  uint8_t* place(long i) { return memory.data() + (64 - (uintptr_t)memory.data() % 64) + i * whole_bytes(columns); }
+  void make_room() {
+    const size_t size = 64 + wanted.size() * whole_bytes(columns);
+    if (memory.size() < size) memory.resize(size);
+  }
+  void make(const float* x, long i) {
+    const long index = wanted[i];
+    found[index] = in_whole_numbers(x + index / BLOCKS * columns, columns, FINEST << index % BLOCKS, place(i));
+  }
+};
 
 // y[p] = M(experts[p]) · x[p] for every pair p. `table` has an Expert per row; experts outside 0 … count - 1 give zeros.
+// If it `may_round`, inputs are rounded to whole numbers where that is faster.
 extern "C" void moetool_routed(const Expert* table, long count, const int64_t* experts, long pairs, const float* x,
-                               long in, float* y, long out, int threads) {
-  std::vector<long> order;
+                               long in, float* y, long out, int threads, int may_round) {
+  // Kept from call to call: a token makes hundreds.
+  static thread_local std::vector<long> order;
+  static thread_local std::vector<float> between;
+  static thread_local std::vector<Piece> stages[1 + TERMS];
+  static thread_local Wholes wholes;
+  order.clear();
+  for (auto& stage : stages) stage.clear();
+  wholes.begin(pairs, in);
   for (long p = 0; p < pairs; p++)
     if (experts[p] >= 0 && experts[p] < count) order.push_back(p);
   std::stable_sort(order.begin(), order.end(), [&](long a, long b) { return experts[a] < experts[b]; });
   memset(y, 0, sizeof(float) * pairs * out);
   long inner = 0;
-  for (long e = 0; e < count; e++)
-    for (const Term& t : table[e].terms)
+  for (const long p : order)
+    for (const Term& t : table[experts[p]].terms)
       if (t.last.form) inner = std::max(inner, (long)t.first.rows);
-  std::vector<float> between(TERMS * inner * pairs);
-  std::vector<Piece> stages[1 + TERMS];
+  between.assign(TERMS * inner * pairs, 0);
   for (size_t i = 0; i < order.size();) {
     const Expert& expert = table[experts[order[i]]];
+    const size_t first = i;
     Batch batch{};
     for (const int64_t own = experts[order[i]]; i < order.size() && batch.tokens < TOKENS && experts[order[i]] == own; i++) {
       batch.x[batch.tokens] = x + order[i] * in;
@@ -229,13 +290,29 @@ extern "C" void moetool_routed(const Expert* table, long count, const int64_t* e
     for (int t = 0; t < TERMS; t++) {
       const Term& term = expert.terms[t];
       if (!term.first.form) continue;
-      if (!term.last.form) { cut(stages[1 + t], term.first, batch); continue; }
+      const int block = may_round ? block_of(term.first) : -1;
+      const Whole* whole[TOKENS] = {};
+      for (int n = 0; block >= 0 && n < batch.tokens; n++) whole[n] = wholes.want(order[first + n], block);
+      if (!term.last.form) { cut(stages[1 + t], term.first, batch, whole); continue; }
       Batch inward = batch, outward = batch;
       for (int n = 0; n < batch.tokens; n++)
-        outward.x[n] = inward.y[n] = between.data() + ((TERMS * (i - batch.tokens + n)) + t) * inner;
-      cut(stages[0], term.first, inward);
-      cut(stages[1 + t], term.last, outward);
+        outward.x[n] = inward.y[n] = between.data() + ((TERMS * (first + n)) + t) * inner;
+      cut(stages[0], term.first, inward, whole);
+      cut(stages[1 + t], term.last, outward, nullptr);
     }
   }
-  for (const auto& stage : stages) run(stage, threads);
+  wholes.make_room();
+  // Other threads have none of what is this one's own.
+  const std::vector<Piece>* const all = stages;
+  Wholes* const rounded = &wholes;
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for
+    for (long i = 0; i < (long)rounded->wanted.size(); i++) rounded->make(x, i);
+    for (int stage = 0; stage < 1 + TERMS; stage++) {
+      if (all[stage].empty()) continue;
+#pragma omp for schedule(dynamic)
+      for (long i = 0; i < (long)all[stage].size(); i++) product(all[stage][i]);
+    }
+  }
 }

@@ -22,6 +22,7 @@ from moetool.format.families import architecture_of, is_opaque
 from moetool.format.marker import moetool_entry
 from moetool.job.progress import Progress
 from moetool.job.result import LoadedLayer
+from moetool.kernels.rounding import exact_products
 from moetool.numerics.seeding import generator
 from moetool.runtime.building import empty_model
 from moetool.runtime.memory import free_bytes
@@ -137,6 +138,7 @@ def _native_experts(made: Checkpoint, path: str, experts: nn.Module) -> nn.Modul
 
 
 @torch.no_grad()
+@exact_products()
 def _errors_of_codes(made: Checkpoint, model: nn.Module, prefix: str) -> Iterator[float]:
     """‖Δ‖ / ‖output‖ of each linear layer that is stored as codes against the matrix that these stand for. Raises
     `VerificationError` if one is more than rounding."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moetool.compiled.compiler import library, threads
+from moetool.kernels import rounding
 from moetool.kernels.operands import NUMBERS, operand_row
 from moetool.kernels.table import Table
 from moetool.representations.operand import Operand
@@ -33,6 +34,7 @@ def routed(table: Table, chosen: Tensor, inputs: Tensor) -> Tensor:
         ctypes.c_void_p(outputs.data_ptr()),
         ctypes.c_long(rows),
         ctypes.c_int(threads()),
+        ctypes.c_int(rounding.is_allowed()),
     )
     return outputs
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from moetool.calibration.masking import mask_token
 from moetool.calibration.opening import Tokenizer
+from moetool.kernels.rounding import exact_products
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,6 +20,7 @@ class NextTokens:
     """Prediction of every token but the first of windows `[batch, length]`, each from those before it."""
 
     @torch.inference_mode()
+    @exact_products()
     def logits(self, model: "PreTrainedModel", windows: Tensor) -> Tensor:
         """Logits of every next token, `[batch, length − 1, vocabulary]`."""
         logits: Tensor = model(input_ids=windows.to(model.device), use_cache=False).logits[:, :-1]
@@ -43,6 +45,7 @@ class HiddenTokens:
     rows: int
 
     @torch.inference_mode()
+    @exact_products()
     def logits(self, model: "PreTrainedModel", windows: Tensor) -> Tensor:
         """`[batch, length, vocabulary]`. Raises `InvalidInputError` if the tokenizer has no mask token."""
         mask, (before, after) = mask_token(self.tokenizer), marks(self.tokenizer)

@@ -21,6 +21,7 @@ from moetool.checkpoint.files import fast_digest, is_intact, write_json
 from moetool.checkpoint.permissions import open_to_readers
 from moetool.errors import VerificationError
 from moetool.job.job import Job
+from moetool.kernels.rounding import exact_products
 from moetool.numerics.seeding import generator
 from moetool.runtime.modules.routers import Routers
 from moetool.runtime.modules.simoe_mixing import Interpolation
@@ -131,6 +132,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         return model, batches
 
     @torch.no_grad()
+    @exact_products()
     def evaluate(self, eval_dataset: object = None, *_: object, **__: object) -> dict[str, float]:
         """Mean next-token loss over all answer tokens of a data set, however it is cut into batches and processes.
 
@@ -246,6 +248,7 @@ class Reporter(TrainerCallback):  # type: ignore[misc]
 
 
 @torch.no_grad()
+@exact_products()
 def keeps_apart(model: PreTrainedModel) -> bool:
     """Whether examples that share a row do not see each other, as far as a try can tell: not every family's attention
     heeds positions that begin anew."""

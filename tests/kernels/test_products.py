@@ -1,9 +1,5 @@
 """Kernels multiply by what is stored: every representation, shape, dtype and instruction set, alone or among others."""
 
-import os
-import platform
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -20,21 +16,8 @@ from moetool.representations.operand import Operand, factors, numbers
 SHAPES = [(24, 32), (64, 48), (40, 64), (37, 50), (96, 128), (9, 7), (64, 1)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")
-EXTENSIONS = {"x86-64-v3": "avx2", "x86-64": "sse2", "cooperlake": "avx512_bf16"}  # what a machine must have for them
 
 pytestmark = pytest.mark.skipif(bool(compiler.problem()), reason=compiler.problem())
-
-
-@pytest.fixture(params=["native", "x86-64-v3", "x86-64"])
-def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Kernels in the instructions of this machine, of any with AVX2, and of any at all."""
-    if request.param != "native":
-        if platform.machine() != "x86_64" or EXTENSIONS[request.param] not in Path("/proc/cpuinfo").read_text():
-            pytest.skip("not a machine that has them")
-        command = (os.environ.get("CXX") or "c++").split()
-        loaded = compiler.load(command, ("-O1", f"-march={request.param}", "-fopenmp"))
-        monkeypatch.setattr(compiler, "_LOADED", [loaded])
-    return str(request.param)
 
 
 def error(found: Tensor, expected: Tensor) -> float:

@@ -12,6 +12,7 @@ import torch
 
 from moetool.checkpoint.source import first_line, local_path
 from moetool.errors import InvalidInputError, UsageError, did_you_mean
+from moetool.kernels.rounding import exact_products
 from moetool.measure.tasks.options import GROUPS, TaskOptions, expanded
 
 # Tasks whose metric is `code_eval`, which asks again whether generated code may be run.
@@ -48,7 +49,7 @@ def open_tasks(options: TaskOptions) -> OpenTasks:
         raise UsageError("--tasks needs lm-eval: pip install 'moetool[tasks]'.") from error
     names = expanded(options.tasks)
     folder = None if options.tasks_dir is None else _folder(options.tasks_dir)
-    with _calm(), _code_allowed(options.confirm_run_unsafe_code):
+    with exact_products(), _calm(), _code_allowed(options.confirm_run_unsafe_code):
         manager = _manager(names, folder)
         opened: dict[str, Any] = {}
         for name in names:

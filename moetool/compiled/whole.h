@@ -1,0 +1,148 @@
+// Products of codes with inputs in whole numbers: sums of int32 over blocks of columns, scaled in fp32.
+//
+// An input is cut into blocks, within the groups that share a scale in the matrix, and is scale · a word of 14 bits in
+// each; levels are words of 15 bits. A block's sum of products is then less than 2³¹, and what both lose is a hundredth
+// of what a byte of each would. Of as many columns as a vector has bytes, the even ones come before the odd ones: so
+// they meet codes that lie in the low and in the high bytes of words.
+#pragma once
+#include <cmath>
+#include "lanes.h"
+#include "matrices.h"
+
+constexpr long FINEST = 32, BLOCKS = 3;  // columns of a block: these, or twice or four times as many
+constexpr float INPUTS = 8191, LEVELS = 16383;  // the largest words; times 16 that an int32 adds up, below 2³¹
+struct Whole {                           // an input
+  const int16_t* words;
+  const float* scales;                   // of each block
+  bool finite;                           // if not, none of this is to be used
+};
+static inline long whole_bytes(long columns) { return (2 * columns + 4 * (columns / FINEST) + 63) / 64 * 64; }
+
+// Which block a matrix wants: FINEST << this; -1 where its products are those of fp32.
+static int block_of(const Operand& m) {
+  const bool known = (m.form >= CODES1 && m.form <= CODES8) || m.form == INT8;
+  if (!known || m.transposed || !aligned(m) || m.group % FINEST) return -1;
+  return m.group % (4 * FINEST) == 0 ? 2 : m.group % (2 * FINEST) == 0 ? 1 : 0;
+}
+// `memory` has room for whole_bytes(columns), from a multiple of 64 on.
+static Whole in_whole_numbers(const float* x, long columns, long block, uint8_t* memory) {
+  const long blocks = columns / block, step = block % Wide::COLUMNS ? Narrow::COLUMNS : Wide::COLUMNS;
+  int16_t* words = (int16_t*)memory;
+  float* scales = (float*)(words + columns);
+  for (long b = 0; b < blocks; b++) {
+    vi most = {};
+    for (long i = b * block; i < (b + 1) * block; i += W) {
+      const vi magnitude = (vi)load(x + i) & 0x7fffffff;  // ordered as the numbers are; the largest are not finite
+      most = magnitude > most ? magnitude : most;
+    }
+    int32_t largest = 0;
+    for (int i = 0; i < W; i++) largest = std::max(largest, most[i]);
+    if (largest >= 0x7f800000) return {words, scales, false};
+    float top;
+    memcpy(&top, &largest, 4);
+    scales[b] = top > 1e-30f ? top / INPUTS : 0;
+    const float inverse = scales[b] ? 1 / scales[b] : 0;
+    for (long i = b * block; i < (b + 1) * block; i += W) {
+      const vi rounded = (vi)(load(x + i) * inverse + 12582912.f);  // 1.5 · 2²³: whole numbers are in its lower bits
+      int16_t* even = words + i / step * step + i % step / 2;
+      for (int j = 0; j < W / 2; j++) {
+        even[j] = (int16_t)rounded[2 * j];
+        even[step / 2 + j] = (int16_t)rounded[2 * j + 1];
+      }
+    }
+  }
+  return {words, scales, true};
+}
+
+struct Levels {  // level = unit · word
+  int16_t words[16];
+  float unit;
+  explicit Levels(const float* levels) {
+    float top = 0;
+    for (int i = 0; i < 16; i++) top = std::max(top, std::fabs(levels[i]));
+    unit = top / LEVELS;
+    for (int i = 0; i < 16; i++) words[i] = (int16_t)std::lround(levels[i] / unit);
+  }
+};
+// A form always has the same levels.
+template <Form F> static const Levels& levels_of(const Operand& m) {
+  static const Levels found(m.levels);
+  return found;
+}
+
+// Rows that are computed together: those that a byte serves, and with codes of 3 bits those of two bytes.
+constexpr int together(Form f) { return looked_up(f) ? bits(f) % 2 ? 8 : 8 / bits(f) : 1; }
+template <Form F> static inline long own_row(const Operand& m, long q, int j) { return q + j * (m.rows / together(F)); }
+
+// The codes of V::COLUMNS columns of these rows, the even ones and the odd ones. Above them are those of neighbours.
+template <class V, Form F> static inline void read(const Operand& m, long q, long column, typename V::Words (*out)[2]) {
+  const uint8_t* own = m.data + q * m.columns + column;
+  const auto codes = V::load(own);
+  if constexpr (F == CODES3) {
+    const long eighth = m.rows / 8;
+    const auto third = V::load(m.data + (2 * eighth + q) * m.columns + column);
+    for (int odd = 0; odd < 2; odd++) {
+      const auto two = odd ? V::load(own + eighth * m.columns) : codes, one = third << (2 - odd);
+      // Third bits go where the neighbours' lower ones were.
+      const auto even = (two & 0x3333) | (one & 0xcccc), other = (two & 0xcccc) | (one & 0x3333);
+      for (int side = 0; side < 2; side++) {
+        out[odd][side] = even >> (8 * side);
+        out[2 + odd][side] = other >> (8 * side + 2);
+        out[4 + odd][side] = even >> (8 * side + 4);
+      }
+      out[6 + odd][0] = other >> 6;
+      out[6 + odd][1] = (two >> 14) | ((third >> (12 + odd)) & 4);
+    }
+  } else {
+    for (int j = 0; j < together(F); j++)
+      for (int side = 0; side < 2; side++) out[j][side] = codes >> (8 * side + j * bits(F));
+  }
+}
+// y[row] += M[row] · x for the rows that belong to q.
+template <class V, Form F>
+static inline void whole_dot(const Operand m, const typename V::Table& table, float unit, long q, const Whole x, long block, float* y) {
+  constexpr int P = together(F);
+  const long groups = m.columns / m.group, each = m.group / block;
+  typename V::Sums sums[P] = {};
+  for (long g = 0, b = 0; g < groups; g++) {
+    float s[P];
+    for (int j = 0; j < P; j++) s[j] = unit * scale(m, own_row<F>(m, q, j) * groups + g);
+    for (const long stop = b + each; b < stop; b++) {
+      typename V::Ints part[P] = {};
+      for (long i = b * block; i < (b + 1) * block; i += V::COLUMNS) {
+        const typename V::Words inputs[2] = {V::load(x.words + i), V::load(x.words + i + V::COLUMNS / 2)};
+        typename V::Words codes[P][2];
+        read<V, F>(m, q, i, codes);
+        for (int j = 0; j < P; j++)
+          for (int side = 0; side < 2; side++) {
+            const auto code = codes[j][side];
+            if constexpr (looked_up(F)) part[j] = V::add(part[j], V::look(table, code), inputs[side]);
+            else if constexpr (F == CODES8) part[j] = V::add(part[j], (code & 255) - 127, inputs[side]);
+            else part[j] = V::add(part[j], ((code & 255) ^ 128) - 128, inputs[side]);
+          }
+      }
+      for (int j = 0; j < P; j++) sums[j] += __builtin_convertvector(part[j], typename V::Sums) * (s[j] * x.scales[b]);
+    }
+  }
+  for (int j = 0; j < P; j++) y[place(m, own_row<F>(m, q, j))] += V::total(sums[j]);
+}
+template <class V, Form F>
+static void whole_dots(const Operand& m, long begin, long end, long block, int tokens, const Whole* const* x, float* const* y) {
+  typename V::Table table{};
+  float unit = 1;
+  if constexpr (looked_up(F)) {
+    table = V::table(levels_of<F>(m).words);
+    unit = levels_of<F>(m).unit;
+  }
+  constexpr int calls = together(F) / served(F);  // pieces are cut in those of `decode`
+  for (long q = begin / calls; q < end / calls; q++)
+    for (int n = 0; n < tokens; n++) whole_dot<V, F>(m, table, unit, q, *x[n], block, y[n]);
+}
+static void whole_dots(const Operand& m, long begin, long end, int tokens, const Whole* const* x, float* const* y) {
+  const long block = FINEST << block_of(m);
+#define EACH(F) \
+  case F: return block % Wide::COLUMNS ? whole_dots<Narrow, F>(m, begin, end, block, tokens, x, y) \
+                                       : whole_dots<Wide, F>(m, begin, end, block, tokens, x, y);
+  switch (m.form) { EACH(CODES1) EACH(CODES2) EACH(CODES3) EACH(CODES4) EACH(CODES8) EACH(INT8) }
+#undef EACH
+}
