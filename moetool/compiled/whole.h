@@ -2,7 +2,7 @@
 //
 // An input is cut into blocks, within the groups that share a scale in the matrix, and is scale · a word of 14 bits in
 // each; levels are words of 15 bits. A block's sum of products is then less than 2³¹, and what both lose is a hundredth
-// of what a byte of each would. Of as many columns as a vector has bytes, the even ones come before the odd ones: so
+// of what a byte of each would. It is too much beside codes of 8 bits, which lose next to nothing. Of as many columns as a vector has bytes, the even ones come before the odd ones: so
 // they meet codes that lie in the low and in the high bytes of words.
 #pragma once
 #include <cmath>
@@ -20,8 +20,7 @@ static inline long whole_bytes(long columns) { return (2 * columns + 4 * (column
 
 // Which block a matrix wants: FINEST << this; -1 where its products are those of fp32.
 static int block_of(const Operand& m) {
-  const bool known = (m.form >= CODES1 && m.form <= CODES8) || m.form == INT8;
-  if (!known || m.transposed || !aligned(m) || m.group % FINEST) return -1;
+  if (m.form < CODES1 || m.form > CODES4 || m.transposed || !aligned(m) || m.group % FINEST) return -1;
   return m.group % (4 * FINEST) == 0 ? 2 : m.group % (2 * FINEST) == 0 ? 1 : 0;
 }
 // `memory` has room for whole_bytes(columns), from a multiple of 64 on.
@@ -71,7 +70,7 @@ template <Form F> static const Levels& levels_of(const Operand& m) {
 }
 
 // Rows that are computed together: those that a byte serves, and with codes of 3 bits those of two bytes.
-constexpr int together(Form f) { return looked_up(f) ? bits(f) % 2 ? 8 : 8 / bits(f) : 1; }
+constexpr int together(Form f) { return bits(f) % 2 ? 8 : 8 / bits(f); }
 template <Form F> static inline long own_row(const Operand& m, long q, int j) { return q + j * (m.rows / together(F)); }
 
 // The codes of V::COLUMNS columns of these rows, the even ones and the odd ones. Above them are those of neighbours.
@@ -114,12 +113,7 @@ static inline void whole_dot(const Operand m, const typename V::Table& table, fl
         typename V::Words codes[P][2];
         read<V, F>(m, q, i, codes);
         for (int j = 0; j < P; j++)
-          for (int side = 0; side < 2; side++) {
-            const auto code = codes[j][side];
-            if constexpr (looked_up(F)) part[j] = V::add(part[j], V::look(table, code), inputs[side]);
-            else if constexpr (F == CODES8) part[j] = V::add(part[j], (code & 255) - 127, inputs[side]);
-            else part[j] = V::add(part[j], ((code & 255) ^ 128) - 128, inputs[side]);
-          }
+          for (int side = 0; side < 2; side++) part[j] = V::add(part[j], V::look(table, codes[j][side]), inputs[side]);
       }
       for (int j = 0; j < P; j++) sums[j] += __builtin_convertvector(part[j], typename V::Sums) * (s[j] * x.scales[b]);
     }
@@ -128,21 +122,17 @@ static inline void whole_dot(const Operand m, const typename V::Table& table, fl
 }
 template <class V, Form F>
 static void whole_dots(const Operand& m, long begin, long end, long block, int tokens, const Whole* const* x, float* const* y) {
-  typename V::Table table{};
-  float unit = 1;
-  if constexpr (looked_up(F)) {
-    table = V::table(levels_of<F>(m).words);
-    unit = levels_of<F>(m).unit;
-  }
+  const Levels& levels = levels_of<F>(m);
+  const typename V::Table table = V::table(levels.words);
   constexpr int calls = together(F) / served(F);  // pieces are cut in those of `decode`
   for (long q = begin / calls; q < end / calls; q++)
-    for (int n = 0; n < tokens; n++) whole_dot<V, F>(m, table, unit, q, *x[n], block, y[n]);
+    for (int n = 0; n < tokens; n++) whole_dot<V, F>(m, table, levels.unit, q, *x[n], block, y[n]);
 }
 static void whole_dots(const Operand& m, long begin, long end, int tokens, const Whole* const* x, float* const* y) {
   const long block = FINEST << block_of(m);
 #define EACH(F) \
   case F: return block % Wide::COLUMNS ? whole_dots<Narrow, F>(m, begin, end, block, tokens, x, y) \
                                        : whole_dots<Wide, F>(m, begin, end, block, tokens, x, y);
-  switch (m.form) { EACH(CODES1) EACH(CODES2) EACH(CODES3) EACH(CODES4) EACH(CODES8) EACH(INT8) }
+  switch (m.form) { EACH(CODES1) EACH(CODES2) EACH(CODES3) EACH(CODES4) }
 #undef EACH
 }
