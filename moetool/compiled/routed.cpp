@@ -273,7 +273,7 @@ extern "C" void moetool_routed(const Expert* table, long count, const int64_t* e
   for (long p = 0; p < pairs; p++)
     if (experts[p] >= 0 && experts[p] < count) order.push_back(p);
   std::stable_sort(order.begin(), order.end(), [&](long a, long b) { return experts[a] < experts[b]; });
-  memset(y, 0, sizeof(float) * pairs * out);
+  std::fill(y, y + pairs * out, 0.f);
   long inner = 0;
   for (const long p : order)
     for (const Term& t : table[experts[p]].terms)
