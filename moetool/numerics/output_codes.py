@@ -64,6 +64,20 @@ def coded_for_outputs(
     ]
 
 
+def widest_scales(feedback: Feedback, noise: float) -> float | None:
+    """How many times wider scales may serve better than those that suit the nearest codes, to the power of one.
+
+    Args:
+        feedback: of the inputs.
+        noise: share of a normal variable's energy that the nearest codes leave.
+
+    Returns:
+        `None` where nothing need be tried.
+    """
+    widest: float = max(1.0, _FLAT / feedback.flatness) ** noise
+    return widest if widest >= _LEAST else None
+
+
 def _fitted(part: Coded, codes: Tensor, coder: Coder, feedback: Feedback, *, keeps_size: bool = False) -> Tensor:
     decoded = coder.decoded(codes, part.scales, part.bits)
     return fitted_scales(part.matrix, decoded, part.scales, feedback.gram, keeps_size=keeps_size)
@@ -75,8 +89,8 @@ def _widened(parts: Sequence[Coded], coder: Coder, feedback: Feedback) -> list[C
     tried: dict[int, tuple[float, ...]] = {}  # how much wider, by part
     trials: list[Coded] = []
     for place, part in enumerate(parts):
-        widest = max(1.0, _FLAT / feedback.flatness) ** coder.noise.get(part.bits, 0.0)
-        if widest >= _LEAST:
+        widest = widest_scales(feedback, coder.noise.get(part.bits, 0.0))
+        if widest is not None:
             count = min(TRIED_ROWS, len(part.matrix))
             few = slice(0, count * (len(part.matrix) // count), len(part.matrix) // count)
             tried[place] = 1.0, *(widest**power for power in POWERS)

@@ -1,11 +1,13 @@
 """To llama.cpp and everything that is built on it: one GGUF file with weights, tokenizer and chat template.
 
-On a text, beside it what its `llama-quantize` wants to know of a model: an importance matrix, and types for tensors.
+On a text the codes of quantized types are chosen; of a file in 16 bits or more there is beside it what `llama-quantize`
+wants to know of a model: an importance matrix, and types for tensors.
 """
 
 import shlex
 from collections import Counter
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import ClassVar
@@ -23,9 +25,12 @@ from moetool.costs.building_blocks import (
     moe_size,
 )
 from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.layer_memory import Measuring
 from moetool.costs.phases import BACKWARD, FORWARD, WRITE, Phase, Phases, rewriting_phases
 from moetool.errors import UsageError, VerificationError
-from moetool.export.gguf.file import GgufTensor, NumberType, data_bytes, write_gguf
+from moetool.export.gguf.coded_layers import CodedLayers
+from moetool.export.gguf.coding import choosing_blocks
+from moetool.export.gguf.file import GgufTensor, data_bytes, write_gguf
 from moetool.export.gguf.imatrix import write_imatrix
 from moetool.export.gguf.measuring import TensorStatistics, measure_tensors
 from moetool.export.gguf.model import GgufSource, layer_of
@@ -33,6 +38,7 @@ from moetool.export.gguf.proof import prove_file
 from moetool.export.gguf.tensor_types import Menu, counted_types, type_lines
 from moetool.export.gguf.tokenizer import GgufTokenizer, has_tokenizer, read_tokenizer
 from moetool.format.gguf import IMATRIX, MODEL, TENSOR_TYPES, gguf_library
+from moetool.format.gguf_blocks import BLOCK_TYPES, NumberType
 from moetool.job.job import Input, Job, pick_compute_dtype, pick_device
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import Plan, text_cost
@@ -40,7 +46,7 @@ from moetool.job.progress import phase
 from moetool.job.result import Details, Sizes
 from moetool.job.stage import Stage
 from moetool.job.writing import record_origin
-from moetool.numerics.work import Work
+from moetool.numerics.work import Work, altogether
 
 _REQUANTIZED = ("f32", "f16", "bf16")  # what llama-quantize starts from
 _DIGEST = "digest"  # of the file so far, in what its units tell
@@ -51,7 +57,9 @@ class ExportGgufOptions(RunOptions, TextOptions):
     """The types of numbers, what the tokenizer is called, and on which text llama-quantize is helped, if on any."""
 
     type: NumberType = Field(
-        "f16", description="Of the weights; routers and norms are always fp32. llama-quantize makes further ones."
+        "f16",
+        description="Of the weights. Routers and norms are always fp32, embeddings and head have 8 bits at least; with "
+        "--calibration the codes of q8_0 and below lose least on the text.",
     )
     experts_type: NumberType | None = Field(None, description="Of the routed experts alone (default: as --type).")
     pre_tokenizer: str | None = Field(
@@ -82,6 +90,13 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
     @property
     def _types(self) -> set[NumberType]:
         return {self.options.type, self.options.experts_type or self.options.type}
+
+    @cached_property
+    def _coded(self) -> list[GgufTensor]:
+        """Tensors whose codes are chosen on the text."""
+        if self._text is None:
+            return []
+        return [tensor for tensor in self._tensors if tensor.type in BLOCK_TYPES and layer_of(tensor.name) >= 0]
 
     @cached_property
     def _tensors(self) -> list[GgufTensor]:
@@ -120,20 +135,25 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         cost, back = self._cost, self._menu is not None
         if source.experts is not None:
             size, hidden = moe_size(source.experts), source.experts.architecture.hidden
-            memory = cost.layer_memory(source.experts, gradients=back).nbytes()
+            measuring = [Measuring.codes(source.experts.shape)] if self._coded else []
+            memory = cost.layer_memory(source.experts, *measuring, gradients=back).nbytes()
             work = decoding(size) if source.experts.layouts else Work()
         else:
             assert source.dense is not None
             size, hidden, work = dense_size(source.dense), source.dense.hidden, Work()
             memory = cost.dense_memory_bytes(source.dense, runs=self._text is not None, calibrated=True)
+            memory += 4 * 8 * max((tensor.shape[-1] for tensor in self._coded), default=0) ** 2
         types = [f"{count} {number}" for number, count in Counter(tensor.type for tensor in tensors).most_common()]
+        if odd := self._fallen_back:
+            types.append(f"no whole blocks: {odd}")
         return Plan(
             stage=self.name,
             input_bytes=source.checkpoint.weight_bytes,
             output_bytes=output,
-            scratch_bytes=cost.gradient_bytes(hidden, size.layers) if back else cost.forward_bytes(hidden),
+            scratch_bytes=self._blocks_bytes
+            + (cost.gradient_bytes(hidden, size.layers) if back else cost.forward_bytes(hidden)),
             memory_bytes=memory,
-            phases=(*self._text_phases(cost, size), *rewriting_phases(size, output, work)),
+            phases=self._phases(cost, size, output, work),
             details={"architecture": source.family.architecture, "tensors": ", ".join(types)},
         )
 
@@ -147,27 +167,40 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         computed = pick_compute_dtype(self.options.compute_dtype, device, dtype, gradients=gradients)
         return text_cost(self._text, computed, dtype)
 
-    def _text_phases(self, cost: CalibrationCost, size: ModelSize) -> Phases:
+    @property
+    def _blocks_bytes(self) -> int:
+        """Most bytes of blocks that wait to be written: those of a layer."""
+        layers = groupby(self._coded, key=lambda tensor: layer_of(tensor.name))
+        return max((data_bytes(list(tensors)) for _, tensors in layers), default=0)
+
+    def _phases(self, cost: CalibrationCost, size: ModelSize, output: int, decoded: Work) -> Phases:
+        writes = rewriting_phases(size, output, decoded)
         if self._text is None:
-            return ()
+            return writes
         forward = Phase(FORWARD, calibration_forward(cost, size))
+        if self._coded:
+            works = (choosing_blocks(tensor.shape, tokens=cost.samples * cost.length) for tensor in self._coded)
+            return (Phase(WRITE, altogether([forward.work, writes[0].work, *works])),)
         if self._menu is None:
-            return (forward,)
-        return forward, Phase(BACKWARD, forward.work + calibration_backward(cost, size))
+            return forward, *writes
+        return forward, Phase(BACKWARD, forward.work + calibration_backward(cost, size)), *writes
 
     def run(self, job: Job[GgufSource]) -> Details:
         source, files = self.source, [job.output / MODEL]
         source.check_idle()
         for line in self._remarks():
             job.progress.log(line)
-        facts = None
-        if self._text is not None:
+        facts, coded = None, None
+        if self._text is not None and self._coded:
+            coded = CodedLayers(job, self._text, self._coded)
+            facts = coded.facts
+        elif self._text is not None:
             measured = measure_tensors(job, self._text, {tensor.name: tensor for tensor in self._tensors}, self._menu)
             facts = measured.facts
             files += self._write_advice(job, measured)
-        self._write(job, files[0])
+        self._write(job, files[0], coded)
         if self.options.proof:
-            job.loaded = prove_file(files[0], source, self._types)
+            job.loaded = prove_file(files[0], source, {tensor.type for tensor in self._tensors})
         record_origin(job, seed=self.options.seed, files=files, calibration=facts)
         return Details(calibration=facts)
 
@@ -189,10 +222,16 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         job.progress.log(f"To use them: {shlex.join([*words, str(job.output / MODEL), 'SMALLER.gguf', 'Q4_K_M'])}")
         return files
 
-    def _write(self, job: Job[GgufSource], file: Path) -> None:
+    def _write(self, job: Job[GgufSource], file: Path, coded: CodedLayers | None) -> None:
         """The file itself, whose layers are units of the journal."""
-        library, source = gguf_library(), self.source
-        units = [list(unit) for _, unit in groupby(self._tensors, key=lambda tensor: layer_of(tensor.name))]
+        library, source, tensors = gguf_library(), self.source, self._tensors
+        if coded is not None:
+            names = {tensor.name for tensor in self._coded}
+            tensors = [
+                replace(tensor, parts=partial(coded.blocks, tensor.name)) if tensor.name in names else tensor
+                for tensor in tensors
+            ]
+        units = [list(unit) for _, unit in groupby(tensors, key=lambda tensor: layer_of(tensor.name))]
         writer = library.GGUFWriter(None, source.family.architecture)
         writer.add_name(source.checkpoint.path.resolve().name)
         writer.add_file_type(library.LlamaFileType[_file_type(self.options.type)])
@@ -205,9 +244,11 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
 
         def note(number: int, digest: str) -> None:
             job.finish(f"write/{number}", told={_DIGEST: digest})
+            if coded is not None:
+                coded.forget(layer_of(units[number][0].name))
             job.interrupt.check()
 
-        with phase(job.progress, WRITE, len(self._tensors)):
+        with phase(job.progress, WRITE, len(self._tensors) + (0 if coded is None else coded.steps)):
             if job.unit("write", len(self._tensors)):
                 done = takewhile(job.workspace.is_done, (f"write/{number}" for number in range(len(units))))
                 noted = [str(job.workspace.told(unit)[_DIGEST]) for unit in done]
@@ -222,11 +263,19 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             found.append(f"llama.cpp does not keep to this model's window of {window} tokens: longer texts differ.")
         if self._tokenizer is None:
             found.append("There is no tokenizer: the file is of use to programs that bring token ids.")
-        if odd := [tensor for tensor in self._tensors if tensor.type == "f16" and "f16" not in self._types]:
-            found.append(
-                f"{len(odd)} tensors have rows that are no whole blocks of 32, {odd[0].name} among them: fp16."
-            )
+        if odd := self._fallen_back:
+            found.append(f"Rows of some tensors are no whole blocks of the type asked for: {odd}.")
         return found
+
+    @cached_property
+    def _fallen_back(self) -> str:
+        """Tensors whose rows are no whole blocks of the type that was asked for, by the type that they get."""
+        odd = [tensor for tensor in self._tensors if tensor.is_fallback(self._types)]
+        return "; ".join(
+            f"{len(names)} are {number}, {names[0]} among them"
+            for number in dict.fromkeys(tensor.type for tensor in odd)
+            if (names := [tensor.name for tensor in odd if tensor.type == number])
+        )
 
     def verify(self, output: Path) -> Sizes:
         found = {tensor.name: tensor for tensor in gguf_library().GGUFReader(output / MODEL).tensors}
@@ -240,4 +289,5 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
 
 
 def _file_type(number: NumberType) -> str:
-    return "ALL_F32" if number == "f32" else f"MOSTLY_{number.upper()}"
+    sizes = {"q3_k": "_S", "q4_k": "_S", "q5_k": "_S"}
+    return "ALL_F32" if number == "f32" else f"MOSTLY_{number.upper()}{sizes.get(number, '')}"

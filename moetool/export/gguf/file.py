@@ -2,26 +2,29 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from moetool.checkpoint.files import TEMPORARY, FastDigest, free_bytes, settle, storage_errors
 from moetool.checkpoint.writer import is_finite
 from moetool.errors import InvalidInputError, ResourceError, VerificationError
+from moetool.export.gguf.coding import block_codes
 from moetool.format.gguf import EMBEDDINGS, HEAD, gguf_library
+from moetool.format.gguf_blocks import BLOCK_TYPES, WITHOUT_SUPER_BLOCKS, NumberType
 from moetool.job.progress import Progress
 
-NumberType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
-# Numbers in a block, and its bytes. The library writes these; its others it only reads.
-_BLOCKS: dict[NumberType, tuple[int, int]] = {
-    "f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "q8_0": (32, 34), "q5_1": (32, 24), "q5_0": (32, 22),
-    "q4_1": (32, 20), "q4_0": (32, 18),
+# Numbers in a block, and its bytes.
+_BLOCKS: dict[str, tuple[int, int]] = {
+    "f32": (1, 4), "f16": (1, 2), "bf16": (1, 2),
+    **{name: (kind.numbers, kind.nbytes) for name, kind in BLOCK_TYPES.items()},
 }  # fmt: skip
+_AT_ONCE = 1 << 20  # numbers that are put into blocks together
 _ALIGNMENT = 32
 _LARGEST_FP16 = 65504.0
 _UNTYPED = np.dtype(np.float32)  # what the library is told of a tensor whose type stands beside it
@@ -36,7 +39,7 @@ class GgufTensor:
         name: GGUF's.
         shape: as torch has it.
         type: of its numbers.
-        parts: its rows in order, in parts whose last dimension is the whole's.
+        parts: its rows in order, in parts whose last dimension is the whole's; or, as uint8, the bytes of its blocks.
     """
 
     name: str
@@ -60,16 +63,24 @@ class GgufTensor:
         """Whether it is fp32 in every file: routers, norms and biases."""
         return type_for(self.name, self.shape, "f16") == "f32"
 
+    def is_fallback(self, wanted: Collection[NumberType]) -> bool:
+        """Whether it has none of the wanted types because its rows are no whole blocks of them."""
+        if self.is_always_wide or self.type in wanted:
+            return False
+        return any(self.shape[-1] % _BLOCKS[number][0] for number in wanted)
+
 
 def type_for(name: str, shape: Sequence[int], wanted: NumberType) -> NumberType:
     """The type of a tensor in a file of that type: routers, norms and biases are always fp32, rows that are no whole
-    blocks fp16, and embeddings and the head have at least 8 bits, as in llama.cpp's own files."""
+    super-blocks have blocks of 32, and those that 32 does not divide fp16, as in llama.cpp's own files. Embeddings and
+    the head have at least 8 bits."""
     if len(shape) == 1 or name.endswith(_ALWAYS_F32):
         return "f32"
+    if wanted in BLOCK_TYPES and name in (EMBEDDINGS, HEAD):
+        wanted = "q8_0"
     if shape[-1] % _BLOCKS[wanted][0]:
-        return "f16"
-    few = wanted in ("q4_0", "q4_1", "q5_0", "q5_1")
-    return "q8_0" if few and name in (EMBEDDINGS, HEAD) else wanted
+        wanted = WITHOUT_SUPER_BLOCKS.get(wanted, "f16")
+    return "f16" if shape[-1] % _BLOCKS[wanted][0] else wanted
 
 
 def data_bytes(tensors: Sequence[GgufTensor]) -> int:
@@ -182,7 +193,7 @@ class _Digested:
 
 
 def _write(output: _Digested, tensor: GgufTensor) -> None:
-    quantize, written, code = gguf_library().quants.quantize, 0, _code(tensor.type)
+    written = 0
     for part in tensor.parts():
         if not is_finite(part):
             raise InvalidInputError(f"{tensor.name} would hold NaN or infinity: the checkpoint is damaged.")
@@ -190,7 +201,7 @@ def _write(output: _Digested, tensor: GgufTensor) -> None:
             raise InvalidInputError(
                 f"{tensor.name} has numbers up to {float(part.abs().max()):.3g}, more than fp16 can hold: --type bf16."
             )
-        rows = quantize(part.detach().float().contiguous().numpy(), code).tobytes()
+        rows = _rows(part, tensor.type)
         output.write(rows)
         written += len(rows)
     if written != tensor.nbytes:
@@ -198,6 +209,20 @@ def _write(output: _Digested, tensor: GgufTensor) -> None:
             f"{tensor.name} came in {written} bytes, not {tensor.nbytes}; {output.file} was not written."
         )
     output.write(bytes(_padded(written) - written))
+
+
+def _rows(part: Tensor, number: NumberType) -> bytes:
+    """Rows as they are stored, in blocks with the nearest codes unless they are blocks already."""
+    if part.dtype == torch.uint8:
+        return part.numpy().tobytes()
+    if (kind := BLOCK_TYPES.get(number)) is None:
+        stored: bytes = (
+            gguf_library().quants.quantize(part.detach().float().contiguous().numpy(), _code(number)).tobytes()
+        )
+        return stored
+    rows = part.reshape(-1, part.shape[-1])
+    step = max(1, _AT_ONCE // rows.shape[1])
+    return b"".join(block_codes(some, kind).tobytes().numpy().tobytes() for some in rows.split(step))
 
 
 def _padded(size: int) -> int:

@@ -53,7 +53,7 @@ def measure_tensors(
         InvalidInputError: text or tokenizer cannot be used, or the model gives no numbers on it.
     """
     source, layers = job.source, range(job.source.layers)
-    calibrated = CalibratedJob(_inner(job), options, gradients=menu is not None)
+    calibrated = CalibratedJob(calibrated_view(job), options, gradients=menu is not None)
 
     def visit(layer: int, module: nn.Module) -> None:
         moments = LayerMoments(source, layer, module, job.device)
@@ -79,7 +79,7 @@ def measure_tensors(
     return TensorStatistics(found, losses, calibrated.facts if menu is None else calibrated.facts_with_loss)
 
 
-def _inner(job: Job[GgufSource]) -> Job[Source] | Job[DenseSource]:
+def calibrated_view(job: Job[GgufSource]) -> Job[Source] | Job[DenseSource]:
     """A view of the job that calibration can run: on the MoE or dense source within."""
     source = job.source
     shared = job.workspace, job.options, job.recipe, job.progress, job.interrupt, job.ranks

@@ -18,7 +18,7 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import model_config
 from moetool.errors import InvalidInputError
-from moetool.export.gguf.file import GgufTensor, NumberType, type_for
+from moetool.export.gguf.file import GgufTensor, type_for
 from moetool.format.families import architecture_of
 from moetool.format.gguf import (
     COUNTS,
@@ -40,6 +40,7 @@ from moetool.format.gguf import (
     interleaved,
     layer_in_file,
 )
+from moetool.format.gguf_blocks import NumberType
 from moetool.format.kinds import custom_module
 from moetool.runtime.building import check_sizes
 from moetool.runtime.dense import DenseModel

@@ -7,13 +7,15 @@ from torch import Tensor
 
 from moetool.checkpoint.gguf import GgufModel
 from moetool.errors import InvalidInputError, VerificationError
-from moetool.export.gguf.file import NumberType
 from moetool.export.gguf.model import GgufSource
+from moetool.format.gguf_blocks import NumberType
 from moetool.job.result import LoadedLayer
 
-# The most that rounding to a type takes of a matrix, ‖Δ‖ / ‖matrix‖, with room for unusual distributions.
+# The most that rounding to a type takes of a matrix, ‖Δ‖ / ‖matrix‖, with room for unusual distributions, and for codes
+# that make good for each other's errors.
 _ROUNDING: dict[NumberType, float] = {
-    "f32": 1e-6, "f16": 2e-3, "bf16": 1e-2, "q8_0": 2e-2, "q5_1": 0.15, "q5_0": 0.15, "q4_1": 0.3, "q4_0": 0.3,
+    "f32": 1e-6, "f16": 2e-3, "bf16": 1e-2, "q8_0": 3e-2, "q6_k": 0.1, "q5_k": 0.2, "q5_1": 0.2, "q5_0": 0.2,
+    "q4_k": 0.4, "q4_1": 0.4, "q4_0": 0.4, "iq4_xs": 0.4, "iq4_nl": 0.4, "q3_k": 0.6, "q2_k": 0.9,
 }  # fmt: skip
 
 

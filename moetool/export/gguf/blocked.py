@@ -1,0 +1,191 @@
+"""Matrices in llama.cpp's blocks: their numbers as tensors, the scales that suit the nearest codes, and their bytes.
+
+Tensors here are `[in, out]`, `[groups, out]` or `[blocks, out]`: what one input is given by all outputs lies side by
+side, as error feedback goes from input to input.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moetool.format.gguf_blocks import BlockParts, BlockType
+
+# Scales tried, by the share of the one that holds a group's largest number; fewer levels want smaller ones.
+_CLIPS = {
+    4: (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+    8: (0.6, 0.7, 0.8, 0.9, 1.0),
+    16: (0.75, 0.82, 0.89, 0.96, 1.02),
+    32: (0.88, 0.94, 1.0),
+}
+_MANY = (0.98, 1.0)
+_LARGEST = 65504.0  # in fp16
+
+
+@dataclass
+class Blocked:
+    """A matrix `[out, in]` in blocks, which are changed in place.
+
+    Attributes:
+        kind: of its blocks.
+        codes: `[in, out]` uint8.
+        scales, minima: `[groups, out]` fp32, whole: the codes of scales and minima.
+        d, dmin: `[blocks, out]` fp32, as fp16 holds them.
+    """
+
+    kind: BlockType
+    codes: Tensor
+    scales: Tensor
+    minima: Tensor
+    d: Tensor
+    dmin: Tensor
+
+    @property
+    def groups_per_block(self) -> int:
+        """Groups that share a `d`."""
+        return self.kind.numbers // self.kind.group
+
+    def scale(self) -> Tensor:
+        """`[groups, out]`: what levels are multiplied with."""
+        return self.d.repeat_interleave(self.groups_per_block, 0) * self.scales
+
+    def minimum(self) -> Tensor:
+        """`[groups, out]`: what is subtracted then."""
+        return self.dmin.repeat_interleave(self.groups_per_block, 0) * self.minima
+
+    def decoded(self) -> Tensor:
+        """`[in, out]` fp32, as llama.cpp decodes it to the bit."""
+        values = levels_of(self.kind, self.codes).unflatten(0, (-1, self.kind.group))
+        return values.mul_(self.scale()[:, None]).sub_(self.minimum()[:, None]).flatten(0, 1)
+
+    def tobytes(self) -> Tensor:
+        """The blocks of every row, one after the other: `[out, bytes]` uint8."""
+        rows = self.codes.shape[1]
+
+        def flat(numbers: Tensor, width: int) -> np.ndarray:
+            return numbers.T.contiguous().cpu().numpy().reshape(-1, width)
+
+        parts = BlockParts(
+            flat(self.codes, self.kind.numbers),
+            flat(self.scales, self.groups_per_block).astype(np.int16),
+            flat(self.minima, self.groups_per_block).astype(np.int16),
+            flat(self.d, 1)[:, 0].astype(np.float16),
+            flat(self.dmin, 1)[:, 0].astype(np.float16),
+        )
+        return torch.from_numpy(self.kind.pack(parts).reshape(rows, -1))
+
+
+def levels_of(kind: BlockType, codes: Tensor) -> Tensor:
+    """What codes stand for before scales: fp32 in their shape."""
+    if kind.is_even:
+        return codes.float().add_(kind.levels[0])
+    return torch.tensor(kind.levels, dtype=torch.float32, device=codes.device)[codes.int()]
+
+
+def nearest_levels(kind: BlockType, places: Tensor) -> Tensor:
+    """The level nearest to each place, fp32; `places` are overwritten."""
+    if kind.is_even:
+        return places.round_().clamp_(kind.levels[0], kind.levels[-1])
+    return levels_of(kind, _between(kind, places))
+
+
+def nearest_codes(kind: BlockType, places: Tensor) -> Tensor:
+    """The code of the level nearest to each place, uint8; `places` are overwritten."""
+    if kind.is_even:
+        return nearest_levels(kind, places).sub_(kind.levels[0]).to(torch.uint8)
+    return _between(kind, places)
+
+
+def _between(kind: BlockType, places: Tensor) -> Tensor:
+    levels = torch.tensor(kind.levels, dtype=torch.float32, device=places.device)
+    return torch.bucketize(places, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
+
+
+def inverse(numbers: Tensor) -> Tensor:
+    """1 / x, and 0 for 0."""
+    return torch.where(numbers == 0, 0, 1 / torch.where(numbers == 0, 1, numbers))
+
+
+def fp16(numbers: Tensor) -> Tensor:
+    """Round fp32 to what fp16 holds."""
+    return numbers.clamp(-_LARGEST, _LARGEST).half().float()
+
+
+def first_scales(inputs: Tensor, kind: BlockType, energy: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima `[groups, out]` under which the nearest codes of every group lose little.
+
+    Of several scales, each made the best for its codes by least squares, the one that loses least.
+
+    Args:
+        inputs: `[in, out]` fp32.
+        kind: of blocks.
+        energy: `[in]` fp32, how much the squared error of each input counts.
+    """
+    numbers = inputs.unflatten(0, (-1, kind.group))
+    weights = energy.unflatten(0, (-1, kind.group))[..., None]
+    weights = weights + 1e-6 * weights.mean() + torch.finfo(torch.float32).tiny
+    clips = _CLIPS.get(len(kind.levels), _MANY)
+    low = numbers.amin(1)
+    if kind.has_minimum:
+        low = low.clamp_max(0) if kind.minimum_range[0] == 0 else low
+        span = (numbers.amax(1) - low) / kind.levels[-1]
+        starts = [(span * clip, -low * clip) for clip in clips]
+    else:
+        high = numbers.amax(1)
+        largest = torch.where(high > -low, high, low) / kind.levels[0]
+        signs = (1, -1) if len(kind.levels) <= 16 else (1,)
+        starts = [(largest * clip * sign, torch.zeros_like(low)) for clip in clips for sign in signs]
+    best, found = torch.full_like(low, torch.inf), starts[-1]
+    for scale, minimum in starts:
+        scale, minimum = _least_squares(numbers, weights, kind, scale, minimum)
+        values = nearest_levels(kind, (numbers + minimum[:, None]).mul_(inverse(scale)[:, None]))
+        lost = values.mul_(scale[:, None]).sub_(minimum[:, None]).sub_(numbers).square_().mul_(weights).sum(1)
+        better = lost < best
+        best = torch.where(better, lost, best)
+        found = torch.where(better, scale, found[0]), torch.where(better, minimum, found[1])
+    return found
+
+
+def _least_squares(
+    numbers: Tensor, weights: Tensor, kind: BlockType, scale: Tensor, minimum: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Scale and minimum that are best for the nearest codes under those given."""
+    values = nearest_levels(kind, (numbers + minimum[:, None]).mul_(inverse(scale)[:, None]))
+    weighted = values * weights
+    qq, qx = (weighted * values).sum(1), (weighted * numbers).sum(1)
+    alone = qx * inverse(qq)
+    if not kind.has_minimum:
+        return alone, minimum
+    q, x, one = weighted.sum(1), (numbers * weights).sum(1), weights.sum(1)
+    determinant = qq * one - q * q
+    usable = determinant > 1e-6 * qq * one
+    fitted = (qx * one - q * x) * torch.where(usable, inverse(determinant), 0)
+    shift = (q * fitted - x) / one
+    usable &= fitted > 0
+    if kind.minimum_range[0] == 0:
+        positive = usable & (shift > 0)
+        return torch.where(positive, fitted, alone), torch.where(positive, shift, 0)
+    return torch.where(usable, fitted, scale), torch.where(usable, shift, minimum)
+
+
+def with_scales(inputs: Tensor, kind: BlockType, scale: Tensor, minimum: Tensor) -> Blocked:
+    """The nearest codes `[in, out]` under scales and minima `[groups, out]`, rounded to what blocks hold."""
+    scales, d = _coded(scale, kind, kind.scale_range)
+    minima, dmin = _coded(minimum, kind, kind.minimum_range)
+    blocked = Blocked(kind, torch.empty_like(inputs, dtype=torch.uint8), scales, minima, d, dmin)
+    places = inputs.unflatten(0, (-1, kind.group)) + blocked.minimum()[:, None]
+    places.mul_(inverse(blocked.scale())[:, None])
+    blocked.codes.copy_(nearest_codes(kind, places).flatten(0, 1))
+    return blocked
+
+
+def _coded(numbers: Tensor, kind: BlockType, limits: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Whole codes `[groups, out]` within limits, and what they are multiplied with, `[blocks, out]`."""
+    low, high = limits
+    by_block = numbers.unflatten(0, (-1, kind.numbers // kind.group))
+    if low == high:
+        return torch.full_like(numbers, high), fp16(by_block[:, 0] * high)
+    largest = by_block.gather(1, by_block.abs().argmax(1, keepdim=True))[:, 0]
+    unit = fp16(largest / (low if low < 0 else high))
+    return (by_block * inverse(unit)[:, None]).round_().clamp_(low, high).flatten(0, 1), unit

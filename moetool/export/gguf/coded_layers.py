@@ -1,0 +1,143 @@
+"""Layers of a GGUF file whose codes are chosen on what a text gives to every matrix.
+
+The text goes through the model once, layer by layer. As it leaves a layer, the Gram matrices of all inputs in it are
+known: the experts' by the tokens that each was given (`calibration.input_grams`), the others' by all. The layer's
+blocks wait in a file of the work directory until they are written.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from moetool.calibration.input_grams import GRAM_DTYPE, InputGramCollector
+from moetool.checkpoint.files import save_tensors
+from moetool.checkpoint.writer import is_finite
+from moetool.errors import InvalidInputError
+from moetool.export.gguf.coding import block_codes
+from moetool.export.gguf.file import GgufTensor
+from moetool.export.gguf.measuring import calibrated_view
+from moetool.export.gguf.model import GgufSource, layer_of
+from moetool.format.gguf import EXPERTS, layer_in_file
+from moetool.format.gguf_blocks import BLOCK_TYPES
+from moetool.job.calibrated import CalibratedJob
+from moetool.job.job import Job
+from moetool.job.options import TextOptions
+from moetool.numerics.error_feedback import Feedback
+from moetool.numerics.gram import Gram
+
+
+class ProjectionGrams:
+    """Gram matrices of the inputs of linear modules, one for all modules that are given the same tensor."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], device: torch.device) -> None:
+        self._modules, self._device = modules, device
+        self._owner: dict[str, str] = {}
+        self._grams: dict[str, Gram] = {}
+        self._last: tuple[str, Tensor] | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """See what runs through the modules."""
+        handles = [module.register_forward_pre_hook(partial(self._see, path)) for path, module in self._modules.items()]
+        try:
+            yield
+        finally:
+            self._last = None
+            for handle in handles:
+                handle.remove()
+
+    def __getitem__(self, path: str) -> Tensor:
+        """`[in, in]`, of a module's inputs."""
+        return self._grams[self._owner[path]].matrix()
+
+    def _see(self, path: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        given = inputs[0]
+        if path not in self._owner:
+            shared = self._last is not None and self._last[1] is given
+            self._owner[path] = self._last[0] if self._last is not None and shared else path
+            if not shared:
+                self._grams[path] = Gram(given.shape[-1], self._device, GRAM_DTYPE)
+        if self._owner[path] == path:
+            self._grams[path].add(given.flatten(0, -2))
+        self._last = self._owner[path], given
+
+
+class CodedLayers:
+    """Blocks of the tensors of a job's layers, chosen layer by layer as they come to be written.
+
+    Attributes:
+        facts: on which text.
+        steps: batches in all layers, for a progress bar.
+    """
+
+    def __init__(self, job: Job[GgufSource], text: TextOptions, tensors: Sequence[GgufTensor]) -> None:
+        """Of these tensors, which all lie in layers and have types of blocks."""
+        self._job, self._tensors = job, {tensor.name: tensor for tensor in tensors}
+        self._calibrated = CalibratedJob(calibrated_view(job), text)
+        self._pass = self._calibrated.forward_pass(self._visit, range(job.source.layers), name="encode")
+        self.facts, self.steps = self._calibrated.facts, self._pass.steps
+
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        """The blocks of a tensor, `[rows, bytes]` uint8."""
+        layer = layer_of(name)
+        self._pass.through(layer)
+        with safe_open(self._file(layer), "pt") as file:
+            yield file.get_tensor(name)
+
+    def forget(self, layer: int) -> None:
+        """Delete the file of a layer that has been written."""
+        self._file(layer).unlink(missing_ok=True)
+
+    def _file(self, layer: int) -> Path:
+        return self._job.work / f"blocks-{layer:05d}.safetensors"
+
+    def _visit(self, layer: int, module: nn.Module) -> None:
+        job, source = self._job, self._job.source
+        named = {
+            path: [name for name in names if name in self._tensors] for path, names in source.projections(layer).items()
+        }
+        named = {path: names for path, names in named.items() if names}
+        grams = ProjectionGrams({path: module.get_submodule(path) for path in named}, job.device)
+        experts = None if source.experts is None else InputGramCollector(source.experts.shape, job.device)
+        with grams.watching():
+            self._calibrated.sweep.forward(layer, module, [] if experts is None else [experts])
+        found = dict[str, Tensor]()
+        for path, names in named.items():
+            feedback = Feedback.of(grams[path])
+            for name in names:
+                [found[name]] = self._coded([name], [torch.cat(list(self._tensors[name].parts()))], feedback)
+        if experts is not None:
+            found |= self._coded_experts(layer, experts)
+        save_tensors(self._file(layer), found)
+
+    def _coded_experts(self, layer: int, grams: InputGramCollector) -> dict[str, Tensor]:
+        reader, found = self._job.source.experts, defaultdict[str, list[Tensor]](list)
+        assert reader is not None
+        for roles in (reader.shape.entering, ("down",)):
+            names = [name for role in roles if (name := layer_in_file(layer, EXPERTS[role])) in self._tensors]
+            for expert, matrices in enumerate(zip(*(self._tensors[name].parts() for name in names), strict=True)):
+                feedback = Feedback.of(grams.gram(expert, roles[0]))
+                for name, blocks in zip(names, self._coded(names, matrices, feedback), strict=True):
+                    found[name].append(blocks)
+        return {name: torch.cat(blocks) for name, blocks in found.items()}
+
+    def _coded(self, names: Sequence[str], matrices: Sequence[Tensor], feedback: Feedback | None) -> list[Tensor]:
+        """Blocks of matrices on the same inputs; those of one type go together."""
+        found: dict[str, Tensor] = {}
+        for number in dict.fromkeys(self._tensors[name].type for name in names):
+            own = {
+                name: matrix for name, matrix in zip(names, matrices, strict=True) if self._tensors[name].type == number
+            }
+            for name, matrix in own.items():
+                if not is_finite(matrix):
+                    raise InvalidInputError(f"{name} would hold NaN or infinity: the checkpoint is damaged.")
+            whole = torch.cat([matrix.to(self._job.device).float() for matrix in own.values()])
+            blocks = block_codes(whole, BLOCK_TYPES[number], feedback).tobytes()
+            found |= zip(own, blocks.split([len(matrix) for matrix in own.values()]), strict=True)
+        return [found[name] for name in names]

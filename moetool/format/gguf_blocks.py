@@ -1,0 +1,192 @@
+"""Layout of llama.cpp's quantized types: how many numbers share what, and the bytes of a block.
+
+A number is `level(code) · s − m`. Groups of 16 or 32 numbers share s and m. In the types of 256 numbers (super-blocks)
+these are small whole numbers times one fp16 number each, s = d · scale code and m = dmin · minimum code. In the types
+of 32 numbers s and m are fp16 numbers themselves: here, d and dmin with codes of one.
+
+Source: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h (`block_q4_K` and the others).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+NumberType = Literal[
+    "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "iq4_xs", "iq4_nl",
+    "q5_1", "q5_0", "q4_1", "q4_0",
+]  # fmt: skip
+_TWO, _FOUR = np.uint8(2), np.uint8(4)
+IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+@dataclass(frozen=True)
+class BlockParts:
+    """The numbers of blocks.
+
+    Attributes:
+        codes: `[blocks, numbers]` uint8, of each number.
+        scales, minima: `[blocks, groups]` int16, codes of scales and of minima (zeros where a type has none).
+        d, dmin: `[blocks]` fp16, the units of scales and of minima.
+    """
+
+    codes: Bytes
+    scales: NDArray[np.int16]
+    minima: NDArray[np.int16]
+    d: NDArray[np.float16]
+    dmin: NDArray[np.float16]
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """A quantized type of llama.cpp.
+
+    Attributes:
+        name: llama.cpp's, in lower case.
+        numbers, nbytes: numbers in a block, and its size.
+        group: numbers that share a scale.
+        levels: the value of each code, ascending.
+        scale_range: lowest and highest scale code.
+        minimum_range: the same of minima; (0, 0) where a type has none.
+        pack: bytes `[blocks, nbytes]` of blocks.
+    """
+
+    name: str
+    numbers: int
+    nbytes: int
+    group: int
+    levels: tuple[int, ...]
+    scale_range: tuple[int, int]
+    minimum_range: tuple[int, int]
+    pack: Callable[[BlockParts], Bytes]
+
+    @property
+    def has_minimum(self) -> bool:
+        """Whether groups have a minimum besides a scale."""
+        return self.minimum_range != (0, 0)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether levels are whole numbers one after the other."""
+        return self.levels[-1] - self.levels[0] == len(self.levels) - 1
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether scale codes have a sign."""
+        return self.scale_range[0] < 0
+
+
+def _halves(numbers: NDArray[np.float16]) -> Bytes:
+    """`[blocks, 2]`, the bytes of fp16 numbers."""
+    return numbers.astype("<f2").view(np.uint8).reshape(len(numbers), 2)
+
+
+def _planes(codes: Bytes, bits: int, run: int) -> Bytes:
+    """Low `bits` of codes, those of `run` numbers side by side, those of the next runs in the bits above them."""
+    planes = 8 // bits
+    parts = (codes & (2**bits - 1)).reshape(len(codes), -1, planes, run)
+    packed = np.zeros((len(codes), parts.shape[1], run), np.uint8)
+    for plane in range(planes):
+        packed |= parts[:, :, plane] << np.uint8(plane * bits)
+    return packed.reshape(len(codes), -1)
+
+
+def _six_bits(parts: BlockParts) -> Bytes:
+    """The twelve bytes of eight scales and eight minima of 6 bits."""
+    scales, minima = parts.scales.astype(np.uint8), parts.minima.astype(np.uint8)
+    first = (scales[:, :4] & 63) | (scales[:, 4:] >> 4 << 6)
+    second = (minima[:, :4] & 63) | (minima[:, 4:] >> 4 << 6)
+    return np.concatenate([first, second, (scales[:, 4:] & 15) | (minima[:, 4:] & 15) << 4], 1)
+
+
+def _q2_k(parts: BlockParts) -> Bytes:
+    scales = (parts.scales | parts.minima << 4).astype(np.uint8)
+    return np.concatenate([scales, _planes(parts.codes, 2, 32), _halves(parts.d), _halves(parts.dmin)], 1)
+
+
+def _q3_k(parts: BlockParts) -> Bytes:
+    scales = (parts.scales + 32).astype(np.uint8)
+    high = _planes(scales >> _FOUR, 2, 4)
+    packed = np.concatenate([(scales[:, :8] & 15) | scales[:, 8:] << 4, high], 1)
+    codes = _planes(parts.codes >> _TWO, 1, 32), _planes(parts.codes, 2, 32)
+    return np.concatenate([*codes, packed, _halves(parts.d)], 1)
+
+
+def _q4_k(parts: BlockParts) -> Bytes:
+    return np.concatenate([_halves(parts.d), _halves(parts.dmin), _six_bits(parts), _planes(parts.codes, 4, 32)], 1)
+
+
+def _q5_k(parts: BlockParts) -> Bytes:
+    codes = _planes(parts.codes >> _FOUR, 1, 32), _planes(parts.codes, 4, 32)
+    return np.concatenate([_halves(parts.d), _halves(parts.dmin), _six_bits(parts), *codes], 1)
+
+
+def _q6_k(parts: BlockParts) -> Bytes:
+    codes = _planes(parts.codes, 4, 64), _planes(parts.codes >> _FOUR, 2, 32)
+    return np.concatenate([*codes, parts.scales.astype(np.int8).view(np.uint8), _halves(parts.d)], 1)
+
+
+def _q8_0(parts: BlockParts) -> Bytes:
+    return np.concatenate([_halves(parts.d), parts.codes - np.uint8(127)], 1)
+
+
+def _short(parts: BlockParts) -> Bytes:
+    """4 bits, two runs of 16: q4_0 and iq4_nl."""
+    return np.concatenate([_halves(parts.d), _planes(parts.codes, 4, 16)], 1)
+
+
+def _q4_1(parts: BlockParts) -> Bytes:
+    return np.concatenate([_halves(parts.d), _halves(-parts.dmin), _planes(parts.codes, 4, 16)], 1)
+
+
+def _fifth_bits(codes: Bytes) -> Bytes:
+    return np.packbits(codes >> _FOUR, axis=1, bitorder="little")
+
+
+def _q5_0(parts: BlockParts) -> Bytes:
+    return np.concatenate([_halves(parts.d), _fifth_bits(parts.codes), _planes(parts.codes, 4, 16)], 1)
+
+
+def _q5_1(parts: BlockParts) -> Bytes:
+    units = _halves(parts.d), _halves(-parts.dmin)
+    return np.concatenate([*units, _fifth_bits(parts.codes), _planes(parts.codes, 4, 16)], 1)
+
+
+def _iq4_xs(parts: BlockParts) -> Bytes:
+    scales = (parts.scales + 32).astype(np.uint8)
+    high, low = _planes(scales >> _FOUR, 2, 1), _planes(scales, 4, 1)
+    return np.concatenate([_halves(parts.d), high, low, _planes(parts.codes, 4, 16)], 1)
+
+
+def _even(first: int, count: int) -> tuple[int, ...]:
+    return tuple(range(first, first + count))
+
+
+_ONE, _NONE = (1, 1), (0, 0)
+BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
+    {
+        kind.name: kind
+        for kind in (
+            BlockType("q2_k", 256, 84, 16, _even(0, 4), (0, 15), (0, 15), _q2_k),
+            BlockType("q3_k", 256, 110, 16, _even(-4, 8), (-32, 31), _NONE, _q3_k),
+            BlockType("q4_k", 256, 144, 32, _even(0, 16), (0, 63), (0, 63), _q4_k),
+            BlockType("q5_k", 256, 176, 32, _even(0, 32), (0, 63), (0, 63), _q5_k),
+            BlockType("q6_k", 256, 210, 16, _even(-32, 64), (-128, 127), _NONE, _q6_k),
+            BlockType("q8_0", 32, 34, 32, _even(-127, 255), _ONE, _NONE, _q8_0),
+            BlockType("q5_1", 32, 24, 32, _even(0, 32), _ONE, _ONE, _q5_1),
+            BlockType("q5_0", 32, 22, 32, _even(-16, 32), _ONE, _NONE, _q5_0),
+            BlockType("q4_1", 32, 20, 32, _even(0, 16), _ONE, _ONE, _q4_1),
+            BlockType("q4_0", 32, 18, 32, _even(-8, 16), _ONE, _NONE, _short),
+            BlockType("iq4_nl", 32, 18, 32, IQ4_LEVELS, _ONE, _NONE, _short),
+            BlockType("iq4_xs", 256, 136, 32, IQ4_LEVELS, (-32, 31), _NONE, _iq4_xs),
+        )
+    }
+)
+# What a tensor gets whose rows are no whole super-blocks, as in llama.cpp (`llama_tensor_get_type`).
+WITHOUT_SUPER_BLOCKS: Mapping[NumberType, NumberType] = MappingProxyType(
+    {"q2_k": "iq4_nl", "q3_k": "iq4_nl", "iq4_xs": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+)
