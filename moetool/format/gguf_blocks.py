@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
+_Bytes = NDArray[np.uint8]
 NumberType = Literal[
     "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "iq4_xs", "iq4_nl",
     "q5_1", "q5_0", "q4_1", "q4_0",
@@ -34,7 +34,7 @@ class BlockParts:
         d, dmin: `[blocks]` fp16, the units of scales and of minima.
     """
 
-    codes: Bytes
+    codes: _Bytes
     scales: NDArray[np.int16]
     minima: NDArray[np.int16]
     d: NDArray[np.float16]
@@ -62,7 +62,7 @@ class BlockType:
     levels: tuple[int, ...]
     scale_range: tuple[int, int]
     minimum_range: tuple[int, int]
-    pack: Callable[[BlockParts], Bytes]
+    pack: Callable[[BlockParts], _Bytes]
 
     @property
     def has_minimum(self) -> bool:
@@ -80,12 +80,12 @@ class BlockType:
         return self.scale_range[0] < 0
 
 
-def _halves(numbers: NDArray[np.float16]) -> Bytes:
+def _halves(numbers: NDArray[np.float16]) -> _Bytes:
     """`[blocks, 2]`, the bytes of fp16 numbers."""
     return numbers.astype("<f2").view(np.uint8).reshape(len(numbers), 2)
 
 
-def _planes(codes: Bytes, bits: int, run: int) -> Bytes:
+def _planes(codes: _Bytes, bits: int, run: int) -> _Bytes:
     """Low `bits` of codes, those of `run` numbers side by side, those of the next runs in the bits above them."""
     planes = 8 // bits
     parts = (codes & (2**bits - 1)).reshape(len(codes), -1, planes, run)
@@ -95,7 +95,7 @@ def _planes(codes: Bytes, bits: int, run: int) -> Bytes:
     return packed.reshape(len(codes), -1)
 
 
-def _six_bits(parts: BlockParts) -> Bytes:
+def _six_bits(parts: BlockParts) -> _Bytes:
     """The twelve bytes of eight scales and eight minima of 6 bits."""
     scales, minima = parts.scales.astype(np.uint8), parts.minima.astype(np.uint8)
     first = (scales[:, :4] & 63) | (scales[:, 4:] >> 4 << 6)
@@ -103,12 +103,12 @@ def _six_bits(parts: BlockParts) -> Bytes:
     return np.concatenate([first, second, (scales[:, 4:] & 15) | (minima[:, 4:] & 15) << 4], 1)
 
 
-def _q2_k(parts: BlockParts) -> Bytes:
+def _q2_k(parts: BlockParts) -> _Bytes:
     scales = (parts.scales | parts.minima << 4).astype(np.uint8)
     return np.concatenate([scales, _planes(parts.codes, 2, 32), _halves(parts.d), _halves(parts.dmin)], 1)
 
 
-def _q3_k(parts: BlockParts) -> Bytes:
+def _q3_k(parts: BlockParts) -> _Bytes:
     scales = (parts.scales + 32).astype(np.uint8)
     high = _planes(scales >> _FOUR, 2, 4)
     packed = np.concatenate([(scales[:, :8] & 15) | scales[:, 8:] << 4, high], 1)
@@ -116,47 +116,47 @@ def _q3_k(parts: BlockParts) -> Bytes:
     return np.concatenate([*codes, packed, _halves(parts.d)], 1)
 
 
-def _q4_k(parts: BlockParts) -> Bytes:
+def _q4_k(parts: BlockParts) -> _Bytes:
     return np.concatenate([_halves(parts.d), _halves(parts.dmin), _six_bits(parts), _planes(parts.codes, 4, 32)], 1)
 
 
-def _q5_k(parts: BlockParts) -> Bytes:
+def _q5_k(parts: BlockParts) -> _Bytes:
     codes = _planes(parts.codes >> _FOUR, 1, 32), _planes(parts.codes, 4, 32)
     return np.concatenate([_halves(parts.d), _halves(parts.dmin), _six_bits(parts), *codes], 1)
 
 
-def _q6_k(parts: BlockParts) -> Bytes:
+def _q6_k(parts: BlockParts) -> _Bytes:
     codes = _planes(parts.codes, 4, 64), _planes(parts.codes >> _FOUR, 2, 32)
     return np.concatenate([*codes, parts.scales.astype(np.int8).view(np.uint8), _halves(parts.d)], 1)
 
 
-def _q8_0(parts: BlockParts) -> Bytes:
+def _q8_0(parts: BlockParts) -> _Bytes:
     return np.concatenate([_halves(parts.d), parts.codes - np.uint8(127)], 1)
 
 
-def _short(parts: BlockParts) -> Bytes:
+def _short(parts: BlockParts) -> _Bytes:
     """4 bits, two runs of 16: q4_0 and iq4_nl."""
     return np.concatenate([_halves(parts.d), _planes(parts.codes, 4, 16)], 1)
 
 
-def _q4_1(parts: BlockParts) -> Bytes:
+def _q4_1(parts: BlockParts) -> _Bytes:
     return np.concatenate([_halves(parts.d), _halves(-parts.dmin), _planes(parts.codes, 4, 16)], 1)
 
 
-def _fifth_bits(codes: Bytes) -> Bytes:
+def _fifth_bits(codes: _Bytes) -> _Bytes:
     return np.packbits(codes >> _FOUR, axis=1, bitorder="little")
 
 
-def _q5_0(parts: BlockParts) -> Bytes:
+def _q5_0(parts: BlockParts) -> _Bytes:
     return np.concatenate([_halves(parts.d), _fifth_bits(parts.codes), _planes(parts.codes, 4, 16)], 1)
 
 
-def _q5_1(parts: BlockParts) -> Bytes:
+def _q5_1(parts: BlockParts) -> _Bytes:
     units = _halves(parts.d), _halves(-parts.dmin)
     return np.concatenate([*units, _fifth_bits(parts.codes), _planes(parts.codes, 4, 16)], 1)
 
 
-def _iq4_xs(parts: BlockParts) -> Bytes:
+def _iq4_xs(parts: BlockParts) -> _Bytes:
     scales = (parts.scales + 32).astype(np.uint8)
     high, low = _planes(scales >> _FOUR, 2, 1), _planes(scales, 4, 1)
     return np.concatenate([_halves(parts.d), high, low, _planes(parts.codes, 4, 16)], 1)

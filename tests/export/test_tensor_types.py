@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moetool.errors import UsageError
 from moetool.export.gguf.file import GgufTensor
-from moetool.format.gguf_blocks import NumberType
 from moetool.export.gguf.tensor_types import FewBits, Menu, offered_types, rounding_losses, type_lines
+from moetool.format.gguf_blocks import NumberType
 
 
 def nothing() -> Iterator[Tensor]:
