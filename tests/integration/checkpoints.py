@@ -92,11 +92,11 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
         return model_class(config_of(path)).from_pretrained(path, dtype=dtype).eval()
 
 
-def load_whole(path: Path) -> Any:
-    """The same in fp32, with every weight of the files in its place, and no weight that is not in the files."""
+def load_whole(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The same in one dtype, with every weight of the files in its place, and no weight that is not in the files."""
     with quiet():
         kind = model_class(config_of(path))
-        model, told = kind.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+        model, told = kind.from_pretrained(path, dtype=dtype, output_loading_info=True)
     assert not {kind: told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if told[kind]}
     return model.eval()
 

@@ -7,7 +7,7 @@ import families
 import pytest
 import torch
 from around_families import AROUND, with_image
-from checkpoints import WEIGHTS, config_of, load, logits, weight_bytes
+from checkpoints import WEIGHTS, config_of, load, load_whole, logits, weight_bytes
 from derived_families import DERIVED
 from safetensors.torch import load_file
 from sampling import sampled
@@ -27,9 +27,10 @@ SHARING = {
 
 
 # Latent attention, clamped activations, layers of embeddings, interleaved experts with biases, a state space, two kinds
-# of linear attention, weighed inputs, experts without gates, and a model around another.
+# of linear attention, weighed inputs, experts without gates, a model around another, a vector
+# per token that layers hand on, and a norm after experts.
 STRUCTURES = ("axk1", "deepseek_v4", "gemma4_text", "gpt_oss", "jamba", "kimi_linear", "qwen3_5_moe_text")
-STRUCTURES += ("llama4_text", "nemotron_h", "qwen3_vl_moe")
+STRUCTURES += ("llama4_text", "nemotron_h", "qwen3_vl_moe", "zaya", "muse_spark")
 # What does not depend on a family's own names and layers is tried on a sample.
 each_structure = pytest.mark.parametrize("model", sampled(FAMILIES, STRUCTURES), indirect=True, scope="module")
 
@@ -104,6 +105,29 @@ def test_it_is_quantized(run_cli: Any, model: Path, calibration: Any, tmp_path: 
     made = run_cli("compress", model, tmp_path / "codes", "--method", "quantize", "--bits", 4, *calibration)
     assert made.code == 0, made.stderr
     assert run_cli("verify", tmp_path / "codes", "--against", model).code == 0
+
+
+@each_structure
+def test_in_sixteen_bits_it_is_saved_again_and_generates_with_padding(
+    run_cli: Any, save_model: Any, model: Path, calibration: Any, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    family, small, again = config_of(model)["model_type"], tmp_path / "small", tmp_path / "again"
+    source = save_model(families.build(family, dtype=torch.bfloat16, **FAMILIES[family]), tmp_path / "model")
+    made = run_cli("compress", source, small, "--method", "hybrid", "--ratio", 0.05, *calibration)
+    assert made.code == 0, made.stderr
+    loaded = load_whole(small, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        expected = loaded(input_ids=tokens).logits
+        assert torch.isfinite(expected).all()
+        loaded.save_pretrained(again)
+        saved = load_whole(again, dtype=torch.bfloat16)
+        assert saved(input_ids=tokens).logits.equal(expected)
+        prompts, mask = tokens[:, :8].clone(), torch.ones(2, 8, dtype=torch.long)
+        prompts[0, :3], mask[0, :3] = 0, 0
+        options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+        together = saved.generate(input_ids=prompts, attention_mask=mask, **options)
+        alone = saved.generate(input_ids=prompts[:1, 3:], **options)
+        assert together[0, 8:].equal(alone[0, 5:])
 
 
 def test_a_third_of_its_experts_goes(
