@@ -18,6 +18,7 @@ PLACES = (
     "upcycle.methods",
     "moefy.stage",
     "tune.stage",
+    "repair.stage",
 )
 
 

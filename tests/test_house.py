@@ -28,7 +28,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"job"}),
     frozenset({"convert", "bases"}),
     frozenset({"compress", "reduce", "upcycle", "moefy", "tune", "measure"}),
-    frozenset({"export"}),
+    frozenset({"export", "repair"}),
     frozenset({"stages", "demo"}),
     frozenset({"compare", "report"}),
     frozenset({"cli"}),

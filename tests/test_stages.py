@@ -36,6 +36,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "plain-svd": {"ratio": 0.2},
     "quantize": {"bits": "4", "group_size": 16},
     "quantize-delta": {"group_size": 16},
+    "repair": {"to": "MOE"},
     "svd-compress": {"ratio": 0.2},
     "tune": {"data": "TEXT", "sequence_length": 32},
 }
@@ -83,6 +84,8 @@ def options(name: str, inputs: Inputs, tiny_text: Path) -> RunOptions:
     given: dict[str, Any] = dict(NEEDED.get(name, {}))
     if "data" in given:
         given["data"] = str(tiny_text)
+    if "to" in given:
+        given["to"] = str(inputs("moe"))
     if "source" in given:
         given["source"] = [str(inputs("dense"))] * 2
     if "calibration" in kind.model_fields:

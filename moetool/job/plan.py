@@ -39,6 +39,7 @@ class Plan:
         memory_bytes: estimated peak of anonymous memory.
         phases: what will be done, under the names that progress shows; none if it cannot be told.
         details: more that a reader wants to know, in order.
+        advice: what to do where memory is too little, if it is something of this stage alone.
     """
 
     stage: str
@@ -48,6 +49,7 @@ class Plan:
     memory_bytes: int
     phases: tuple[Phase, ...] = ()
     details: Mapping[str, Json] = field(default_factory=dict)
+    advice: str = ""
 
     @property
     def disk_bytes(self) -> int:
@@ -121,6 +123,8 @@ class Plan:
             )
         if self.details.get("own_text_memory_bytes") == self.memory_bytes:
             return "The model writes its own text (`self`) whole in memory, not layer by layer: give another text."
+        if self.advice:
+            return self.advice
         if memory is None and (self.experts_at_once or 1) > 1:
             return "With --memory, say of what is free, it works on fewer experts at a time."
         return "Fewer or shorter calibration windows (--samples, --sequence-length) need less."

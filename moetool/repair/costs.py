@@ -1,0 +1,47 @@
+"""Costs of a repair: memory, disk and operations, from headers."""
+
+import math
+
+from moetool.architectures.base import whole_number
+from moetool.costs.building_blocks import calibration_backward, calibration_forward, moe_size, writing
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.phases import WRITE, Phase, Phases
+from moetool.job.job import Source
+from moetool.repair.options import RepairOptions
+from moetool.repair.teacher import ENTRY_BYTES, TOKEN_BYTES
+
+NOTE, REPAIR = "Original", "Repair"
+_KEPT = 60  # activations of a token of a layer that is being computed again, in hidden sizes
+
+
+def noted_bytes(windows: int, length: int, k: int) -> int:
+    """Bytes of the original's predictions of so many windows, the `k` likeliest tokens of each position."""
+    return windows * length * (k * ENTRY_BYTES + TOKEN_BYTES)
+
+
+def activation_bytes(source: Source, tokens: int) -> int:
+    """Bytes of what is kept of a batch on its way through all layers, and of one layer on the way back."""
+    width = whole_number(source.checkpoint.settings, "hidden_size") or 0
+    return 4 * tokens * width * (2 * source.architecture.layers + _KEPT)
+
+
+def decoded_size(source: Source) -> int:
+    """Bytes of all experts that are not stored in numbers, in fp32."""
+    reader = source.experts
+    coded = [layer for layer in reader.moe_layers if not reader.layout(layer).is_native]
+    rows = sum(math.prod(reader.shape.matrix(role)) for role in reader.shape.roles)
+    return 4 * len(coded) * rows * (reader.shape.experts + 1)
+
+
+def repair_phases(source: Source, original: Source, options: RepairOptions, windows: int) -> Phases:
+    """The phases of a repair, for which the original predicts so many windows: forwards, then for each step forwards,
+    again, and backwards, and writing."""
+    read = CalibrationCost(windows, options.sequence_length, 4)
+    trained = CalibrationCost(options.steps * options.batch_size, options.sequence_length, 4)
+    size, checkpoint = moe_size(original.experts), source.checkpoint
+    steps = calibration_forward(trained, size) + calibration_backward(trained, size)
+    return (
+        Phase(NOTE, calibration_forward(read, size)),
+        Phase(REPAIR, steps),
+        Phase(WRITE, writing(0, checkpoint.weight_bytes, len(checkpoint.tensors))),
+    )

@@ -1,0 +1,24 @@
+"""Options of `moetool repair`."""
+
+from pydantic import Field
+
+from moetool.job.options import RunOptions, TextOptions
+
+
+class RepairOptions(RunOptions, TextOptions):
+    """Towards which model, on which text, and for how many steps."""
+
+    to: str = Field(description="The model that the input was made of: a directory or hub id.")
+    steps: int = Field(60, ge=1, description="Optimizer steps.")
+    batch_size: int = Field(4, ge=1, description="Windows per step.")
+    learning_rate: float = Field(
+        0.003, gt=0, description="Peak of the schedule, relative to the root mean square of each trained tensor."
+    )
+    warmup: float = Field(0.1, ge=0, lt=1, description="Share of the steps in which the rate rises; then it falls.")
+    held_out: int = Field(
+        8, ge=1, description="Windows that are not trained on, of the calibration text and as many of the bundled text."
+    )
+    evaluations: int = Field(4, ge=1, description="Evaluations on held-out windows, the last after the last step.")
+    top_logits: int = Field(
+        1024, ge=1, description="The original's likeliest tokens that are compared one by one; the others are one sum."
+    )

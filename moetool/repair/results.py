@@ -1,0 +1,29 @@
+"""The fields of a result that repair adds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moetool.job.result import Details
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepairResult(Details):
+    """Result of `moetool repair`.
+
+    Attributes:
+        trained_parameters: numbers that could change.
+        kept_step: the step whose values were written; 0 for those of the input.
+        kl_before: nats per token that the input loses on held-out windows, by kind of text.
+        kl_after: nats per token that the output loses on them.
+        stopped: why training ended before its last step, if it did.
+        training_seconds: of the optimizer's steps and their evaluations.
+        curve: by evaluation the step, and nats by kind of text.
+    """
+
+    trained_parameters: int
+    kept_step: int
+    kl_before: Mapping[str, float]
+    kl_after: Mapping[str, float]
+    stopped: str | None = None
+    training_seconds: float
+    curve: Sequence[Mapping[str, float]] = ()

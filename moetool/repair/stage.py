@@ -1,0 +1,236 @@
+"""Repair of a compressed model: what costs no byte learns back what compression took."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moetool.architectures.base import whole_number
+from moetool.calibration.windows import load_tokenizer
+from moetool.checkpoint.files import save_tensors
+from moetool.checkpoint.manifest import manifest_of
+from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.settings import described_in
+from moetool.checkpoint.sizes import format_bytes
+from moetool.errors import InvalidInputError, UsageError, VerificationError
+from moetool.job.blueprint import open_for_planning
+from moetool.job.job import Job, Source
+from moetool.job.options import RunOptions
+from moetool.job.plan import Plan
+from moetool.job.progress import phase
+from moetool.job.result import Json
+from moetool.job.shards import OutputPlan
+from moetool.job.stage import Stage, found_here
+from moetool.job.writing import passed_on, write_checkpoint
+from moetool.measure.divergence import check_comparable
+from moetool.repair.costs import NOTE, activation_bytes, decoded_size, noted_bytes, repair_phases
+from moetool.repair.options import RepairOptions
+from moetool.repair.results import RepairResult
+from moetool.repair.texts import Texts, draw_texts
+from moetool.runtime.loading import loading_memory
+from moetool.runtime.memory import free_bytes
+
+_BASELINE = 600_000_000  # bytes of Python and its libraries
+# What a model and the one that it was made of have in common, whatever became of its experts.
+_SHARED = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+
+
+class Repair(Stage[RepairOptions]):
+    """Distillation of the original into the norms, routers, scales, factors and bases of a compressed model."""
+
+    name: ClassVar[str] = "repair"
+    summary: ClassVar[str] = "train a compressed model's scales, factors, norms and routers towards its original"
+    options_type: ClassVar[type[RunOptions]] = RepairOptions
+
+    @property
+    def needs_text(self) -> bool:
+        return True
+
+    @cached_property
+    def _original(self) -> Checkpoint:
+        return open_for_planning(self.options.to)
+
+    def inputs(self) -> Mapping[str, Checkpoint]:
+        return {**super().inputs(), "original": self._original}
+
+    def reads(self) -> list[Path]:
+        return [*super().reads(), *found_here([self.options.to])]
+
+    def in_bfloat16(self) -> RunOptions | None:
+        return None
+
+    def _output_plan(self) -> OutputPlan:
+        return OutputPlan(self.source, {}, self.options.shard_size)
+
+    @property
+    def _windows(self) -> int:
+        return self.options.samples + 2 * self.options.held_out
+
+    def _memory(self) -> tuple[int, int, bool]:
+        """Bytes of memory while the original predicts and while the model is trained, and whether codes can then be
+        held decoded."""
+        options, vocabulary = self.options, whole_number(self.source.checkpoint.settings, "vocab_size") or 0
+        logits = 4 * options.batch_size * options.sequence_length * vocabulary
+        noted = noted_bytes(self._windows, options.sequence_length, min(options.top_logits, vocabulary))
+        first = loading_memory(self._original, torch.float32).needed + 3 * logits + 2 * noted
+        second = loading_memory(self.source.checkpoint, torch.float32).needed + 5 * logits
+        second += activation_bytes(self.source, options.batch_size * options.sequence_length)
+        decoded = decoded_size(self.source)
+        available = free_bytes() if options.memory is None else options.memory
+        holds = _BASELINE + second + decoded <= available
+        return _BASELINE + first, _BASELINE + second + decoded * holds, holds
+
+    def plan(self) -> Plan:
+        options, source = self.options, self.source.checkpoint
+        if options.compute_dtype not in ("auto", "float32"):
+            raise UsageError(
+                f"--compute-dtype {options.compute_dtype}: repair holds weights in float32 and computes in it, since "
+                "what it moves is smaller than what 16 bits tell apart."
+            )
+        _check_kin(self._original, source)
+        output = self._output_plan()
+        vocabulary = whole_number(source.settings, "vocab_size") or 0
+        noted = noted_bytes(self._windows, options.sequence_length, min(options.top_logits, vocabulary))
+        first, second, holds = self._memory()
+        details: dict[str, Json] = {
+            "original": options.to,
+            "original_memory_bytes": first,
+            "training_memory_bytes": second,
+            "codes": "decoded once" if holds else "decoded in every step: to hold them decoded takes more memory",
+        }
+        return Plan(
+            stage=self.name,
+            input_bytes=source.weight_bytes + self._original.weight_bytes,
+            output_bytes=output.nbytes,
+            scratch_bytes=noted,
+            memory_bytes=max(first, second),
+            phases=repair_phases(self.source, Source.of(self._original), options, self._windows),
+            details=details,
+            advice="Original and model are in memory one after the other, each whole in float32: --memory cannot make "
+            "that less. A smaller --batch-size needs a little less.",
+        )
+
+    def run(self, job: Job) -> RepairResult:
+        from moetool.repair.choice import choose_small
+        from moetool.repair.decoded import decoded_once
+        from moetool.repair.teacher import NotedFile
+        from moetool.repair.training import Training
+        from moetool.runtime.loading import load_model
+        from moetool.tune.trainer import recompute_activations
+
+        source, options = self.source.checkpoint, self.options
+        check_comparable(self._original, source, load_tokenizer(source.path))
+        self._say_of_origin(job)
+        texts = draw_texts(job, options)
+        noted, learnt = job.work / "original.safetensors", job.work / "repaired.safetensors"
+        if job.unit("original"):
+            self._note(job, noted, texts)
+            job.finish("original", made=[noted])
+        with described_in(source.path):
+            model = load_model(source, torch.float32, job.device)
+        parameters = choose_small(model)
+        if job.unit("train"):
+            recompute_activations(model)
+            with ExitStack() as stack:
+                if self._memory()[2]:
+                    stack.enter_context(decoded_once(model))
+                training = Training(model, parameters, texts, NotedFile(noted), options, self.source.dtype)
+                outcome = training.run(job.progress, job.interrupt)
+            save_tensors(learnt, {name: value.cpu() for name, value in outcome.values.items()})
+            told = RepairResult(
+                trained_parameters=sum(parameter.numel() for parameter in parameters.values()),
+                kept_step=outcome.step,
+                kl_before=outcome.before,
+                kl_after=outcome.after,
+                stopped=outcome.stopped,
+                training_seconds=outcome.seconds,
+                curve=outcome.curve,
+                calibration=texts.facts,
+            )
+            job.finish("train", made=[learnt], spent=[noted], told=_told(told))
+        result = job.workspace.told("train")
+        values = load_file(learnt)
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(values[name])
+        self._write(job, model, texts)
+        return RepairResult(calibration=texts.facts, **result)  # type: ignore[arg-type]
+
+    def _note(self, job: Job, file: Path, texts: Texts) -> None:
+        """Let the original predict all windows, and note what it says; it is gone afterwards."""
+        from moetool.repair.teacher import note
+        from moetool.repair.training import noted_batches
+        from moetool.runtime.loading import load_model
+
+        size = self.options.batch_size
+        with described_in(self._original.path):
+            model = load_model(self._original, torch.float32, job.device)
+        with phase(job.progress, NOTE, math.ceil(len(texts.whole) / size)):
+            found = noted_batches(model, texts.whole, size, self.options.top_logits, job.progress)
+            note(file, _finite(found, self._original))
+
+    def _say_of_origin(self, job: Job) -> None:
+        """Say so if the model's record names other originals than this one."""
+        manifest, source = manifest_of(self.source.checkpoint.path), self.source.checkpoint
+        if manifest is None:
+            return
+        if self._original.fingerprint() not in {origin.source_fingerprint for origin in manifest.origins}:
+            job.progress.log(
+                f"{self._original.path} is not what {source.path} was made of, by its {len(manifest.origins)} recorded "
+                "steps: it is repaired towards another model of the same shape."
+            )
+
+    def _write(self, job: Job, model: Any, texts: Texts) -> None:
+        """Write what was read, in its names, shapes and dtypes, with the trained values in their places."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        source, plan = self.source.checkpoint, self._output_plan()
+        made: dict[str, Tensor] = dict(revert_weight_conversion(model, model.to("cpu").state_dict()))
+
+        def tensors(layer: int) -> Iterator[tuple[str, Tensor]]:
+            for spec in plan.unit(layer):
+                own, new = source.read(spec.name), made.get(spec.name)
+                if new is None or not own.is_floating_point() or new.shape != own.shape:
+                    yield spec.name, own
+                else:
+                    yield spec.name, new.detach().to(own.dtype)
+
+        write_checkpoint(
+            job,
+            plan,
+            tensors,
+            config=source.config,
+            provenance=passed_on(source),
+            calibration=texts.facts,
+            seed=self.options.seed,
+        )
+
+
+def _finite(found: Iterator[Any], original: Checkpoint) -> Iterator[Any]:
+    for noted in found:
+        if not noted.logs.isfinite().all():
+            raise VerificationError(f"{original.path} predicts what is no number: its weights are damaged.")
+        yield noted
+
+
+def _told(result: RepairResult) -> dict[str, Any]:
+    """The fields of a result that a resumed job is told."""
+    return {name: value for name, value in vars(result).items() if name != "calibration"}
+
+
+def _check_kin(original: Checkpoint, model: Checkpoint) -> None:
+    """Raise `InvalidInputError` unless a model can have been made of an original, by what its config tells."""
+    ours, theirs = model.settings, original.settings
+    for key in _SHARED:
+        mine, other = ours.get(key), theirs.get(key)
+        if mine is not None and other is not None and mine != other:
+            raise InvalidInputError(
+                f"{model.path} has {key} {mine}, and --to {original.path} has {other}: it was not made of that. Name "
+                f"the model that it was compressed from ({format_bytes(original.weight_bytes)} is what this one takes)."
+            )

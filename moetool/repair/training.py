@@ -1,0 +1,200 @@
+"""Training of a compressed model's small tensors towards the original's predictions, end to end.
+
+Loss: KL divergence of the model's predictions from the original's, mean over all tokens of a batch. Adam (Kingma and
+Ba, arXiv:1412.6980) moves fp32 copies; the model always computes with these as they would be stored, so that what is
+measured is what is written. Held-out windows decide: of the values at each evaluation those with the least divergence
+are kept, among those that lose no more than the input on any kind of text.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moetool.job.interrupt import Interrupt
+from moetool.job.progress import Progress, phase
+from moetool.numerics.seeding import generator
+from moetool.repair.costs import REPAIR
+from moetool.repair.options import RepairOptions
+from moetool.repair.teacher import Noted, NotedFile
+from moetool.repair.texts import Texts
+
+_BETAS = 0.9, 0.99
+_CLIP = 1.0  # norm of the gradient of all trained numbers, each relative to the root mean square of its tensor
+_WORSE = 2.0  # times the input's divergence at an evaluation, with nothing better so far: the rate is too high
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What training has led to.
+
+    Attributes:
+        values: of the trained parameters, as they are to be stored, by name.
+        step: after which these were reached; 0 for the input's own.
+        before, after: nats per token on held-out windows, by kind of text.
+        stopped: why it ended early, if it did.
+        curve: of evaluations.
+        seconds: that it took.
+    """
+
+    values: Mapping[str, Tensor]
+    step: int
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    stopped: str | None
+    curve: list[dict[str, float]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class _Master:
+    """The fp32 copy of a parameter that steps are taken on.
+
+    In units of the root mean square of the parameter's numbers, so that one rate fits tensors of any size.
+    """
+
+    def __init__(self, parameter: nn.Parameter, stored: torch.dtype) -> None:
+        own = parameter.detach().float()
+        self._parameter, self._size = parameter, own.square().mean().sqrt().clamp_min(1e-8)
+        # Numbers that a coarser dtype holds exactly are stored in it.
+        self._dtype = stored if own.to(stored).float().equal(own) else torch.float32
+        self.numbers = nn.Parameter(own / self._size)
+
+    @torch.no_grad()
+    def take_gradient(self) -> None:
+        """Move the gradient of the parameter here."""
+        gradient, self._parameter.grad = self._parameter.grad, None
+        self.numbers.grad = None if gradient is None else gradient.float() * self._size
+
+    @torch.no_grad()
+    def give(self) -> None:
+        """Let the model compute with these numbers, as they would be stored."""
+        self._parameter.copy_((self.numbers * self._size).to(self._dtype))
+
+
+class Training:
+    """One training of the `parameters` of a `model`, in which `noted` has the original's predictions of all `texts`."""
+
+    def __init__(
+        self,
+        model: Any,
+        parameters: Mapping[str, nn.Parameter],
+        texts: Texts,
+        noted: NotedFile,
+        options: RepairOptions,
+        stored: torch.dtype,
+    ) -> None:
+        self._model, self._parameters, self._options = model, parameters, options
+        self._texts, self._noted = texts, noted
+        self._masters = [_Master(parameter, stored) for parameter in parameters.values()]
+        numbers = [master.numbers for master in self._masters]
+        self._optimizer = torch.optim.Adam(numbers, lr=options.learning_rate, betas=_BETAS, eps=1e-12)
+        self._numbers = numbers
+
+    def run(self, progress: Progress, interrupt: Interrupt) -> Outcome:
+        """Train, and leave the model with the values that are kept."""
+        options, began = self._options, time.monotonic()
+        steps, stopped = options.steps, None
+        due = {math.ceil(steps * part / options.evaluations) for part in range(1, options.evaluations + 1)}
+        with phase(progress, REPAIR, steps):
+            before = self._divergences()
+            progress.log(f"Held out, before: {_said(before)}.")
+            best, curve = (0, before, self._values()), [{"step": 0.0, **before}]
+            batches = self._batches()
+            for step in range(1, steps + 1):
+                interrupt.check()
+                loss = self._step(step, next(batches))
+                progress.advance()
+                if not math.isfinite(loss):
+                    stopped = f"the loss is {loss} at step {step}"
+                    break
+                if step not in due:
+                    continue
+                now = self._divergences()
+                curve.append({"step": float(step), **now})
+                progress.log(f"step {step}: held out {_said(now)}.")
+                if all(now[name] <= before[name] for name in before) and sum(now.values()) < sum(best[1].values()):
+                    best = step, now, self._values()
+                elif not best[0] and not all(now[name] < _WORSE * before[name] for name in before):
+                    stopped = f"held-out divergence has risen to {_said(now)} at step {step}, from {_said(before)}"
+                    break
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(best[2][name])
+        if stopped is not None:
+            progress.log(f"Stopped: {stopped}. A smaller --learning-rate would be steadier.")
+        if not best[0]:
+            progress.log("Training made no held-out text better without harm to another: the input's values are kept.")
+        return Outcome(best[2], best[0], before, best[1], stopped, curve, round(time.monotonic() - began, 2))
+
+    def _batches(self) -> Iterator[list[int]]:
+        """Numbers of windows, each once before any comes again."""
+        stream, waiting = generator(self._options.seed, "repair"), list[int]()
+        while True:
+            while len(waiting) < self._options.batch_size:
+                waiting += torch.randperm(len(self._texts.trained), generator=stream).tolist()
+            yield waiting[: self._options.batch_size]
+            del waiting[: self._options.batch_size]
+
+    def _step(self, step: int, numbers: list[int]) -> float:
+        """One step on windows of these numbers; returns the loss before it, and takes none where that is no number."""
+        noted = self._noted.of(numbers).to(self._model.device)
+        loss = noted.divergence(self._logits(self._texts.trained[numbers])).mean()
+        if not torch.isfinite(loss):
+            return loss.item()
+        loss.backward()
+        for master in self._masters:
+            master.take_gradient()
+        norm = nn.utils.clip_grad_norm_(self._numbers, _CLIP)
+        if not torch.isfinite(norm):
+            return math.nan
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._options.learning_rate * self._share(step)
+        self._optimizer.step()
+        for master in self._masters:
+            master.give()
+        return loss.item()
+
+    def _share(self, step: int) -> float:
+        """The share of the rate at a step: it rises, and then falls as half a cosine."""
+        rising = math.ceil(self._options.warmup * self._options.steps)
+        if step <= rising:
+            return step / rising
+        done = (step - rising) / (self._options.steps - rising + 1)
+        return 0.5 + 0.5 * math.cos(math.pi * done)
+
+    def _logits(self, windows: Tensor) -> Tensor:
+        found: Tensor = self._model(input_ids=windows.to(self._model.device), use_cache=False).logits
+        return found
+
+    @torch.no_grad()
+    def _divergences(self) -> dict[str, float]:
+        """Nats per token on the held-out windows, by kind of text."""
+        first, found, size = len(self._texts.trained), {}, self._options.batch_size
+        for name, windows in self._texts.held_out.items():
+            total = 0.0
+            for start in range(0, len(windows), size):
+                batch = windows[start : start + size]
+                noted = self._noted.windows(first + start, first + start + len(batch)).to(self._model.device)
+                total += noted.divergence(self._logits(batch)).sum(dtype=torch.float64).item()
+            found[name], first = total / windows.numel(), first + len(windows)
+        return found
+
+    def _values(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+
+
+@torch.no_grad()
+def noted_batches(model: Any, windows: Tensor, batch_size: int, k: int, progress: Progress) -> Iterator[Noted]:
+    """What a model predicts of windows `[windows, length]`, batch by batch, on the CPU."""
+    for batch in windows.split(batch_size):
+        logits = model(input_ids=batch.to(model.device), use_cache=False).logits
+        yield Noted.of(logits, k).to(torch.device("cpu"))
+        progress.advance()
+
+
+def _said(divergences: Mapping[str, float]) -> str:
+    return ", ".join(f"{1000 * nats:.4g} millinats on {name}" for name, nats in divergences.items())

@@ -1,0 +1,168 @@
+"""`moetool repair`, run as a user runs it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import contents, divergence, logits, tensors_of
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+SHORT = ("--samples", 8, "--sequence-length", 32, "--held-out", 4, "--batch-size", 4)
+MADE = {
+    "quantize": ("--bits", 2, "--group-size", 16),
+    "hybrid": ("--ratio", 0.7, "--group-size", 16),
+    "d2moe": ("--ratio", 0.4),
+    "reap": ("--experts", 3),
+    "ders-sparsify": ("--drop", 0.8),
+}
+
+
+@pytest.fixture(scope="module")
+def tokens(tiny_tokens: Tensor) -> Tensor:
+    return tiny_tokens[1000:1128].view(2, 64)
+
+
+@pytest.fixture(scope="module")
+def small(compress: Any, tiny_mixtral: Path) -> Path:
+    made: Path = compress(tiny_mixtral, "--method", "quantize", *MADE["quantize"], "--rounding", "nearest").path
+    return made
+
+
+@pytest.fixture
+def repaired(run_cli: Any, tmp_path: Path, tiny_mixtral: Path, tiny_text: Path) -> Any:
+    def run(source: Path, *options: object, name: str = "out", to: Path = tiny_mixtral) -> tuple[Path, Any]:
+        output = tmp_path / name
+        words = ("--to", to, "--calibration", tiny_text, *SHORT, *options, "--json")
+        result = run_cli("repair", source, output, *words)
+        assert result.code == 0, result.stderr
+        return output, result.json
+
+    return run
+
+
+def layout(path: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors_of(path).items()}
+
+
+@pytest.mark.parametrize("method", MADE)
+def test_it_comes_nearer_in_the_same_layout(
+    method: str, compress: Any, repaired: Any, tiny_mixtral: Path, tiny_text: Path, tokens: Tensor
+) -> None:
+    text = () if method == "ders-sparsify" else ("--calibration", tiny_text, "--samples", 8, "--sequence-length", 32)
+    source = compress(tiny_mixtral, "--method", method, *MADE[method], *text).path
+    output, told = repaired(source, "--steps", 16, "--learning-rate", 0.02)
+    assert layout(output) == layout(source)
+    assert sum(file.stat().st_size for file in output.glob("*.safetensors")) == sum(
+        file.stat().st_size for file in source.glob("*.safetensors")
+    )
+    codes = [name for name, tensor in tensors_of(source).items() if not tensor.is_floating_point()]
+    before, after = tensors_of(source), tensors_of(output)
+    assert all(before[name].equal(after[name]) for name in codes)
+    assert json.loads((output / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert told["kept_step"] > 0
+    assert all(told["kl_after"][name] <= told["kl_before"][name] for name in told["kl_before"])
+    assert set(told["kl_before"]) == {tiny_text.name, "bundled"}
+    original = logits(tiny_mixtral, tokens)
+    assert divergence(logits(output, tokens), original) < divergence(logits(source, tokens), original)
+
+
+def test_a_rate_that_is_too_high_keeps_the_input(repaired: Any, small: Path) -> None:
+    output, told = repaired(small, "--steps", 8, "--learning-rate", 30, "--warmup", 0)
+    assert told["kept_step"] == 0
+    assert "has risen" in told["stopped"] or "loss is" in told["stopped"]
+    assert told["kl_after"] == told["kl_before"]
+    before, after = tensors_of(small), tensors_of(output)
+    assert all(before[name].equal(after[name]) for name in before)
+
+
+def test_the_same_seed_gives_the_same_bytes(repaired: Any, small: Path) -> None:
+    first, _ = repaired(small, "--steps", 4, name="one")
+    second, _ = repaired(small, "--steps", 4, name="two")
+    weights = [
+        {name: data for name, data in contents(path).items() if name.endswith("safetensors")}
+        for path in (first, second)
+    ]
+    assert weights[0] == weights[1]
+    assert {name for name, data in contents(small).items() if name in weights[0] and data != weights[0][name]}
+
+
+def test_codes_need_not_be_held_decoded(repaired: Any, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = repaired(small, "--steps", 2, name="one")
+    monkeypatch.setattr("moetool.repair.stage.decoded_size", lambda source: 1 << 60)
+    second, told = repaired(small, "--steps", 2, name="two")
+    ours, theirs = tensors_of(first), tensors_of(second)
+    assert told["kept_step"] == 2
+    assert all(torch.allclose(ours[name].float(), theirs[name].float(), rtol=0.02, atol=1e-4) for name in ours)
+
+
+def test_an_interrupted_repair_goes_on(
+    repaired: Any, run_cli: Any, small: Path, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    whole, _ = repaired(small, "--steps", 4, name="whole")
+    words = ("--to", tiny_mixtral, "--calibration", tiny_text, *SHORT, "--steps", 4)
+
+    def fail(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("moetool.repair.stage.write_checkpoint", fail)
+        assert run_cli("repair", small, tmp_path / "cut", *words).code != 0
+        assert (tmp_path / "cut").exists()
+    monkeypatch.setattr("moetool.repair.training.Training.run", fail)  # which is not done again
+    result = run_cli("repair", small, tmp_path / "cut", *words, "--resume", "--json")
+    assert result.code == 0, result.stderr
+    assert result.json["kept_step"] >= 0
+    ours, theirs = tensors_of(whole), tensors_of(tmp_path / "cut")
+    assert all(ours[name].equal(theirs[name]) for name in ours)
+
+
+def test_another_model_is_no_original(
+    run_cli: Any, small: Path, make_mixtral: Any, save_model: Any, tiny_text: Path, tmp_path: Path
+) -> None:
+    other = save_model(make_mixtral(hidden_size=64), tmp_path / "other")
+    result = run_cli("repair", small, tmp_path / "out", "--to", other, "--calibration", tiny_text, "--dry-run")
+    assert result.code == 3
+    assert "hidden_size 32" in result.stderr
+    assert "has 64: it was not made of that" in result.stderr
+
+
+def test_other_tokenizers_are_refused(
+    run_cli: Any, small: Path, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(tiny_mixtral, tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    first, second = list(words)[-2:]
+    words[first], words[second] = words[second], words[first]
+    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:-2]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    result = run_cli("repair", small, tmp_path / "out", "--to", other, "--calibration", tiny_text, *SHORT)
+    assert result.code == 3
+    assert "tokenizers of" in result.stderr
+
+
+def test_too_little_memory_is_said_with_the_numbers(
+    run_cli: Any, small: Path, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    words = ("--to", tiny_mixtral, "--calibration", tiny_text, *SHORT, "--memory", "100MB")
+    result = run_cli("repair", small, tmp_path / "out", *words)
+    assert result.code != 0
+    assert "has 100.0 MB. Original and model are in memory one after the other" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_originals_are_refused(
+    run_cli: Any, small: Path, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(tiny_mixtral, tmp_path / "other")
+    file = other / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, file, {"format": "pt"})
+    result = run_cli("repair", small, tmp_path / "out", "--to", other, "--calibration", tiny_text, *SHORT)
+    assert result.code == 5
+    assert "predicts what is no number" in result.stderr
